@@ -1,0 +1,44 @@
+# Every target sets up .venv first, once: the stamp is younger than pyproject.toml until that changes.
+# make train ARGS="--train.steps 50"     arguments are passed on
+# make train NPROC=4                     ranks; default: every local GPU, or 2 on the CPU
+# make test  ARGS="-k prefetch -x"
+
+SHELL := /bin/sh
+PY := .venv/bin/python
+STAMP := .venv/.set-up
+CONFIG ?= examples/llama_debug.toml
+NPROC ?= $(shell $(PY) -c "import torch; print(torch.cuda.device_count() or 2)")
+ARGS ?=
+
+.PHONY: setup train test check lint types contract format clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml tools/setup.sh tools/environment.py
+	@PYTHON="$(PYTHON)" sh tools/setup.sh
+	@touch $@
+
+train: $(STAMP)
+	.venv/bin/shardwright train $(CONFIG) --nproc $(NPROC) $(ARGS)
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
+
+check: lint types contract
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(STAMP)
+	$(PY) -m mypy
+
+contract: $(STAMP)
+	.venv/bin/lint-imports
+
+format: $(STAMP)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,59 @@
+"""Every private torch name the engine uses, in one place, probed at import.
+
+A torch that lacks one of them is refused here, once and by name, instead of failing later inside a step.
+Nothing outside this module reaches into torch's underscore names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d as _c10d
+from torch.distributed.tensor import DTensor
+
+
+def _probe(owner: Any, *names: str) -> Any:
+    for name in names:
+        if not hasattr(owner, name):
+            raise ImportError(
+                f"shardwright supports torch >=2.11,<2.14; this is torch {torch.__version__}, which has no "
+                f"{getattr(owner, '__name__', type(owner).__name__)}.{name}. Install a supported torch."
+            )
+        owner = getattr(owner, name)
+    return owner
+
+
+AllgatherOptions = _probe(_c10d, "AllgatherOptions")
+ReduceScatterOptions = _probe(_c10d, "ReduceScatterOptions")
+
+#: ``chunk_cat(tensors, dim, num_chunks, out=)``: pads, cuts, casts and packs rank-major in one pass.
+chunk_cat: Callable[..., torch.Tensor] = _probe(torch, "_chunk_cat")
+
+_engine = _probe(torch.autograd.Variable, "_execution_engine")
+_graph_task_id = _probe(torch._C, "_current_graph_task_id")
+_use_count = _probe(torch._C, "_storage_Use_Count")
+
+foreach_mul_ = _probe(torch, "_foreach_mul_")
+foreach_norm = _probe(torch, "_foreach_norm")
+
+
+def local_of(dtensor: DTensor) -> torch.Tensor:
+    """The local tensor itself. ``to_local`` of a parameter makes a new view at every call."""
+    return dtensor._local_tensor
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward now running has finished; valid only inside a backward."""
+    _engine.queue_callback(callback)
+
+
+def in_backward() -> bool:
+    """Whether this thread is now inside a backward pass."""
+    return _graph_task_id() != -1
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """How many tensors and storage handles refer to this memory."""
+    return _use_count(storage._cdata)

@@ -1,0 +1,312 @@
+"""The command line: parses, calls, prints. What the commands do lives in `train/`, never here.
+
+torch is imported by the commands that need it, not by this file, so that help and mistakes are answered at
+once. The keys of the configuration are read off its models; argparse does the rest. (pydantic-settings was
+tried: its help opens with a page of usage, knows no ranges, and its values are JSON where the file's are
+TOML.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import shutil
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shardwright.train.errors import UserError
+
+STATUS_FAILED, STATUS_USER_ERROR, STATUS_INTERRUPTED, STATUS_BROKEN_PIPE = 1, 2, 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command in `argv` (without the program's name; default: the process's) and return its status.
+
+    0: done; 1: the program failed; 2: a mistake in what was given; 130: interrupted. Errors are one line on
+    stderr, with the traceback before it only after `--debug`.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()  # Here, so that a closed pipe is met inside the try.
+    except UserError as error:
+        return _failed(str(error), STATUS_USER_ERROR, arguments)
+    except KeyboardInterrupt:
+        return _failed("interrupted", STATUS_INTERRUPTED, arguments)
+    except BrokenPipeError:
+        # The reader (`| head`) has gone. Python would complain once more when it closes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return STATUS_BROKEN_PIPE
+    except Exception as error:
+        hint = "" if _debug(arguments) else " (add --debug to see the traceback)"
+        return _failed(f"{type(error).__name__}: {error}{hint}", STATUS_FAILED, arguments)
+
+
+def _failed(message: str, status: int, arguments: Sequence[str]) -> int:
+    if _debug(arguments):
+        traceback.print_exc()
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    return status
+
+
+def _debug(arguments: Sequence[str]) -> bool:
+    return "--debug" in arguments
+
+
+def _run(arguments: list[str]) -> int:
+    parser, commands = _parsers()
+    if not arguments:
+        parser.print_help()
+        return 0
+    command = next((argument for argument in arguments if not argument.startswith("-")), "")
+    if command and command not in commands:
+        near = difflib.get_close_matches(command, commands, 1)
+        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(commands)}"
+        raise UserError(f"unknown command {command}; {hint}")
+    given, overrides = _split_overrides(arguments) if command == "train" else (arguments, [])
+    try:
+        options, unknown = parser.parse_known_args(given)
+    except SystemExit as leaving:  # --help and --version leave this way.
+        return int(leaving.code or 0)
+    if unknown:
+        raise UserError(_unknown_argument(unknown[0], commands.get(command, parser)))
+    if options.command == "train":
+        return _train(options, overrides, arguments)
+    if options.command == "compare":
+        return _compare(options)
+    if options.command == "generate":
+        return _generate(options)
+    parser.print_help()
+    return 0
+
+
+def _train(options: argparse.Namespace, overrides: Sequence[tuple[str, str]], arguments: list[str]) -> int:
+    from shardwright.train.config import load_config
+
+    path, resume = options.config, options.resume
+    if path is None and resume is not None and resume.endswith(".toml"):
+        path, resume = (
+            resume,
+            "",
+        )  # `--resume CONFIG.toml`: a run is a folder, so this can only be the config.
+    if path is None:
+        raise UserError("train: expected CONFIG.toml, found none; examples are in the folder examples/")
+    config = load_config(Path(path), overrides)
+
+    from shardwright.train.launch import run_train
+
+    return run_train(config, nproc=options.nproc, resume=resume, argv=arguments)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    if len(options.runs) < 2:
+        raise UserError(f"compare: expected two runs or more, found {len(options.runs)}")
+    from shardwright.train.compare import compare
+
+    return compare([Path(run) for run in options.runs], Path(options.out) if options.out else None)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from shardwright.train.generate import generate
+
+    text = generate(
+        Path(options.run),
+        options.prompt,
+        tokens=options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        seed=options.seed,
+    )
+    print(text)
+    return 0
+
+
+# ------------------------------------------------------------------------------
+# Parsing
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with our kind of errors, and with help that is worked out only when it is asked for."""
+
+    keys_help: Callable[[int], str] | None = None
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.prog.partition(' ')[2] or self.prog}: {message}; see {self.prog} --help")
+
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file)  # argparse's own swallows the error of a closed pipe.
+
+    def format_help(self) -> str:
+        width = min(shutil.get_terminal_size().columns, 120) - 2
+        return super().format_help() + (self.keys_help(width) if self.keys_help else "")
+
+
+def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
+    parser = _Parser(
+        prog="shardwright",
+        allow_abbrev=False,
+        description="Trains PyTorch models that do not fit on one device.",
+        epilog="`shardwright COMMAND --help` tells more about a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"shardwright {_version()}")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    commands: dict[str, _Parser] = {}
+    for name, add_options, summary in (
+        ("train", _add_train, "train the model a configuration describes"),
+        ("compare", _add_compare, "put the losses, speeds and memory of runs side by side"),
+        ("generate", _add_generate, "let a trained model go on with a text"),
+    ):
+        command = subparsers.add_parser(
+            name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False
+        )
+        add_options(command)
+        # No default of its own, so that `shardwright --debug train` keeps what stood before the command.
+        command.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks"
+        )
+        commands[name] = command
+    return parser, commands
+
+
+def _add_train(parser: _Parser) -> None:
+    parser.usage = (
+        "shardwright train CONFIG.toml [--section.key value ...]\n"
+        "                         [--nproc N] [--resume [RUN]] [--debug]"
+    )
+    parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="the job, in TOML")
+    parser.add_argument("--nproc", metavar="N", type=_integer(1), help="ranks to start on this machine")
+    parser.add_argument(
+        "--resume", metavar="RUN", nargs="?", const="",
+        help="go on from the last checkpoint of this run folder; without RUN: of the newest run of that name",
+    )  # fmt: skip
+    parser.keys_help = _keys_help
+
+
+def _add_compare(parser: _Parser) -> None:
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", help="run folders, two or more; the first is the reference"
+    )
+    parser.add_argument("--out", metavar="DIR", help="folder for the table and the picture")
+
+
+def _add_generate(parser: _Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="run folder with a checkpoint")
+    parser.add_argument("--prompt", metavar="TEXT", required=True, help="the text to go on with")
+    parser.add_argument(
+        "--tokens", metavar="N", type=_integer(1), default=200, help="tokens to add (default 200)"
+    )
+    parser.add_argument(
+        "--temperature", metavar="T", type=_number(0), default=0.8,
+        help="0: always the likeliest token; larger: more surprising (default 0.8)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--top-k", metavar="K", type=_integer(0), default=50,
+        help="draw from the K likeliest tokens; 0: from all (default 50)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seed", metavar="N", type=_integer(0), default=0, help="seed of the draws (default 0)"
+    )
+
+
+def _integer(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"expected an integer >= {least}, found {text!r}")
+        return value
+
+    return parse
+
+
+def _number(least: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not least <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"expected a number >= {least}, found {text!r}")
+        return value
+
+    return parse
+
+
+def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Take `--section.key value` and `--section.key=value` out of the arguments."""
+    others: list[str] = []
+    overrides: list[tuple[str, str]] = []
+    rest = iter(enumerate(arguments))
+    for position, argument in rest:
+        name, equals, value = argument.partition("=")
+        if not name.startswith("--") or "." not in name:
+            others.append(argument)
+            continue
+        if not equals:
+            if position + 1 == len(arguments) or arguments[position + 1].startswith("--"):
+                raise UserError(f"{name}: expected a value after it, found none; write {name} VALUE")
+            value = next(rest)[1]
+        overrides.append((name[2:], value))
+    return others, overrides
+
+
+def _unknown_argument(argument: str, parser: _Parser) -> str:
+    if not argument.startswith("-"):
+        return f"{parser.prog.partition(' ')[2]}: unexpected argument {argument!r}; see {parser.prog} --help"
+    name = argument.partition("=")[0]
+    # Without the dashes: two of them make any short names look alike.
+    options = [
+        option[2:] for action in parser._actions for option in action.option_strings if option[:2] == "--"
+    ]
+    near = next(iter(difflib.get_close_matches(name.lstrip("-"), options, 1, cutoff=0.7)), None)
+    if near is None and parser.keys_help:
+        from shardwright.train.config import nearest_key
+
+        near = nearest_key(name.lstrip("-"))
+    return f"unknown option {name}; " + (f"did you mean --{near}?" if near else f"see {parser.prog} --help")
+
+
+# ------------------------------------------------------------------------------
+# Printing
+
+
+def _version() -> str:
+    try:
+        return version("shardwright")
+    except PackageNotFoundError:
+        return "(run from the source tree, not installed)"
+
+
+def _keys_help(width: int) -> str:
+    """Every key of the configuration with type, default and description, wrapped to `width` columns."""
+    from shardwright.train.config import keys, section_summary
+
+    intro = (
+        "Every key of CONFIG.toml can be set on the command line too. Values are TOML; words need no quotes. "
+        "A key that is not given has its default."
+    )
+    blocks = [
+        "",
+        "configuration keys:",
+        *textwrap.wrap(intro, width, initial_indent="  ", subsequent_indent="  "),
+    ]
+    section = ""
+    for key in keys():
+        if key.path.partition(".")[0] != section:
+            section = key.path.partition(".")[0]
+            blocks += ["", *textwrap.wrap(f"[{section}] {section_summary(section)}", width)]
+        facts = f"--{key.path}  {key.expected}; default {key.default}"
+        blocks += textwrap.wrap(facts, width, initial_indent="  ", subsequent_indent=" " * 6)
+        blocks += textwrap.wrap(key.description, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(blocks) + "\n"

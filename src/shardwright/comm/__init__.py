@@ -1,0 +1,6 @@
+"""Collectives over bytes, the division of gradients, streams and events. Knows nothing of units."""
+
+from shardwright.comm.collectives import Communicator, Division, Pending, plan_division
+from shardwright.comm.streams import DeviceStreams, HostStreams, Streams
+
+__all__ = ["Communicator", "DeviceStreams", "Division", "HostStreams", "Pending", "Streams", "plan_division"]

@@ -1,0 +1,89 @@
+"""Streams and events: the only place where an accelerator differs from the CPU.
+
+The engine says *fork* (queue this beside the computation, after everything the computation has queued so far), *mark*
+and *join* (the computation waits for the mark). On CPU forking is nothing, and asynchrony is the collective's own
+``Work``. Nothing here knows what is queued.
+
+Memory rule, which makes ``record_stream`` unnecessary: every buffer is leased and released on the computation's
+stream. A fork orders the side stream after the lease; a buffer is released only after a join with its last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+
+class Streams(Protocol):
+    #: Whether collectives are asked for an asynchronous ``Work`` (CPU) or queued on the forked stream.
+    asynchronous: bool
+
+    def fork(self, name: str) -> AbstractContextManager[None]:
+        """Queue on the side stream ``name`` ("gather" or "reduce") what is issued inside."""
+
+    def beside(self, name: str) -> AbstractContextManager[None]:
+        """Queue on the side stream what is issued inside, after nothing but that stream's own work."""
+
+    def mark(self, name: str) -> Any:
+        """A mark after everything that has been queued on side stream ``name``."""
+
+    def join(self, mark: Any) -> None:
+        """Let the computation wait for ``mark``; the host does not wait."""
+
+
+class HostStreams:
+    """CPU: a collective returns at once with a ``Work``, and waiting for that is all the order there is."""
+
+    asynchronous = True
+    _nothing: AbstractContextManager[None] = nullcontext()
+
+    def fork(self, name: str) -> AbstractContextManager[None]:
+        return self._nothing
+
+    def beside(self, name: str) -> AbstractContextManager[None]:
+        return self._nothing
+
+    def mark(self, name: str) -> None:
+        return None
+
+    def join(self, mark: Any) -> None:
+        return None
+
+
+class DeviceStreams:
+    """CUDA and its like: one high-priority stream for gathers and one for reductions, ordered by events.
+
+    Collectives are issued without ``async_op``, so c10d queues them on the stream that is current: ours.
+    """
+
+    asynchronous = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._api = torch.get_device_module(device)
+        self._device = device
+        self._side = {name: self._api.Stream(device=device, priority=-1) for name in ("gather", "reduce")}
+
+    @contextmanager
+    def fork(self, name: str) -> Iterator[None]:
+        side = self._side[name]
+        side.wait_stream(self._api.current_stream(self._device))
+        with self._api.stream(side):
+            yield
+
+    @contextmanager
+    def beside(self, name: str) -> Iterator[None]:
+        with self._api.stream(self._side[name]):
+            yield
+
+    def mark(self, name: str) -> Any:
+        return self._side[name].record_event()
+
+    def join(self, mark: Any) -> None:
+        self._api.current_stream(self._device).wait_event(mark)
+
+
+def streams_for(device: torch.device) -> Streams:
+    return HostStreams() if device.type == "cpu" else DeviceStreams(device)

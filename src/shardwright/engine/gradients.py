@@ -1,0 +1,294 @@
+"""From autograd's full gradients to each rank's sharded ``.grad``: pack, reduce, accumulate, hand over.
+
+One :class:`Reduction` per reduce dtype of a unit. It packs rank-major in the single pass that casts, reduces with one
+collective, and shows the result as DTensors made once. It does not decide when to reduce; the unit does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardwright._torch import chunk_cat, local_of, storage_use_count
+from shardwright.comm import Communicator, Division, Pending
+from shardwright.engine.parameter import ManagedParameter, as_dtensor, local_view
+from shardwright.layout import Packing, Segment, UnitLayout
+from shardwright.memory import Slab
+
+
+class GradientShard:
+    """Memory for this rank's gradients of one packing, and the DTensors over it, made once.
+
+    A user may keep ``p.grad`` beyond ``zero_grad``. Then the memory is theirs: :meth:`exclusive` says so, and the
+    owner makes a new object instead of writing into this one.
+    """
+
+    def __init__(
+        self,
+        packing: Packing,
+        segments: dict[int, Segment],
+        layout: UnitLayout,
+        mesh: DeviceMesh,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self.slabs: list[Slab] = []
+        self.flats: list[torch.Tensor] = []
+        #: Whether the collective can write here without a cast.
+        self.direct = len(packing.spans) == 1 and packing.spans[0].storage_dtype == packing.reduce_dtype
+        for span in packing.spans:
+            numel = packing.numel if self.direct else span.stop - span.start
+            slab = Slab(numel * span.storage_dtype.itemsize, device)
+            slab.lease()
+            self.slabs.append(slab)
+            self.flats.append(slab.view(span.storage_dtype, 0, (numel,), (1,)))
+        self.locals: list[torch.Tensor] = []
+        self.dtensors: list[DTensor] = []
+        with torch.no_grad():
+            for part in packing.parts:
+                segment, spec = segments[part.index], layout.specs[part.index]
+                offset = part.offset - packing.spans[part.span].start
+                view = local_view(self.flats[part.span], offset, segment.rows_of(rank), segment, spec)
+                self.dtensors.append(as_dtensor(view, mesh, spec))
+                self.locals.append(local_of(self.dtensors[-1]))
+        del view
+        self._alone = [storage_use_count(flat.untyped_storage()) for flat in self.flats]
+
+    def lease(self) -> None:
+        for slab in self.slabs:
+            slab.lease()
+
+    def release(self) -> None:
+        for slab in self.slabs:
+            slab.release()
+
+    @property
+    def leased(self) -> bool:
+        return self.slabs[0].leased
+
+    def exclusive(self) -> bool:
+        """Whether nobody but the engine and ``p.grad`` refers to these gradients or to their memory.
+
+        A Python reference shows in the count of the object, a view in the count of the storage.
+        """
+        # getrefcount sees: the list, the loop variable, its own argument (and, for a local, the DTensor around it).
+        for tensor in self.dtensors:
+            if sys.getrefcount(tensor) > 3:
+                return False
+        for tensor in self.locals:
+            if sys.getrefcount(tensor) > 4:
+                return False
+        counts = [storage_use_count(flat.untyped_storage()) for flat in self.flats]
+        return counts == self._alone
+
+
+class Reduction:
+    """The gradients of one packing, through one backward after another."""
+
+    def __init__(
+        self,
+        packing: Packing,
+        layout: UnitLayout,
+        parameters: Sequence[ManagedParameter],
+        comm: Communicator,
+        mesh: DeviceMesh,
+    ) -> None:
+        self.packing = packing
+        self._layout = layout
+        self._segments = {s.index: s for run in layout.runs for s in run.segments}
+        self._parameters = [parameters[part.index] for part in packing.parts]
+        self._comm = comm
+        self._mesh = mesh
+        n, device = comm.world_size, comm.device
+        # _chunk_cat wants one input dtype. Gradients come in the parameters' compute dtypes; where those differ,
+        # each gradient is cast on its own before.
+        dtypes = {layout.specs[part.index].compute_dtype for part in packing.parts}
+        self._input_dtype = dtypes.pop() if len(dtypes) == 1 else None
+        dtype = self._input_dtype or packing.reduce_dtype
+        self._gaps = [
+            torch.zeros(n, p.gap, dtype=dtype, device=device) if p.gap else None for p in packing.parts
+        ]
+        self._flags = torch.zeros(n, packing.flag_slots, dtype=dtype, device=device)
+        self._flags[:, : len(packing.parts)] = 1
+        self._strided = any(p.dim for p in self._parameters)
+        self._packed = Slab(n * packing.numel * packing.reduce_dtype.itemsize, device)
+        self._packed.lease()
+        self._packed_view = self._packed.view(packing.reduce_dtype, 0, (n, packing.numel))
+        self._packed.release()
+        self._shard: GradientShard | None = None
+        self._held: torch.Tensor | None = None
+        self._held_present = [False] * len(packing.parts)
+        self._pending: Pending | None = None
+        self._output: torch.Tensor | None = None
+        self._present: list[bool] | None = None
+        self._fresh = False
+
+    # -- pack ----------------------------------------------------------------------------------------------------
+
+    def _take(self) -> tuple[list[torch.Tensor], list[bool] | None]:
+        """Take the full gradients off the parameters, in packing order; and which there are, None meaning all."""
+        tensors: list[torch.Tensor] = []
+        present: list[bool] | None = None
+        dtype = self._input_dtype
+        for i, parameter in enumerate(self._parameters):
+            gradient = parameter.full.grad
+            if gradient is None:
+                if present is None:
+                    present = [True] * len(self._parameters)
+                present[i] = False
+                gradient = torch.zeros(parameter.shape, dtype=self._flags.dtype, device=self._flags.device)
+            else:
+                parameter.full.grad = None
+                if dtype is None:
+                    gradient = gradient.to(self.packing.reduce_dtype)
+            if self._strided and parameter.dim:
+                gradient = gradient.movedim(parameter.dim, 0)
+            tensors.append(gradient)
+            gap = self._gaps[i]
+            if gap is not None:
+                tensors.append(gap)
+        flags = self._flags
+        if present is not None:
+            flags = flags.clone()
+            flags[:, [i for i, there in enumerate(present) if not there]] = 0
+        tensors.append(flags)
+        return tensors, present
+
+    def has_gradients(self, *, held: bool) -> bool:
+        """Whether a full gradient waits or, with ``held``, sums of earlier micro-batches do."""
+        return (held and self._held is not None) or any(p.full.grad is not None for p in self._parameters)
+
+    def hold(self) -> None:
+        """Keep this micro-batch's gradients, full and in the reduce dtype, without communication."""
+        tensors, present = self._take()
+        n = self._comm.world_size
+        packed = torch.empty(n, self.packing.numel, dtype=self.packing.reduce_dtype, device=self._comm.device)
+        chunk_cat(tensors, 0, n, out=packed)
+        self._held_present = [
+            before or (present is None or present[i]) for i, before in enumerate(self._held_present)
+        ]
+        self._held = packed if self._held is None else self._held.add_(packed)
+
+    def discard(self) -> None:
+        """Forget everything under way: full gradients, held sums, a pending reduction's result."""
+        for parameter in self._parameters:
+            parameter.full.grad = None
+        self._held = None
+        self._held_present = [False] * len(self._parameters)
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = self._output = None
+            self._packed.release()
+
+    # -- reduce --------------------------------------------------------------------------------------------------
+
+    def start(self, division: Division) -> None:
+        """Pack and issue the reduce-scatter. :meth:`finish` hands over its result."""
+        tensors, present = self._take()
+        self._packed.lease()
+        packed = self._packed_view
+        chunk_cat(tensors, 0, self._comm.world_size, out=packed)
+        tensors.clear()
+        if self._held is not None:
+            packed.add_(self._held)
+            if present is not None:
+                present = [a or b for a, b in zip(present, self._held_present, strict=True)]
+                present = None if all(present) else present
+            self._held = None
+            self._held_present = [False] * len(self._parameters)
+        self._present = present
+        self._fresh = all(p.sharded.grad is None for p in self._parameters)
+        shard = self._fresh_shard() if self._fresh else None
+        if shard is not None and shard.direct:
+            output = shard.flats[0]
+        else:
+            output = torch.empty(
+                self.packing.numel, dtype=self.packing.reduce_dtype, device=self._comm.device
+            )
+        self._output = output
+        self._pending = self._comm.reduce_scatter(output, packed, division)
+
+    def finish(self) -> None:
+        """Order the computation after the reduction and set or add to every used parameter's ``.grad``."""
+        if self._pending is None:
+            return
+        self._pending.wait()
+        self._pending = None
+        self._packed.release()
+        output, self._output = self._output, None
+        assert output is not None
+        used: list[bool] | None = None
+        if self._present is not None:
+            # Only a rank that lacks a gradient has to look at what the others had; the host waits for it.
+            start = self.packing.flags
+            used = [flag > 0 for flag in output[start : start + len(self._parameters)].tolist()]
+        self._present = None
+        if self._fresh and all(p.sharded.grad is None for p in self._parameters):
+            self._hand_over(output, used)
+        elif self._ours() and used is None:
+            assert self._shard is not None
+            for flat, span in zip(self._shard.flats, self.packing.spans, strict=True):
+                flat[: span.stop - span.start].add_(output[span.start : span.stop])
+        else:
+            self._add_one_by_one(output, used)
+
+    def _fresh_shard(self) -> GradientShard:
+        if self._shard is not None and not self._shard.exclusive():
+            self._shard = None  # someone kept these gradients: the memory is theirs now
+        if self._shard is None:
+            self._shard = self._new_shard()
+        self._shard.lease()
+        return self._shard
+
+    def _new_shard(self) -> GradientShard:
+        comm = self._comm
+        return GradientShard(self.packing, self._segments, self._layout, self._mesh, comm.rank, comm.device)
+
+    def _hand_over(self, output: torch.Tensor, used: list[bool] | None) -> None:
+        shard = self._shard
+        assert shard is not None
+        if not shard.direct:
+            for flat, span in zip(shard.flats, self.packing.spans, strict=True):
+                flat.copy_(output[span.start : span.stop])
+        for i, (parameter, gradient) in enumerate(zip(self._parameters, shard.dtensors, strict=True)):
+            if used is None or used[i]:
+                parameter.sharded.grad = gradient
+
+    def _ours(self) -> bool:
+        shard = self._shard
+        return shard is not None and all(
+            p.sharded.grad is g for p, g in zip(self._parameters, shard.dtensors, strict=True)
+        )
+
+    def _add_one_by_one(self, output: torch.Tensor, used: list[bool] | None) -> None:
+        """The user set or dropped some gradients by hand, or some parameters were unused: parameter by parameter."""
+        rank = self._comm.rank
+        with torch.no_grad():
+            for i, (parameter, part) in enumerate(zip(self._parameters, self.packing.parts, strict=True)):
+                if used is not None and not used[i]:
+                    continue
+                segment, spec = self._segments[part.index], self._layout.specs[part.index]
+                new = local_view(output, part.offset, segment.rows_of(rank), segment, spec)
+                old = parameter.sharded.grad
+                if old is None:
+                    new = new.to(spec.storage_dtype, copy=True)
+                    parameter.sharded.grad = as_dtensor(new, self._mesh, spec)
+                else:
+                    local = local_of(old) if isinstance(old, DTensor) else old
+                    local.add_(new)
+
+    def release_unused(self) -> None:
+        """Give the gradients' memory back once every ``.grad`` is None again."""
+        shard = self._shard
+        if shard is None or not shard.leased or self._pending is not None:
+            return
+        if any(p.sharded.grad is g for p, g in zip(self._parameters, shard.dtensors, strict=True)):
+            return
+        if shard.exclusive():
+            shard.release()
+        else:
+            self._shard = None

@@ -1,0 +1,242 @@
+"""The root: what the units of one model share. Order, prefetch, and the beginnings and ends of forward and backward.
+
+Any unit may be called first; the outermost call is the root call. The order seen in one root call is the guess for
+the next. A guess moves a gather earlier and nothing else: every unit still checks that its slab is of this call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright._torch import queue_callback
+from shardwright.engine.hooks import map_tensors
+from shardwright.engine.unit import Unit, Visit
+
+UNIT = "_shardwright_unit"  #: the attribute under which a sharded module keeps its unit
+
+_roots: weakref.WeakSet[Root] = weakref.WeakSet()
+
+
+class Root:
+    """Shared state of the units below one module. Units refer to it; it refers to them weakly."""
+
+    def __init__(self, units: list[Unit], names: list[str]) -> None:
+        self._units = [weakref.ref(u) for u in units]
+        self._names = names
+        self.gathered: set[int] = set()
+        self.generation = 0
+        self.caller: Unit | None = None
+        self.backward = False
+        self.is_last_backward = True
+        self.reducing: int | None = None
+        self.observer: Callable[[str, Unit], None] | None = None
+        self._expected: list[int] = []  # units in the order of the last root call
+        self._place = 0
+        self._seen: list[int] = []
+        self._left: list[int] = []
+        self._visits: dict[int, Visit] = {}
+        self._make_headers(units)
+
+    def _make_headers(self, units: list[Unit]) -> None:
+        """One row per unit for the numbers that come with its gathers, so that one call compares them all."""
+        self._flag: torch.Tensor | None = None
+        comm = units[0].comm
+        rows = [[number, 0] * comm.world_size for number in range(len(units))]
+        self._wanted_headers = torch.tensor(rows, dtype=torch.int64, device=comm.device)
+        self._headers = self._wanted_headers.clone()
+        for number, unit in enumerate(units):
+            unit.join_root(self, number, self._names[number], self._headers[number])
+
+    @property
+    def top(self) -> Unit | None:
+        """The unit that the module above all others belongs to."""
+        return self._units[0]()
+
+    def units(self) -> list[Unit]:
+        return [u for ref in self._units if (u := ref()) is not None]
+
+    def name_of(self, number: int) -> str:
+        known = 0 <= number < len(self._names)
+        return f"unit {number} ({self._names[number]!r})" if known else f"unknown unit {number}"
+
+    def notify(self, event: str, unit: Unit) -> None:
+        """Tell whoever listens (tests, recorders) that a gather was issued or awaited."""
+        if self.observer is not None:
+            self.observer(event, unit)
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def begin(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The outermost call of this model begins."""
+        self.check_divergence()
+        if self.backward:
+            self.recover()  # the last backward raised: it never reached its end
+        self.generation += 1
+        self.caller = unit
+        self._place = 0
+        self._seen, self._left = [], []
+        for each in self.units():
+            if each.parameters:
+                each.release_unused_gradients()
+        device = unit.comm.device
+        if device.type != "cpu":
+            args, kwargs = map_tensors(lambda t: t.to(device, non_blocking=True), (args, kwargs))
+        return args, kwargs
+
+    def forward_reaches(self, unit: Unit) -> None:
+        """A unit is about to compute: make sure that it is being gathered, and gather the next one beside it."""
+        if not unit.valid_for(self.generation):
+            unit.issue(self.generation)
+        self._seen.append(unit.number)
+        expected, place = self._expected, self._place
+        if place < len(expected) and expected[place] == unit.number:
+            self._place = place + 1
+        else:  # not the order of last time: look for this unit further on, else guess nothing more in this call
+            later = expected[place:]
+            self._place = place + later.index(unit.number) + 1 if unit.number in later else len(expected)
+        if unit.forward_prefetch:
+            wanted = [u for ref in unit.forward_prefetch if (u := ref()) is not None]
+        elif self._place < len(expected):
+            next_unit = self._units[expected[self._place]]()
+            wanted = [next_unit] if next_unit is not None else []
+        else:
+            wanted = []
+        for other in wanted:
+            if other.parameters and other.root is self and not other.valid_for(self.generation):
+                other.issue(self.generation)
+
+    def forward_leaves(self, unit: Unit, visit: Visit | None) -> None:
+        if visit is not None:
+            visit.place = len(visit.order)
+            visit.order.append(unit.number)
+
+    def visit(self, unit: Unit, recomputing: bool) -> Visit:
+        """The visit of ``unit`` in this root call; a recomputed call is a visit of its own, outside any order."""
+        if recomputing:
+            return Visit(unit, [])
+        visit = self._visits.get(unit.number)
+        if visit is None:
+            visit = self._visits[unit.number] = Visit(unit, self._left)
+        return visit
+
+    def end(self) -> None:
+        """The outermost call has returned: what was prefetched and not used is dropped."""
+        self.caller = None
+        self._visits = {}
+        used = set(self._seen)
+        for unit in self._gathered_units():
+            if unit.forward_unfinished:
+                unit.leave_forward()
+            elif unit.number not in used and unit.kept_epoch is None:
+                unit.release()
+        self._expected = self._seen
+
+    def _gathered_units(self) -> list[Unit]:
+        return [
+            u for number in sorted(self.gathered, reverse=True) if (u := self._units[number]()) is not None
+        ]
+
+    def recover(self) -> None:
+        """An exception left a forward or backward unfinished: its slabs and its gradients are dropped."""
+        self.caller = None
+        self.backward = False
+        self.reducing = None
+        self._visits = {}
+        for unit in self.units():
+            unit.recover()
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def enter_backward(self) -> None:
+        """Backward has reached this model, perhaps for the first time: be called when it ends."""
+        if not self.backward:
+            self.backward = True
+            self.generation += 1
+            queue_callback(self._end_backward)
+
+    def prefetch_backward(self, visit: Visit) -> None:
+        """Gather beside this unit's backward the one whose backward comes next."""
+        unit = visit.unit
+        if unit.backward_prefetch:
+            wanted = [u for ref in unit.backward_prefetch if (u := ref()) is not None]
+        elif visit.place > 0:
+            previous = self._units[visit.order[visit.place - 1]]()
+            wanted = [previous] if previous is not None else []
+        else:
+            wanted = []
+        for other in wanted:
+            if other.parameters and other.root is self and not other.gathered and other.unshard_in_backward:
+                other.issue(self.generation)
+
+    def finish_reductions(self) -> None:
+        """At most one unit's gradients are under way, so one packed buffer is alive."""
+        number, self.reducing = self.reducing, None
+        if number is not None and (unit := self._units[number]()) is not None:
+            unit.finish_reduction()
+
+    def _end_backward(self) -> None:
+        """Backward is over: reduce what is left, in one order on all ranks, and leave everything sharded."""
+        for unit in reversed(self.units()):
+            if unit.parameters:
+                unit.reduce_leftovers()
+        if self.is_last_backward:
+            self.finish_reductions()
+        for unit in self._gathered_units():
+            if unit.kept_epoch is None:
+                unit.leave_backward()
+        self.backward = False
+        self.generation += 1
+        self._compare_headers()
+
+    # -- ranks that diverge --------------------------------------------------------------------------------------
+
+    def _compare_headers(self) -> None:
+        """On an accelerator: compare on the device, beside the computation; the host looks before the next step."""
+        streams = self.units()[0].comm.streams
+        if not streams.asynchronous:
+            with streams.beside("gather"):
+                self._flag = (self._headers != self._wanted_headers).any()
+
+    def check_divergence(self) -> None:
+        """Raise if the gathers of the last backward brought another unit's number. Reads one flag of the device."""
+        flag, self._flag = self._flag, None
+        if flag is not None and flag.item():
+            for unit in self.units():
+                if unit.parameters:
+                    unit.check_headers()
+
+
+def attach(module: nn.Module) -> Root:
+    """Make ``module`` the root of every unit below it. Units that had a smaller root join this one."""
+    units: list[Unit] = []
+    names: list[str] = []
+    for name, child in module.named_modules():
+        unit = getattr(child, UNIT, None)
+        if unit is None or unit in units:
+            continue
+        if unit.root is not None and (unit.root.caller is not None or unit.root.backward):
+            raise RuntimeError(
+                f"Module {name!r} was called on its own and is not finished, so it cannot become part of "
+                f"{type(module).__name__} now. Call the outer module first."
+            )
+        units.append(unit)
+        names.append(name or type(module).__name__)
+    if len(units[0].modules) > 1 and len(units) > 1:
+        raise RuntimeError(
+            f"The first module called belongs to a unit of {len(units[0].modules)} modules, which cannot be the root. "
+            "Call fully_shard on the whole model, too, and call that."
+        )
+    root = Root(units, names)
+    _roots.add(root)
+    return root
+
+
+def check_all_divergence() -> None:
+    """Before an optimizer changes anything: no model's ranks may have diverged."""
+    for root in list(_roots):
+        root.check_divergence()

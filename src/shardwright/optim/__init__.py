@@ -1,0 +1,6 @@
+"""Optimizers and gradient clipping over local shards."""
+
+from shardwright.optim.clip import clip_grad_norm_
+from shardwright.optim.sharded import fully_shard_optimizer
+
+__all__ = ["clip_grad_norm_", "fully_shard_optimizer"]

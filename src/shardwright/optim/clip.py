@@ -1,0 +1,91 @@
+"""Gradient clipping by the global norm of sharded gradients: local norms, one all-reduce, one scaling call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardwright._torch import foreach_mul_, foreach_norm, local_of
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale gradients so that their global norm is at most ``max_norm``; return the norm before.
+
+    The norm is over all elements on all ranks: sharded gradients count once per element, gradients that are the same
+    on every rank (of ignored parameters) count once. Every rank must call it with the same parameters.
+
+    Args:
+        parameters: a tensor or tensors whose ``.grad`` is clipped in place; those without a gradient are left out.
+        max_norm: the largest norm allowed afterwards.
+        norm_type: p of the norm, ``math.inf`` for the largest absolute value.
+        error_if_nonfinite: raise if the norm is nan or infinite, instead of scaling by it.
+        foreach: accepted as in torch, and without effect: the multi-tensor functions are always used.
+
+    Returns:
+        The norm as a plain 0-d tensor, float32 or wider, on the gradients' device; 0 if there is no gradient.
+
+    Raises:
+        RuntimeError: ``error_if_nonfinite`` and the norm is not finite.
+    """
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    plain: list[torch.Tensor] = []
+    sharded: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+    for p in parameters:
+        gradient = p.grad
+        if gradient is None:
+            continue
+        if isinstance(gradient, DTensor):
+            if gradient.device_mesh.ndim != 1:
+                raise NotImplementedError("clip_grad_norm_ supports gradients on 1-D meshes in this version")
+            local = local_of(gradient)
+            if gradient.placements[0].is_shard():
+                sharded.setdefault(gradient.device_mesh.get_group(), []).append(local)
+            else:
+                plain.append(local)
+        else:
+            plain.append(gradient)
+    everything = [*plain, *(t for tensors in sharded.values() for t in tensors)]
+    if not everything:
+        return torch.tensor(0.0)
+    device = everything[0].device
+    total = _power(plain, norm_type, device)
+    for group, tensors in sharded.items():
+        part = _power(tensors, norm_type, device)
+        dist.all_reduce(part, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
+        total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
+    norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"The gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped. "
+            "Pass error_if_nonfinite=False to scale by it all the same."
+        )
+    # The same coefficient as torch.nn.utils.clip_grad_norm_, applied without asking the device whether it is < 1.
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    foreach_mul_(everything, scale)
+    return norm
+
+
+def _power(tensors: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """The p-th power of the p-norm of all elements (for infinity the norm itself), at least in float32."""
+    tensors = [t for t in tensors if t.numel()]
+    if not tensors:
+        return torch.zeros((), device=device)
+    norms = foreach_norm(tensors, norm_type)
+    stacked = torch.stack([n.to(device) for n in norms])
+    if stacked.dtype in (torch.float16, torch.bfloat16):
+        stacked = stacked.float()
+    norm = torch.linalg.vector_norm(stacked, norm_type)
+    return norm if math.isinf(norm_type) else norm**norm_type

@@ -1,0 +1,231 @@
+"""Optimizers over sharded parameters: inside ``step`` plain local tensors stand in for the DTensors.
+
+``param_groups`` and ``state`` hold DTensors between steps, as checkpoints expect; the arithmetic of a step never sees
+one, because dispatching through DTensor costs several times the step itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwright._torch import local_of
+from shardwright.engine.parameter import TAKEN, UNIT_OF
+
+#: Every element's update depends on that element alone, so a step on a part is a part of the step on the whole.
+ELEMENTWISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+O = TypeVar("O", bound=Optimizer)  # noqa: E741
+
+
+def fully_shard_optimizer(optimizer: O, *, elementwise: bool | None = None) -> O:
+    """Let a torch optimizer step on local shards, in place, and return it.
+
+        optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+    The results are those of the optimizer on the DTensors themselves, which works too and takes longer. State
+    dicts, parameter groups, schedulers and hooks are as before, except that hooks of ``step`` see local tensors.
+
+    Args:
+        optimizer: built on the parameters of a sharded model, after sharding. Plain parameters may be among them.
+        elementwise: state that each element's update depends on that element alone. Known for torch's own
+            optimizers; needed for others.
+
+    Raises:
+        TypeError: not a torch optimizer.
+        ValueError: it was built before ``fully_shard``, or needs whole tensors, or is unknown.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"fully_shard_optimizer expects a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    if isinstance(optimizer, _ShardedStep):
+        return optimizer
+    kind = type(optimizer)
+    if not (kind in ELEMENTWISE if elementwise is None else elementwise):
+        raise ValueError(
+            f"{kind.__name__} is not known to update each element from that element alone, so a step on local shards "
+            "may be wrong. If it does, pass elementwise=True; if it needs whole tensors, use it without "
+            "fully_shard_optimizer."
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            name = getattr(p, TAKEN, None)
+            if name is not None and not isinstance(p, DTensor):
+                raise ValueError(
+                    f"Parameter group {index} holds {name!r} as it was before fully_shard, so the model would not "
+                    "be trained. Build the optimizer from model.parameters() after sharding."
+                )
+    optimizer.__class__ = _sharded_class(kind)
+    return optimizer
+
+
+class _Entry:
+    """A parameter, its local stand-in, and the state tensors last seen on either side."""
+
+    __slots__ = ("inner", "local", "seen")
+
+    def __init__(self, local: torch.Tensor) -> None:
+        self.local = local
+        self.inner: dict[str, Any] = {}
+        self.seen: dict[str, Any] = {}  #: key -> the value outside that belongs to ``inner[key]``
+
+
+class _ShardedStep:
+    """Mixed into an optimizer's class in front of it; see :func:`fully_shard_optimizer`."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    @torch.no_grad()
+    def _enter(self) -> tuple[list[list[Any]], Any]:
+        """Put local stand-ins into the groups and the state; return what was there."""
+        entries: dict[Any, _Entry] = self.__dict__.setdefault("_shardwright_entries", {})
+        outer = self.state
+        inner: Any = defaultdict(dict)
+        groups = []
+        for group in self.param_groups:
+            params = group["params"]
+            groups.append(params)
+            stand_ins = []
+            for p in params:
+                if not isinstance(p, DTensor):
+                    stand_ins.append(p)
+                    if p in outer:
+                        inner[p] = outer[p]
+                    continue
+                local = local_of(p)
+                entry = entries.get(p)
+                if entry is None or entry.local is not local:
+                    entry = entries[p] = _Entry(local)
+                gradient = p.grad
+                local.grad = local_of(gradient) if isinstance(gradient, DTensor) else gradient
+                stand_ins.append(local)
+                state = outer.get(p)
+                if state:
+                    _refresh(entry, state, p)
+                    inner[local] = entry.inner
+                else:
+                    entry.inner, entry.seen = {}, {}
+            group["params"] = stand_ins
+        self.state = inner
+        return groups, outer
+
+    @torch.no_grad()
+    def _leave(self, groups: list[list[Any]], outer: Any) -> None:
+        entries: dict[Any, _Entry] = self.__dict__["_shardwright_entries"]
+        inner, self.state = self.state, outer
+        for group, params in zip(self.param_groups, groups, strict=True):
+            group["params"] = params
+            for p in params:
+                if not isinstance(p, DTensor):
+                    if p in inner:
+                        outer[p] = inner[p]
+                    continue
+                entry = entries[p]
+                entry.local.grad = None
+                state = inner.get(entry.local)
+                if state is not None:
+                    entry.inner = state
+                    _publish(entry, outer[p], p)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            # A closure runs forward and backward, which need the sharded parameters: before the stand-ins.
+            with torch.enable_grad():
+                loss = closure()
+        groups, outer = self._enter()
+        try:
+            super().step()  # type: ignore[misc]
+        finally:
+            self._leave(groups, outer)
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # the wrapped step runs the hooks; torch must not add them twice
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        if set_to_none:
+            units = {
+                id(u): u for g in self.param_groups for p in g["params"] if (u := _unit_of(p)) is not None
+            }
+            for unit in units.values():
+                unit.release_unused_gradients()
+
+
+def _unit_of(p: torch.Tensor) -> Any:
+    ref = p.__dict__.get(UNIT_OF)
+    return ref() if ref is not None else None
+
+
+def _refresh(entry: _Entry, state: dict[str, Any], p: DTensor) -> None:
+    """Take over what was loaded or changed outside since the last step."""
+    seen = entry.seen
+    if len(seen) == len(state):
+        for key, value in state.items():
+            if seen.get(key) is not value:
+                break
+        else:
+            return
+    entry.inner = {key: _local_state(key, value, p) for key, value in state.items()}
+    entry.seen = dict(state)
+
+
+def _local_state(key: str, value: Any, p: DTensor) -> Any:
+    if isinstance(value, DTensor):
+        if value.placements != p.placements:
+            raise ValueError(
+                f"Optimizer state {key!r} is placed {value.placements}, its parameter {p.placements}. "
+                "Load optimizer state that is sharded as the model is."
+            )
+        return local_of(value)
+    if isinstance(value, torch.Tensor) and value.ndim and value.shape == p.shape:
+        raise ValueError(
+            f"Optimizer state {key!r} of shape {tuple(value.shape)} is a plain tensor, its parameter is sharded. Load "
+            "it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
+        )
+    return value
+
+
+def _publish(entry: _Entry, state: dict[str, Any], p: DTensor) -> None:
+    """Show new state outside, element-wise tensors as DTensors placed like the parameter."""
+    seen = entry.seen
+    for key, value in entry.inner.items():
+        known = seen.get(key)
+        if known is value or (known is not None and isinstance(known, DTensor) and local_of(known) is value):
+            continue
+        if isinstance(value, torch.Tensor) and value.ndim and value.shape == entry.local.shape:
+            shown: Any = DTensor.from_local(
+                value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+            )
+            entry.inner[key] = local_of(shown)
+        else:
+            shown = value
+        state[key] = seen[key] = shown
+
+
+_classes: dict[type, type] = {}
+
+
+def _sharded_class(kind: type) -> type:
+    if kind not in _classes:
+        _classes[kind] = type(f"Sharded{kind.__name__}", (_ShardedStep, kind), {})
+    return _classes[kind]

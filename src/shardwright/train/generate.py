@@ -1,0 +1,85 @@
+"""Text from a trained model: the newest checkpoint of a run, of any engine and any number of ranks, in one process.
+
+`sample` works on any model that maps token numbers to logits; `generate` is the command around it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.train import checkpoint
+from shardwright.train.data import decode
+from shardwright.train.data.corpus import encode
+from shardwright.train.errors import UserError
+from shardwright.train.models.llama import build_model
+from shardwright.train.runs import RunFolder
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module,
+    prompt: Tensor,
+    *,
+    count: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    context: int,
+    device: torch.device,
+) -> list[int]:
+    """`count` token numbers that follow `prompt` (int64, 1-D). The model sees the last `context` tokens.
+
+    Temperature 0 takes the likeliest token; `top_k` 0 draws from all. Drawn on the CPU from a generator of its own,
+    so ranks that run the same model in step draw the same tokens.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = prompt.tolist()
+    training = model.training
+    model.eval()
+    for _ in range(count):
+        window_1S = torch.tensor([tokens[-context:]], device=device)
+        logits_V = model(window_1S)[0, -1].float().cpu()
+        tokens.append(_draw(logits_V, temperature, top_k, generator))
+    model.train(training)
+    return tokens[len(prompt) :]
+
+
+def _draw(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits_V.argmax())
+    if top_k:
+        kept, places = logits_V.topk(min(top_k, len(logits_V)))
+    else:
+        kept, places = logits_V, torch.arange(len(logits_V))
+    choice = torch.multinomial(torch.softmax(kept / temperature, dim=-1), 1, generator=generator)
+    return int(places[choice])
+
+
+def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> str:
+    """The prompt and `tokens` tokens the run's newest checkpoint puts after it.
+
+    Raises UserError for a folder that is no run or has no whole checkpoint, and for numbers out of range.
+    """
+    for name, value, least in (
+        ("--tokens", tokens, 0),
+        ("--temperature", temperature, 0),
+        ("--top-k", top_k, 0),
+    ):
+        if value < least:
+            raise UserError(f"{name}: expected at least {least}, found {value}")
+    if not prompt:
+        raise UserError("--prompt: expected at least one character, found none")
+    folder = RunFolder(run)
+    record, config = folder.record(), folder.config()
+    device = torch.device("cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu")
+    model = build_model(config.model, record["vocab_size"])
+    newest = checkpoint.newest_whole(folder.checkpoints, say=lambda _: None)
+    checkpoint.load_weights(newest, model)
+    drawn = sample(
+        model.to(device), encode(prompt), count=tokens, temperature=temperature, top_k=top_k, seed=seed,
+        context=model.config.max_seq_len, device=device,
+    )  # fmt: skip
+    return prompt + decode(drawn)

@@ -1,0 +1,443 @@
+"""How a training job starts and ends: one rank in this process, or several under torch elastic's process layer.
+
+The launcher decides the run's folder, starts the ranks with torchrun's environment, passes signals on to them, and
+turns however they end into one message and one exit status. It never trains itself when there are several ranks.
+
+Why not torchrun as a whole: its agent gives ranks 30 s from a signal to their end, which a large checkpoint exceeds,
+and the same 30 s to ranks that wait in a collective for one that died. The environment is the same, so
+`torchrun -m shardwright train ...` and SLURM work too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext, start_processes
+
+from shardwright.train import checkpoint
+from shardwright.train.config import Config
+from shardwright.train.data import load_corpus
+from shardwright.train.errors import UserError
+from shardwright.train.loop import NonFiniteError, train
+from shardwright.train.parallel import World, check_ranks, choose_device, join_world, under_launcher
+from shardwright.train.runs import RunFolder, check_same_job, create_run, find_run, mark_failed, now, writing
+
+FOLDER_VARIABLE = "SHARDWRIGHT_RUN_FOLDER"
+LAUNCHER_VARIABLE = "SHARDWRIGHT_LAUNCHER"
+GRACE_SECONDS = 4.0
+"""From the first failure to the killing of the other ranks: long enough for them to say what they saw of it."""
+LOG_TAIL = 12
+"""Lines of a failed rank's log that are shown."""
+STOPPED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM))
+"""Statuses of a rank that saved and left because it was told to."""
+
+
+def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: list[str]) -> int:
+    """Train and return the exit status: 0 done, 1 failed, 130 or 143 stopped by a signal with the state saved.
+
+    `resume` is None for a new run, "" for the newest run of that name, else a run's folder. `argv` is the command
+    line, for starting the ranks with. Raises UserError, in one process only, for what the user has to correct.
+    """
+    if under_launcher():
+        return _run_rank(config, resume)
+    ranks = _ranks_wanted(config, nproc)
+    check_ranks(config, ranks)
+    folder = _open_folder(config, resume)
+    try:
+        if ranks > 1:
+            return _launch(config, folder, ranks, argv)
+        _stay_local()
+        with join_world(config) as world:
+            return train(config, folder, load_corpus(config.data), world, resume is not None)
+    except (UserError, KeyboardInterrupt):
+        _discard_if_unused(folder)
+        raise
+    except NonFiniteError as error:
+        return _fail(str(error))
+
+
+def _ranks_wanted(config: Config, nproc: int | None) -> int:
+    if nproc is not None and nproc < 1:
+        raise UserError(f"--nproc: expected at least 1, found {nproc}")
+    gpus = torch.cuda.device_count() if choose_device(config) == "cuda" else 0
+    if nproc is not None:
+        if gpus and nproc > gpus:
+            raise UserError(f"--nproc: expected at most {gpus}, the GPUs of this machine, found {nproc}")
+        return nproc
+    return max(1, gpus) if config.parallel.engine != "none" else 1
+
+
+def _open_folder(config: Config, resume: str | None) -> RunFolder:
+    if resume is None:
+        return create_run(config)
+    folder = find_run(config, resume)
+    check_same_job(folder, config, "--resume")
+    return folder
+
+
+def _discard_if_unused(folder: RunFolder) -> None:
+    """Remove a folder in which no run began, so that correcting the mistake does not meet its remains."""
+    if folder.exists():
+        return
+    try:
+        for log in sorted(folder.logs.rglob("*"), reverse=True):
+            log.rmdir() if log.is_dir() else log.unlink()
+        if folder.logs.exists():
+            folder.logs.rmdir()
+        folder.path.rmdir()
+    except OSError:
+        pass  # Not ours alone, or gone: leave it.
+
+
+def _stay_local() -> None:
+    """Ranks of one machine talk over the loopback: gloo else looks the machine's name up, which may lead nowhere."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return 1
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# One rank of several
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """What a rank says about its end, passed to the launcher. The order counts who complained first."""
+
+    rank: int
+    order: int
+    kind: Literal["user", "nonfinite", "lost contact", "error"]
+    message: str
+    trace: str
+
+
+def _run_rank(config: Config, resume: str | None) -> int:
+    """Train as one rank. Errors go to the launcher where there is one; under plain torchrun rank 0 prints them."""
+    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    if launcher:
+        threading.Thread(target=_leave_with, args=(int(launcher),), daemon=True).start()
+    try:
+        corpus = load_corpus(config.data)
+        with join_world(config) as world:
+            folder = _agree_on_folder(config, resume, world)
+            return train(config, folder, corpus, world, resume is not None)
+    except BaseException as error:
+        complaint = _complaint(error)
+        if launcher:
+            _send(complaint)
+            status = 2 if complaint.kind == "user" else 1
+        elif complaint.kind == "user" and complaint.rank == 0:
+            raise
+        else:
+            status = _report_alone(complaint)
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: destructors of process groups may wait for ranks that will never come.
+        os._exit(status)
+
+
+def _report_alone(complaint: Complaint) -> int:
+    if complaint.kind == "user":
+        return 2  # rank 0 prints it
+    if complaint.kind != "nonfinite" or complaint.rank == 0:
+        print(f"error: rank {complaint.rank}: {complaint.message}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _agree_on_folder(config: Config, resume: str | None, world: World) -> RunFolder:
+    """The folder the launcher chose; without our launcher the one rank 0 chooses."""
+    chosen = os.environ.get(FOLDER_VARIABLE)
+    if chosen:
+        return RunFolder(Path(chosen))
+    outcome: list[Any] = [None, None]
+    if world.is_first:
+        try:
+            outcome = [str(_open_folder(config, resume).path), None]
+        except UserError as error:
+            outcome = [None, str(error)]
+    dist.broadcast_object_list(outcome, src=0)
+    path, problem = outcome
+    if problem is not None:
+        raise UserError(problem)
+    return RunFolder(Path(path))
+
+
+def _complaint(error: BaseException) -> Complaint:
+    kind: Literal["user", "nonfinite", "lost contact", "error"] = "error"
+    if isinstance(error, UserError):
+        kind = "user"
+    elif isinstance(error, NonFiniteError):
+        kind = "nonfinite"
+    elif _is_lost_contact(error):
+        kind = "lost contact"
+    message = str(error) if kind in ("user", "nonfinite") else f"{type(error).__name__}: {error}"
+    return Complaint(int(os.environ["RANK"]), 0, kind, message, traceback.format_exc())
+
+
+def _is_lost_contact(error: BaseException) -> bool:
+    """Whether this is a collective that failed because of another rank."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error)
+    signs = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "Timed out",
+        "[c10d]",
+        "gloo/",
+    )
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+
+
+def _send(complaint: Complaint) -> None:
+    """Pass a complaint to the launcher through its store: disks may be full."""
+    try:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        order = store.add("complaints", 1)
+        store.set(f"complaint/{complaint.rank}", json.dumps({**asdict(complaint), "order": order}))
+    except RuntimeError:
+        pass  # The launcher is gone; the log has it all.
+
+
+def _leave_with(launcher: int) -> None:
+    """End this rank when the launcher is killed: nobody else would."""
+    while os.getppid() == launcher:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The launcher
+
+
+class RankLogs(LogsSpecs):
+    """Where output goes: rank 0's stdout to ours, everything else into the run's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.folder = folder
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self.folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        ranks = range(len(envs))
+        return LogsDest(
+            stdouts={rank: str(self.folder / f"rank-{rank}.stdout") if rank else "" for rank in ranks},
+            stderrs={rank: str(log_of(self.folder, rank)) for rank in ranks},
+            error_files=dict.fromkeys(ranks, os.devnull),
+        )
+
+
+def log_of(logs: Path, rank: int) -> Path:
+    return logs / f"rank-{rank}.log"
+
+
+def _launch(config: Config, folder: RunFolder, ranks: int, argv: list[str]) -> int:
+    logs = folder.logs / now().replace(":", "")
+    with writing(logs):
+        logs.mkdir(parents=True, exist_ok=True)
+    _stay_local()
+    # The store lives here, so it outlives every rank, and its port is the system's choice: no two jobs collide.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = ("-m", "shardwright", *without_nproc(argv))
+    with writing(logs):
+        processes = start_processes(
+            name="shardwright",
+            entrypoint=sys.executable,
+            args=dict.fromkeys(range(ranks), command),
+            envs={
+                rank: environment(rank, ranks, store.port, folder, choose_device(config))
+                for rank in range(ranks)
+            },
+            logs_specs=RankLogs(logs),
+        )
+    assert isinstance(processes, SubprocessContext)
+    watch = Watch(processes)
+    statuses = watch.until_all_ended()
+    if all(status == 0 for status in statuses.values()):
+        return 0
+    complaints = _complaints(store, ranks)
+    return _conclude(Ending(folder, logs, statuses, watch.killed, complaints, watch.told), "--debug" in argv)
+
+
+def without_nproc(argv: list[str]) -> list[str]:
+    """The command line for a rank, which must not launch again."""
+    kept, skip = [], False
+    for argument in argv:
+        if skip:
+            skip = False
+        elif argument == "--nproc":
+            skip = True
+        elif not argument.startswith("--nproc="):
+            kept.append(argument)
+    return kept
+
+
+def environment(rank: int, ranks: int, port: int, folder: RunFolder, device: str) -> dict[str, str]:
+    """What torchrun would set for this rank, and where the run is."""
+    variables = {
+        "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is the launcher's: rank 0 must not open its own
+        FOLDER_VARIABLE: folder.path, LAUNCHER_VARIABLE: os.getpid(),
+    }  # fmt: skip
+    if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        # Each rank would claim all cores.
+        variables["OMP_NUM_THREADS"] = max(1, (os.cpu_count() or 1) // ranks)
+    return {name: str(value) for name, value in variables.items()}
+
+
+class Watch:
+    """Waits for the ranks, passes signals on, and ends the rest soon after one has failed."""
+
+    def __init__(self, processes: SubprocessContext) -> None:
+        self.processes = processes
+        self.told: int | None = None
+        self.killed: set[int] = set()
+        self._told_at = 0.0
+
+    def until_all_ended(self) -> dict[int, int]:
+        """Exit statuses by rank, negative for signals."""
+        # After start_processes, which installs handlers that would unwind this loop.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._pass_on)
+        deadline = None
+        while running := [rank for rank, status in self._poll().items() if status is None]:
+            if deadline is None and any(
+                status not in (None, 0, *STOPPED) for status in self._poll().values()
+            ):
+                deadline = time.monotonic() + GRACE_SECONDS
+            if deadline is not None and time.monotonic() > deadline:
+                self._kill(running)
+                deadline = None
+            time.sleep(0.05)
+        statuses = {rank: status for rank, status in self._poll().items() if status is not None}
+        for handler in self.processes.subprocess_handlers.values():
+            handler.proc.wait()
+        return statuses
+
+    def _poll(self) -> Mapping[int, int | None]:
+        return {rank: handler.proc.poll() for rank, handler in self.processes.subprocess_handlers.items()}
+
+    def _kill(self, ranks: list[int]) -> None:
+        self.killed.update(ranks)
+        for rank in ranks:
+            self.processes.subprocess_handlers[rank].proc.kill()
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        running = [rank for rank, status in self._poll().items() if status is None]
+        if self.told is not None and time.monotonic() - self._told_at > 1.0:
+            self._kill(running)  # asked twice: at once
+            return
+        if self.told is None:
+            self.told, self._told_at = number, time.monotonic()
+        forwarded = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
+        for rank in running:
+            self.processes.subprocess_handlers[rank].proc.send_signal(forwarded)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """All that is known of how the ranks of a job ended, not all of them well."""
+
+    folder: RunFolder
+    logs: Path
+    statuses: Mapping[int, int]
+    killed: set[int]
+    """Ranks the launcher killed because they did not end with the others."""
+    complaints: list[Complaint]
+    told: int | None
+    """The signal the launcher got first."""
+
+
+def _complaints(store: dist.Store, ranks: int) -> list[Complaint]:
+    """What the ranks said, first one first."""
+    keys = [f"complaint/{rank}" for rank in range(ranks)]
+    said = [Complaint(**json.loads(store.get(key))) for key in keys if store.check([key])]
+    return sorted(said, key=lambda complaint: complaint.order)
+
+
+def _conclude(ending: Ending, debug: bool) -> int:
+    """Print what went wrong and return the exit status; raise what is the user's to correct."""
+    user = next((complaint for complaint in ending.complaints if complaint.kind == "user"), None)
+    if all(status in (0, *STOPPED) for status in ending.statuses.values()):
+        return max(ending.statuses.values())
+    mark_failed(ending.folder)
+    if user is not None:
+        if debug:
+            print(user.trace, file=sys.stderr)
+        raise UserError(user.message)
+    if ending.told is not None and not ending.folder.exists():
+        return _stopped_early(ending.told)
+    nonfinite = next((complaint for complaint in ending.complaints if complaint.kind == "nonfinite"), None)
+    if nonfinite is not None:
+        return _fail(nonfinite.message)
+    if ending.told is not None and all(rank in ending.killed for rank in ending.statuses):
+        return _stopped_early(ending.told)
+    print(f"error: {_diagnosis(ending)}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _stopped_early(number: int) -> int:
+    print(f"stopped by {signal.Signals(number).name} without saving", file=sys.stderr, flush=True)
+    return 128 + number
+
+
+def _diagnosis(ending: Ending) -> str:
+    """The rank that failed first, how, the end of its log, and how to go on."""
+    rank, how = _culprit(ending)
+    lines = [f"rank {rank} of {len(ending.statuses)} {how}; the job has ended"]
+    tail = _tail(log_of(ending.logs, rank))
+    if tail:
+        lines += [f"the end of its log {log_of(ending.logs, rank)}:", *("  " + line for line in tail)]
+    if checkpoint.saved_steps(ending.folder.checkpoints):
+        step = checkpoint.saved_steps(ending.folder.checkpoints)[0]
+        lines.append(f"step {step} is saved: go on with --resume {ending.folder.path}")
+    return "\n".join(lines)
+
+
+def _culprit(ending: Ending) -> tuple[int, str]:
+    """A rank that died; else the first that complained of something of its own; else one that fell silent."""
+    for rank, status in ending.statuses.items():
+        if status < 0 and rank not in ending.killed:
+            name = signal.Signals(-status).name
+            hint = " (the system's out-of-memory killer does that, too)" if -status == signal.SIGKILL else ""
+            return rank, f"was killed by {name}{hint}"
+    for complaint in ending.complaints:
+        if complaint.kind == "error":
+            return complaint.rank, f"failed with {complaint.message.splitlines()[0]}"
+    complained = {complaint.rank for complaint in ending.complaints}
+    for rank, status in ending.statuses.items():
+        if rank not in complained and rank not in ending.killed and status > 0:
+            return rank, f"exited with status {status}"
+    for rank in sorted(ending.killed - complained):
+        return rank, "did not answer the others and was killed"
+    first = ending.complaints[0]
+    return first.rank, f"lost contact to the others: {first.message.splitlines()[0]}"
+
+
+def _tail(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").rstrip().splitlines()[-LOG_TAIL:]
+    except OSError:
+        return []

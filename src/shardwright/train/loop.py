@@ -1,0 +1,423 @@
+"""The training loop: what one rank does from the first sample to the last checkpoint.
+
+It reads as if there were one engine and one rank: engines differ in `parallel`, files in `runs` and `checkpoint`.
+Where a run stands is one integer, the samples seen: step s takes samples [s*G, (s+1)*G) of the order, and each rank a
+contiguous part of them, so any number of ranks sees the same sequence.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+
+from shardwright.train import checkpoint, metrics, parallel, report
+from shardwright.train.config import Config, OptimizerConfig
+from shardwright.train.data import Corpus, batch, decode
+from shardwright.train.data.corpus import encode
+from shardwright.train.errors import UserError
+from shardwright.train.generate import sample
+from shardwright.train.models.llama import build_model
+from shardwright.train.parallel import World
+from shardwright.train.runs import (
+    RunFolder,
+    RunRecord,
+    Session,
+    check_same_corpus,
+    now,
+    versions,
+    write_text,
+    writing,
+)
+
+SAMPLE_TOKENS = 160
+PROMPT_BYTES = 48
+VALIDATION_SEED = 0  # of the choice of windows: the same ones whatever the run's own seed
+
+
+class NonFiniteError(Exception):
+    """Loss or gradient norm is no longer a number: the run cannot go on."""
+
+
+class StopRequest:
+    """SIGINT and SIGTERM as a wish the loop reads between steps. A second one, a second later, ends at once."""
+
+    def __init__(self) -> None:
+        self.wanted: int | None = None
+        self._first = math.inf
+        self._before: dict[int, Any] = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # A terminal's Ctrl-C may arrive twice, once directly and once from the launcher.
+        if time.monotonic() - self._first > 1.0:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        if self.wanted is None:
+            self.wanted, self._first = number, time.monotonic()
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
+    """Rate of step number `step` (from 0) of `steps`: rises over the warm-up to lr, then falls to min_lr_ratio * lr
+    at the last step."""
+    if step < settings.warmup_steps:
+        return settings.lr * (step + 1) / settings.warmup_steps
+    if settings.schedule == "constant":
+        return settings.lr
+    done = (step - settings.warmup_steps) / max(1, steps - 1 - settings.warmup_steps)
+    part = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
+    return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * part)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What all ranks know after a step. `stop` is the signal that asks to end here, 0 for none."""
+
+    loss: float
+    grad_norm: float
+    data_seconds: float
+    stop: int
+
+
+class Trainer:
+    """A model in training on one rank. Every method is called by all ranks together."""
+
+    def __init__(self, config: Config, world: World, corpus: Corpus) -> None:
+        self.config, self.world, self.corpus = config, world, corpus
+        self.micro_batches = config.train.accumulation_steps(world.size)
+        corpus.windows(config.train.seq_len)
+        if config.validation.every:
+            corpus.windows(config.train.seq_len, "validation")
+        torch.manual_seed(config.run.seed)  # equal on all ranks, which is what makes their models equal
+        plain = build_model(config.model, corpus.vocab_size)
+        self.parameters = plain.num_params()
+        self.flops_per_token = plain.flops_per_token(config.train.seq_len)
+        self.shapes = checkpoint.shapes_of(plain)
+        matrices = parallel.matrix_names(plain)
+        self.model: nn.Module = parallel.parallelize(plain, config.parallel, world.mesh)
+        self.optimizer = parallel.build_optimizer(self.model, config, matrices)
+        self.position = checkpoint.Position(step=0, samples=0)
+
+    # -- one step
+
+    def train_step(self, stop: StopRequest) -> StepResult:
+        """Forward and backward over the step's micro-batches, then one optimizer step.
+
+        Raises NonFiniteError, on all ranks and before the weights are touched, where loss or norm is not finite.
+        """
+        train, step = self.config.train, self.position.step
+        step_tokens = train.global_batch * train.seq_len
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        data_seconds = 0.0
+        for number in range(self.micro_batches):
+            started = time.perf_counter()
+            inputs_BS, targets_BS = self._micro_batch(number)
+            data_seconds += time.perf_counter() - started
+            last = number == self.micro_batches - 1
+            with parallel.gradient_sync(self.model, wanted=last or train.accumulate == "communicate"):
+                summed = self._summed_loss(inputs_BS, targets_BS)
+                # Engines average gradients over the ranks; the sum over all tokens by their global count is wanted.
+                (summed * (self.world.size / step_tokens)).backward()
+            loss_sum += summed.detach()
+        norm = parallel.clip_gradients(self.model, self.config)
+        loss, stop_signal = self._agree(loss_sum / step_tokens, stop)
+        result = StepResult(loss, float(norm), data_seconds, stop_signal)
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            raise NonFiniteError(
+                f"step {step + 1}: expected a finite loss and gradient norm, found loss {result.loss}, norm "
+                f"{result.grad_norm}; nothing was updated. Try a lower optimizer.lr or a longer optimizer.warmup_steps"
+            )
+        rate = learning_rate(step, train.steps, self.config.optimizer)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.position = checkpoint.Position(step + 1, self.position.samples + train.global_batch)
+        return result
+
+    def _micro_batch(self, number: int) -> tuple[Tensor, Tensor]:
+        train = self.config.train
+        share = train.global_batch // self.world.size
+        first = self.position.samples + self.world.rank * share + number * train.micro_batch
+        inputs_BS, targets_BS = batch(
+            self.corpus, self.config.run.seed, first, train.micro_batch, train.seq_len
+        )
+        return inputs_BS.to(self.world.device), targets_BS.to(self.world.device)
+
+    def _summed_loss(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        return self._losses(inputs_BS, targets_BS).sum()
+
+    def _losses(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """Cross-entropy of every token, float32 [B * S]."""
+        with parallel.compute_precision(self.config.parallel, self.world.device):
+            logits_BSV = self.model(inputs_BS)
+        return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten(), reduction="none")
+
+    def _agree(self, share_of_loss: Tensor, stop: StopRequest) -> tuple[float, int]:
+        """Sum the ranks' shares of the loss and, in the same reduction, the signals they have seen.
+
+        Signals reach ranks at different moments; by their sum all stop after the same step.
+        """
+        seen = [float(stop.wanted == signal.SIGINT), float(stop.wanted == signal.SIGTERM)]
+        totals = torch.cat(
+            [share_of_loss[None], torch.tensor(seen, dtype=torch.float64, device=share_of_loss.device)]
+        )
+        dist.all_reduce(totals)
+        loss, interrupts, terminations = totals.tolist()
+        if interrupts:
+            return loss, signal.SIGINT
+        return loss, signal.SIGTERM if terminations else 0
+
+    # -- between steps
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss over the validation windows, the same ones every time and for any number of ranks."""
+        train, world = self.config.train, self.world
+        windows = self.corpus.windows(train.seq_len, "validation")
+        wanted = min(windows, self.config.validation.batches * train.global_batch)
+        rounds = math.ceil(wanted / (world.size * train.micro_batch))
+        total = torch.zeros((), dtype=torch.float64, device=world.device)
+        self.model.eval()
+        for number in range(rounds):
+            first = (number * world.size + world.rank) * train.micro_batch
+            # Every rank runs the same number of passes, as sharded engines must; beyond the end on windows that
+            # do not count.
+            count = max(0, min(train.micro_batch, wanted - first))
+            start = first if count else 0
+            inputs, targets = batch(
+                self.corpus, VALIDATION_SEED, start, count or 1, train.seq_len, split="validation"
+            )
+            losses = self._losses(inputs.to(world.device), targets.to(world.device))
+            total += losses.double().sum() if count else 0.0
+        self.model.train()
+        parallel.free_gathered(self.model)
+        dist.all_reduce(total)
+        return float(total) / (wanted * train.seq_len)
+
+    @torch.no_grad()
+    def sample(self) -> tuple[str, str]:
+        """A prompt from the corpus and what the model makes of it. Ranks run in step, so any size of model fits."""
+        source = self.corpus.validation if len(self.corpus.validation) >= PROMPT_BYTES else self.corpus.train
+        # Decoding and encoding again drops a character cut in half at either end.
+        prompt = decode(source[:PROMPT_BYTES]).strip("\ufffd")
+        tokens = sample(
+            self.model, encode(prompt), count=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=0,
+            context=self.config.train.seq_len, device=self.world.device,
+        )  # fmt: skip
+        parallel.free_gathered(self.model)
+        return prompt, decode(tokens)
+
+    def save(self, folder: RunFolder) -> None:
+        checkpoint.save(
+            folder.checkpoints, self.model, self.optimizer, self.position, self.config.checkpoint.keep
+        )
+
+    def load(self, folder: RunFolder, reporter: metrics.Reporter) -> None:
+        """Go on from the run's newest whole checkpoint."""
+        newest = checkpoint.newest_whole(folder.checkpoints, reporter.say)
+        self.position = checkpoint.load(newest, self.model, self.optimizer, self.shapes)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The whole job
+
+
+def train(config: Config, folder: RunFolder, corpus: Corpus, world: World, resume: bool) -> int:
+    """Run the job to its last step, or to the signal that stops it. Returns the exit status."""
+    with StopRequest() as stop:
+        if resume:
+            check_same_corpus(folder, corpus.sha256)
+        trainer = Trainer(config, world, corpus)
+        if resume:
+            with metrics.Reporter([metrics.Lines(0, 1)] if world.is_first else []) as notices:
+                trainer.load(folder, notices)
+        done = trainer.position.step
+        if done >= config.train.steps:
+            raise UserError(
+                f"train.steps: expected more than the {done} steps {folder.path} has done, found {config.train.steps}; "
+                "give more steps to go on"
+            )
+        record = open_record(trainer, folder) if world.is_first else None
+        with metrics.Reporter(open_sinks(config, folder, done) if world.is_first else []) as reporter:
+            reporter.say(opening_line(trainer, folder))
+            try:
+                ended_by = run_steps(trainer, folder, reporter, stop)
+            except BaseException:
+                if record is not None:
+                    record.close("failed", trainer.position.step, {})
+                raise
+        return conclude(trainer, folder, record, ended_by)
+
+
+def run_steps(trainer: Trainer, folder: RunFolder, reporter: metrics.Reporter, stop: StopRequest) -> int:
+    """Steps, validations and checkpoints until the end or a signal; returns the signal, 0 for none.
+
+    The state is saved when this returns.
+    """
+    config, device = trainer.config, trainer.world.device
+    while True:
+        started = time.perf_counter()
+        result = trainer.train_step(stop)
+        seconds = time.perf_counter() - started
+        step = trainer.position.step
+        leaving = result.stop != 0 or step == config.train.steps
+        validation = None
+        if due(step, config.validation.every) or (step == config.train.steps and config.validation.every):
+            validation = trainer.validate()
+        reporter.step(step_record(trainer, result, seconds, validation, metrics.measure_memory(device)))
+        if leaving or due(step, config.checkpoint.every):
+            trainer.save(folder)
+        if leaving:
+            return result.stop if step < config.train.steps else 0
+
+
+def due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def step_record(
+    trainer: Trainer, result: StepResult, seconds: float, validation: float | None, memory: metrics.Memory
+) -> metrics.StepRecord:
+    config, world, position = trainer.config, trainer.world, trainer.position
+    tokens_per_second = config.train.global_batch * config.train.seq_len / seconds
+    flops_per_second = tokens_per_second * trainer.flops_per_token / world.size
+    peak = metrics.peak_flops(metrics.device_name(world.device))
+    return metrics.StepRecord(
+        step=position.step,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        lr=learning_rate(position.step - 1, config.train.steps, config.optimizer),
+        samples=position.samples,
+        seconds=seconds,
+        data_seconds=result.data_seconds,
+        tokens_per_second=tokens_per_second,
+        flops_per_second=flops_per_second,
+        mfu=None if peak is None else flops_per_second / peak,
+        memory_active=memory.active,
+        memory_reserved=memory.reserved,
+        memory_total=memory.total,
+        validation_loss=validation,
+    )
+
+
+def open_sinks(config: Config, folder: RunFolder, steps_done: int) -> list[metrics.Sink]:
+    steps, every = config.train.steps, config.log.every
+    console = Console()
+    sinks: list[metrics.Sink] = [metrics.JsonLines(folder.metrics_file, steps_done)]
+    if config.log.tensorboard:
+        sinks.append(metrics.TensorBoard(folder.tensorboard, steps_done, every))
+    sinks.append(
+        metrics.Bar(steps, steps_done, every, console) if console.is_terminal else metrics.Lines(steps, every)
+    )
+    return sinks
+
+
+def open_record(trainer: Trainer, folder: RunFolder) -> RunRecord:
+    corpus, parallel_config, world = trainer.corpus, trainer.config.parallel, trainer.world
+    facts = {
+        "parameters": trainer.parameters,
+        "flops_per_token": trainer.flops_per_token,
+        "vocab_size": corpus.vocab_size,
+        "corpus": {
+            "sha256": corpus.sha256,
+            "train_tokens": len(corpus.train),
+            "validation_tokens": len(corpus.validation),
+        },
+    }
+    session = Session(
+        start=now(), from_step=trainer.position.step, engine=parallel_config.engine, ranks=world.size,
+        device=world.device.type, device_name=metrics.device_name(world.device), threads=torch.get_num_threads(),
+        param_dtype=parallel_config.param_dtype, reduce_dtype=parallel_config.reduce_dtype, versions=versions(),
+    )  # fmt: skip
+    return RunRecord(folder, trainer.config, facts, session)
+
+
+def opening_line(trainer: Trainer, folder: RunFolder) -> str:
+    world, config = trainer.world, trainer.config
+    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
+    start = f"from step {trainer.position.step}" if trainer.position.step else "from the start"
+    return (
+        f"{config.run.name}: {trainer.parameters:,} parameters, engine {config.parallel.engine} on {ranks} "
+        f"({metrics.device_name(world.device)}), {len(trainer.corpus.train):,} training tokens, {start}; "
+        f"folder {folder.path}"
+    )
+
+
+def conclude(trainer: Trainer, folder: RunFolder, record: RunRecord | None, ended_by: int) -> int:
+    """After the last step: note how it ended, draw, sample, print the summary. Returns the exit status."""
+    memory = peak_memory(trainer.world)
+    sampled = trainer.sample() if not ended_by else None
+    if record is None:
+        return 128 + ended_by if ended_by else 0
+    records = metrics.read_records(folder.metrics_file)
+    results = {**report.results(records), "peak_memory": memory}
+    record.close("interrupted" if ended_by else "finished", trainer.position.step, results)
+    with writing(folder.picture):
+        report.loss_curve(records, folder.picture, trainer.config.run.name)
+    if ended_by or sampled is None:
+        print(
+            f"stopped by {signal.Signals(ended_by).name} after step {trainer.position.step}, which is saved; "
+            f"go on with --resume {folder.path}",
+            flush=True,
+        )
+        return 128 + ended_by
+    text = summary(trainer, folder, results, sampled)
+    write_text(folder.summary_file, text)
+    print(text, end="", flush=True)
+    return 0
+
+
+def peak_memory(world: World) -> int:
+    """Bytes: on CUDA the largest reservation so far of any rank, on CPU the largest resident size of any rank."""
+    if world.device.type == "cuda":
+        mine = torch.cuda.memory_stats(world.device).get("reserved_bytes.all.peak", 0)
+    else:
+        mine = metrics.measure_memory(world.device).reserved
+    highest = torch.tensor(mine, dtype=torch.int64, device=world.device)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    return int(highest)
+
+
+def summary(trainer: Trainer, folder: RunFolder, results: Mapping[str, Any], sampled: tuple[str, str]) -> str:
+    prompt, continuation = sampled
+    validation = results["validation_loss"]
+    lines = [
+        "",
+        f"done: {trainer.position.step} steps, {trainer.position.samples * trainer.config.train.seq_len:,} tokens",
+        f"  loss            {results['first_loss']:.4f} -> {results['train_loss']:.4f}",
+        f"  validation      {'none' if validation is None else f'{validation:.4f}'}",
+        f"  tokens/s        {results['tokens_per_second']:,.0f} (median)",
+        f"  peak memory     {metrics.gib(results['peak_memory'])} GiB on the fullest rank",
+        f"  checkpoint      {checkpoint.step_folder(folder.checkpoints, trainer.position.step)}",
+        f"  loss curve      {folder.picture}",
+        f"  sample          {printable(prompt)!r} ->",
+        *("    " + line for line in printable(continuation).split("\n")),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def printable(text: str) -> str:
+    """The text without characters that a terminal would obey: a model may produce any byte."""
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)

@@ -1,0 +1,278 @@
+"""What a run shows of itself: one record per step, and the places it goes (terminal, JSONL, TensorBoard).
+
+Nothing here computes losses or talks to other ranks; it formats, measures this process's memory, and writes.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from shardwright.train.runs import writing
+
+PEAK_FLOPS: tuple[tuple[str, float], ...] = (
+    ("B200", 2250e12),
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("A100", 312e12),
+    ("A30", 165e12),
+    ("A10G", 70e12),
+    ("L40S", 362e12),
+    ("L4", 121e12),
+    ("MI325X", 1307e12),
+    ("MI300X", 1307e12),
+    ("MI250X", 191.5e12),  # of one of its two dies, which is what torch calls a device
+)
+"""Dense bf16 FLOP/s by a part of the device's name, from the makers' data sheets; the first that matches counts."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a device, None where the table has no such device (a CPU, say)."""
+    return next((peak for name, peak in PEAK_FLOPS if name.lower() in device_name.lower()), None)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of memory, and of what they are a part.
+
+    CUDA: peaks since the last look of what tensors used (active) and of what the allocator held (reserved), of the
+    device's memory. CPU: what the process holds now (active) and held at most (reserved), of the machine's memory.
+    """
+
+    active: int
+    reserved: int
+    total: int
+
+
+def measure_memory(device: torch.device) -> Memory:
+    """This process's memory; on CUDA the peaks are counted anew from here on."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        return Memory(stats.get("active_bytes.all.peak", 0), stats.get("reserved_bytes.all.peak", 0), total)
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there, KiB elsewhere
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    now = psutil.Process().memory_info().rss
+    return Memory(now, max(now, peak), psutil.virtual_memory().total)
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One line of metrics.jsonl. Losses are means over all tokens of the step on all ranks."""
+
+    step: int  # optimizer steps done, this one included
+    loss: float
+    grad_norm: float  # before clipping
+    lr: float
+    samples: int  # seen since the start of the run
+    seconds: float  # of the step, without validation and checkpoints
+    data_seconds: float  # of those, spent waiting for data
+    tokens_per_second: float  # of all ranks
+    flops_per_second: float  # of the model (not of the hardware), per device
+    mfu: float | None  # part of the device's peak; None where that is not known
+    memory_active: int  # bytes, this and the two below: see Memory; rank 0's
+    memory_reserved: int
+    memory_total: int
+    validation_loss: float | None = None
+
+
+class Sink(Protocol):
+    """A place records go to."""
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """metrics.jsonl: every step, floats in full precision."""
+
+    def __init__(self, path: Path, steps_done: int) -> None:
+        self.path = path
+        with writing(path):
+            if steps_done:
+                drop_after(path, steps_done)
+            self.stream: TextIO = open(path, "a" if steps_done else "w", encoding="utf-8")
+
+    def step(self, record: StepRecord) -> None:
+        with writing(self.path):
+            self.stream.write(json.dumps(asdict(record)) + "\n")
+            self.stream.flush()
+
+    def say(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        with writing(self.path):
+            self.stream.close()
+
+
+def drop_after(path: Path, steps_done: int) -> None:
+    """Remove records of steps after `steps_done`: a resumed run takes those steps again."""
+    if not path.exists():
+        return
+    kept = [line for line in read_lines(path) if json.loads(line)["step"] <= steps_done]
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    temporary.replace(path)
+
+
+def read_lines(path: Path) -> list[str]:
+    """The whole lines of a metrics file. A last line cut off by a crash is left out."""
+    text = path.read_text(encoding="utf-8")
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in read_lines(path)]
+
+
+class TensorBoard:
+    """Event files for TensorBoard."""
+
+    def __init__(self, path: Path, steps_done: int, every: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # a second of imports that other ranks need not pay
+
+        self.path, self.every = path, every
+        with writing(path):
+            self.writer = SummaryWriter(str(path), purge_step=steps_done + 1 if steps_done else None)
+
+    def step(self, record: StepRecord) -> None:
+        with writing(self.path):
+            if record.validation_loss is not None:
+                self.writer.add_scalar("loss/validation", record.validation_loss, record.step)
+            if record.step % self.every:
+                return
+            self.writer.add_scalar("loss/train", record.loss, record.step)
+            for name, value in asdict(record).items():
+                if name not in ("step", "loss", "validation_loss") and value is not None:
+                    self.writer.add_scalar(f"step/{name}", value, record.step)
+
+    def say(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        with writing(self.path):
+            self.writer.close()
+
+
+class Lines:
+    """Plain lines for logs and pipes."""
+
+    def __init__(self, steps: int, every: int) -> None:
+        self.steps, self.every = steps, every
+
+    def step(self, record: StepRecord) -> None:
+        if record.step % self.every == 0 or record.step == self.steps or record.validation_loss is not None:
+            print(f"step {record.step:>{len(str(self.steps))}}/{self.steps}  {in_words(record)}", flush=True)
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class Bar:
+    """A progress bar on a terminal, the newest figures beside it."""
+
+    def __init__(self, steps: int, steps_done: int, every: int, console: Console) -> None:
+        self.every = every
+        columns = (
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
+        self.progress = Progress(*columns, console=console, refresh_per_second=4)
+        self.task: TaskID = self.progress.add_task("", total=steps, completed=steps_done)
+        self.progress.start()
+
+    def step(self, record: StepRecord) -> None:
+        words = {"description": in_words(record)} if record.step % self.every == 0 else {}
+        self.progress.update(self.task, completed=record.step, **words)  # type: ignore[arg-type]
+        if record.validation_loss is not None:
+            self.say(f"step {record.step}: validation loss {record.validation_loss:.4f}")
+
+    def say(self, text: str) -> None:
+        self.progress.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self.progress.stop()
+
+
+def in_words(record: StepRecord) -> str:
+    mfu = "n/a" if record.mfu is None else f"{record.mfu:.1%}"
+    lost = record.data_seconds / record.seconds if record.seconds else 0.0
+    parts = [
+        f"loss {record.loss:.4f}",
+        f"norm {record.grad_norm:.2f}",
+        f"{record.tokens_per_second:,.0f} tok/s",
+        f"{with_prefix(record.flops_per_second)}FLOP/s",
+        f"MFU {mfu}",
+        f"mem {gib(record.memory_active)}/{gib(record.memory_reserved)} GiB "
+        f"({record.memory_active / record.memory_total:.0%}/{record.memory_reserved / record.memory_total:.0%})",
+        f"data {lost:.1%}",
+    ]
+    if record.validation_loss is not None:
+        parts.insert(1, f"validation {record.validation_loss:.4f}")
+    return "  ".join(parts)
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def with_prefix(value: float) -> str:
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= factor:
+            return f"{value / factor:.1f} {prefix}"
+    return f"{value:.0f} "
+
+
+class Reporter:
+    """All sinks of a run as one; on ranks other than the first there are none."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self.sinks = list(sinks)
+
+    def step(self, record: StepRecord) -> None:
+        for sink in self.sinks:
+            sink.step(record)
+
+    def say(self, text: str) -> None:
+        for sink in self.sinks:
+            sink.say(text)
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for sink in self.sinks:
+            try:
+                sink.close()
+            except Exception:
+                if error is None:  # else the error on its way is the one that matters
+                    raise

@@ -1,0 +1,257 @@
+"""How a model becomes parallel: the ranks, the engine's recipe, and the calls in which engines differ.
+
+Everything that depends on `[parallel] engine` is in this file, so that the loop reads as if there were one engine.
+The recipe cuts a Llama into units; the model itself knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import shardwright as sw
+from shardwright.train.config import Config, ParallelConfig
+from shardwright.train.errors import UserError
+from shardwright.train.models.llama import Block, Llama
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for the others before it gives them up. SHARDWRIGHT_TIMEOUT (seconds) replaces it."""
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The ranks
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a job, as one of them sees them."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def under_launcher() -> bool:
+    """Whether this process is one rank of a job that torchrun, SLURM or our own launcher has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def choose_device(config: Config) -> str:
+    """cpu or cuda. Raises UserError where cuda is asked for and there is none."""
+    if config.run.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("run.device: expected a CUDA device, found none; set run.device to cpu or auto")
+    return "cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def check_ranks(config: Config, ranks: int) -> None:
+    """Refuse a job that this many ranks cannot run, or an option its engine cannot honour. Needs no process group."""
+    parallel = config.parallel
+    if parallel.engine == "none" and ranks != 1:
+        raise UserError(
+            f"parallel.engine: none runs on exactly 1 rank, found {ranks}; give --nproc 1 or another engine"
+        )
+    for key in ("param_dtype", "reduce_dtype"):
+        if getattr(parallel, key) == "float16":
+            raise UserError(
+                f"parallel.{key}: expected float32 or bfloat16, found float16, whose gradients underflow without loss "
+                "scaling, which the trainer does not have"
+            )
+    if parallel.engine == "ddp" and parallel.reduce_dtype != "float32":
+        raise UserError(
+            f"parallel.reduce_dtype: engine ddp reduces in float32, found {parallel.reduce_dtype}"
+        )
+    if parallel.engine in ("ddp", "none") and parallel.reshard_after_forward != "default":
+        raise UserError(
+            f"parallel.reshard_after_forward: engine {parallel.engine} shards nothing, found "
+            f"{parallel.reshard_after_forward}; leave it at default"
+        )
+    config.train.accumulation_steps(ranks)
+
+
+@contextmanager
+def join_world(config: Config) -> Iterator[World]:
+    """Become a rank: pick the device, set up the process group (also for one rank), take it down again at the end."""
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    check_ranks(config, size)
+    kind = choose_device(config)
+    device = torch.device(kind)
+    if kind == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        if local >= torch.cuda.device_count():
+            raise UserError(
+                f"expected a GPU for each rank of this machine, found {torch.cuda.device_count()} for at least "
+                f"{local + 1} ranks; give a smaller --nproc"
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    seconds = os.environ.get("SHARDWRIGHT_TIMEOUT")
+    options: dict[str, Any] = {
+        "timeout": timedelta(seconds=float(seconds)) if seconds else COLLECTIVE_TIMEOUT
+    }
+    if not under_launcher():
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    # gloo beside NCCL: checkpoints exchange plain objects, which need not pass through the GPU.
+    dist.init_process_group("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", **options)
+    try:
+        yield World(rank, size, device, init_device_mesh(kind, (size,), mesh_dim_names=("data",)))
+        dist.barrier()  # Nobody leaves while another still works: a rank that is gone looks like one that died.
+    finally:
+        # After an error the other ranks may be anywhere; taking NCCL down could wait for them for ever.
+        if kind == "cpu":
+            dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The recipe
+
+
+def parallelize(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> nn.Module:
+    """The model, ready to train on the ranks of `mesh` with the engine of `config`. May return the same object.
+
+    For the two engines with per-parameter sharding the units are: each block, the head with the final norm (and the
+    embedding, where it is the same matrix), and the root with what is left.
+    """
+    device = torch.device("cpu" if mesh.device_type == "cpu" else torch.cuda.current_device())
+    if config.engine == "none":
+        return model.to(device)
+
+    if config.engine == "ddp":
+        # The only buffers are rotary tables, equal everywhere: nothing to broadcast.
+        return DistributedDataParallel(
+            model.to(device), device_mesh=mesh, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+
+    param_dtype, reduce_dtype = dtype_of(config.param_dtype), dtype_of(config.reduce_dtype)
+    if config.engine == "fsdp1":
+        keep = config.reshard_after_forward == "never"
+        return FSDP1(
+            model.to(device),
+            device_mesh=mesh,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if keep else ShardingStrategy.FULL_SHARD,
+            mixed_precision=MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+            device_id=device,
+            use_orig_params=True,
+        )
+
+    fully_shard: Any = sw.fully_shard if config.engine == "shardwright" else torch_fully_shard
+    policy_class: Any = sw.MixedPrecisionPolicy if config.engine == "shardwright" else TorchPolicy
+    # Inputs are not cast: the residual stream has the compute dtype from the embedding on, and the rotary tables,
+    # which blocks receive as arguments, stay float32.
+    policy = policy_class(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    # What forward uses last, backward needs first: by default it stays gathered.
+    reshard_blocks = config.reshard_after_forward != "never"
+    reshard_last = config.reshard_after_forward == "always"
+
+    *blocks, last_block = model.layers
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=reshard_blocks, **options)
+    fully_shard(last_block, reshard_after_forward=reshard_last, **options)
+
+    head = [model.norm, model.output]
+    if model.config.tied_embeddings:
+        head.insert(0, model.tok_embeddings)
+    fully_shard(head, reshard_after_forward=reshard_last, **options)
+
+    return cast(nn.Module, fully_shard(model, reshard_after_forward=reshard_last, **options))
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return cast(torch.dtype, getattr(torch, name))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The calls in which engines differ
+
+
+def compute_precision(config: ParallelConfig, device: torch.device) -> AbstractContextManager[object]:
+    """Around forward and loss: autocast for the engines that leave the weights alone, nothing for the others."""
+    if config.engine in ("none", "ddp") and config.param_dtype != "float32":
+        return torch.autocast(device.type, dtype=dtype_of(config.param_dtype))
+    return nullcontext()
+
+
+def build_optimizer(model: nn.Module, config: Config, matrices: set[str]) -> torch.optim.Optimizer:
+    """AdamW that decays the parameters named in `matrices` and no others.
+
+    The names are those of the plain model: FSDP1 flattens its parameters, so their shapes no longer tell. The fused
+    kernel is asked for with every engine, so that losses compare.
+    """
+    named = [(_plain_name(name), parameter) for name, parameter in model.named_parameters()]
+    groups = [
+        {"params": [parameter for name, parameter in named if name in matrices]},
+        {"params": [parameter for name, parameter in named if name not in matrices]},
+    ]
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=config.optimizer.lr, fused=True)
+    configure_optimizer(optimizer, config)
+    if config.parallel.engine == "shardwright":
+        optimizer = sw.fully_shard_optimizer(optimizer)
+    return optimizer
+
+
+def configure_optimizer(optimizer: torch.optim.Optimizer, config: Config) -> None:
+    """Set what the configuration says, decay on the first group only."""
+    settings = config.optimizer
+    for group, decay in zip(optimizer.param_groups, (settings.weight_decay, 0.0), strict=True):
+        group.update(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=decay)
+
+
+def matrix_names(model: nn.Module) -> set[str]:
+    """Names of the plain model's parameters of two dimensions or more."""
+    return {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
+
+
+def _plain_name(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "").removeprefix("module.")
+
+
+def clip_gradients(model: nn.Module, config: Config) -> Tensor:
+    """Scale gradients down to `train.max_norm` over all ranks; return their norm before that, 0-d and plain."""
+    limit = config.train.max_norm or float("inf")
+    if config.parallel.engine == "shardwright":
+        return sw.clip_grad_norm_(model.parameters(), limit)
+    if isinstance(model, FSDP1):
+        return model.clip_grad_norm_(limit)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def gradient_sync(model: nn.Module, wanted: bool) -> AbstractContextManager[object]:
+    """Around forward and backward of one micro-batch: whether its gradients are reduced over the ranks.
+
+    Without it they are kept whole on every rank until a micro-batch with it comes.
+    """
+    if isinstance(model, DistributedDataParallel | FSDP1):
+        return nullcontext() if wanted else model.no_sync()
+    if hasattr(model, "set_requires_gradient_sync"):
+        cast(Any, model).set_requires_gradient_sync(wanted)
+    return nullcontext()
+
+
+def free_gathered(model: nn.Module) -> None:
+    """After passes without a backward: give back the weights that were kept gathered for one."""
+    for module in model.modules():
+        if hasattr(module, "set_requires_gradient_sync") and hasattr(module, "reshard"):
+            cast(Any, module).reshard()

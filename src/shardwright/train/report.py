@@ -1,0 +1,123 @@
+"""Pictures of runs, drawn from their metrics, and the figures that sum a run up.
+
+Reads records and writes PNG files; nothing here trains, compares configurations or prints.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+Records = Sequence[Mapping[str, Any]]
+
+WARM_UP = 3
+"""Steps at the start that speeds leave out: first allocations, lazily built kernels, caches."""
+
+MARKERS = ("o", "+", "x", "1", "2")
+"""Points of runs that differ equally from the first lie on one another; these stay apart."""
+
+
+def results(records: Records) -> dict[str, Any]:
+    """First and last loss, last validation loss, median speed of a run's records."""
+    validations = [record["validation_loss"] for record in records if record["validation_loss"] is not None]
+    timed = records[WARM_UP:] or records
+    return {
+        "first_loss": records[0]["loss"],
+        "train_loss": records[-1]["loss"],
+        "validation_loss": validations[-1] if validations else None,
+        "tokens_per_second": statistics.median(record["tokens_per_second"] for record in timed),
+        "step_seconds": statistics.median(record["seconds"] for record in timed),
+    }
+
+
+def loss_curve(records: Records, path: Path, name: str) -> None:
+    """Training and validation loss over the steps of one run."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([r["step"] for r in records], [r["loss"] for r in records], lw=1, label="training")
+    validated = [r for r in records if r["validation_loss"] is not None]
+    if validated:
+        steps, losses = [r["step"] for r in validated], [r["validation_loss"] for r in validated]
+        axes.plot(steps, losses, "o-", ms=4, label="validation")
+    _dress(axes, f"Loss of {name}", "optimizer step", "cross-entropy per token (nats)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What the picture of a comparison shows of one run."""
+
+    label: str
+    records: Records
+    difference: Mapping[int, float]
+    """Relative difference of its loss to the first run's, by step; empty for the first run."""
+    tokens_per_second: float
+    peak_memory: int
+
+
+def comparison(curves: Sequence[Curve], path: Path) -> None:
+    """Losses over one another, their differences to the first run, and bars for speed and memory."""
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    losses, differences, speeds, memories = figure.subplots(2, 2).flat
+    colors = [f"C{number}" for number in range(len(curves))]
+    for number, (curve, color) in enumerate(zip(curves, colors, strict=True)):
+        steps = [r["step"] for r in curve.records]
+        # Curves that agree hide one another: dashes let the ones below show through.
+        dash = "-" if number == 0 else (0, (4, 2 + 2 * number))
+        losses.plot(
+            steps, [r["loss"] for r in curve.records], ls=dash, lw=1.5, color=color, label=curve.label
+        )
+        # A logarithm has no place for exact equality; it is said in the legend.
+        apart = {step: value for step, value in curve.difference.items() if value > 0}
+        if number:
+            label = curve.label if apart else f"{curve.label} (equal at every step)"
+            marker = MARKERS[number % len(MARKERS)]
+            differences.plot(list(apart), list(apart.values()), marker, ms=5, color=color, label=label)
+    _dress(losses, "Training loss", "optimizer step", "cross-entropy per token (nats)")
+    losses.legend()
+    _dress(differences, f"Loss relative to {curves[0].label}", "optimizer step", "relative difference")
+    differences.set_yscale("log")
+    low, high = differences.get_ylim()
+    differences.set_ylim(low / 3, high * 3)  # differences of one size would else fill the axis with noise
+    differences.legend()
+    labels = [curve.label for curve in curves]
+    _bars(speeds, "Speed", "tokens per second, median", labels, [c.tokens_per_second for c in curves], colors)
+    _bars(
+        memories,
+        "Peak memory of the fullest rank",
+        "GiB",
+        labels,
+        [c.peak_memory / 2**30 for c in curves],
+        colors,
+    )
+    for axes in (losses, differences):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.savefig(path, dpi=110)
+
+
+def _bars(
+    axes: Axes, title: str, unit: str, labels: Sequence[str], values: Sequence[float], colors: Sequence[str]
+) -> None:
+    bars = axes.barh(range(len(values)), values, color=colors)
+    axes.bar_label(bars, [f"{value:,.0f}" if value >= 100 else f"{value:.2f}" for value in values], padding=3)
+    axes.set_yticks(range(len(values)), labels)
+    axes.invert_yaxis()
+    axes.set_title(title)
+    axes.set_xlabel(unit)
+    axes.margins(x=0.2)
+
+
+def _dress(axes: Axes, title: str, x: str, y: str) -> None:
+    axes.set_title(title)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)

@@ -1,0 +1,268 @@
+"""The folder of a run: where everything a job leaves behind lies, how it is named, found again and checked.
+
+Small files are written here, whole or not at all. Checkpoints, metrics and pictures are written by the modules that
+make them; whatever cannot be written becomes a UserError through `writing`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shardwright
+from shardwright.train.config import Config, load_config
+from shardwright.train.errors import UserError
+
+RUNS = Path("runs")
+"""Where runs go that name no folder."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The names inside a run's folder."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def record_file(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary_file(self) -> Path:
+        return self.path / "summary.txt"
+
+    @property
+    def picture(self) -> Path:
+        return self.path / "loss.png"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def exists(self) -> bool:
+        """Whether a run was ever started here."""
+        return self.record_file.is_file()
+
+    def record(self) -> dict[str, Any]:
+        """What run.json says. Raises UserError where there is none or it cannot be read."""
+        try:
+            record = json.loads(self.record_file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(f"{self.path}: expected the folder of a run, found no run.json in it") from None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.record_file}: cannot read what is known of the run: {error}") from None
+        if not isinstance(record, dict):
+            raise UserError(f"{self.record_file}: expected a JSON object, found {type(record).__name__}")
+        return record
+
+    def config(self) -> Config:
+        """The configuration the run was last started with."""
+        return load_config(self.config_file)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a failure to write below `path` (full, read-only, no permission) into a UserError that says so."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(unwritable(path, error)) from error
+
+
+def unwritable(path: Path, error: BaseException) -> str:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+    return f"{path}: cannot write: {reason}; what was saved before is untouched, make room or choose another run.dir"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the file at `path`: readers see the old text or the new one, never a part."""
+    with writing(path):
+        temporary = path.with_name(path.name + ".new")
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def create_run(config: Config) -> RunFolder:
+    """Make the folder of a new run: `run.dir`, or runs/NAME-TIME. Never one that holds a run already."""
+    if config.run.dir:
+        folder = RunFolder(Path(config.run.dir))
+        if folder.exists():
+            raise UserError(
+                f"run.dir: expected a folder without a run, found one in {folder.path}; go on with it by --resume, "
+                "or give another folder"
+            )
+        with writing(folder.path):
+            folder.path.mkdir(parents=True, exist_ok=True)
+    else:
+        folder = RunFolder(_unique_folder(f"{config.run.name}-{datetime.now():%Y%m%d-%H%M%S}"))
+    probe = folder.path / ".writable"
+    with writing(folder.path):
+        probe.write_bytes(b"")
+        probe.unlink()
+    return folder
+
+
+def _unique_folder(name: str) -> Path:
+    attempt = 1
+    while True:
+        path = RUNS / (name if attempt == 1 else f"{name}-{attempt}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            if not path.is_dir():
+                raise UserError(f"{RUNS}: expected a folder to keep runs in, found something else") from None
+            attempt += 1
+        except OSError as error:
+            raise UserError(unwritable(path, error)) from error
+
+
+def find_run(config: Config, resume: str) -> RunFolder:
+    """The run to go on with: the folder `resume`, or for "" `run.dir`, or the newest run of that name."""
+    if resume or config.run.dir:
+        folder = RunFolder(Path(resume or config.run.dir))
+        if not folder.exists():
+            raise UserError(f"--resume: expected the folder of a run, found none in {folder.path}")
+        return folder
+    pattern = re.compile(re.escape(config.run.name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
+    runs = []
+    for path in RUNS.iterdir() if RUNS.is_dir() else ():
+        match = pattern.fullmatch(path.name)
+        if match and RunFolder(path).exists():
+            runs.append((match[1], int(match[2] or 1), path))
+    if not runs:
+        raise UserError(
+            f"--resume: expected a run named {config.run.name} in {RUNS}, found none; give its folder"
+        )
+    return RunFolder(max(runs)[2])
+
+
+def check_same_job(folder: RunFolder, config: Config, what: str) -> None:
+    """Refuse to go on with a run under a configuration that makes it another job. Names the first key.
+
+    Steps, learning rate, engine, ranks and precisions may change; the model and the sequence of samples may not.
+    """
+    stored = folder.config()
+    for key, before, after in differences(stored, config):
+        raise UserError(
+            f"{what}: expected {key} = {before} as in {folder.path}, found {after}; start a new run for that"
+        )
+
+
+def differences(first: Config, second: Config) -> Iterator[tuple[str, object, object]]:
+    """What differs between two configurations in the model, the data or the order of samples: key and both values."""
+    pairs = [
+        (f"model.{key}", value, getattr(second.model.shape(), key))
+        for key, value in vars(first.model.shape()).items()
+    ]
+    pairs += [(f"data.{key}", value, getattr(second.data, key)) for key, value in first.data]
+    pairs += [
+        ("run.seed", first.run.seed, second.run.seed),
+        ("train.seq_len", first.train.seq_len, second.train.seq_len),
+        ("train.global_batch", first.train.global_batch, second.train.global_batch),
+    ]
+    for key, before, after in pairs:
+        if before != after:
+            yield key, before, after
+
+
+def check_same_corpus(folder: RunFolder, sha256: str) -> None:
+    """Refuse to go on with a run whose text has changed under the same name."""
+    stored = folder.record()["corpus"]["sha256"]
+    if stored != sha256:
+        raise UserError(
+            f"--resume: expected the corpus of {folder.path} (sha256 {stored[:12]}), found another text behind the same "
+            f"data.source (sha256 {sha256[:12]}); restore it or start a new run"
+        )
+
+
+@dataclass(frozen=True)
+class Session:
+    """One uninterrupted stretch of a run, from a start or a --resume to its end."""
+
+    start: str
+    from_step: int
+    engine: str
+    ranks: int
+    device: str
+    device_name: str
+    threads: int
+    param_dtype: str
+    reduce_dtype: str
+    versions: dict[str, str]
+
+
+def versions() -> dict[str, str]:
+    return {
+        "shardwright": shardwright.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+class RunRecord:
+    """run.json, kept up to date by rank 0: what ran where, on which text, and how it ended."""
+
+    def __init__(self, folder: RunFolder, config: Config, facts: Mapping[str, Any], session: Session) -> None:
+        self.folder = folder
+        sessions = folder.record()["sessions"] if folder.exists() else []
+        self.content: dict[str, Any] = {"name": config.run.name, "status": "running", **facts}
+        self.content["sessions"] = [
+            *sessions,
+            {**asdict(session), "end": None, "status": "running", "to_step": None},
+        ]
+        write_text(folder.config_file, config.to_toml())
+        write_json(folder.record_file, self.content)
+
+    def close(self, status: str, step: int, results: Mapping[str, Any]) -> None:
+        """Note how the session ended: finished, interrupted or failed."""
+        self.content["sessions"][-1].update(end=now(), status=status, to_step=step)
+        self.content.update(status=status, results=dict(results))
+        write_json(self.folder.record_file, self.content)
+
+
+def mark_failed(folder: RunFolder) -> None:
+    """Note in run.json that the job broke off; for the process that watches, when no rank could any more."""
+    try:
+        record = folder.record()
+        if record.get("status") != "running":
+            return
+        record["status"] = record["sessions"][-1]["status"] = "failed"
+        record["sessions"][-1]["end"] = now()
+        write_json(folder.record_file, record)
+    except (UserError, LookupError, TypeError):
+        pass  # Nothing was recorded yet, or the disk is full: the error that ended the job is the one to report.

@@ -1,0 +1,25 @@
+"""Fixtures of the whole suite. The worker pools live as long as the session.
+
+None is started before a test needs it, and nothing here imports the package under test.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Before torch is imported, and inherited by every worker: ranks that share the cores must not each claim all.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
+
+import pytest
+
+from tests.support.pool import WorkerPools
+
+
+@pytest.fixture(scope="session")
+def worker_pools() -> Iterator[WorkerPools]:
+    """The pools of this session; use `multirank` rather than this, unless a failure itself is under test."""
+    pools = WorkerPools()
+    yield pools
+    pools.close()

@@ -1,0 +1,109 @@
+"""What the repository promises as a whole: its opening words, one version, an engine that needs torch only.
+
+Nothing here starts the trainer; the README's own example is the one thing that runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+README = (ROOT / "README.md").read_text()
+
+
+def test_readme_opens_with_the_two_commands() -> None:
+    first_lines = README.splitlines()[:6]
+    assert any(line.startswith("make train") for line in first_lines)
+    assert any(line.startswith("make test") for line in first_lines)
+
+
+def test_readme_example_runs_and_learns(tmp_path: Path) -> None:
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert code is not None, "expected a python block in README.md"
+    script = tmp_path / "shard.py"
+    script.write_text(code[1])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(value) for value in re.findall(r"loss of rank 0 ([\d.]+)", done.stdout)]
+    assert len(losses) == 20
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_one_version() -> None:
+    import shardwright
+
+    assert shardwright.__version__ == PROJECT["project"]["version"]
+    assert f"## [{PROJECT['project']['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_engine_imports_torch_and_nothing_else() -> None:
+    """In a process where the trainer's dependencies cannot be imported, as on a machine that lacks them."""
+    extras = PROJECT["project"]["optional-dependencies"]
+    names = {re.split(r"[^\w-]", line)[0].replace("-", "_") for extra in extras.values() for line in extra}
+    blocked = names - {"shardwright"} | {"numpy", "pydantic_core", "shardwright.train", "shardwright.cli"}
+    code = f"""
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name in {blocked!r}:
+            raise ModuleNotFoundError(f"blocked: {{name}}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+import shardwright as sw
+for name in ("fully_shard", "fully_shard_optimizer", "clip_grad_norm_", "FSDPModule", "MixedPrecisionPolicy"):
+    getattr(sw, name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_torch_bound_is_the_set_up_script_s() -> None:
+    """The versions that set-up tries lie within the bound, newest first, from the newest minor release on."""
+    versions = re.search(r'TORCH_VERSIONS="([^"]+)"', (ROOT / "tools/setup.sh").read_text())
+    assert versions is not None
+    tried = [tuple(int(part) for part in version.split(".")) for version in versions[1].split()]
+    assert PROJECT["project"]["dependencies"] == ["torch>=2.11,<2.14"]
+    assert all((2, 11) <= version < (2, 14) for version in tried)
+    assert tried == sorted(tried, reverse=True) and tried[0][:2] == (2, 13)
+
+
+def test_files_name_no_machine_and_no_package_index() -> None:
+    files = _project_files()
+    if not files:
+        pytest.skip("not a git checkout")
+    # Written in pieces, so that this file passes its own test.
+    words = ["/wo" + "rk/", "/fa" + "rm/", "/ro" + "ot/", "bash" + "_jobs"]
+    words += ["py" + "pi.org", "python" + "hosted"]
+    forbidden = re.compile("|".join(map(re.escape, words)))
+    found = []
+    for path in files:
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            if forbidden.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}")
+    assert not found, "\n".join(found)
+
+
+def _project_files() -> list[Path]:
+    """Tracked files and those about to be: what git knows or would add."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    try:
+        listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [path for name in listing.stdout.split("\0") if name and (path := ROOT / name).is_file()]

@@ -1,0 +1,244 @@
+"""Mistakes and accidents: one clear line and status 2 for what the user can correct, the culprit named for the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwright import cli
+from shardwright.train.checkpoint import saved_steps, what_is_missing
+from shardwright.train.runs import RunFolder
+from tests.train.jobs import (
+    config_file,
+    finish,
+    losses,
+    rank_process,
+    run,
+    start,
+    train_here,
+    wait_for,
+    wait_for_steps,
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps; copied by the tests that damage it."""
+    folder = tmp_path_factory.mktemp("finished")
+    assert train_here(config_file(folder), "--run.dir", folder / "run", "--train.steps", "2") == 0
+    return folder / "run"
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """The one line with which a command is refused."""
+    capsys.readouterr()
+    assert cli.main([str(argument) for argument in arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: ") and shown.err.count("\n") == 1 and "Traceback" not in shown.err
+    return shown.err
+
+
+def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_file(tmp_path)
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("too short\n")
+    (tmp_path / "file").write_text("")
+    cases: list[tuple[tuple[str | Path, ...], str]] = [
+        (("--nproc", "2"), "parallel.engine: none runs on exactly 1 rank, found 2"),
+        (("--nproc", "3", "--parallel.engine", "fsdp2"), "train.global_batch: expected a multiple of 3 ranks"),
+        (("--data.source", tmp_path / "missing.txt"), "found nothing at"),
+        (("--data.source", tmp_path / "empty.txt"), "expected text, found none"),
+        (("--data.source", tmp_path / "short.txt"), "train.seq_len: expected at most"),
+        (("--parallel.param_dtype", "float16"), "parallel.param_dtype: expected float32 or bfloat16"),
+        (("--parallel.reshard_after_forward", "never"), "engine none shards nothing"),
+        (("--run.dir", tmp_path / "file"), "cannot write"),
+        (("--run.dir", "/proc/shardwright"), "cannot write"),
+        (("--resume", tmp_path / "nowhere"), "--resume: expected the folder of a run"),
+        (("--model.vocab_size", "100"), "model.vocab_size"),
+    ]
+    for number, (arguments, expected) in enumerate(cases):
+        given = ("--run.dir", tmp_path / f"run{number}") if "--run.dir" not in arguments else ()
+        assert expected in refused(capsys, "train", config, *given, *arguments), arguments
+        # Nothing is left behind that would stand in the way of the corrected command.
+        assert not (tmp_path / f"run{number}").exists(), arguments
+
+
+def test_run_is_never_overwritten(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (finished / "metrics.jsonl").read_bytes()
+    config = finished.parent / "tiny.toml"
+    assert "found one in" in refused(capsys, "train", config, "--run.dir", finished)
+    assert "train.steps: expected more than the 2 steps" in refused(
+        capsys, "train", config, "--resume", finished, "--train.steps", "2"
+    )
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_resume_as_another_job_names_the_key(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = finished.parent / "tiny.toml"
+    changes = {
+        "model.dim": ("64", "32"),
+        "model.tied_embeddings": ("true", "False"),
+        "data.validation_fraction": ("0.1", "0.05"),
+        "run.seed": ("5", "0"),
+        "train.seq_len": ("16", "32"),
+    }
+    for key, (value, before) in changes.items():
+        error = refused(capsys, "train", config, "--resume", finished, f"--{key}", value)
+        assert f"expected {key} = {before} as in" in error
+
+
+def test_changed_text_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, text, folder = config_file(tmp_path), tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    data = ("--data.source", text)
+    assert train_here(config, *data, "--run.dir", folder, "--train.steps", "2") == 0
+    text.write_text("the quick brown fox jumps over the lazy cat\n" * 200)
+    assert "found another text" in refused(capsys, "train", config, *data, "--resume", folder)
+
+
+def test_checkpoint_of_another_model_names_the_parameter(
+    tmp_path: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, other = tmp_path / "run", tmp_path / "other"
+    shutil.copytree(finished, folder)
+    assert train_here(config_file(tmp_path), "--run.dir", other, "--train.steps", "2", "--model.ffn_dim", "96") == 0
+    shutil.rmtree(folder / "checkpoints")
+    shutil.copytree(other / "checkpoints", folder / "checkpoints")
+    error = refused(capsys, "train", tmp_path / "tiny.toml", "--resume", folder)
+    assert "expected layers.0.feed_forward.w1.weight of shape [64, 32], found [96, 32]" in error
+
+
+def test_damaged_runs_are_refused(tmp_path: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = finished.parent / "tiny.toml"
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    next((folder / "checkpoints" / "step-2").glob("*.distcp")).unlink()
+    assert "found only incomplete ones (step-2: __0_0.distcp holds 0 bytes" in refused(
+        capsys, "train", config, "--resume", folder
+    )
+    (folder / "checkpoints" / "step-2" / ".metadata").write_bytes(b"no pickle")
+    assert "unreadable .metadata" in refused(capsys, "train", config, "--resume", folder)
+    shutil.rmtree(folder / "checkpoints")
+    assert "expected a whole checkpoint, found none" in refused(capsys, "train", config, "--resume", folder)
+    (folder / "run.json").write_text("{")
+    assert "run.json: cannot read" in refused(capsys, "train", config, "--resume", folder)
+
+
+def test_mistake_that_every_rank_meets_is_printed_once(tmp_path: Path) -> None:
+    config = config_file(tmp_path)
+    arguments = ("--nproc", "2", "--parallel.engine", "fsdp2", "--data.source", tmp_path / "missing.txt")
+    status, out, err = run("train", config, *arguments, "--run.dir", tmp_path / "run")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: data.source: expected a file") and err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_full_disk_is_one_line_and_earlier_checkpoints_stay(tmp_path: Path, finished: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    config = config_file(tmp_path)
+
+    def small_files_only() -> None:
+        # Writes beyond this fail as on a full disk (EFBIG in place of ENOSPC); metrics stay below, weights do not.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64_000, 64_000))
+
+    arguments = ("--nproc", "2", "--parallel.engine", "ddp", "--resume", folder)
+    status, _, err = run("train", config, *arguments, preexec_fn=small_files_only)
+    assert status == 2
+    assert err.startswith("error: ") and "cannot write" in err and err.count("\n") == 1
+    assert saved_steps(folder / "checkpoints") == [2]
+    assert what_is_missing(folder / "checkpoints" / "step-2") is None
+    assert RunFolder(folder).record()["status"] == "failed"
+
+
+def test_metrics_that_cannot_be_written_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A new run, which does not look for earlier records: reading /dev/full never ends.
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").symlink_to("/dev/full")
+    assert "No space left on device" in refused(capsys, "train", config, "--run.dir", folder)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_rank_ends_the_job_and_is_named(tmp_path: Path, victim: int) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    job = start(
+        "train", config, "--nproc", "2", "--parallel.engine", "shardwright", "--run.dir", folder,
+        "--train.steps", "100000", "--checkpoint.every", "2",
+    )  # fmt: skip
+    wait_for_steps(folder, 4)
+    os.kill(rank_process(job, victim), signal.SIGKILL)
+    killed = time.monotonic()
+    status, _, err = finish(job, timeout=30)
+    assert time.monotonic() - killed < 30
+    assert status == 1 and err.startswith(f"error: rank {victim} of 2 was killed by SIGKILL")
+    assert f"go on with --resume {folder}" in err
+    assert RunFolder(folder).record()["status"] == "failed"
+
+
+def test_silent_rank_is_named(tmp_path: Path) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    job = start(
+        "train", config, "--nproc", "2", "--parallel.engine", "ddp", "--run.dir", folder,
+        "--train.steps", "100000", environment={"SHARDWRIGHT_TIMEOUT": "3"},
+    )  # fmt: skip
+    wait_for_steps(folder, 2)
+    os.kill(rank_process(job, 1), signal.SIGSTOP)
+    status, _, err = finish(job, timeout=30)
+    assert status == 1 and err.startswith("error: rank 1 of 2 did not answer the others and was killed")
+
+
+def test_ranks_leave_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    import psutil
+
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    job = start(
+        "train", config, "--nproc", "2", "--parallel.engine", "ddp", "--run.dir", folder, "--train.steps", "100000"
+    )
+    wait_for_steps(folder, 2)
+    ranks = [rank_process(job, rank) for rank in (0, 1)]
+    job.kill()
+    job.communicate()
+    wait_for(lambda: not any(psutil.pid_exists(rank) for rank in ranks), seconds=20)
+
+
+def test_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
+    """Without our launcher rank 0 decides the folder, and alone prints what the user has to correct."""
+    import socket
+    import subprocess
+    import sys
+
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    source = str(Path(cli.__file__).parents[1])
+
+    def ranks(*arguments: str | Path) -> list[tuple[int, str]]:
+        # What torchrun sets, without the seconds its own start takes.
+        jobs = []
+        for rank in ("0", "1"):
+            environment = {
+                **os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port, "PYTHONPATH": source,
+            }  # fmt: skip
+            command = [sys.executable, "-m", "shardwright", "train", str(config), *map(str, arguments)]
+            jobs.append(subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE,
+                                         stderr=subprocess.PIPE))  # fmt: skip
+        return [(job.wait(60), job.communicate()[1]) for job in jobs]
+
+    engine = ("--parallel.engine", "ddp", "--run.dir", folder)
+    assert ranks(*engine, "--train.steps", "2") == [(0, ""), (0, "")]
+    assert len(losses(folder)) == 2
+    assert json.loads((folder / "run.json").read_text())["sessions"][0]["ranks"] == 2
+    (first, said), (second, _) = ranks(*engine)
+    assert (first, second) == (2, 2) and said.splitlines()[-1].startswith("error: run.dir: expected a folder without")

@@ -1,0 +1,135 @@
+"""The training loop through the command line: what a run writes, and that its numbers are those of plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardwright.train.checkpoint import load_weights, saved_steps
+from shardwright.train.config import OptimizerConfig, load_config
+from shardwright.train.data import batch, load_corpus
+from shardwright.train.loop import learning_rate
+from shardwright.train.models.llama import build_model
+from shardwright.train.runs import RunFolder
+from tests.train.jobs import config_file, losses, records, run, train_here
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished job of one rank."""
+    folder = tmp_path_factory.mktemp("plain")
+    assert train_here(config_file(folder), "--run.dir", folder / "run", "--log.tensorboard", "true") == 0
+    return folder / "run"
+
+
+def test_run_folder_holds_everything(plain_run: Path) -> None:
+    folder = RunFolder(plain_run)
+    record, taken = folder.record(), records(plain_run)
+    config = load_config(folder.config_file)
+    assert config.run.dir == str(plain_run) and config.train.steps == 8
+    assert [step["step"] for step in taken] == list(range(1, 9))
+    assert [step["step"] for step in taken if step["validation_loss"] is not None] == [4, 8]
+    assert [step["samples"] for step in taken] == [8 * n for n in range(1, 9)]
+    assert all(step["mfu"] is None and step["memory_active"] > 0 for step in taken)
+    assert all(0 < step["data_seconds"] < step["seconds"] for step in taken)
+    assert saved_steps(folder.checkpoints) == [8, 6]  # 3 was deleted: two are kept
+    assert record["status"] == "finished" and record["corpus"]["sha256"] == load_corpus(config.data).sha256
+    assert record["sessions"][0]["engine"] == "none" and record["sessions"][0]["end"]
+    assert record["parameters"] == build_model(config.model, 256).num_params()
+    assert folder.picture.read_bytes().startswith(b"\x89PNG")
+    assert "checkpoints/step-8" in folder.summary_file.read_text()
+    assert list(folder.tensorboard.glob("events.*"))
+
+
+def test_losses_are_those_of_a_plain_loop(plain_run: Path) -> None:
+    config = load_config(plain_run / "config.toml")
+    corpus = load_corpus(config.data)
+    torch.manual_seed(0)
+    model = build_model(config.model, corpus.vocab_size)
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for number, record in enumerate(records(plain_run)):
+        inputs, targets = batch(corpus, 0, number * 8, 8, 32)  # the whole global batch at once
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * min(1.0, (number + 1) / 2)
+        optimizer.step()
+        optimizer.zero_grad()
+        # The run adds four micro-batches up in another order: float32 rounding, amplified over the steps.
+        assert record["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert record["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        assert record["lr"] == group["lr"]
+
+
+def test_validation_is_the_mean_over_its_windows(plain_run: Path) -> None:
+    config = load_config(plain_run / "config.toml")
+    corpus = load_corpus(config.data)
+    model = build_model(config.model, corpus.vocab_size)
+    load_weights(plain_run / "checkpoints" / "step-8", model)
+    inputs, targets = batch(corpus, 0, 0, 16, 32, split="validation")  # 2 global batches
+    with torch.no_grad():
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    assert records(plain_run)[-1]["validation_loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_two_ranks_see_what_one_sees(plain_run: Path, tmp_path: Path) -> None:
+    config = config_file(tmp_path)
+    folder = tmp_path / "run"
+    status, out, err = run(
+        "train", config, "--nproc", "2", "--parallel.engine", "fsdp2", "--run.dir", folder, cwd=tmp_path
+    )
+    assert (status, err) == (0, "")
+    assert out.count("\nstep ") == 8 and "engine fsdp2 on 2 ranks" in out  # rank 0 alone speaks
+    assert losses(folder) == pytest.approx(losses(plain_run), rel=1e-5)
+    ours, theirs = records(folder)[-1], records(plain_run)[-1]
+    assert ours["validation_loss"] == pytest.approx(theirs["validation_loss"], rel=1e-5)
+    assert sorted(path.name for path in (folder / "logs").glob("*/rank-*.log")) == [
+        "rank-0.log",
+        "rank-1.log",
+    ]
+
+
+def test_same_seed_same_losses_another_seed_others(tmp_path: Path, plain_run: Path) -> None:
+    config = config_file(tmp_path)
+    for seed in (0, 1):
+        assert train_here(config, "--run.dir", tmp_path / f"{seed}", "--run.seed", str(seed)) == 0
+    assert losses(tmp_path / "0") == losses(plain_run)
+    assert losses(tmp_path / "1") != losses(plain_run)
+
+
+def test_non_finite_loss_stops_the_run_and_keeps_what_was_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_file(tmp_path)
+    arguments = ("--run.dir", tmp_path / "run", "--optimizer.lr", "1e38", "--checkpoint.every", "1")
+    assert train_here(config, *arguments) == 1
+    error = capsys.readouterr().err
+    done = saved_steps(tmp_path / "run" / "checkpoints")[0]
+    assert error.startswith(f"error: step {done + 1}: expected a finite loss")
+    assert len(records(tmp_path / "run")) == done
+    assert RunFolder(tmp_path / "run").record()["status"] == "failed"
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_learning_rate_rises_and_falls_to_its_ends(schedule: str) -> None:
+    settings = OptimizerConfig.model_validate(
+        {"lr": 2.0, "warmup_steps": 4, "schedule": schedule, "min_lr_ratio": 0.1}
+    )
+    rates = [learning_rate(step, 24, settings) for step in range(24)]
+    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert rates[4] == 2.0 and rates == sorted(rates[:4]) + sorted(rates[4:], reverse=True)
+    assert rates[-1] == pytest.approx(2.0 if schedule == "constant" else 0.2)
+
+
+def test_learning_rate_of_the_shortest_runs_is_defined() -> None:
+    for warmup in (0, 1, 5):
+        settings = OptimizerConfig(warmup_steps=warmup)
+        assert all(math.isfinite(learning_rate(0, 1, settings)) for _ in range(1))

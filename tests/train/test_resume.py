@@ -1,0 +1,122 @@
+"""Stopping and going on: the same sequence, the same numbers, at any number of ranks and with any engine."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from shardwright.train.checkpoint import saved_steps, what_is_missing
+from shardwright.train.runs import RunFolder
+from tests.train.jobs import config_file, finish, losses, records, run, start, train_here, wait_for_steps
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of eight steps without interruption, on one rank."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert train_here(config_file(folder), "--run.dir", folder / "run") == 0
+    return losses(folder / "run")
+
+
+def test_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(tmp_path: Path, whole: list[float]) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    assert train_here(config, "--run.dir", folder, "--train.steps", "5") == 0
+    assert train_here(config, "--resume", folder) == 0
+    assert losses(folder) == whole
+    sessions = RunFolder(folder).record()["sessions"]
+    assert [(s["from_step"], s["to_step"], s["status"]) for s in sessions] == [(0, 5, "finished"), (5, 8, "finished")]
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "shardwright"])
+def test_resume_on_the_same_and_on_another_number_of_ranks(
+    tmp_path: Path, whole: list[float], engine: str
+) -> None:
+    config = config_file(tmp_path)
+    two_ranks = ("--parallel.engine", engine, "--nproc", "2")
+    # Two ranks throughout: once without a break, once with one.
+    for folder, stretches in (("unbroken", ["8"]), ("broken", ["4", "8"])):
+        for number, steps in enumerate(stretches):
+            where = ("--resume", tmp_path / folder) if number else ("--run.dir", tmp_path / folder)
+            status, _, err = run("train", config, *two_ranks, *where, "--train.steps", steps)
+            assert (status, err) == (0, "")
+    assert losses(tmp_path / "broken") == losses(tmp_path / "unbroken")
+    # From two ranks to one, and to another engine.
+    status, _, err = run("train", config, *two_ranks, "--run.dir", tmp_path / "shrunk", "--train.steps", "4")
+    assert (status, err) == (0, "")
+    assert train_here(config, "--resume", tmp_path / "shrunk") == 0
+    assert losses(tmp_path / "shrunk") == pytest.approx(whole, rel=1e-6)
+
+
+def test_from_one_rank_to_three(tmp_path: Path) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    batches = ("--train.global_batch", "6", "--train.micro_batch", "1")
+    assert train_here(config, *batches, "--run.dir", tmp_path / "whole") == 0
+    assert train_here(config, *batches, "--run.dir", folder, "--train.steps", "4") == 0
+    status, out, err = run(
+        "train", config, *batches, "--resume", folder, "--nproc", "3", "--parallel.engine", "shardwright"
+    )
+    assert (status, err) == (0, "") and "from step 4" in out
+    assert losses(folder) == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal_saves_and_the_run_goes_on(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    arguments = ("--parallel.engine", "shardwright", "--checkpoint.every", "0", "--validation.every", "0")
+    job = start(
+        "train", config, *arguments, "--run.dir", folder, "--nproc", "2", "--train.steps", "100000"
+    )
+    wait_for_steps(folder, 3)
+    job.send_signal(number)
+    assert finish(job, timeout=30)[::2] == (status, "")
+    done = saved_steps(folder / "checkpoints")[0]
+    assert len(records(folder)) == done
+    assert RunFolder(folder).record()["status"] == "interrupted"
+    assert train_here(config, "--resume", folder, "--train.steps", str(done + 2)) == 0
+    assert [record["step"] for record in records(folder)] == list(range(1, done + 3))
+
+
+def test_signal_ends_a_run_of_one_rank_too(tmp_path: Path) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    job = start("train", config, "--run.dir", folder, "--train.steps", "100000", "--validation.every", "0")
+    wait_for_steps(folder, 3)
+    job.send_signal(signal.SIGTERM)
+    status, out, err = finish(job, timeout=30)
+    assert (status, err) == (143, "") and f"go on with --resume {folder}" in out
+    assert what_is_missing(folder / "checkpoints" / f"step-{len(records(folder))}") is None
+
+
+def test_incomplete_checkpoint_is_passed_over(
+    tmp_path: Path, whole: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    assert train_here(config, "--run.dir", folder, "--train.steps", "6", "--checkpoint.every", "2") == 0
+    newest = folder / "checkpoints" / "step-6"
+    data = next(newest.glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-100])  # as if the machine had stopped while the disk was writing
+    assert train_here(config, "--resume", folder) == 0
+    assert f"{newest} is incomplete" in capsys.readouterr().out
+    assert losses(folder) == whole  # steps 5 and 6 again, recorded once
+
+
+def test_interrupted_save_is_no_checkpoint(tmp_path: Path) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    assert train_here(config, "--run.dir", folder, "--train.steps", "2") == 0
+    leftover = folder / "checkpoints" / ".step-3.partial"
+    leftover.mkdir()
+    (leftover / "__0_0.distcp").write_bytes(b"half")
+    assert saved_steps(folder / "checkpoints") == [2]
+    assert train_here(config, "--resume", folder, "--train.steps", "4") == 0
+    assert not leftover.exists()
+
+
+def test_resume_without_a_name_takes_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = config_file(tmp_path)
+    for _ in range(2):  # most likely within one second: the names still differ
+        assert train_here(config, "--train.steps", "2") == 0
+    older, newer = sorted(Path("runs").iterdir(), key=lambda path: (len(path.name), path.name))
+    assert train_here(config, "--resume", "--train.steps", "3") == 0
+    assert (len(records(older)), len(records(newer))) == (2, 3)

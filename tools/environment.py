@@ -1,0 +1,53 @@
+"""Says whether the running environment satisfies pyproject.toml: exit status 0, or 1 and what is missing.
+
+Only reads; tools/setup.sh decides what to install. The standard library and pip's own copy of `packaging` are
+all it may use, because it runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+import tomllib
+from itertools import chain
+from pathlib import Path
+
+from pip._vendor.packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def requirements() -> list[Requirement]:
+    """What the project and its extras ask for, the project itself left out."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    found = [Requirement(line) for line in chain(project["dependencies"], *extras)]
+    return [requirement for requirement in found if requirement.name != project["name"]]
+
+
+def missing() -> list[str]:
+    """One line for everything that is absent, out of range or installed from elsewhere."""
+    lines = []
+    for requirement in requirements():
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            lines.append(f"expected {requirement}, found none")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            lines.append(f"expected {requirement}, found {version}")
+    try:
+        importlib.metadata.version("shardwright")
+        spec = importlib.util.find_spec("shardwright")
+    except importlib.metadata.PackageNotFoundError:
+        spec = None
+    if spec is None or ROOT / "src" not in Path(spec.origin or "").parents:
+        lines.append(f"expected shardwright installed from {ROOT}, found {spec.origin if spec else 'none'}")
+    return lines
+
+
+if __name__ == "__main__":
+    problems = missing()
+    print("\n".join(problems), end="\n" if problems else "", file=sys.stderr)
+    sys.exit(bool(problems))

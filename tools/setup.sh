@@ -1,0 +1,89 @@
+#!/bin/sh
+# Makes .venv at the root of the repository and installs the project into it, on machines with and without GPUs.
+# An environment that is there already and satisfies pyproject.toml is left as it is. Nothing is installed outside
+# .venv, and no package index is named here: pip's own configuration decides where packages come from.
+set -eu
+cd "$(dirname "$0")/.."
+
+# The tested range of torch, newest first; pyproject.toml states the same bound.
+TORCH_VERSIONS="2.13.0 2.12.1 2.12.0 2.11.0"
+
+say() { printf 'set-up: %s\n' "$*"; }
+fail() { printf 'set-up: error: %s\n' "$*" >&2; exit 1; }
+has_gpu() { nvidia-smi -L >/dev/null 2>&1; }
+
+# A Python is probed by running it: a version manager may put a name on the path and refuse to start it, and a
+# distribution may leave out ensurepip.
+usable() {
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
+}
+
+find_python() {
+    for name in ${PYTHON:-python3 python3.11 python3.12 python3.13}; do
+        if usable "$name"; then
+            echo "$name"
+            return
+        fi
+    done
+    fail "expected a Python from 3.11 to 3.13 with venv and ensurepip, found none that runs among:" \
+        "${PYTHON:-python3 python3.11 python3.12 python3.13}. Install one, or name it: make PYTHON=/path/to/python"
+}
+
+# Prints the version of the torch that a Python brings along, if it is in range and fits the machine.
+torch_of() {
+    "$1" - 2>/dev/null <<'PY'
+import re, shutil, torch
+in_range = re.fullmatch(r"2\.1[123]\.\d+(\+.*)?", torch.__version__)
+fits = torch.version.cuda is not None or shutil.which("nvidia-smi") is None
+print(torch.__version__ if in_range and fits else "")
+PY
+}
+
+make_environment() {
+    python=$(find_python)
+    if [ -n "$(torch_of "$python")" ]; then
+        say "making .venv with $python, which has torch already"
+        "$python" -m venv --clear --system-site-packages .venv
+    else
+        say "making .venv with $python"
+        "$python" -m venv --clear .venv
+    fi
+}
+
+# Writes what pip may not choose: on a GPU machine a CPU wheel that lies about, anywhere the torch that is there.
+write_constraints() {
+    present=$(torch_of .venv/bin/python || true)
+    if [ -n "$present" ]; then
+        echo "torch==$present"
+    elif has_gpu; then
+        for version in $TORCH_VERSIONS; do echo "torch!=$version+cpu"; done
+    fi
+}
+
+# Without a GPU a CPU wheel saves gigabytes. A miss costs one look-up; where none is found the index decides.
+install_cpu_torch() {
+    for version in $TORCH_VERSIONS; do
+        if .venv/bin/python -m pip install --quiet "torch==$version+cpu" 2>/dev/null; then
+            say "installed torch $version+cpu"
+            return
+        fi
+    done
+    say "no CPU wheel of torch at hand, leaving the choice to the package index"
+}
+
+if .venv/bin/python tools/environment.py 2>/dev/null; then
+    say ".venv satisfies pyproject.toml"
+    exit 0
+fi
+usable .venv/bin/python || make_environment
+if [ -z "$(torch_of .venv/bin/python || true)" ] && ! has_gpu; then
+    install_cpu_torch
+fi
+constraints=$(mktemp)
+trap 'rm -f "$constraints"' EXIT
+write_constraints >"$constraints"
+say "installing shardwright and what its tests need"
+.venv/bin/python -m pip install --quiet --constraint "$constraints" --editable '.[dev]' ||
+    fail "pip could not install the project (its message is above). Without a network the engine and the benchmarks" \
+        "run from the source tree with a Python that has torch: PYTHONPATH=src python ..."
+.venv/bin/python tools/environment.py || fail "the environment still does not satisfy pyproject.toml"
