@@ -38,11 +38,6 @@ def test_parameters_reach_the_ranks(
     assert len(list(tmp_path.iterdir())) == world_size
 
 
-@multirank(2)
-def test_skip_inside_a_case_skips_it(rank: int, world_size: int) -> None:
-    pytest.skip("a case may find out on the ranks that it does not apply")
-
-
 class TestMethods:
     """Test classes work too, as long as the function needs no instance."""
 
@@ -174,15 +169,23 @@ def test_result_that_cannot_be_pickled_is_named(worker_pools: WorkerPools) -> No
         worker_pools.run(return_a_lambda, 2)
 
 
+@multirank(2)
 def skip_everywhere(rank: int, world_size: int) -> None:
     pytest.skip("not here")
 
 
-def test_skip_is_told_apart_from_failure(worker_pools: WorkerPools) -> None:
-    before = worker_pools.run(pids, 2)
+@multirank(2)
+def fail_everywhere(rank: int, world_size: int) -> None:
+    raise ValueError(f"rank {rank} fails")
+
+
+def test_skip_and_failure_reach_pytest_as_such(worker_pools: WorkerPools) -> None:
     with pytest.raises(CaseSkipped, match="not here"):
         worker_pools.run(skip_everywhere, 2)
-    assert len(before) == 2
+    with pytest.raises(pytest.skip.Exception, match="not here"):
+        skip_everywhere(worker_pools, world_size=2)
+    with pytest.raises(pytest.fail.Exception, match="rank 1 fails"):
+        fail_everywhere(worker_pools, world_size=2)
 
 
 def test_multirank_wants_a_number_of_ranks() -> None:

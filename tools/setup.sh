@@ -76,6 +76,7 @@ if .venv/bin/python tools/environment.py 2>/dev/null; then
     exit 0
 fi
 usable .venv/bin/python || make_environment
+.venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip >/dev/null
 if [ -z "$(torch_of .venv/bin/python || true)" ] && ! has_gpu; then
     install_cpu_torch
 fi

@@ -10,10 +10,16 @@
 The engine imports torch and nothing else. The trainer (``shardwright train``) needs the extra ``train``.
 """
 
-from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from __future__ import annotations
 
-from shardwright.engine import FSDPModule, UnshardHandle, fully_shard
-from shardwright.optim import clip_grad_norm_, fully_shard_optimizer
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+
+    from shardwright.engine import FSDPModule, UnshardHandle, fully_shard
+    from shardwright.optim import clip_grad_norm_, fully_shard_optimizer
 
 __version__ = "0.1.0"
 
@@ -28,3 +34,28 @@ __all__ = [
     "fully_shard",
     "fully_shard_optimizer",
 ]
+
+#: Public name -> the module that defines it. Imported at first use, so that the command line starts without torch.
+_HOMES = {
+    "CPUOffloadPolicy": "torch.distributed.fsdp",
+    "DataParallelMeshDims": "torch.distributed.fsdp",
+    "FSDPModule": "shardwright.engine",
+    "MixedPrecisionPolicy": "torch.distributed.fsdp",
+    "OffloadPolicy": "torch.distributed.fsdp",
+    "UnshardHandle": "shardwright.engine",
+    "clip_grad_norm_": "shardwright.optim",
+    "fully_shard": "shardwright.engine",
+    "fully_shard_optimizer": "shardwright.optim",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

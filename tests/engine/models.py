@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -69,7 +68,7 @@ class Reference:
         self.model = copy.deepcopy(model)
         self.compute, self.reduce = compute, reduce
 
-    def backward(self, world_size: int, batches: list[list[torch.Tensor]], run: Callable = None) -> list[float]:
+    def backward(self, world_size: int, batches: list[list[torch.Tensor]]) -> list[float]:
         """``batches[micro][rank]``; leaves averaged gradients in ``self.model``; returns rank 0's losses."""
         losses = []
         for micro in batches:

@@ -46,16 +46,6 @@ STACK_PATIENCE = 3.0
 OUTPUT_TAIL = 8_000
 """Characters of a rank's output shown with a failure."""
 
-PRELOAD = [
-    "torch",
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint.state_dict",
-    "pytest",
-    "tests.support.worker",
-]
-"""Imported once, in the server that workers are forked from."""
-
 
 class CaseFailed(Exception):
     """A case failed on some rank. The text has every rank's traceback, stack or exit status, and output."""
@@ -97,7 +87,7 @@ class WorkerPool:
         files = self.folder / f"rank{rank}.output", self.folder / f"rank{rank}.stacks"
         seat = Seat(rank, world_size, self.store.port, *files)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context.set_forkserver_preload(["tests.support.preload"])
         ours, theirs = context.Pipe()
         their_lifeline, our_lifeline = context.Pipe(duplex=False)
         process = context.Process(target=worker.main, args=(seat, theirs, their_lifeline), name=f"rank{rank}")

@@ -156,7 +156,8 @@ def _contained() -> Iterator[None]:
             os.environ.update(environment)
             torch.set_default_dtype(torch.float32)
             torch.set_default_device(None)
-            torch.use_deterministic_algorithms(False)
+            if torch.are_deterministic_algorithms_enabled():  # asked first: the setter imports the compiler
+                torch.use_deterministic_algorithms(False)
             torch.set_num_threads(1)
 
 

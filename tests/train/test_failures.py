@@ -189,7 +189,7 @@ def test_silent_rank_is_named(tmp_path: Path) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     job = start(
         "train", config, "--nproc", "2", "--parallel.engine", "ddp", "--run.dir", folder,
-        "--train.steps", "100000", environment={"SHARDWRIGHT_TIMEOUT": "3"},
+        "--train.steps", "100000", environment={"SHARDWRIGHT_TIMEOUT": "2"},
     )  # fmt: skip
     wait_for_steps(folder, 2)
     os.kill(rank_process(job, 1), signal.SIGSTOP)

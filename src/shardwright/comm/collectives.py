@@ -91,8 +91,8 @@ class Communicator:
 
     def all_gather(
         self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
         casts: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
         on_done: Callable[[], None] | None = None,
     ) -> Pending:

@@ -6,7 +6,7 @@ What a step does is in ``unit.py`` and ``root.py``. Options of later versions ar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -21,7 +21,7 @@ from shardwright.engine import epoch
 from shardwright.engine.parameter import TAKEN, UNIT_OF, ManagedParameter, Slot, build, full_view, local_view
 from shardwright.engine.root import UNIT, attach, check_all_divergence
 from shardwright.engine.unit import Unit
-from shardwright.layout import TensorSpec, UnitLayout, plan_unit
+from shardwright.layout import TensorSpec, plan_unit
 from shardwright.memory import Slab
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
@@ -224,23 +224,25 @@ def _find_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> Ow
     return list(found.values())
 
 
-def _own_modules(top: nn.Module, prefix: str = "") -> Iterable[tuple[str, nn.Module]]:
+def _own_modules(top: nn.Module) -> list[tuple[str, nn.Module]]:
     """``top`` and the modules below it, but nothing at or below a module that is sharded already."""
+    found: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
-
-    def walk(module: nn.Module, name: str) -> Iterable[tuple[str, nn.Module]]:
+    todo = [("", top)]
+    while todo:
+        name, module = todo.pop()
         if id(module) in seen or (module is not top and hasattr(module, UNIT)):
-            return
+            continue
         seen.add(id(module))
-        yield name, module
-        for child_name, child in module._modules.items():
-            if child is not None:
-                yield from walk(child, f"{name}.{child_name}" if name else child_name)
-
-    return walk(top, prefix)
+        found.append((name, module))
+        below = [(f"{name}.{n}" if name else n, m) for n, m in module._modules.items() if m is not None]
+        todo.extend(reversed(below))
+    return found
 
 
 def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ValueError(f"parameter {name!r} is not initialised. Run one forward of the lazy module first.")
     where = f"parameter {name!r} of shape {tuple(parameter.shape)}"
     owner = getattr(parameter, TAKEN, None)
     if owner is not None:
@@ -336,7 +338,7 @@ def _shard_parameters(
     unit.own(layout, shard, slab, managed)
     ref = weakref.ref(unit)
     for parameter, (_, original, _) in zip(managed, owned, strict=True):
-        setattr(original, TAKEN, parameter.name)
+        setattr(original, TAKEN, f"{parameter.name} of {unit.name}")
         setattr(parameter.sharded, UNIT_OF, ref)
         for slot in parameter.slots:
             slot.show(parameter.sharded)
@@ -414,7 +416,7 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Container code such as ``Sequential.__getitem__`` builds ``type(self)(...)``: that is a plain module.
-        original = next(c for c in cls.__mro__ if c not in (cls, FSDPModule))
+        original: Any = next(c for c in cls.__mro__ if c not in (cls, FSDPModule))
         self: Any = original.__new__(original)
         self.__init__(*args, **kwargs)
         return self
@@ -499,6 +501,10 @@ class FSDPModule:
             raise ValueError(f"the gradient divide factor must be positive, got {factor!r}")
         self._fsdp_unit().divide_factor = float(factor)
 
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
     def reset_iter_state(self) -> None:
         """Drop what an exception in forward or backward left behind. The next forward does so by itself."""
         root = self._fsdp_unit().root
@@ -524,7 +530,7 @@ class FSDPModule:
                     )
         managed = {id(p.sharded) for u in units for p in u.parameters}
         for module in cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]:
-            for name, parameter in module._parameters.items():
+            for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) not in managed:
                     with torch.no_grad():
                         parameter.data = fn(parameter.data)

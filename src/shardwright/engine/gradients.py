@@ -76,11 +76,11 @@ class GradientShard:
         A Python reference shows in the count of the object, a view in the count of the storage.
         """
         # getrefcount sees: the list, the loop variable, its own argument (and, for a local, the DTensor around it).
-        for tensor in self.dtensors:
-            if sys.getrefcount(tensor) > 3:
+        for dtensor in self.dtensors:
+            if sys.getrefcount(dtensor) > 3:
                 return False
-        for tensor in self.locals:
-            if sys.getrefcount(tensor) > 4:
+        for local in self.locals:
+            if sys.getrefcount(local) > 4:
                 return False
         counts = [storage_use_count(flat.untyped_storage()) for flat in self.flats]
         return counts == self._alone

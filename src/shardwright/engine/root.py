@@ -187,7 +187,7 @@ class Root:
         if self.is_last_backward:
             self.finish_reductions()
         for unit in self._gathered_units():
-            if unit.kept_epoch is None:
+            if unit.visits or unit.kept_epoch is None:
                 unit.leave_backward()
         self.backward = False
         self.generation += 1
@@ -225,7 +225,7 @@ def attach(module: nn.Module) -> Root:
                 f"{type(module).__name__} now. Call the outer module first."
             )
         units.append(unit)
-        names.append(name or type(module).__name__)
+        names.append(name or unit.name)
     if len(units[0].modules) > 1 and len(units) > 1:
         raise RuntimeError(
             f"The first module called belongs to a unit of {len(units[0].modules)} modules, which cannot be the root. "

@@ -289,13 +289,13 @@ class Unit:
     # -- hooks ---------------------------------------------------------------------------------------------------
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        self._calls.append(None)  # first of all: after_forward runs, and takes it, whatever happens below
         root = self.root if self.root is not None else self._attach(module)
         recomputing = in_backward()
         if recomputing:
             root.enter_backward()
         elif root.caller is None:
             args, kwargs = root.begin(self, args, kwargs)
+        self._calls.append(None)  # after_forward runs, and takes it, whatever happens below
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext, start_processes
 
 from shardwright.train import checkpoint
@@ -195,16 +196,15 @@ def _is_lost_contact(error: BaseException) -> bool:
     """Whether this is a collective that failed because of another rank."""
     if isinstance(error, dist.DistError):
         return True
-    text = str(error)
-    signs = (
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Broken pipe",
-        "Timed out",
-        "[c10d]",
-        "gloo/",
-    )
-    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+    if not isinstance(error, RuntimeError):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return frames[-1].filename == c10d.__file__ or any(sign in str(error) for sign in LOST_CONTACT)
+
+
+LOST_CONTACT = ("Connection closed", "Connection reset", "Broken pipe", "imed out", "timeout", "[c10d]", "gloo/")
+"""Parts of messages of collectives that fail inside autograd or an engine, where no frame tells. gloo has no class
+of its own for them."""
 
 
 def _send(complaint: Complaint) -> None:

@@ -6,6 +6,7 @@ The recipe cuts a Llama into units; the model itself knows nothing of it.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -137,9 +138,13 @@ def parallelize(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> nn.Mo
         return model.to(device)
 
     if config.engine == "ddp":
-        # The only buffers are rotary tables, equal everywhere: nothing to broadcast.
+        # The only buffers are rotary tables, equal everywhere: no need to broadcast them in every forward pass.
+        # torch 2.13 renamed the option.
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        no_broadcast = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        buffers: dict[str, Any] = {no_broadcast: False}
         return DistributedDataParallel(
-            model.to(device), device_mesh=mesh, broadcast_buffers=False, gradient_as_bucket_view=True
+            model.to(device), device_mesh=mesh, gradient_as_bucket_view=True, **buffers
         )
 
     param_dtype, reduce_dtype = dtype_of(config.param_dtype), dtype_of(config.reduce_dtype)

@@ -9,11 +9,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+if TYPE_CHECKING:  # matplotlib takes half a second to import; only the one process that draws should pay
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -39,7 +39,7 @@ def results(records: Records) -> dict[str, Any]:
 
 def loss_curve(records: Records, path: Path, name: str) -> None:
     """Training and validation loss over the steps of one run."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = _figure(8, 4.5)
     axes = figure.add_subplot()
     axes.plot([r["step"] for r in records], [r["loss"] for r in records], lw=1, label="training")
     validated = [r for r in records if r["validation_loss"] is not None]
@@ -47,7 +47,6 @@ def loss_curve(records: Records, path: Path, name: str) -> None:
         steps, losses = [r["step"] for r in validated], [r["validation_loss"] for r in validated]
         axes.plot(steps, losses, "o-", ms=4, label="validation")
     _dress(axes, f"Loss of {name}", "optimizer step", "cross-entropy per token (nats)")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
     figure.savefig(path, dpi=120)
 
@@ -66,7 +65,7 @@ class Curve:
 
 def comparison(curves: Sequence[Curve], path: Path) -> None:
     """Losses over one another, their differences to the first run, and bars for speed and memory."""
-    figure = Figure(figsize=(12, 8), layout="constrained")
+    figure = _figure(12, 8)
     losses, differences, speeds, memories = figure.subplots(2, 2).flat
     colors = [f"C{number}" for number in range(len(curves))]
     for number, (curve, color) in enumerate(zip(curves, colors, strict=True)):
@@ -99,8 +98,6 @@ def comparison(curves: Sequence[Curve], path: Path) -> None:
         [c.peak_memory / 2**30 for c in curves],
         colors,
     )
-    for axes in (losses, differences):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path, dpi=110)
 
 
@@ -116,7 +113,16 @@ def _bars(
     axes.margins(x=0.2)
 
 
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
 def _dress(axes: Axes, title: str, x: str, y: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 2.5
     axes.set_title(title)
     axes.set_xlabel(x)
     axes.set_ylabel(y)

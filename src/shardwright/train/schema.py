@@ -1,0 +1,301 @@
+"""The sections and keys of CONFIG.toml: types, ranges, defaults, meanings, and how values must fit together.
+
+Reading files and wording errors is done in `config`, acting on the values elsewhere. Nothing here imports
+torch, so that `--help` and a mistyped key are answered at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from shardwright.train.errors import UserError
+from shardwright.train.models.presets import PRESETS, LlamaConfig, RopeScaling
+
+DType = Literal["float32", "bfloat16", "float16"]
+# strict=False on the outside only: TOML has lists where an immutable model wants tuples.
+Paths = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, min_length=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A table of the file: strict types, no unknown keys, immutable."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class RunConfig(Section):
+    """What the run is called, where it is kept and where it computes."""
+
+    name: str = Field(
+        default="llama-debug", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$",
+        description="Name of the run: letters, digits, '.', '_' and '-'. Part of the default folder's name.",
+    )  # fmt: skip
+    dir: str = Field(
+        default="", description="Folder of the run. Empty: runs/NAME-TIME below the current folder."
+    )
+    seed: int = Field(
+        default=0, ge=0, le=2**32 - 1, description="Seed of the initial weights and of the sample order."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where to compute. auto: the GPUs where there are any, else the CPU."
+    )
+
+
+class RopeScalingConfig(Section):
+    """Stretching of the rotary frequencies, as in Llama 3.1. A factor of 1 turns it off."""
+
+    factor: float = Field(
+        default=8.0, ge=1, description="How far the longest wavelengths are stretched; 1 turns it off."
+    )
+    low_freq_factor: float = Field(
+        default=1.0, gt=0, description="Wavelengths beyond original_max_seq_len / this are stretched in full."
+    )
+    high_freq_factor: float = Field(
+        default=4.0, gt=0, description="Wavelengths below original_max_seq_len / this are left alone."
+    )
+    original_max_seq_len: int = Field(
+        default=8192, ge=1, description="Context length of pre-training, in tokens."
+    )
+
+
+class ModelConfig(Section):
+    """The model: a preset's shape, in which every other key replaces one number."""
+
+    kind: Literal["llama"] = Field(default="llama", description="Architecture.")
+    preset: Literal["debug", "150M", "1B", "3B", "8B", "70B", "405B"] = Field(
+        default="debug", description="Shape to start from. 1B, 3B: Llama 3.2; 8B, 70B, 405B: Llama 3.1."
+    )
+    dim: int | None = Field(default=None, ge=1, description="Width of the residual stream.")
+    n_layers: int | None = Field(default=None, ge=1, description="Number of blocks.")
+    n_heads: int | None = Field(default=None, ge=1, description="Query heads per block.")
+    n_kv_heads: int | None = Field(
+        default=None, ge=1, description="Key and value heads per block; divides n_heads."
+    )
+    ffn_dim: int | None = Field(default=None, ge=1, description="Hidden width of the feed-forward part.")
+    vocab_size: int | None = Field(
+        default=None, ge=1, description="Tokens of the vocabulary; at least the tokenizer's."
+    )
+    max_seq_len: int | None = Field(
+        default=None, ge=1, description="Longest sequence the rotary tables cover, in tokens."
+    )
+    rope_theta: float | None = Field(default=None, gt=0, description="Base of the rotary frequencies.")
+    rope_scaling: RopeScalingConfig | None = Field(
+        default=None, description="Rotary frequencies stretched for long contexts, as in Llama 3.1."
+    )
+    tied_embeddings: bool | None = Field(
+        default=None, description="Use the embedding matrix as the output layer too."
+    )
+    norm_eps: float | None = Field(default=None, gt=0, description="Added to the mean square inside RMSNorm.")
+
+    @model_validator(mode="after")
+    def _shape_is_possible(self) -> ModelConfig:
+        self.shape()
+        return self
+
+    def shape(self) -> LlamaConfig:
+        """The preset with this section's own numbers in place.
+
+        Raises ValueError where the numbers do not fit one another.
+        """
+        given = {name: value for name, value in self if value is not None and name not in ("kind", "preset")}
+        scaling = self.rope_scaling
+        if scaling is not None:
+            given["rope_scaling"] = RopeScaling(**dict(scaling)) if scaling.factor > 1 else None
+        return replace(PRESETS[self.preset], **given)
+
+
+class DataConfig(Section):
+    """The text to learn and how it becomes tokens."""
+
+    source: str | Paths = Field(
+        default="pydoc",
+        min_length=1,
+        description="The word pydoc (the English reference text every CPython carries), the path of a .txt "
+        "or .jsonl file, or a list of such paths, read in that order.",
+    )
+    text_key: str = Field(
+        default="text", min_length=1, description="Key of a .jsonl line that holds the document."
+    )
+    validation_fraction: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="Last part of the corpus, kept for validation and never trained on.",
+    )
+    tokenizer: Literal["bytes"] = Field(
+        default="bytes", description="bytes: every byte of the UTF-8 text is a token."
+    )
+
+
+class TrainConfig(Section):
+    """The amount of work and how it is cut."""
+
+    steps: int = Field(default=300, ge=1, description="Optimizer steps in all.")
+    seq_len: int = Field(default=256, ge=1, description="Tokens per sequence.")
+    global_batch: int = Field(default=16, ge=1, description="Sequences per optimizer step, over all ranks.")
+    micro_batch: int = Field(
+        default=8, ge=1,
+        description="Sequences per rank and forward pass. global_batch / (ranks x micro_batch) passes are "
+        "accumulated per step; this must be a whole number.",
+    )  # fmt: skip
+    max_norm: float = Field(
+        default=1.0,
+        ge=0,
+        description="Gradients are scaled down to this global norm. 0: measured, never scaled.",
+    )
+    accumulate: Literal["communicate", "hold"] = Field(
+        default="communicate",
+        description="While accumulating, reduce the gradients of every micro-batch (communicate: least "
+        "memory) or only after the last one (hold: least communication).",
+    )
+
+    def accumulation_steps(self, ranks: int) -> int:
+        """Micro-batches per rank and optimizer step. Raises UserError where that is not a whole number."""
+        problem = self.batch_problem(ranks)
+        if problem:
+            raise UserError(problem)
+        return self.global_batch // (ranks * self.micro_batch)
+
+    def batch_problem(self, ranks: int) -> str | None:
+        """What is wrong with the batch sizes on so many ranks, in a line; `None` if nothing is."""
+        unit = ranks * self.micro_batch
+        if self.global_batch % unit == 0:
+            return None
+        below, above = self.global_batch // unit * unit, -(-self.global_batch // unit) * unit
+        nearest = f"{below} or {above}" if below else f"{above}"
+        if self.global_batch % ranks == 0:
+            share = self.global_batch // ranks
+            micro = max(m for m in range(1, min(share, self.micro_batch) + 1) if share % m == 0)
+            nearest += f", or train.micro_batch = {micro}"
+        who = "one rank" if ranks == 1 else f"{ranks} ranks"
+        return (
+            f"train.global_batch: expected a multiple of {who} x train.micro_batch = {self.micro_batch} "
+            f"(that is {unit}), found {self.global_batch}; nearest that fit: {nearest}"
+        )
+
+
+class OptimizerConfig(Section):
+    """AdamW and the course of its learning rate."""
+
+    lr: float = Field(default=3e-3, gt=0, description="Peak learning rate.")
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(
+        default=(0.9, 0.95), description="Decay of the running means of gradient and squared gradient."
+    )
+    eps: float = Field(default=1e-8, gt=0, description="Added to the denominator of the update.")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="Decay of the matrices; vectors are not decayed."
+    )
+    warmup_steps: int = Field(
+        default=20,
+        ge=0,
+        description="Steps over which the rate rises to lr. A shorter run ends while it still rises.",
+    )
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="Course of the rate from the end of the warm-up to the last step."
+    )
+    min_lr_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="Rate of the last step, as a part of lr."
+    )
+
+
+class ParallelConfig(Section):
+    """The engine that spreads the model over the ranks, and its precisions."""
+
+    engine: Literal["shardwright", "fsdp2", "fsdp1", "ddp", "none"] = Field(
+        default="shardwright",
+        description="shardwright, or one of torch's own for comparison; none: one rank, plain model.",
+    )
+    param_dtype: DType = Field(
+        default="float32", description="Precision of the computation; the stored weights are float32."
+    )
+    reduce_dtype: DType = Field(
+        default="float32", description="Precision in which gradients are summed over the ranks."
+    )
+    reshard_after_forward: Literal["default", "always", "never"] = Field(
+        default="default",
+        description="Free gathered weights after the forward pass: all but the root's and the last block's "
+        "(default), always, or never (more memory, less communication).",
+    )
+
+
+class ValidationConfig(Section):
+    """The loss on text the model has not learnt from."""
+
+    every: int = Field(default=100, ge=0, description="Steps between validations. 0: never.")
+    batches: int = Field(default=8, ge=1, description="Global batches per validation.")
+
+
+class CheckpointConfig(Section):
+    """What is saved on the way. A checkpoint is always written at the end."""
+
+    every: int = Field(default=100, ge=0, description="Steps between checkpoints. 0: only at the end.")
+    keep: int = Field(default=2, ge=1, description="Newest checkpoints to keep; older ones are deleted.")
+
+
+class LogConfig(Section):
+    """What is reported."""
+
+    every: int = Field(default=1, ge=1, description="Steps between lines of the log.")
+    tensorboard: bool = Field(default=True, description="Write TensorBoard files too.")
+
+
+class Config(Section):
+    """A whole training job: what CONFIG.toml holds."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    validation: ValidationConfig = ValidationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Config:
+        longest = self.model.shape().max_seq_len
+        if self.train.seq_len > longest:
+            raise ValueError(
+                f"train.seq_len: expected at most model.max_seq_len = {longest}, found {self.train.seq_len}"
+            )
+        problem = self.train.batch_problem(ranks=1)
+        if problem:
+            raise ValueError(problem)
+        if self.validation.every and not self.data.validation_fraction:
+            raise ValueError(
+                f"validation.every: expected 0, as data.validation_fraction = 0 leaves nothing to validate "
+                f"on, found {self.validation.every}"
+            )
+        return self
+
+    def to_toml(self) -> str:
+        """The configuration as a TOML file that loads back equal. Keys left to the preset are left out."""
+        tables = []
+        for name, section in self:
+            lines = [
+                f"{key} = {toml_value(value)}" for key, value in section.model_dump(exclude_none=True).items()
+            ]
+            tables.append("\n".join([f"[{name}]", *lines]))
+        return "\n\n".join(tables) + "\n"
+
+
+def toml_value(value: object) -> str:
+    """A value as TOML."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        # JSON's strings are TOML's basic strings, but for DEL, which TOML wants escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    raise TypeError(f"expected a value TOML can hold, found {value!r}")

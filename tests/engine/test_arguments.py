@@ -1,0 +1,141 @@
+"""What ``fully_shard`` refuses, and what it says."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule as TorchModule
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Replicate, Shard
+
+import shardwright as sw
+from tests.engine.models import build, shard
+from tests.support import multirank, world_mesh
+
+
+def test_signature_and_defaults_are_those_of_torch() -> None:
+    ours = inspect.signature(sw.fully_shard).parameters
+    theirs = inspect.signature(torch_fully_shard).parameters
+    for name, parameter in theirs.items():
+        assert ours[name].kind == parameter.kind, name
+        assert ours[name].default == parameter.default, name
+    assert set(ours) - set(theirs) == {"strategy", "layout", "memory", "prefetch", "strict"}
+
+
+def test_every_public_method_of_torch_is_there() -> None:
+    methods = {n for n, f in vars(TorchModule).items() if inspect.isfunction(f) and not n.startswith("_")}
+    assert methods <= set(dir(sw.FSDPModule))
+
+
+def test_policies_are_torchs_own() -> None:
+    assert sw.MixedPrecisionPolicy is MixedPrecisionPolicy and sw.OffloadPolicy is OffloadPolicy
+    assert sw.CPUOffloadPolicy is CPUOffloadPolicy and sw.DataParallelMeshDims is DataParallelMeshDims
+
+
+LATER = {
+    "offload_policy": CPUOffloadPolicy(),
+    "dp_mesh_dims": DataParallelMeshDims(shard="x"),
+    "strategy": "zero1",
+    "layout": "ragged",
+    "memory": "arena",
+    "prefetch": 2,
+    "strict": True,
+    "reshard_after_forward": 2,
+}
+
+
+@multirank(1)
+@pytest.mark.parametrize("option", LATER)
+def test_options_of_later_versions_are_refused(rank: int, world_size: int, option: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"does not support {option}.*Leave it at its default"):
+        sw.fully_shard(nn.Linear(2, 2), **{option: LATER[option]})
+
+
+@multirank(1)
+def test_methods_of_later_versions_are_refused(rank: int, world_size: int) -> None:
+    model = sw.fully_shard(nn.Linear(2, 2))
+    for name in ("set_requires_all_reduce", "set_custom_all_gather", "set_all_reduce_hook", "set_symm_mem_for_comm"):
+        with pytest.raises(NotImplementedError, match=f"{name} is not supported in this version"):
+            getattr(model, name)(True)
+
+
+def refused(match: str, error: type[Exception], module: object, **options: object) -> None:
+    with pytest.raises(error, match=match):
+        sw.fully_shard(module, **options)
+
+
+@multirank(2)
+def test_modules_that_cannot_be_sharded(rank: int, world_size: int) -> None:
+    linear = nn.Linear(2, 2)
+    refused("has no forward", ValueError, nn.ModuleList([linear]))
+    refused("empty list", ValueError, [])
+    refused("expects nn.Module, got int", ValueError, 3)
+    refused("pass only the outer one", ValueError, [nn.Sequential(linear), linear])
+    sharded = sw.fully_shard(nn.Linear(2, 2))
+    refused("already applied to this FSDPLinear", ValueError, sharded)
+
+
+@multirank(2)
+def test_parameters_that_cannot_be_sharded(rank: int, world_size: int) -> None:
+    holder = nn.Module()
+    holder.scale = nn.Parameter(torch.tensor(1.0))
+    refused("'scale' of shape .*: a 0-d parameter", ValueError, holder)
+    refused(r"'weight' of shape \(2, 2\) is on the meta device", NotImplementedError, nn.Linear(2, 2, device="meta"))
+    strided = nn.Module()
+    strided.weight = nn.Parameter(torch.randn(3, 4).t())
+    refused("not contiguous", NotImplementedError, strided)
+    refused("sparse=False", ValueError, nn.Embedding(3, 4, sparse=True))
+    refused("not initialised", ValueError, nn.LazyLinear(3))
+
+
+@multirank(2)
+def test_weights_tied_across_units(rank: int, world_size: int) -> None:
+    model = build()
+    model.head.weight = model.embed.weight
+    sw.fully_shard(model.embed)
+    refused("'head.weight' of shape .* is shared with 'weight of Embedding'.*one unit", ValueError, model)
+
+
+@multirank(2)
+def test_placements_that_cannot_be(rank: int, world_size: int) -> None:
+    refused("has 1 dimensions", ValueError, nn.LayerNorm(4), shard_placement_fn=lambda p: Shard(1))
+    refused("must return Shard or None", ValueError, nn.LayerNorm(4), shard_placement_fn=lambda p: Replicate())
+
+
+@multirank(4)
+def test_meshes_that_cannot_be(rank: int, world_size: int) -> None:
+    two_d = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    refused(r"2-D mesh \(HSDP\), here of shape \(2, 2\)", NotImplementedError, nn.Linear(2, 2), mesh=two_d)
+    refused("must be a DeviceMesh, got int", ValueError, nn.Linear(2, 2), mesh=2)
+    sw.fully_shard(nn.Linear(2, 2), mesh=two_d["b"])
+
+
+@multirank(1)
+def test_copies_are_refused(rank: int, world_size: int) -> None:
+    model = shard(build(), mesh=world_mesh(1))
+    with pytest.raises(NotImplementedError, match="deepcopy of a sharded FSDPModel"):
+        copy.deepcopy(model)
+
+
+@multirank(1)
+def test_slices_of_a_sharded_container_are_plain(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU())
+    sw.fully_shard(model)
+    assert type(model[1:]) is nn.Sequential and re.match("FSDPSequential", repr(model))
+
+
+@multirank(1)
+def test_a_list_unit_is_no_root(rank: int, world_size: int) -> None:
+    outer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    sw.fully_shard(inner[0])
+    sw.fully_shard([inner, outer[0]])
+    with pytest.raises(RuntimeError, match="unit of 2 modules, which cannot be the root"):
+        inner(torch.randn(1, 2))

@@ -1,0 +1,22 @@
+"""Imported once by the server that workers are forked from, so that a new pool starts in well under a second.
+
+Only what cannot change during a session belongs here: never the package under test, and nothing that starts a
+thread, because threads do not survive a fork.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+import torch.distributed.tensor
+
+from tests.support import pool
+
+__all__ = ["pool", "pytest", "torch"]
+
+# A collection in a worker would otherwise write to every object here, and so copy the whole heap.
+gc.collect()
+gc.freeze()

@@ -1,0 +1,209 @@
+"""Every engine against a plain model, on ranks that see different data; checkpoints between all of them."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+
+import shardwright as sw
+from shardwright.train import checkpoint, parallel
+from shardwright.train.config import Config
+from shardwright.train.data import Corpus
+from shardwright.train.errors import UserError
+from shardwright.train.loop import StopRequest, Trainer
+from shardwright.train.models.llama import build_model
+from tests.support.pool import multirank, world_mesh
+from tests.train.jobs import tiny
+
+ENGINES = ["ddp", "fsdp1", "fsdp2", "shardwright"]
+STEPS = 3
+
+
+def corpus() -> Corpus:
+    """Random bytes: any mistake in who sees what changes the loss."""
+    tokens = torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+    return Corpus(tokens[:3000], tokens[3000:], "random")
+
+
+def trainer(config: Config, rank: int, world_size: int) -> Trainer:
+    mesh = world_mesh(world_size, names=("data",))
+    return Trainer(config, parallel.World(rank, world_size, torch.device("cpu"), mesh), corpus())
+
+
+def take_steps(job: Trainer, count: int) -> list[tuple[float, float]]:
+    """Loss and gradient norm of `count` steps."""
+    stop = StopRequest()  # not entered: no handlers in the pool's workers
+    results = [job.train_step(stop) for _ in range(count)]
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+def plain_steps(config: Config, count: int) -> list[tuple[float, float]]:
+    """The same steps by plain PyTorch on the whole global batch."""
+    from shardwright.train.data import batch
+
+    torch.manual_seed(config.run.seed)
+    model, train = build_model(config.model, 256), config.train
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim >= 2) == wanted] for wanted in (True, False))
+    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    results = []
+    for step in range(count):
+        inputs, targets = batch(corpus(), 0, step * train.global_batch, train.global_batch, train.seq_len)
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), train.max_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * min(1.0, (step + 1) / 2)
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append((loss.item(), norm.item()))
+    return results
+
+
+@multirank(2, 3)
+@pytest.mark.parametrize("accumulate", ["communicate", "hold"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engine_trains_like_a_plain_model(
+    rank: int, world_size: int, engine: str, tied: bool, accumulate: str
+) -> None:
+    config = tiny(
+        model={"tied_embeddings": tied, "ffn_dim": 62},  # a size no number of ranks divides
+        train={"global_batch": 12, "micro_batch": 2, "accumulate": accumulate, "max_norm": 0.2},
+        parallel={"engine": engine},
+    )
+    expected = plain_steps(config, STEPS)
+    assert expected[0][1] > 0.2, "clipping must be at work"
+    found = take_steps(trainer(config, rank, world_size), STEPS)
+    # Other orders of summation: float32 rounding, amplified by three steps at a high rate.
+    for (loss, norm), (plain_loss, plain_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(plain_loss, rel=1e-5)
+        assert norm == pytest.approx(plain_norm, rel=1e-4)
+
+
+@multirank(2)
+@pytest.mark.parametrize("reshard", ["default", "always", "never"])
+@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+def test_shardwright_agrees_with_fsdp2_in_bf16(
+    rank: int, world_size: int, reshard: str, reduce_dtype: str
+) -> None:
+    options = {"param_dtype": "bfloat16", "reduce_dtype": reduce_dtype, "reshard_after_forward": reshard}
+    ours, theirs = (
+        take_steps(trainer(tiny(parallel={"engine": engine, **options}), rank, world_size), STEPS)
+        for engine in ("shardwright", "fsdp2")
+    )
+    for (loss, norm), (their_loss, their_norm) in zip(ours, theirs, strict=True):
+        assert loss == pytest.approx(their_loss, rel=2e-3)
+        assert norm == pytest.approx(their_norm, rel=2e-2)  # bf16 has 8 bits
+
+
+@multirank(2)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_validation_between_steps_changes_nothing(rank: int, world_size: int, engine: str) -> None:
+    config = tiny(parallel={"engine": engine})
+    undisturbed = take_steps(trainer(config, rank, world_size), STEPS)
+    job = trainer(config, rank, world_size)
+    disturbed = []
+    for _ in range(STEPS):
+        disturbed += take_steps(job, 1)
+        job.validate()
+        job.sample()
+    assert disturbed == undisturbed
+
+
+@multirank(2, 3)
+@pytest.mark.parametrize(("batches", "windows"), [(1, 12), (9, 31)])
+def test_validation_counts_every_window_once(rank: int, world_size: int, batches: int, windows: int) -> None:
+    """12 windows do not fill the last round of 3 ranks x 2 windows evenly, 31 (all there are) neither of any."""
+    from shardwright.train.data import batch
+
+    config = tiny(train={"global_batch": 12, "micro_batch": 2}, validation={"batches": batches},
+                  parallel={"engine": "shardwright"})  # fmt: skip
+    job = trainer(config, rank, world_size)
+    torch.manual_seed(0)
+    plain = build_model(config.model, 256)
+    inputs, targets = batch(corpus(), 0, 0, windows, 32, split="validation")
+    with torch.no_grad():
+        expected = F.cross_entropy(plain(inputs).flatten(0, 1), targets.flatten())
+    assert job.validate() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@multirank(3)
+@pytest.mark.parametrize(("saver", "loader"), list(itertools.permutations(ENGINES, 2)) + [("fsdp2", "fsdp2")])
+def test_checkpoint_passes_from_any_engine_to_any(
+    rank: int, world_size: int, tmp_path: Path, saver: str, loader: str
+) -> None:
+    def config(engine: str) -> Config:
+        return tiny(model={"ffn_dim": 62}, train={"global_batch": 6, "micro_batch": 2}, parallel={"engine": engine})
+
+    first = trainer(config(saver), rank, world_size)
+    take_steps(first, 2)
+    folder = checkpoint.save(tmp_path, first.model, first.optimizer, first.position, keep=1)
+    second = trainer(config(loader), rank, world_size)
+    second.position = checkpoint.load(folder, second.model, second.optimizer, second.shapes)
+    assert second.position == checkpoint.Position(step=2, samples=12)
+    options = StateDictOptions(full_state_dict=True)
+    weights, loaded = (get_model_state_dict(job.model, options=options) for job in (first, second))
+    assert weights.keys() == loaded.keys() == second.shapes.keys()
+    assert all(torch.equal(weights[name], loaded[name]) for name in weights)
+    # The moments, the step counts and the place in the data must have come over too.
+    for (loss, norm), (other_loss, other_norm) in zip(take_steps(first, 2), take_steps(second, 2), strict=True):
+        assert loss == pytest.approx(other_loss, rel=1e-6)
+        assert norm == pytest.approx(other_norm, rel=1e-5)
+
+
+@multirank(2)
+def test_loading_keeps_the_settings_of_the_configuration(rank: int, world_size: int, tmp_path: Path) -> None:
+    first = trainer(tiny(parallel={"engine": "shardwright"}), rank, world_size)
+    take_steps(first, 1)
+    folder = checkpoint.save(tmp_path, first.model, first.optimizer, first.position, keep=1)
+    changed = tiny(parallel={"engine": "shardwright"}, optimizer={"weight_decay": 0.3, "betas": [0.8, 0.9]})
+    second = trainer(changed, rank, world_size)
+    checkpoint.load(folder, second.model, second.optimizer, second.shapes)
+    assert [(g["weight_decay"], tuple(g["betas"])) for g in second.optimizer.param_groups] == [
+        (0.3, (0.8, 0.9)),
+        (0.0, (0.8, 0.9)),
+    ]
+
+
+@multirank(2)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("engine", ["fsdp2", "shardwright"])
+def test_units_are_blocks_head_and_root(rank: int, world_size: int, engine: str, tied: bool) -> None:
+    job = trainer(tiny(model={"tied_embeddings": tied}, parallel={"engine": engine}), rank, world_size)
+    kind = TorchFSDPModule if engine == "fsdp2" else sw.FSDPModule
+    units = {name for name, module in job.model.named_modules() if isinstance(module, kind)}
+    head = {"norm", "output", "tok_embeddings"} if tied else {"norm", "output"}
+    assert units == {"", "layers.0", "layers.1", *head}
+
+
+@multirank(2)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_only_matrices_decay(rank: int, world_size: int, engine: str) -> None:
+    job = trainer(tiny(parallel={"engine": engine}), rank, world_size)
+    decayed, others = (sum(p.numel() for p in group["params"]) for group in job.optimizer.param_groups)
+    vectors = (2 * 2 + 1) * 32  # two norms per block and the last one
+    if engine == "fsdp1":  # its views count only what this rank holds
+        counts = torch.tensor([decayed, others])
+        dist.all_reduce(counts)
+        decayed, others = counts.tolist()
+    assert (decayed, others) == (job.parameters - vectors, vectors)
+    assert [group["weight_decay"] for group in job.optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_options_an_engine_cannot_honour_are_refused() -> None:
+    for options, message in (
+        ({"engine": "ddp", "reduce_dtype": "bfloat16"}, "engine ddp reduces in float32"),
+        ({"engine": "ddp", "reshard_after_forward": "always"}, "engine ddp shards nothing"),
+        ({"engine": "fsdp2", "reduce_dtype": "float16"}, "expected float32 or bfloat16, found float16"),
+    ):
+        with pytest.raises(UserError, match=message):
+            parallel.check_ranks(tiny(parallel=options), 2)
