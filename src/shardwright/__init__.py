@@ -16,7 +16,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        DataParallelMeshDims,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+    )
 
     from shardwright.engine import FSDPModule, UnshardHandle, fully_shard
     from shardwright.optim import clip_grad_norm_, fully_shard_optimizer

@@ -46,7 +46,9 @@ def test_reduction_divides_once(
     output = torch.empty(6, dtype=dtype)
     comm.reduce_scatter(output, (row * (rank + 1)).to(dtype), plan_division(dtype, world_size, factor)).wait()
     expected = row[rank] * sum(range(1, world_size + 1)) / (factor or world_size)
-    torch.testing.assert_close(output.float(), expected, rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-6)
+    torch.testing.assert_close(
+        output.float(), expected, rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 1000])
@@ -57,7 +59,9 @@ def test_division_is_planned_once_in_all(world_size: int, factor: float | None) 
         division = plan_division(dtype, world_size, factor)
         by = (world_size if division.average else 1) * division.before * division.after
         assert by == pytest.approx(wanted)
-        if dtype == torch.float16:  # before and after, so that neither the sum nor the quotient leaves the range
+        if (
+            dtype == torch.float16
+        ):  # before and after, so that neither the sum nor the quotient leaves the range
             assert not division.average and division.before**2 < 4 * max(wanted, 1)
 
 
@@ -102,7 +106,9 @@ class FakeStream:
         self.api.log.append(f"{self.name} waits for {event}")
 
 
-def test_side_streams_follow_the_computation_and_are_joined_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_side_streams_follow_the_computation_and_are_joined_by_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     api = FakeDevice()
     monkeypatch.setattr(torch, "get_device_module", lambda device: api)
     streams = DeviceStreams(torch.device("cuda", 0))

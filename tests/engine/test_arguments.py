@@ -61,7 +61,12 @@ def test_options_of_later_versions_are_refused(rank: int, world_size: int, optio
 @multirank(1)
 def test_methods_of_later_versions_are_refused(rank: int, world_size: int) -> None:
     model = sw.fully_shard(nn.Linear(2, 2))
-    for name in ("set_requires_all_reduce", "set_custom_all_gather", "set_all_reduce_hook", "set_symm_mem_for_comm"):
+    for name in (
+        "set_requires_all_reduce",
+        "set_custom_all_gather",
+        "set_all_reduce_hook",
+        "set_symm_mem_for_comm",
+    ):
         with pytest.raises(NotImplementedError, match=f"{name} is not supported in this version"):
             getattr(model, name)(True)
 
@@ -87,7 +92,11 @@ def test_parameters_that_cannot_be_sharded(rank: int, world_size: int) -> None:
     holder = nn.Module()
     holder.scale = nn.Parameter(torch.tensor(1.0))
     refused("'scale' of shape .*: a 0-d parameter", ValueError, holder)
-    refused(r"'weight' of shape \(2, 2\) is on the meta device", NotImplementedError, nn.Linear(2, 2, device="meta"))
+    refused(
+        r"'weight' of shape \(2, 2\) is on the meta device",
+        NotImplementedError,
+        nn.Linear(2, 2, device="meta"),
+    )
     strided = nn.Module()
     strided.weight = nn.Parameter(torch.randn(3, 4).t())
     refused("not contiguous", NotImplementedError, strided)
@@ -106,7 +115,9 @@ def test_weights_tied_across_units(rank: int, world_size: int) -> None:
 @multirank(2)
 def test_placements_that_cannot_be(rank: int, world_size: int) -> None:
     refused("has 1 dimensions", ValueError, nn.LayerNorm(4), shard_placement_fn=lambda p: Shard(1))
-    refused("must return Shard or None", ValueError, nn.LayerNorm(4), shard_placement_fn=lambda p: Replicate())
+    refused(
+        "must return Shard or None", ValueError, nn.LayerNorm(4), shard_placement_fn=lambda p: Replicate()
+    )
 
 
 @multirank(4)

@@ -177,7 +177,9 @@ def test_gradient_memory_is_given_back_and_used_again(rank: int, world_size: int
 
 @multirank(1, 2, 3)
 @pytest.mark.parametrize("hold", [True, False])
-def test_gradients_set_or_dropped_by_hand_between_micro_batches(rank: int, world_size: int, hold: bool) -> None:
+def test_gradients_set_or_dropped_by_hand_between_micro_batches(
+    rank: int, world_size: int, hold: bool
+) -> None:
     plain = build()
     expected = [g.clone() for g in expected_gradients(world_size, micros=2, model=plain)]
     once = expected_gradients(world_size, model=plain)
@@ -376,7 +378,7 @@ def test_an_exception_in_forward_or_backward_costs_nothing(rank: int, world_size
     model = shard(build())
     expected = expected_gradients(world_size)
 
-    class Boom(Exception):
+    class Boom(BaseException):  # as KeyboardInterrupt is, which torch's always-called hooks miss
         pass
 
     def fail(*_: object) -> None:
@@ -395,6 +397,23 @@ def test_an_exception_in_forward_or_backward_costs_nothing(rank: int, world_size
         check_gradients(model, expected)
         assert not getattr(model, UNIT).root.gathered
         model.zero_grad()
+
+
+@multirank(2)
+def test_outputs_that_hide_their_tensors_are_refused(rank: int, world_size: int) -> None:
+    class Box:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+    class Boxing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Box:
+            return Box(super().forward(x))
+
+    model = sw.fully_shard(Boxing(2, 2))
+    with pytest.raises(TypeError, match=r"output of unit 'Boxing' .* found a Box"):
+        model(torch.randn(1, 2))
+    with torch.no_grad():
+        model(torch.randn(1, 2))
 
 
 @multirank(2)

@@ -76,7 +76,11 @@ def test_gathers_run_one_unit_ahead(rank: int, world_size: int) -> None:
     backward = recorder.events[recorder.at("forward blocks.3") + 1 :]
     for i in range(3, 0, -1):
         now, before = f"blocks.{i}", f"blocks.{i - 1}"
-        assert backward.index(f"issue {before}") < backward.index(f"backward {now}") < backward.index(f"wait {before}")
+        assert (
+            backward.index(f"issue {before}")
+            < backward.index(f"backward {now}")
+            < backward.index(f"wait {before}")
+        )
 
 
 @multirank(2)
@@ -180,5 +184,7 @@ def test_diverging_ranks_are_named(rank: int, world_size: int) -> None:
     for child in (a, b):
         sw.fully_shard(child)
     sw.fully_shard(choice)
-    with pytest.raises(RuntimeError, match=r"rank [01] gathered unit \d \('parts\.[ab]'\).*Every rank must run"):
+    with pytest.raises(
+        RuntimeError, match=r"rank [01] gathered unit \d \('parts\.[ab]'\).*Every rank must run"
+    ):
         choice(torch.randn(1, 4), "ab"[rank])

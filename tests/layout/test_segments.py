@@ -26,7 +26,9 @@ def specs(draw: st.DrawFn) -> list[TensorSpec]:
 
 @settings(deadline=None)
 @given(specs(), st.integers(1, 9))
-def test_segments_cover_every_parameter_without_overlap(parameters: list[TensorSpec], world_size: int) -> None:
+def test_segments_cover_every_parameter_without_overlap(
+    parameters: list[TensorSpec], world_size: int
+) -> None:
     layout = plan_unit(parameters, world_size)
     seen = set()
     shard_end = slab_end = 0
@@ -76,9 +78,15 @@ def test_packings_hold_each_trainable_gradient_once(
 def test_a_rank_owns_what_torch_chunk_gives_it() -> None:
     for size in range(1, 12):
         for world_size in range(1, 7):
-            segment = plan_unit([TensorSpec("p", (size, 3), torch.float32, torch.float32)], world_size).runs[0].segments[0]
+            segment = (
+                plan_unit([TensorSpec("p", (size, 3), torch.float32, torch.float32)], world_size)
+                .runs[0]
+                .segments[0]
+            )
             chunks = [c.shape[0] for c in torch.empty(size, 3).chunk(world_size)]
-            assert [segment.rows_of(r) for r in range(world_size)] == chunks + [0] * (world_size - len(chunks))
+            assert [segment.rows_of(r) for r in range(world_size)] == chunks + [0] * (
+                world_size - len(chunks)
+            )
 
 
 def test_one_dtype_pair_is_one_run() -> None:

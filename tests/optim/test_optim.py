@@ -140,17 +140,17 @@ def test_optimizers_that_cannot_step_on_shards(rank: int, world_size: int) -> No
     plain = build()
     stale = torch.optim.SGD(plain.parameters(), lr=0.1)
     model = shard(plain)
-    with pytest.raises(ValueError, match="holds 'embed.weight of Model' as it was before fully_shard"):
+    with pytest.raises(ValueError, match=r"holds 'embed.weight of Model' as it was before fully_shard"):
         sw.fully_shard_optimizer(stale)
-    with pytest.raises(ValueError, match="LBFGS is not known to update each element"):
+    with pytest.raises(ValueError, match=r"LBFGS is not known to update each element"):
         sw.fully_shard_optimizer(torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(TypeError, match="expects a torch.optim.Optimizer, got str"):
+    with pytest.raises(TypeError, match=r"expects a torch.optim.Optimizer, got str"):
         sw.fully_shard_optimizer("adamw")
 
     class Own(torch.optim.SGD):
         pass
 
-    with pytest.raises(ValueError, match="elementwise=True"):
+    with pytest.raises(ValueError, match=r"elementwise=True"):
         sw.fully_shard_optimizer(Own(model.parameters(), lr=0.1))
     sw.fully_shard_optimizer(Own(model.parameters(), lr=0.1), elementwise=True)
 
@@ -158,7 +158,9 @@ def test_optimizers_that_cannot_step_on_shards(rank: int, world_size: int) -> No
 @multirank(1, 2, 3)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize("max_norm", [0.01, 100.0])
-def test_clipping_equals_the_plain_models(rank: int, world_size: int, norm_type: float, max_norm: float) -> None:
+def test_clipping_equals_the_plain_models(
+    rank: int, world_size: int, norm_type: float, max_norm: float
+) -> None:
     plain = build()
     ignored = plain.head.bias
     reference = Reference(plain, torch.float32, torch.float32)
@@ -181,7 +183,7 @@ def test_clipping_without_gradients_and_with_infinite_ones(rank: int, world_size
     gradients(model, rank, 0)
     if rank == 1:
         model.head.weight.grad.to_local().fill_(math.inf)
-    with pytest.raises(RuntimeError, match="norm of order 2.0 is (inf|nan)"):
+    with pytest.raises(RuntimeError, match=r"norm of order 2.0 is (inf|nan)"):
         sw.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 

@@ -15,15 +15,7 @@ from shardwright.train.data import batch, load_corpus
 from shardwright.train.loop import learning_rate
 from shardwright.train.models.llama import build_model
 from shardwright.train.runs import RunFolder
-from tests.train.jobs import config_file, losses, records, run, train_here
-
-
-@pytest.fixture(scope="module")
-def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished job of one rank."""
-    folder = tmp_path_factory.mktemp("plain")
-    assert train_here(config_file(folder), "--run.dir", folder / "run", "--log.tensorboard", "true") == 0
-    return folder / "run"
+from tests.train.jobs import config_file, losses, records, train_here
 
 
 def test_run_folder_holds_everything(plain_run: Path) -> None:
@@ -80,21 +72,18 @@ def test_validation_is_the_mean_over_its_windows(plain_run: Path) -> None:
     assert records(plain_run)[-1]["validation_loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
-def test_two_ranks_see_what_one_sees(plain_run: Path, tmp_path: Path) -> None:
-    config = config_file(tmp_path)
-    folder = tmp_path / "run"
-    status, out, err = run(
-        "train", config, "--nproc", "2", "--parallel.engine", "fsdp2", "--run.dir", folder, cwd=tmp_path
-    )
-    assert (status, err) == (0, "")
-    assert out.count("\nstep ") == 8 and "engine fsdp2 on 2 ranks" in out  # rank 0 alone speaks
-    assert losses(folder) == pytest.approx(losses(plain_run), rel=1e-5)
-    ours, theirs = records(folder)[-1], records(plain_run)[-1]
+def test_two_ranks_see_what_one_sees(plain_run: Path, sharded_run: Path) -> None:
+    assert losses(sharded_run) == pytest.approx(losses(plain_run), rel=1e-5)
+    ours, theirs = records(sharded_run)[-1], records(plain_run)[-1]
     assert ours["validation_loss"] == pytest.approx(theirs["validation_loss"], rel=1e-5)
-    assert sorted(path.name for path in (folder / "logs").glob("*/rank-*.log")) == [
-        "rank-0.log",
-        "rank-1.log",
-    ]
+
+
+def test_only_the_first_rank_speaks(sharded_run: Path) -> None:
+    out = (sharded_run.parent / "output.txt").read_text()
+    assert out.count("\nstep ") == 8 and out.count("done: 8 steps") == 1
+    assert "engine shardwright on 2 ranks" in out
+    assert sorted(path.name for path in (sharded_run / "logs").glob("*/*.log")) == ["rank-0.log", "rank-1.log"]
+    assert not any(path.read_text() for path in (sharded_run / "logs").glob("*/*"))  # nothing to complain of
 
 
 def test_same_seed_same_losses_another_seed_others(tmp_path: Path, plain_run: Path) -> None:

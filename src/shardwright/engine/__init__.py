@@ -1,5 +1,6 @@
 """The sharding engine: ``fully_shard`` and what happens in the hooks it installs."""
 
-from shardwright.engine.api import FSDPModule, UnshardHandle, fully_shard
+from shardwright.engine.api import fully_shard
+from shardwright.engine.module import FSDPModule, UnshardHandle
 
 __all__ = ["FSDPModule", "UnshardHandle", "fully_shard"]

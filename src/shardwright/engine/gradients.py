@@ -162,6 +162,11 @@ class Reduction:
         """Whether a full gradient waits or, with ``held``, sums of earlier micro-batches do."""
         return (held and self._held is not None) or any(p.full.grad is not None for p in self._parameters)
 
+    @property
+    def holds(self) -> bool:
+        """Whether sums of earlier micro-batches wait to be reduced."""
+        return self._held is not None
+
     def hold(self) -> None:
         """Keep this micro-batch's gradients, full and in the reduce dtype, without communication."""
         tensors, present = self._take()

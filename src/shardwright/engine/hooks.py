@@ -115,3 +115,21 @@ def mark_outputs(visit: Visit, output: Any) -> bool:
     for node in nodes:
         node.register_prehook(before)
     return bool(nodes)
+
+
+def refuse_opaque(output: Any, where: str) -> None:
+    """Raise if ``output``, in which no graph was found, hides one in an object that cannot be looked into."""
+    if isinstance(output, (tuple, list)):
+        for item in output:
+            refuse_opaque(item, where)
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            refuse_opaque(value, where)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            refuse_opaque(getattr(output, field.name), where)
+    elif not isinstance(output, (torch.Tensor, str, bytes, int, float, complex, type(None))):
+        raise TypeError(
+            f"The output of {where} must be tensors, in tuples, lists, dicts or dataclasses, so that backward can "
+            f"be followed; found a {type(output).__name__}. Return its tensors, or make it a dataclass."
+        )

@@ -136,6 +136,13 @@ class Root:
                 unit.release()
         self._expected = self._seen
 
+    def abandon(self) -> None:
+        """The outermost call has failed: nothing of it is kept, and its order is no guess for the next."""
+        self.caller = None
+        self._visits = {}
+        for unit in self._gathered_units():
+            unit.release()
+
     def _gathered_units(self) -> list[Unit]:
         return [
             u for number in sorted(self.gathered, reverse=True) if (u := self._units[number]()) is not None

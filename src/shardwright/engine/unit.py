@@ -19,7 +19,7 @@ from shardwright._torch import in_backward
 from shardwright.comm import Communicator, Pending, plan_division
 from shardwright.engine import epoch
 from shardwright.engine.gradients import Reduction
-from shardwright.engine.hooks import map_tensors, mark_inputs, mark_outputs
+from shardwright.engine.hooks import map_tensors, mark_inputs, mark_outputs, refuse_opaque
 from shardwright.engine.parameter import ManagedParameter
 from shardwright.layout import UnitLayout, plan_packing
 from shardwright.memory import Slab
@@ -236,6 +236,14 @@ class Unit:
         trainable = tuple([p.sharded.requires_grad for p in self.parameters])
         if trainable == self._trainable:
             return
+        for reduction in self.reductions:
+            reduction.finish()
+            if reduction.holds:
+                raise RuntimeError(
+                    f"requires_grad of parameters of unit {self.name!r} changed while gradients of earlier "
+                    "micro-batches are held. Change it between optimizer steps, or reduce them first: "
+                    "set_requires_gradient_sync(True) before the last backward."
+                )
         self._trainable = trainable
         for p, flag in zip(self.parameters, trainable, strict=True):
             p.full.requires_grad_(flag)
@@ -295,7 +303,7 @@ class Unit:
             root.enter_backward()
         elif root.caller is None:
             args, kwargs = root.begin(self, args, kwargs)
-        self._calls.append(None)  # after_forward runs, and takes it, whatever happens below
+        self._calls.append(None)  # taken off by after_forward or forward_failed
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
@@ -321,16 +329,12 @@ class Unit:
         return args, kwargs
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Runs after an exception in forward too (then ``output`` is None), so the unit is always left in order."""
-        if not self._calls:
-            return None
+        root = self.root
+        assert root is not None
         visit = self._calls.pop()
         self._to_run.discard(id(module))
-        root = self.root
-        if root is None:
-            return None
-        if visit is not None:
-            mark_outputs(visit, output)
+        if visit is not None and not mark_outputs(visit, output):
+            refuse_opaque(output, f"unit {self.name!r} ({type(module).__name__})")
         if not in_backward() and not self._calls:
             if self.parameters and not self._to_run:
                 root.forward_leaves(self, visit)
@@ -343,12 +347,27 @@ class Unit:
         return output
 
     @property
+    def calls(self) -> int:
+        """How many calls of this unit are under way; more than one when it calls itself."""
+        return len(self._calls)
+
+    def forward_failed(self, calls: int) -> None:
+        """An exception passes through a call that began when ``calls`` others were under way: leave all in order."""
+        del self._calls[calls:]
+        if calls or self.root is None or in_backward():
+            return
+        self._to_run.clear()
+        if self.parameters:
+            self.release()
+        if self.root.caller is self:
+            self.root.abandon()
+
+    @property
     def forward_unfinished(self) -> bool:
-        """Whether forward ran only some modules of a list unit, or an exception cut it short."""
-        return bool(self._calls or self._to_run)
+        """Whether forward ran only some modules of a list unit."""
+        return bool(self._to_run)
 
     def leave_forward(self) -> None:
-        self._calls.clear()
         self._to_run.clear()
         assert self.root is not None
         if self._keeps_after_forward(self.root):
