@@ -43,7 +43,7 @@ __all__ = [
 #: Public name -> the module that defines it. Imported at first use, so that the command line starts without torch.
 _HOMES = {
     "CPUOffloadPolicy": "torch.distributed.fsdp",
-    "DataParallelMeshDims": "torch.distributed.fsdp",
+    "DataParallelMeshDims": "shardwright._torch",
     "FSDPModule": "shardwright.engine",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",

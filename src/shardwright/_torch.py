@@ -7,7 +7,8 @@ Nothing outside this module reaches into torch's underscore names.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import distributed_c10d as _c10d
@@ -23,6 +24,21 @@ def _probe(owner: Any, *names: str) -> Any:
             )
         owner = getattr(owner, name)
     return owner
+
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import DataParallelMeshDims
+else:
+    try:
+        from torch.distributed.fsdp import DataParallelMeshDims
+    except ImportError:  # before torch 2.12
+
+        @dataclass(frozen=True)
+        class DataParallelMeshDims:
+            """Which mesh dimensions shard and which replicate, as in torch 2.13."""
+
+            shard: str | tuple[str, ...] | None = None
+            replicate: str | tuple[str, ...] | None = None
 
 
 AllgatherOptions = _probe(_c10d, "AllgatherOptions")

@@ -14,13 +14,6 @@ from shardwright import cli
 from tests.train.jobs import config_file, records, run, train_here
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("reference")
-    assert train_here(config_file(folder), "--run.dir", folder / "run") == 0
-    return folder / "run"
-
-
 def altered(source: Path, target: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     """A copy of a run with every record changed."""
     shutil.copytree(source, target)
@@ -31,16 +24,19 @@ def altered(source: Path, target: Path, change: Callable[[dict[str, Any]], None]
     return target
 
 
-def test_figures_and_pictures(reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_and_pictures(plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def change(record: dict[str, Any]) -> None:
         record["seconds"] *= 2
         record["tokens_per_second"] /= 2
         if record["step"] == 5:
             record["loss"] *= 1 + 1e-3
 
-    slower = altered(reference, tmp_path / "slower", change)
+    slower = altered(plain_run, tmp_path / "slower", change)
     capsys.readouterr()
-    assert cli.main(["compare", str(reference), str(slower), str(reference), "--out", str(tmp_path / "out")]) == 0
+    assert (
+        cli.main(["compare", str(plain_run), str(slower), str(plain_run), "--out", str(tmp_path / "out")])
+        == 0
+    )
     shown = capsys.readouterr().out
     written = json.loads((tmp_path / "out" / "compare.json").read_text())
     first, second, third = written["runs"]
@@ -54,8 +50,8 @@ def test_figures_and_pictures(reference: Path, tmp_path: Path, capsys: pytest.Ca
     assert (tmp_path / "out" / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_a_folder_results_lie_with_the_first_run(reference: Path, tmp_path: Path) -> None:
-    copies = [shutil.copytree(reference, tmp_path / name) for name in ("a", "b")]
+def test_without_a_folder_results_lie_with_the_first_run(plain_run: Path, tmp_path: Path) -> None:
+    copies = [shutil.copytree(plain_run, tmp_path / name) for name in ("a", "b")]
     assert cli.main(["compare", *map(str, copies)]) == 0
     assert (copies[0] / "compare.json").exists() and (copies[0] / "compare.png").exists()
     assert not (copies[1] / "compare.json").exists()
@@ -63,27 +59,34 @@ def test_without_a_folder_results_lie_with_the_first_run(reference: Path, tmp_pa
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("run.seed", "1"), ("train.global_batch", "4"), ("model.dim", "64"), ("data.validation_fraction", "0.1")],
+    [
+        ("run.seed", "1"),
+        ("train.global_batch", "4"),
+        ("model.dim", "64"),
+        ("data.validation_fraction", "0.1"),
+    ],
 )
 def test_other_jobs_are_refused_by_the_key(
-    reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: str
+    plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: str
 ) -> None:
     other = tmp_path / "other"
     assert train_here(config_file(tmp_path), "--run.dir", other, f"--{key}", value, "--train.steps", "1") == 0
-    assert refusal(capsys, reference, other).startswith(f"error: compare: expected runs of the same job, found {key} =")
+    assert refusal(capsys, plain_run, other).startswith(
+        f"error: compare: expected runs of the same job, found {key} ="
+    )
 
 
 def test_other_texts_and_no_runs_are_refused(
-    reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = altered(reference, tmp_path / "other", lambda record: None)
+    other = altered(plain_run, tmp_path / "other", lambda record: None)
     record = json.loads((other / "run.json").read_text())
     record["corpus"]["sha256"] = "0" * 64
     (other / "run.json").write_text(json.dumps(record))
-    assert "expected runs on the same text" in refusal(capsys, reference, other)
+    assert "expected runs on the same text" in refusal(capsys, plain_run, other)
     (other / "metrics.jsonl").write_text("")
-    assert "expected at least one step" in refusal(capsys, reference, other)
-    assert "found no run.json" in refusal(capsys, reference, tmp_path)
+    assert "expected at least one step" in refusal(capsys, plain_run, other)
+    assert "found no run.json" in refusal(capsys, plain_run, tmp_path)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *runs: Path) -> str:
@@ -94,14 +97,12 @@ def refusal(capsys: pytest.CaptureFixture[str], *runs: Path) -> str:
     return error
 
 
-def test_engines_agree(reference: Path, tmp_path: Path) -> None:
+def test_engines_agree(plain_run: Path, sharded_run: Path, tmp_path: Path) -> None:
     """The parity proof in small: two ranks against one, and our engine against torch's."""
-    config = config_file(tmp_path)
-    for engine in ("fsdp2", "shardwright"):
-        where = ("--run.dir", tmp_path / engine)
-        assert run("train", config, "--nproc", "2", "--parallel.engine", engine, *where)[::2] == (0, "")
-    runs = [str(reference), str(tmp_path / "shardwright"), str(tmp_path / "fsdp2")]
-    assert cli.main(["compare", *runs, "--out", str(tmp_path)]) == 0
+    fsdp2 = tmp_path / "fsdp2"
+    arguments = ("--nproc", "2", "--parallel.engine", "fsdp2", "--run.dir", fsdp2)
+    assert run("train", config_file(tmp_path), *arguments)[::2] == (0, "")
+    assert cli.main(["compare", *map(str, (plain_run, sharded_run, fsdp2)), "--out", str(tmp_path)]) == 0
     ours, theirs, between = json.loads((tmp_path / "compare.json").read_text())["pairs"]
     assert ours["common_steps"] == 8
     assert ours["largest_relative_difference"] < 1e-5 and theirs["largest_relative_difference"] < 1e-5

@@ -14,6 +14,7 @@ import pytest
 
 from shardwright import cli
 from shardwright.train.checkpoint import saved_steps, what_is_missing
+from shardwright.train.launch import Complaint, Ending, _culprit
 from shardwright.train.runs import RunFolder
 from tests.train.jobs import (
     config_file,
@@ -52,7 +53,10 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "file").write_text("")
     cases: list[tuple[tuple[str | Path, ...], str]] = [
         (("--nproc", "2"), "parallel.engine: none runs on exactly 1 rank, found 2"),
-        (("--nproc", "3", "--parallel.engine", "fsdp2"), "train.global_batch: expected a multiple of 3 ranks"),
+        (
+            ("--nproc", "3", "--parallel.engine", "fsdp2"),
+            "train.global_batch: expected a multiple of 3 ranks",
+        ),
         (("--data.source", tmp_path / "missing.txt"), "found nothing at"),
         (("--data.source", tmp_path / "empty.txt"), "expected text, found none"),
         (("--data.source", tmp_path / "short.txt"), "train.seq_len: expected at most"),
@@ -108,7 +112,10 @@ def test_checkpoint_of_another_model_names_the_parameter(
 ) -> None:
     folder, other = tmp_path / "run", tmp_path / "other"
     shutil.copytree(finished, folder)
-    assert train_here(config_file(tmp_path), "--run.dir", other, "--train.steps", "2", "--model.ffn_dim", "96") == 0
+    assert (
+        train_here(config_file(tmp_path), "--run.dir", other, "--train.steps", "2", "--model.ffn_dim", "96")
+        == 0
+    )
     shutil.rmtree(folder / "checkpoints")
     shutil.copytree(other / "checkpoints", folder / "checkpoints")
     error = refused(capsys, "train", tmp_path / "tiny.toml", "--resume", folder)
@@ -168,21 +175,46 @@ def test_metrics_that_cannot_be_written_are_one_line(
     assert "No space left on device" in refused(capsys, "train", config, "--run.dir", folder)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_killed_rank_ends_the_job_and_is_named(tmp_path: Path, victim: int) -> None:
+def test_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     job = start(
         "train", config, "--nproc", "2", "--parallel.engine", "shardwright", "--run.dir", folder,
         "--train.steps", "100000", "--checkpoint.every", "2",
     )  # fmt: skip
     wait_for_steps(folder, 4)
-    os.kill(rank_process(job, victim), signal.SIGKILL)
+    os.kill(rank_process(job, 1), signal.SIGKILL)
     killed = time.monotonic()
     status, _, err = finish(job, timeout=30)
     assert time.monotonic() - killed < 30
-    assert status == 1 and err.startswith(f"error: rank {victim} of 2 was killed by SIGKILL")
+    assert status == 1 and err.startswith("error: rank 1 of 2 was killed by SIGKILL")
     assert f"go on with --resume {folder}" in err
     assert RunFolder(folder).record()["status"] == "failed"
+
+
+def complaint(rank: int, order: int, kind: str) -> Complaint:
+    return Complaint(rank, order, kind, f"{kind} of {rank}\nmore", "")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "killed", "complaints", "expected"),
+    [
+        # Killed from outside, whatever the survivors say first.
+        ({0: -9, 1: 1}, set(), [complaint(1, 1, "lost contact")], (0, "killed by SIGKILL")),
+        # Its own error counts, not what others say of the lost contact, even when they were first.
+        ({0: 1, 1: 1}, set(), [complaint(0, 1, "lost contact"), complaint(1, 2, "error")], (1, "error of 1")),
+        ({0: 1, 1: 1}, set(), [complaint(1, 1, "error"), complaint(0, 2, "error")], (1, "error of 1")),
+        # Without a word: an import that failed, say.
+        ({0: -9, 1: 3}, {0}, [], (1, "exited with status 3")),
+        # All the others lost contact to it, and the launcher had to end it.
+        ({0: 1, 1: -9, 2: 1}, {1}, [complaint(r, r, "lost contact") for r in (0, 2)], (1, "did not answer")),
+        ({0: 1, 1: 1}, set(), [complaint(1, 1, "lost contact"), complaint(0, 2, "lost contact")], (1, "lost contact")),
+    ],
+)  # fmt: skip
+def test_the_rank_that_failed_first_is_found(
+    statuses: dict[int, int], killed: set[int], complaints: list[Complaint], expected: tuple[int, str]
+) -> None:
+    rank, how = _culprit(Ending(RunFolder(Path()), Path(), statuses, killed, complaints, None))
+    assert rank == expected[0] and expected[1] in how
 
 
 def test_silent_rank_is_named(tmp_path: Path) -> None:
@@ -202,7 +234,16 @@ def test_ranks_leave_when_their_launcher_is_killed(tmp_path: Path) -> None:
 
     config, folder = config_file(tmp_path), tmp_path / "run"
     job = start(
-        "train", config, "--nproc", "2", "--parallel.engine", "ddp", "--run.dir", folder, "--train.steps", "100000"
+        "train",
+        config,
+        "--nproc",
+        "2",
+        "--parallel.engine",
+        "ddp",
+        "--run.dir",
+        folder,
+        "--train.steps",
+        "100000",
     )
     wait_for_steps(folder, 2)
     ranks = [rank_process(job, rank) for rank in (0, 1)]
@@ -240,5 +281,6 @@ def test_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
     assert ranks(*engine, "--train.steps", "2") == [(0, ""), (0, "")]
     assert len(losses(folder)) == 2
     assert json.loads((folder / "run.json").read_text())["sessions"][0]["ranks"] == 2
-    (first, said), (second, _) = ranks(*engine)
-    assert (first, second) == (2, 2) and said.splitlines()[-1].startswith("error: run.dir: expected a folder without")
+    (first, said), (second, silent) = ranks(*engine)
+    assert (first, second) == (2, 2)
+    assert "error: run.dir: expected a folder without a run" in said and "error:" not in silent

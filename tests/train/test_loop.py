@@ -82,7 +82,10 @@ def test_only_the_first_rank_speaks(sharded_run: Path) -> None:
     out = (sharded_run.parent / "output.txt").read_text()
     assert out.count("\nstep ") == 8 and out.count("done: 8 steps") == 1
     assert "engine shardwright on 2 ranks" in out
-    assert sorted(path.name for path in (sharded_run / "logs").glob("*/*.log")) == ["rank-0.log", "rank-1.log"]
+    assert sorted(path.name for path in (sharded_run / "logs").glob("*/*.log")) == [
+        "rank-0.log",
+        "rank-1.log",
+    ]
     assert not any(path.read_text() for path in (sharded_run / "logs").glob("*/*"))  # nothing to complain of
 
 

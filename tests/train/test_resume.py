@@ -13,35 +13,30 @@ from shardwright.train.runs import RunFolder
 from tests.train.jobs import config_file, finish, losses, records, run, start, train_here, wait_for_steps
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of eight steps without interruption, on one rank."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert train_here(config_file(folder), "--run.dir", folder / "run") == 0
-    return losses(folder / "run")
-
-
-def test_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(tmp_path: Path, whole: list[float]) -> None:
+def test_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(tmp_path: Path, plain_run: Path) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     assert train_here(config, "--run.dir", folder, "--train.steps", "5") == 0
     assert train_here(config, "--resume", folder) == 0
-    assert losses(folder) == whole
+    assert losses(folder) == losses(plain_run)
     sessions = RunFolder(folder).record()["sessions"]
-    assert [(s["from_step"], s["to_step"], s["status"]) for s in sessions] == [(0, 5, "finished"), (5, 8, "finished")]
+    assert [(s["from_step"], s["to_step"], s["status"]) for s in sessions] == [
+        (0, 5, "finished"),
+        (5, 8, "finished"),
+    ]
 
 
-def test_resume_on_the_same_and_on_another_number_of_ranks(tmp_path: Path, whole: list[float]) -> None:
-    """The whole way, as a user goes it; all pairs of engines and numbers of ranks are in test_parallel."""
-    config = config_file(tmp_path)
-    unbroken, broken, shrunk = (tmp_path / name for name in ("unbroken", "broken", "shrunk"))
+def test_resume_on_the_same_and_on_another_number_of_ranks(
+    tmp_path: Path, plain_run: Path, sharded_run: Path
+) -> None:
+    """The whole way, as a user goes it; all pairs of engines are in test_parallel."""
+    config, broken, shrunk = config_file(tmp_path), tmp_path / "broken", tmp_path / "shrunk"
     two_ranks = ("--parallel.engine", "shardwright", "--nproc", "2")
-    assert run("train", config, *two_ranks, "--run.dir", unbroken)[::2] == (0, "")
     assert run("train", config, *two_ranks, "--run.dir", broken, "--train.steps", "4")[::2] == (0, "")
     shutil.copytree(broken, shrunk)
     assert run("train", config, *two_ranks, "--resume", broken)[::2] == (0, "")
-    assert losses(broken) == losses(unbroken)
+    assert losses(broken) == losses(sharded_run)
     assert train_here(config, "--resume", shrunk) == 0
-    assert losses(shrunk) == pytest.approx(whole, rel=1e-6)
+    assert losses(shrunk) == pytest.approx(losses(plain_run), rel=1e-6)
 
 
 def test_signal_saves_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -70,7 +65,7 @@ def test_signal_ends_a_run_of_one_rank_too(tmp_path: Path) -> None:
 
 
 def test_incomplete_checkpoint_is_passed_over(
-    tmp_path: Path, whole: list[float], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, plain_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     assert train_here(config, "--run.dir", folder, "--train.steps", "6", "--checkpoint.every", "2") == 0
@@ -79,7 +74,7 @@ def test_incomplete_checkpoint_is_passed_over(
     data.write_bytes(data.read_bytes()[:-100])  # as if the machine had stopped while the disk was writing
     assert train_here(config, "--resume", folder) == 0
     assert f"{newest} is incomplete" in capsys.readouterr().out
-    assert losses(folder) == whole  # steps 5 and 6 again, recorded once
+    assert losses(folder) == losses(plain_run)  # steps 5 and 6 again, recorded once
 
 
 def test_interrupted_save_is_no_checkpoint(tmp_path: Path) -> None:

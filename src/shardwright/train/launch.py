@@ -202,7 +202,15 @@ def _is_lost_contact(error: BaseException) -> bool:
     return frames[-1].filename == c10d.__file__ or any(sign in str(error) for sign in LOST_CONTACT)
 
 
-LOST_CONTACT = ("Connection closed", "Connection reset", "Broken pipe", "imed out", "timeout", "[c10d]", "gloo/")
+LOST_CONTACT = (
+    "Connection closed",
+    "Connection reset",
+    "Broken pipe",
+    "imed out",
+    "timeout",
+    "[c10d]",
+    "gloo/",
+)
 """Parts of messages of collectives that fail inside autograd or an engine, where no frame tells. gloo has no class
 of its own for them."""
 

@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from shardwright.train.runs import (
     write_text,
     writing,
 )
+from shardwright.train.stop import StopRequest
 
 SAMPLE_TOKENS = 160
 PROMPT_BYTES = 48
@@ -47,34 +47,6 @@ VALIDATION_SEED = 0  # of the choice of windows: the same ones whatever the run'
 
 class NonFiniteError(Exception):
     """Loss or gradient norm is no longer a number: the run cannot go on."""
-
-
-class StopRequest:
-    """SIGINT and SIGTERM as a wish the loop reads between steps. A second one, a second later, ends at once."""
-
-    def __init__(self) -> None:
-        self.wanted: int | None = None
-        self._first = math.inf
-        self._before: dict[int, Any] = {}
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        # A terminal's Ctrl-C may arrive twice, once directly and once from the launcher.
-        if time.monotonic() - self._first > 1.0:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        if self.wanted is None:
-            self.wanted, self._first = number, time.monotonic()
-
-    def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
@@ -117,6 +89,7 @@ class Trainer:
         self.model: nn.Module = parallel.parallelize(plain, config.parallel, world.mesh)
         self.optimizer = parallel.build_optimizer(self.model, config, matrices)
         self.position = checkpoint.Position(step=0, samples=0)
+        self.peak_memory = 0  # bytes held at most by this rank
 
     # -- one step
 
@@ -285,7 +258,9 @@ def run_steps(trainer: Trainer, folder: RunFolder, reporter: metrics.Reporter, s
         validation = None
         if due(step, config.validation.every) or (step == config.train.steps and config.validation.every):
             validation = trainer.validate()
-        reporter.step(step_record(trainer, result, seconds, validation, metrics.measure_memory(device)))
+        memory = metrics.measure_memory(device)
+        trainer.peak_memory = max(trainer.peak_memory, memory.reserved)
+        reporter.step(step_record(trainer, result, seconds, validation, memory))
         if leaving or due(step, config.checkpoint.every):
             trainer.save(folder)
         if leaving:
@@ -366,12 +341,13 @@ def opening_line(trainer: Trainer, folder: RunFolder) -> str:
 
 def conclude(trainer: Trainer, folder: RunFolder, record: RunRecord | None, ended_by: int) -> int:
     """After the last step: note how it ended, draw, sample, print the summary. Returns the exit status."""
-    memory = peak_memory(trainer.world)
+    memory = torch.tensor(trainer.peak_memory, device=trainer.world.device)
+    dist.all_reduce(memory, op=dist.ReduceOp.MAX)
     sampled = trainer.sample() if not ended_by else None
     if record is None:
         return 128 + ended_by if ended_by else 0
     records = metrics.read_records(folder.metrics_file)
-    results = {**report.results(records), "peak_memory": memory}
+    results = {**report.results(records), "peak_memory": int(memory)}
     record.close("interrupted" if ended_by else "finished", trainer.position.step, results)
     with writing(folder.picture):
         report.loss_curve(records, folder.picture, trainer.config.run.name)
@@ -386,17 +362,6 @@ def conclude(trainer: Trainer, folder: RunFolder, record: RunRecord | None, ende
     write_text(folder.summary_file, text)
     print(text, end="", flush=True)
     return 0
-
-
-def peak_memory(world: World) -> int:
-    """Bytes: on CUDA the largest reservation so far of any rank, on CPU the largest resident size of any rank."""
-    if world.device.type == "cuda":
-        mine = torch.cuda.memory_stats(world.device).get("reserved_bytes.all.peak", 0)
-    else:
-        mine = metrics.measure_memory(world.device).reserved
-    highest = torch.tensor(mine, dtype=torch.int64, device=world.device)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    return int(highest)
 
 
 def summary(trainer: Trainer, folder: RunFolder, results: Mapping[str, Any], sampled: tuple[str, str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,8 +16,16 @@ from typing import Any, Protocol, TextIO
 
 import psutil
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 from shardwright.train.runs import writing
 
@@ -112,7 +120,7 @@ class JsonLines:
         with writing(path):
             if steps_done:
                 drop_after(path, steps_done)
-            self.stream: TextIO = open(path, "a" if steps_done else "w", encoding="utf-8")
+            self.stream: TextIO = path.open("a" if steps_done else "w", encoding="utf-8")
 
     def step(self, record: StepRecord) -> None:
         with writing(self.path):
@@ -193,24 +201,30 @@ class Lines:
         pass
 
 
+class BarOverFigures(Progress):
+    """A progress bar with a text below it, which may take several lines on a narrow terminal."""
+
+    figures = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self.figures)
+
+
 class Bar:
-    """A progress bar on a terminal, the newest figures beside it."""
+    """A progress bar on a terminal, the newest figures below it."""
 
     def __init__(self, steps: int, steps_done: int, every: int, console: Console) -> None:
         self.every = every
-        columns = (
-            BarColumn(20),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-        )
-        self.progress = Progress(*columns, console=console, refresh_per_second=4)
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        self.progress = BarOverFigures(*columns, console=console, refresh_per_second=4)
         self.task: TaskID = self.progress.add_task("", total=steps, completed=steps_done)
         self.progress.start()
 
     def step(self, record: StepRecord) -> None:
-        words = {"description": in_words(record)} if record.step % self.every == 0 else {}
-        self.progress.update(self.task, completed=record.step, **words)  # type: ignore[arg-type]
+        if record.step % self.every == 0:
+            self.progress.figures = in_words(record)
+        self.progress.update(self.task, completed=record.step)
         if record.validation_loss is not None:
             self.say(f"step {record.step}: validation loss {record.validation_loss:.4f}")
 

@@ -112,15 +112,19 @@ def join_world(config: Config) -> Iterator[World]:
     }
     if not under_launcher():
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if kind == "cuda":
+        options["device_id"] = device
     # gloo beside NCCL: checkpoints exchange plain objects, which need not pass through the GPU.
     dist.init_process_group("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", **options)
     try:
         yield World(rank, size, device, init_device_mesh(kind, (size,), mesh_dim_names=("data",)))
         dist.barrier()  # Nobody leaves while another still works: a rank that is gone looks like one that died.
-    finally:
-        # After an error the other ranks may be anywhere; taking NCCL down could wait for them for ever.
+    except BaseException:
+        # The other ranks may be anywhere: taking NCCL down could wait for them for ever.
         if kind == "cpu":
             dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -205,8 +205,8 @@ def check_same_corpus(folder: RunFolder, sha256: str) -> None:
     stored = folder.record()["corpus"]["sha256"]
     if stored != sha256:
         raise UserError(
-            f"--resume: expected the corpus of {folder.path} (sha256 {stored[:12]}), found another text behind the same "
-            f"data.source (sha256 {sha256[:12]}); restore it or start a new run"
+            f"--resume: expected the corpus of {folder.path} (sha256 {stored[:12]}), found another text behind "
+            f"the same data.source (sha256 {sha256[:12]}); restore it or start a new run"
         )
 
 
