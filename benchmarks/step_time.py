@@ -43,7 +43,11 @@ def build(library: object, args: argparse.Namespace) -> Callable[[], None]:
     torch.manual_seed(0)
     model = Llama(shape)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = library.MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.bf16 else library.MixedPrecisionPolicy()
+    policy = (
+        library.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        if args.bf16
+        else library.MixedPrecisionPolicy()
+    )
     for block in model.layers:
         library.fully_shard(block, mesh=mesh, mp_policy=policy)
     library.fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -51,7 +55,9 @@ def build(library: object, args: argparse.Namespace) -> Callable[[], None]:
     clip = torch.nn.utils.clip_grad_norm_
     if library is sw:
         optimizer, clip = sw.fully_shard_optimizer(optimizer), sw.clip_grad_norm_
-    tokens = torch.randint(0, 256, (args.batch, args.seq), generator=torch.Generator().manual_seed(dist.get_rank()))
+    tokens = torch.randint(
+        0, 256, (args.batch, args.seq), generator=torch.Generator().manual_seed(dist.get_rank())
+    )
 
     def step() -> None:
         logits = model(tokens).float()
@@ -78,7 +84,9 @@ def work(rank: int, args: argparse.Namespace, store: str) -> None:
                     times[name].append(time.perf_counter() - begun)
     if rank == 0:
         medians = {name: statistics.median(t) * 1e3 for name, t in times.items()}
-        print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
+        print(
+            f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+        )
         print(
             f"{args.ranks} gloo ranks, {args.layers} layers, dim {args.dim}, batch {args.batch} x {args.seq}, "
             f"{'bf16 compute, fp32 reduce' if args.bf16 else 'fp32'}, {args.rounds} rounds of {args.steps} steps each"
@@ -91,8 +99,18 @@ def work(rank: int, args: argparse.Namespace, store: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"ranks": 2, "layers": 6, "dim": 512, "batch": 1, "seq": 64, "steps": 4, "rounds": 5}.items():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in {
+        "ranks": 2,
+        "layers": 6,
+        "dim": 512,
+        "batch": 1,
+        "seq": 64,
+        "steps": 4,
+        "rounds": 5,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--bf16", action="store_true")
     args = parser.parse_args()

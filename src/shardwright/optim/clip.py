@@ -61,12 +61,17 @@ def clip_grad_norm_(
     if not everything:
         return torch.tensor(0.0)
     device = everything[0].device
-    total = _power(plain, norm_type, device)
+    largest = math.isinf(norm_type)
+    norms = _norms(plain, norm_type, device)
     for group, tensors in sharded.items():
-        part = _power(tensors, norm_type, device)
-        dist.all_reduce(part, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
-        total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
-    norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+        # One all-reduce of one number per parameter, which rounds as DTensor does: per-parameter norms come first.
+        part = _norms(tensors, norm_type, device)
+        assert part is not None
+        part = part if largest else part.pow_(norm_type)
+        dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        part = part if largest else part.pow_(1.0 / norm_type)
+        norms = part if norms is None else torch.cat([norms, part])
+    norm = torch.linalg.vector_norm(norms, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"The gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped. "
@@ -78,14 +83,12 @@ def clip_grad_norm_(
     return norm
 
 
-def _power(tensors: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """The p-th power of the p-norm of all elements (for infinity the norm itself), at least in float32."""
-    tensors = [t for t in tensors if t.numel()]
+def _norms(tensors: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor | None:
+    """The norm of each tensor (0 for one without elements), at least in float32; None for no tensors."""
     if not tensors:
-        return torch.zeros((), device=device)
-    norms = foreach_norm(tensors, norm_type)
-    stacked = torch.stack([n.to(device) for n in norms])
-    if stacked.dtype in (torch.float16, torch.bfloat16):
-        stacked = stacked.float()
-    norm = torch.linalg.vector_norm(stacked, norm_type)
-    return norm if math.isinf(norm_type) else norm**norm_type
+        return None
+    filled = [t for t in tensors if t.numel()]  # torch has no largest element of nothing
+    found = iter(foreach_norm(filled, norm_type) if filled else ())
+    zero = torch.zeros((), device=device)
+    stacked = torch.stack([next(found).to(device) if t.numel() else zero for t in tensors])
+    return stacked.float() if stacked.dtype in (torch.float16, torch.bfloat16) else stacked
