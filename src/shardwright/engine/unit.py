@@ -103,7 +103,6 @@ class Unit:
         self._prepare_gather(n, device)
         self.expected = self._left = 0
         self._trainable: tuple[bool, ...] = ()
-        self._reductions: dict[tuple[bool, ...], list[Reduction]] = {}
         self.reductions: list[Reduction] = []
         self.follow_requires_grad()
 
@@ -162,12 +161,12 @@ class Unit:
         assert self.root is not None
         if self._pending is not None:
             self.wait()
+        self.root.gathered.add(self.number)  # first, so that a lease that fails is released with the rest
         self.slab.lease()
         if self._casts:
             self._cast.lease()
         self.generation = generation
         self.kept_epoch = None
-        self.root.gathered.add(self.number)
         self.root.notify("issue", self)
         self._pending = self.comm.all_gather(self._outputs, self._inputs, self._casts, self._cast.release)
 
@@ -247,8 +246,7 @@ class Unit:
         self._trainable = trainable
         for p, flag in zip(self.parameters, trainable, strict=True):
             p.full.requires_grad_(flag)
-        self.reductions = self._reductions.get(trainable) or self._plan_reductions(trainable)
-        self._reductions = {trainable: self.reductions}
+        self.reductions = self._plan_reductions(trainable)
         self.expected = self._left = sum(len(r.packing.parts) for r in self.reductions)
 
     def _plan_reductions(self, trainable: tuple[bool, ...]) -> list[Reduction]:

@@ -19,6 +19,9 @@ from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.runs import RunFolder, differences, write_json, writing
 
+PIPED_WIDTH = 140
+"""Columns of tables that go to a file or a pipe, where nothing tells the width."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -44,7 +47,11 @@ class Run:
 
     @property
     def dtypes(self) -> str:
-        compute, reduce = self.described("param_dtype"), self.described("reduce_dtype")
+        """Compute and reduce precision in short: fp32, or bf16/fp32."""
+        compute, reduce = (
+            self.described(key).replace("bfloat16", "bf16").replace("float32", "fp32")
+            for key in ("param_dtype", "reduce_dtype")
+        )
         return compute if compute == reduce else f"{compute}/{reduce}"
 
 
@@ -116,6 +123,8 @@ def compare(runs: list[Path], out: Path | None) -> int:
     figures = [figures_of(run, read[0]) for run in read]
     pairs = pairs_of(read)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPED_WIDTH)
     console.print(table_of(read, figures))
     if len(read) > 2:
         console.print(pair_table(read, pairs))
@@ -169,21 +178,28 @@ def pairs_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def table_of(runs: Sequence[Run], figures: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title="Differences and step times are relative to the first run", title_justify="left")
-    for name in ("run", "engine", "ranks", "dtypes"):
-        table.add_column(name, overflow="fold")
+    table.add_column("run", overflow="fold")
+    for name in ("engine", "ranks", "dtypes"):
+        table.add_column(name, no_wrap=True)
     for name in ("steps", "train loss", "val loss", "max diff", "at", "tok/s", "step time", "peak GiB"):
         table.add_column(name, justify="right", no_wrap=True)
     for run, figure in zip(runs, figures, strict=True):
+        validation, difference = figure["validation_loss"], figure["largest_relative_difference"]
         table.add_row(
             run.folder.path.name, figure["engine"], figure["ranks"], figure["dtypes"], str(figure["steps"]),
-            f"{figure['train_loss']:.6f}",
-            "-" if figure["validation_loss"] is None else f"{figure['validation_loss']:.4f}",
-            "-" if figure["at_step"] is None else f"{figure['largest_relative_difference']:.1e}",
-            "-" if figure["at_step"] is None else str(figure["at_step"]),
+            f"{figure['train_loss']:.6f}", "-" if validation is None else f"{validation:.4f}",
+            *in_words(difference, figure["at_step"]),
             f"{figure['tokens_per_second']:,.0f}", f"{figure['step_time_ratio']:.2f}x",
             metrics.gib(figure["peak_memory_bytes"]),
         )  # fmt: skip
     return table
+
+
+def in_words(difference: float | None, step: int | None) -> tuple[str, str]:
+    """The largest difference and its step, for a table."""
+    if difference is None:
+        return "-", "-"
+    return (f"{difference:.1e}", str(step)) if difference else ("equal", "-")
 
 
 def pair_table(runs: Sequence[Run], pairs: Sequence[Mapping[str, Any]]) -> Table:
@@ -194,8 +210,10 @@ def pair_table(runs: Sequence[Run], pairs: Sequence[Mapping[str, Any]]) -> Table
     for name in ("max diff", "at", "steps"):
         table.add_column(name, justify="right", no_wrap=True)
     for pair in pairs:
-        table.add_row(labels[pair["first"]], labels[pair["second"]], f"{pair['largest_relative_difference']:.1e}",
-                      str(pair["at_step"]), str(pair["common_steps"]))  # fmt: skip
+        difference, step = in_words(pair["largest_relative_difference"], pair["at_step"])
+        table.add_row(
+            labels[pair["first"]], labels[pair["second"]], difference, step, str(pair["common_steps"])
+        )
     return table
 
 

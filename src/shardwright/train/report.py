@@ -85,8 +85,11 @@ def comparison(curves: Sequence[Curve], path: Path) -> None:
     losses.legend()
     _dress(differences, f"Loss relative to {curves[0].label}", "optimizer step", "relative difference")
     differences.set_yscale("log")
-    low, high = differences.get_ylim()
-    differences.set_ylim(low / 3, high * 3)  # differences of one size would else fill the axis with noise
+    # Differences of one size would else fill the axis with noise; runs that are all equal leave it empty.
+    apart_at_all = any(value > 0 for curve in curves for value in curve.difference.values())
+    low, high = differences.get_ylim() if apart_at_all else (1e-8, 1e-6)
+    differences.set_ylim(low / 3, high * 3)
+    differences.set_xlim(losses.get_xlim())
     differences.legend()
     labels = [curve.label for curve in curves]
     _bars(speeds, "Speed", "tokens per second, median", labels, [c.tokens_per_second for c in curves], colors)
