@@ -60,6 +60,11 @@ def local_of(dtensor: DTensor) -> torch.Tensor:
     return dtensor._local_tensor
 
 
+def post_accumulate_grad_hooks(parameter: torch.Tensor) -> dict[int, Any] | None:
+    """Hooks of ``register_post_accumulate_grad_hook``, which autograd cannot call on a parameter it never sees."""
+    return parameter._post_accumulate_grad_hooks
+
+
 def queue_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward now running has finished; valid only inside a backward."""
     _engine.queue_callback(callback)

@@ -407,7 +407,7 @@ def test_outputs_that_hide_their_tensors_are_refused(rank: int, world_size: int)
 
     class Boxing(nn.Linear):
         def forward(self, x: torch.Tensor) -> Box:
-            return Box(super().forward(x))
+            return Box([Box(super().forward(x))])
 
     model = sw.fully_shard(Boxing(2, 2))
     with pytest.raises(TypeError, match=r"output of unit 'Boxing' .* found a Box"):

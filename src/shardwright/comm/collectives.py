@@ -65,9 +65,10 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> None:
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
+        # Forgotten only after success: an interrupted wait can be repeated, and buffers outlive the collective.
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
         self._streams.join(self._mark)
         finish, self._finish, self._keep = self._finish, None, None
         if finish is not None:
@@ -139,7 +140,7 @@ class Communicator:
                 torch.sum(received, dim=0, out=output)
                 _divide(output, division.after)
 
-        return Pending(self.streams, work, None, keep=packed, finish=finish)
+        return Pending(self.streams, work, None, keep=(packed, received), finish=finish)
 
 
 def _divide(tensor: torch.Tensor, divisor: float) -> None:

@@ -21,7 +21,7 @@ from shardwright.comm import Communicator
 from shardwright.engine import epoch
 from shardwright.engine.module import FSDPModule, fsdp_class
 from shardwright.engine.parameter import TAKEN, UNIT_OF, ManagedParameter, Slot, build, full_view, local_view
-from shardwright.engine.root import UNIT, attach, check_all_divergence
+from shardwright.engine.root import UNIT, attach, before_optimizer_step
 from shardwright.engine.unit import Unit
 from shardwright.layout import TensorSpec, plan_unit
 from shardwright.memory import Slab
@@ -97,7 +97,7 @@ def fully_shard(
     if owned:
         _shard_parameters(unit, owned, mesh, device, shard_placement_fn)
     _move_buffers(modules, device)
-    epoch.install(check_all_divergence)
+    epoch.install(before_optimizer_step)
     for each in modules:
         setattr(each, UNIT, unit)
         _install_hooks(each, unit)
@@ -251,6 +251,11 @@ def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter) -> N
         raise ValueError(
             f"{where} is shared with {owner!r}, which an earlier fully_shard call owns. Tied weights must be in one "
             "unit: pass both modules in one call, fully_shard([module_a, module_b])."
+        )
+    if hasattr(parameter, UNIT_OF):
+        raise ValueError(
+            f"{where} belongs to a unit already: an outer module was sharded before this one. Call fully_shard "
+            "on inner modules first."
         )
     if isinstance(parameter, DTensor):
         raise NotImplementedError(

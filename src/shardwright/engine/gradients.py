@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import chunk_cat, local_of, storage_use_count
+from shardwright._torch import chunk_cat, local_of, post_accumulate_grad_hooks, storage_use_count
 from shardwright.comm import Communicator, Division, Pending
 from shardwright.engine.parameter import ManagedParameter, as_dtensor, local_view
 from shardwright.layout import Packing, Segment, UnitLayout
@@ -179,15 +179,21 @@ class Reduction:
         self._held = packed if self._held is None else self._held.add_(packed)
 
     def discard(self) -> None:
-        """Forget everything under way: full gradients, held sums, a pending reduction's result."""
+        """Forget a backward that failed: its full gradients and a pending reduction's result, not what came before."""
         for parameter in self._parameters:
             parameter.full.grad = None
-        self._held = None
-        self._held_present = [False] * len(self._parameters)
         if self._pending is not None:
             self._pending.wait()
             self._pending = self._output = None
             self._packed.release()
+
+    def drop_held(self, among: set[int] | None = None) -> None:
+        """Forget the sums held by earlier micro-batches, if all parameters (their ids) are ``among`` those given."""
+        if self._held is not None and (
+            among is None or all(id(p.sharded) in among for p in self._parameters)
+        ):
+            self._held = None
+            self._held_present = [False] * len(self._parameters)
 
     # -- reduce --------------------------------------------------------------------------------------------------
 
@@ -230,7 +236,7 @@ class Reduction:
         if self._present is not None:
             # Only a rank that lacks a gradient has to look at what the others had; the host waits for it.
             start = self.packing.flags
-            used = [flag > 0 for flag in output[start : start + len(self._parameters)].tolist()]
+            used = [flag != 0 for flag in output[start : start + len(self._parameters)].tolist()]
         self._present = None
         if self._fresh and all(p.sharded.grad is None for p in self._parameters):
             self._hand_over(output, used)
@@ -240,6 +246,11 @@ class Reduction:
                 flat[: span.stop - span.start].add_(output[span.start : span.stop])
         else:
             self._add_one_by_one(output, used)
+        for p in self._parameters:
+            hooks = post_accumulate_grad_hooks(p.sharded)
+            if hooks and p.sharded.grad is not None:
+                for hook in list(hooks.values()):
+                    hook(p.sharded)
 
     def _fresh_shard(self) -> GradientShard:
         if self._shard is not None and not self._shard.exclusive():
@@ -249,6 +260,7 @@ class Reduction:
         self._shard.lease()
         return self._shard
 
+    @torch.inference_mode(False)
     def _new_shard(self) -> GradientShard:
         comm = self._comm
         return GradientShard(self.packing, self._segments, self._layout, self._mesh, comm.rank, comm.device)

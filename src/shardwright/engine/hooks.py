@@ -7,7 +7,7 @@ its model still finds its weights; nothing here refers to a module.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -108,6 +108,8 @@ def mark_outputs(visit: Visit, output: Any) -> bool:
         return tensor
 
     map_tensors(find, output)
+    for item in opaque_objects(output):
+        map_tensors(find, vars(item))
 
     def before(gradients: Any) -> None:
         visit.before_backward()
@@ -117,19 +119,23 @@ def mark_outputs(visit: Visit, output: Any) -> bool:
     return bool(nodes)
 
 
+def opaque_objects(tree: Any) -> Iterator[Any]:
+    """Objects of other classes in an output, which may hold tensors in their attributes."""
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from opaque_objects(item)
+    elif isinstance(tree, Mapping):
+        yield from opaque_objects(list(tree.values()))
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        yield from opaque_objects([getattr(tree, field.name) for field in dataclasses.fields(tree)])
+    elif not isinstance(tree, torch.Tensor) and hasattr(tree, "__dict__"):
+        yield tree
+
+
 def refuse_opaque(output: Any, where: str) -> None:
-    """Raise if ``output``, in which no graph was found, hides one in an object that cannot be looked into."""
-    if isinstance(output, (tuple, list)):
-        for item in output:
-            refuse_opaque(item, where)
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            refuse_opaque(value, where)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for field in dataclasses.fields(output):
-            refuse_opaque(getattr(output, field.name), where)
-    elif not isinstance(output, (torch.Tensor, str, bytes, int, float, complex, type(None))):
+    """Raise if ``output``, in which no graph was found, may hide one in an object that cannot be looked into."""
+    for item in opaque_objects(output):
         raise TypeError(
             f"The output of {where} must be tensors, in tuples, lists, dicts or dataclasses, so that backward can "
-            f"be followed; found a {type(output).__name__}. Return its tensors, or make it a dataclass."
+            f"be followed; found a {type(item).__name__}. Return its tensors, or make it a dataclass."
         )

@@ -6,7 +6,7 @@ The methods set what units do; the units do it. Methods of later versions are re
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, cast
 
 import torch
@@ -154,13 +154,23 @@ class FSDPModule:
         root = self._fsdp_unit().root
         if root is not None:
             root.recover()
+            for unit in root.units():
+                if unit.parameters:
+                    unit.forget_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``nn.Module.zero_grad``, and gives the gradients' memory back at once."""
+        """As ``nn.Module.zero_grad``; also forgets held gradients and gives the gradients' memory back at once."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in self._fsdp_units(recurse=True):
             if unit.parameters:
-                unit.release_unused_gradients()
+                unit.forget_gradients()
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As ``nn.Module.named_parameters``; first leaves a failed backward behind, which had full ones shown."""
+        root = self._fsdp_unit().root
+        if root is not None:
+            root.recover_if_failed()
+        return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """``.to``, ``.half`` and the like: allowed where they change no sharded parameter."""

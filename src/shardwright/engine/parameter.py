@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,6 +38,13 @@ class Slot:
     def of(cls, module: nn.Module, name: str) -> Slot:
         plain = type(module).__setattr__ in (nn.Module.__setattr__, object.__setattr__)
         return cls(weakref.ref(module), name, module._parameters if plain else None)
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether the module still has this parameter, or is gone."""
+        if self.registry is not None:
+            return self.registry.get(self.name) is parameter
+        module = self.module()
+        return module is None or module._parameters.get(self.name) is parameter
 
     def show(self, parameter: nn.Parameter) -> None:
         if self.registry is not None:
@@ -74,6 +81,22 @@ class ManagedParameter:
         self.sharded = sharded
         self.local = local
         self.full = full
+
+    def show(self, form: nn.Parameter) -> None:
+        for slot in self.slots:
+            slot.show(form)
+
+    def check_unreplaced(self) -> None:
+        """Raise if the module's parameter is no longer the one whose shard is gathered."""
+        if local_of(cast(DTensor, self.sharded)) is self.local and all(
+            slot.holds(self.sharded) for slot in self.slots
+        ):
+            return
+        raise RuntimeError(
+            f"Parameter {self.name!r} was replaced after fully_shard: by an assignment, load_state_dict(assign=True) "
+            "or a conversion such as .to() on a submodule. Its new value would be ignored. Change it in place, with "
+            "copy_ or load_state_dict without assign, or before fully_shard."
+        )
 
 
 def local_view(

@@ -32,6 +32,7 @@ class Root:
         self.generation = 0
         self.caller: Unit | None = None
         self.backward = False
+        self._task: weakref.ref[_Task] | None = None
         self.is_last_backward = True
         self.reducing: int | None = None
         self.observer: Callable[[str, Unit], None] | None = None
@@ -71,11 +72,15 @@ class Root:
 
     # -- forward -------------------------------------------------------------------------------------------------
 
+    def recover_if_failed(self) -> None:
+        """If the last backward raised, it never reached its end: drop what it left."""
+        if self.backward and (self._task is None or self._task() is None):
+            self.recover()
+
     def begin(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The outermost call of this model begins."""
         self.check_divergence()
-        if self.backward:
-            self.recover()  # the last backward raised: it never reached its end
+        self.recover_if_failed()
         self.generation += 1
         self.caller = unit
         self._place = 0
@@ -132,7 +137,7 @@ class Root:
         for unit in self._gathered_units():
             if unit.forward_unfinished:
                 unit.leave_forward()
-            elif unit.number not in used and unit.kept_epoch is None:
+            elif unit.number not in used and not unit.kept:
                 unit.release()
         self._expected = self._seen
 
@@ -161,10 +166,13 @@ class Root:
 
     def enter_backward(self) -> None:
         """Backward has reached this model, perhaps for the first time: be called when it ends."""
+        self.recover_if_failed()
         if not self.backward:
+            task = _Task(self)
+            queue_callback(task)
+            self._task = weakref.ref(task)
             self.backward = True
             self.generation += 1
-            queue_callback(self._end_backward)
 
     def prefetch_backward(self, visit: Visit) -> None:
         """Gather beside this unit's backward the one whose backward comes next."""
@@ -190,12 +198,12 @@ class Root:
         """Backward is over: reduce what is left, in one order on all ranks, and leave everything sharded."""
         for unit in reversed(self.units()):
             if unit.parameters:
-                unit.reduce_leftovers()
+                unit.finish_backward()
         if self.is_last_backward:
             self.finish_reductions()
         for unit in self._gathered_units():
-            if unit.visits or unit.kept_epoch is None:
-                unit.leave_backward()
+            if not unit.kept:
+                unit.release()
         self.backward = False
         self.generation += 1
         self._compare_headers()
@@ -218,6 +226,17 @@ class Root:
                     unit.check_headers()
 
 
+class _Task:
+    """Called when the backward that it was queued in ends. If that raises, the task dies with it, uncalled."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+
+    def __call__(self) -> None:
+        self._root._end_backward()
+
+
+@torch.inference_mode(False)
 def attach(module: nn.Module) -> Root:
     """Make ``module`` the root of every unit below it. Units that had a smaller root join this one."""
     units: list[Unit] = []
@@ -243,7 +262,10 @@ def attach(module: nn.Module) -> Root:
     return root
 
 
-def check_all_divergence() -> None:
-    """Before an optimizer changes anything: no model's ranks may have diverged."""
+def before_optimizer_step() -> None:
+    """Before an optimizer changes anything: no model's ranks have diverged, and every gradient is there."""
     for root in list(_roots):
         root.check_divergence()
+        root.recover_if_failed()
+        if not root.backward:
+            root.finish_reductions()

@@ -96,12 +96,14 @@ class Unit:
         self.slab = slab
         self.parameters = parameters
         self._pending: Pending | None = None
+        self._issuing = False
         self.generation = -1  #: of the root call (or backward) for which the slab was filled
-        self.kept_epoch: int | None = None  #: set while a slab is kept beyond its root call, on purpose
+        self.epoch = -1  #: of the weights that the slab was filled with
+        self.kept = False  #: whether the slab is kept beyond its root call, on purpose
+        self.entered = False  #: whether the backward now running has reached this unit
         device, n = self.comm.device, self.comm.world_size
         self._header = torch.zeros(HEADER, dtype=torch.int64, device=device)
         self._prepare_gather(n, device)
-        self.expected = self._left = 0
         self._trainable: tuple[bool, ...] = ()
         self.reductions: list[Reduction] = []
         self.follow_requires_grad()
@@ -165,19 +167,21 @@ class Unit:
         self.slab.lease()
         if self._casts:
             self._cast.lease()
-        self.generation = generation
-        self.kept_epoch = None
+        self.generation, self.epoch = generation, epoch.current()
+        self.kept = False
         self.root.notify("issue", self)
+        self._issuing = True
         self._pending = self.comm.all_gather(self._outputs, self._inputs, self._casts, self._cast.release)
+        self._issuing = False
 
     def wait(self) -> None:
         """Order the computation after the gather under way, if there is one."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if self._pending is None:
             return
         assert self.root is not None
         self.root.notify("wait", self)
-        pending.wait()
+        self._pending.wait()
+        self._pending = None
         if self.comm.streams.asynchronous:
             self.check_headers()
 
@@ -200,33 +204,36 @@ class Unit:
 
     def show_full(self) -> None:
         if not self._full_shown:
-            self._full_shown = True
             for p in self.parameters:
-                full = p.full
-                for slot in p.slots:
-                    slot.show(full)
+                p.check_unreplaced()
+            self._full_shown = True  # before the first: a loop that is interrupted is undone as a whole
+            for p in self.parameters:
+                p.show(p.full)
 
     def show_sharded(self) -> None:
         if self._full_shown:
-            self._full_shown = False
             for p in self.parameters:
-                sharded = p.sharded
-                for slot in p.slots:
-                    slot.show(sharded)
+                p.show(p.sharded)
+            self._full_shown = False
 
     def release(self) -> None:
         """Show the sharded parameters and give the slab's memory back."""
         self.show_sharded()
         if self.slab.leased:
             self.wait()
-            self.slab.release()
-            self.kept_epoch = None
+            if (
+                not self._issuing
+            ):  # else an interrupt left a gather that may still write: the memory has to stay
+                self.slab.release()
+            self._issuing = False
+            self.generation, self.kept = -1, False
             if self.root is not None:
                 self.root.gathered.discard(self.number)
 
     def valid_for(self, generation: int) -> bool:
         """Whether the slab may be read by the given root call without filling it again."""
-        return self.slab.leased and (self.generation == generation or self.kept_epoch == epoch.current())
+        fresh = self.generation == generation or self.kept
+        return self.slab.leased and fresh and self.epoch == epoch.current()
 
     # -- requires_grad and gradients -----------------------------------------------------------------------------
 
@@ -247,36 +254,48 @@ class Unit:
         for p, flag in zip(self.parameters, trainable, strict=True):
             p.full.requires_grad_(flag)
         self.reductions = self._plan_reductions(trainable)
-        self.expected = self._left = sum(len(r.packing.parts) for r in self.reductions)
 
+    @torch.inference_mode(False)
     def _plan_reductions(self, trainable: tuple[bool, ...]) -> list[Reduction]:
-        reduce = [self.policy.reduce_dtype or spec.compute_dtype for spec in self.layout.specs]
+        dtypes = [spec.compute_dtype for spec in self.layout.specs]
+        reduce = [(self.policy.reduce_dtype or t) if t.is_floating_point else t for t in dtypes]
         return [
             Reduction(packing, self.layout, self.parameters, self.comm, self.mesh)
             for packing in plan_packing(self.layout, trainable, reduce)
         ]
 
     def on_gradient(self) -> None:
-        """A parameter's full gradient is complete for this backward."""
+        """A parameter's full gradient is complete for this backward. Refuses one that read weights unseen."""
         assert self.root is not None
         self.root.enter_backward()
-        self._left -= 1
-        if self._left == 0:
-            self.reduce()
+        if not self.entered and (not self.slab.leased or self._pending is not None):
+            raise RuntimeError(
+                f"Backward reached parameters of unit {self.name!r} not through the unit's outputs, when its weights "
+                "were not gathered. Return every tensor that backward starts from as an output of the unit, in "
+                "tuples, lists, dicts or dataclasses, instead of keeping it in an attribute or another object."
+            )
 
-    def reduce_leftovers(self) -> None:
-        """At the end of backward: gradients of a unit that did not get all of them, and sums held before."""
-        self._left = self.expected
-        if any(r.has_gradients(held=self.requires_sync) for r in self.reductions):
+    def finish_backward(self) -> None:
+        """At the end of backward: leave it if that is still to do; reduce what came late or was held before."""
+        if self.visits:
+            self.leave_backward()
+        elif any(r.has_gradients(held=self.requires_sync) for r in self.reductions):
             self.reduce()
+        self.entered = False
 
     def reduce(self) -> None:
-        """Reduce what there is, or hold it while communication is switched off."""
+        """Reduce the gradients, zeros where there are none, or hold them while communication is switched off.
+
+        Whether to reduce depends only on which units ran, never on which gradients this rank has: the ranks must
+        issue the same reductions in the same order.
+        """
         assert self.root is not None
-        self._left = self.expected
         if not self.requires_sync:
             for reduction in self.reductions:
-                reduction.hold()
+                if reduction.has_gradients(held=False):
+                    reduction.hold()
+            return
+        if not self.reductions:
             return
         self.root.finish_reductions()
         for reduction in self.reductions:
@@ -287,6 +306,12 @@ class Unit:
     def finish_reduction(self) -> None:
         for reduction in self.reductions:
             reduction.finish()
+
+    def forget_gradients(self, among: set[int] | None = None) -> None:
+        """After ``zero_grad``: drop held sums (of parameters ``among`` the ids given) and the gradients' memory."""
+        for reduction in self.reductions:
+            reduction.drop_held(among)
+        self.release_unused_gradients()
 
     def release_unused_gradients(self) -> None:
         for reduction in self.reductions:
@@ -307,7 +332,7 @@ class Unit:
             args, kwargs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
         if not self.parameters:
             return args, kwargs
-        if len(self._calls) == 1 and not self._to_run:
+        if len(self._calls) == 1 and not self._to_run and not recomputing:
             self.follow_requires_grad()
             if len(self.modules) > 1:
                 self._to_run = {id(m()) for m in self.modules}
@@ -331,6 +356,8 @@ class Unit:
         assert root is not None
         visit = self._calls.pop()
         self._to_run.discard(id(module))
+        if self.parameters:
+            self._check_output(output, module)
         if visit is not None and not mark_outputs(visit, output):
             refuse_opaque(output, f"unit {self.name!r} ({type(module).__name__})")
         if not in_backward() and not self._calls:
@@ -377,21 +404,40 @@ class Unit:
         reshard = self.reshard_after_forward
         if torch.is_grad_enabled():
             return not (root.top is not self if reshard is None else reshard)
-        if (
+        self.kept = (
             reshard is False
-        ):  # asked for, so it is kept for the next evaluation step too, until the weights change
-            self.kept_epoch = epoch.current()
-            return True
-        return False
+        )  # asked for, so kept for the next evaluation step too, until weights change
+        return self.kept
+
+    def _check_output(self, output: Any, module: nn.Module) -> None:
+        """Refuse outputs that are views of the unit's weights: their memory is about to go."""
+        start = self.slab.address
+        end = start + self.slab.nbytes
+
+        def check(tensor: torch.Tensor) -> torch.Tensor:
+            if type(tensor) in (torch.Tensor, nn.Parameter) and start <= tensor.data_ptr() < end:
+                raise RuntimeError(
+                    f"An output of unit {self.name!r} ({type(module).__name__}), of shape {tuple(tensor.shape)}, is "
+                    "one of its parameters or a view of one, whose memory is released after forward. Return a clone."
+                )
+            return tensor
+
+        map_tensors(check, output)
 
     def before_backward(self, visit: Visit) -> None:
         if visit in self.visits:
             return
         root = self.root
         assert root is not None
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"Backward with create_graph=True reached unit {self.name!r}: sharded parameters do not support double "
+                "backward, because their memory is released after each use. Use first-order gradients only."
+            )
         root.enter_backward()
         visit.open = visit.calls
         self.visits.add(visit)
+        self.entered = True
         if not self.slab.leased and self.unshard_in_backward:
             self.issue(root.generation)
         root.prefetch_backward(visit)
@@ -406,12 +452,14 @@ class Unit:
                 self.leave_backward()
 
     def leave_backward(self) -> None:
+        """The unit's backward is done: give its weights back, reduce its gradients."""
         self.visits.clear()
-        if self.reshard_after_backward:
-            self.release()
-        else:
+        self.kept = not self.reshard_after_backward
+        if self.kept:
             self.show_sharded()
-            self.kept_epoch = epoch.current()
+        else:
+            self.release()
+        self.reduce()
 
     def recover(self) -> None:
         """Drop what an interrupted forward or backward left behind."""
@@ -419,7 +467,7 @@ class Unit:
         self._to_run.clear()
         self.visits.clear()
         if self.parameters:
+            self.entered = False
             for reduction in self.reductions:
                 reduction.discard()
-            self._left = self.expected
             self.release()

@@ -26,6 +26,11 @@ class Slab:
         self._storage = torch.UntypedStorage(0, device=device)
         self.leased = False
 
+    @property
+    def address(self) -> int:
+        """Where the memory lies now; 0 while released."""
+        return self._storage.data_ptr()
+
     def lease(self) -> None:
         """Attach memory, contents undefined. Made on the current stream of the device."""
         if not self.leased:

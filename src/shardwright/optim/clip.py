@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 
@@ -89,6 +90,9 @@ def _norms(tensors: list[torch.Tensor], norm_type: float, device: torch.device) 
         return None
     filled = [t for t in tensors if t.numel()]  # torch has no largest element of nothing
     found = iter(foreach_norm(filled, norm_type) if filled else ())
+    dtype = functools.reduce(torch.promote_types, {t.dtype for t in tensors}, torch.float32)
     zero = torch.zeros((), device=device)
     stacked = torch.stack([next(found).to(device) if t.numel() else zero for t in tensors])
-    return stacked.float() if stacked.dtype in (torch.float16, torch.bfloat16) else stacked
+    return stacked.to(
+        dtype.to_real()
+    )  # the same on every rank, also where it has no element of the widest dtype

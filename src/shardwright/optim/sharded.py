@@ -96,18 +96,17 @@ class _ShardedStep:
 
     @torch.no_grad()
     def _enter(self) -> tuple[list[list[Any]], Any]:
-        """Put local stand-ins into the groups and the state; return what was there."""
+        """Put local stand-ins into the groups and the state; return what was there. All or nothing."""
         entries: dict[Any, _Entry] = self.__dict__.setdefault("_shardwright_entries", {})
         outer = self.state
         inner: Any = defaultdict(dict)
-        groups = []
-        for group in self.param_groups:
-            params = group["params"]
-            groups.append(params)
-            stand_ins = []
+        groups = [group["params"] for group in self.param_groups]
+        stand_ins: list[list[torch.Tensor]] = []
+        for params in groups:
+            stand_ins.append([])
             for p in params:
                 if not isinstance(p, DTensor):
-                    stand_ins.append(p)
+                    stand_ins[-1].append(p)
                     if p in outer:
                         inner[p] = outer[p]
                     continue
@@ -115,16 +114,19 @@ class _ShardedStep:
                 entry = entries.get(p)
                 if entry is None or entry.local is not local:
                     entry = entries[p] = _Entry(local)
-                gradient = p.grad
-                local.grad = local_of(gradient) if isinstance(gradient, DTensor) else gradient
-                stand_ins.append(local)
+                stand_ins[-1].append(local)
                 state = outer.get(p)
                 if state:
                     _refresh(entry, state, p)
                     inner[local] = entry.inner
                 else:
                     entry.inner, entry.seen = {}, {}
-            group["params"] = stand_ins
+        for group, params, locals_ in zip(self.param_groups, groups, stand_ins, strict=True):
+            for p, local in zip(params, locals_, strict=True):
+                if local is not p:
+                    gradient = p.grad
+                    local.grad = local_of(gradient) if isinstance(gradient, DTensor) else gradient
+            group["params"] = locals_
         self.state = inner
         return groups, outer
 
@@ -163,12 +165,10 @@ class _ShardedStep:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        if set_to_none:
-            units = {
-                id(u): u for g in self.param_groups for p in g["params"] if (u := _unit_of(p)) is not None
-            }
-            for unit in units.values():
-                unit.release_unused_gradients()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        among = {id(p) for p in parameters}
+        for unit in {id(u): u for p in parameters if (u := _unit_of(p)) is not None}.values():
+            unit.forget_gradients(among)
 
 
 def _unit_of(p: torch.Tensor) -> Any:

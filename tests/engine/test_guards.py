@@ -1,0 +1,334 @@
+"""Uses that once gave wrong numbers, a crash or a hang: now right, or refused by name."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from shardwright.engine.root import UNIT
+from tests.engine.models import Model, Reference, build, full, loss_of, shard, tokens
+from tests.engine.test_behaviour import backward, check_gradients, expected_gradients
+from tests.support import multirank
+
+
+class Gated(nn.Module):
+    """Two linear layers, of which the second is used or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        x = x + torch.tanh(self.always(x))
+        return x + torch.tanh(self.sometimes(x)) if both else x
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Gated() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, skip: int) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x, i != skip)
+        return x
+
+
+@multirank(2, 3)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("hold", [True, False])
+def test_ranks_that_leave_out_different_parameters(
+    rank: int, world_size: int, reshard: bool, hold: bool
+) -> None:
+    """Each rank skips a layer in another block; reductions must pair up and count zeros."""
+    torch.manual_seed(0)
+    plain = Stack()
+    inputs = [[torch.randn(3, 6) for _ in range(world_size)] for _ in range(2)]
+    for micro in inputs:
+        for r, x in enumerate(micro):
+            (plain(x, r + 1).square().mean() / world_size).backward()
+    expected = [p.grad for p in plain.parameters()]
+    plain.zero_grad()
+    for block in plain.blocks:
+        sw.fully_shard(block, reshard_after_forward=reshard)
+    model = sw.fully_shard(plain)
+    for i, micro in enumerate(inputs):
+        model.set_requires_gradient_sync(not hold or i == 1)
+        model(micro[rank], rank + 1).square().mean().backward()
+    check_gradients(model, expected)
+
+
+@multirank(2)
+def test_backward_that_enters_a_unit_unseen_is_refused(rank: int, world_size: int) -> None:
+    class Aside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.main, self.side = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.main(x)
+            self.aside = self.side(y).sum()
+            return y
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Aside(), nn.Linear(4, 4))
+    sw.fully_shard(model[0])
+    sw.fully_shard(model)
+    y = model(torch.randn(2, 4))
+    with pytest.raises(RuntimeError, match=r"parameters of unit '0' not through the unit's outputs"):
+        (y.sum() + model[0].aside).backward()
+
+
+@multirank(2)
+def test_replaced_parameters_are_refused_by_name(rank: int, world_size: int) -> None:
+    batch = tokens(0, 0, rank)
+    model = shard(build())
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    with pytest.raises(RuntimeError, match=r"'embed.weight' was replaced after fully_shard"):
+        model(batch)
+    model = shard(build())
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    with pytest.raises(RuntimeError, match=r"'head.weight' was replaced"):
+        model(batch)
+    model = shard(build())
+    model.blocks[0].up.double()
+    with pytest.raises(RuntimeError, match=r"'up.weight' was replaced"):
+        model(batch)
+
+
+def fail_once(module: nn.Module) -> None:
+    def fail(*_: object) -> None:
+        handle.remove()
+        raise KeyboardInterrupt
+
+    handle = module.register_full_backward_hook(fail)
+
+
+@multirank(2)
+@pytest.mark.parametrize("clear", ["zero_grad", "none"])
+def test_a_failed_backward_is_forgotten_by_clearing_gradients(rank: int, world_size: int, clear: str) -> None:
+    model = shard(build())
+    backward(model, rank)
+    fail_once(model.blocks[0].up)
+    with pytest.raises(KeyboardInterrupt):
+        backward(model, rank, 3)
+    if clear == "zero_grad":
+        model.zero_grad()
+    else:
+        for p in model.parameters():
+            p.grad = None
+    backward(model, rank)
+    check_gradients(model, expected_gradients(world_size))
+
+
+@multirank(2)
+def test_another_graphs_backward_after_a_failed_one(rank: int, world_size: int) -> None:
+    model = shard(build())
+    batch, other = tokens(0, 0, rank), tokens(4, 0, rank)
+    loss, doomed = loss_of(model(batch), batch), loss_of(model(other), other)
+    fail_once(model.blocks[0].down)
+    handle = model.blocks[0].up.register_full_backward_hook(lambda *_: (_ for _ in ()).throw(KeyError()))
+    with pytest.raises((KeyboardInterrupt, KeyError)):
+        loss_of(model(other), other).backward()
+    handle.remove()
+    del doomed
+    model.zero_grad()
+    loss.backward()
+    check_gradients(model, expected_gradients(world_size))
+
+
+@multirank(2)
+def test_held_gradients_survive_a_failed_backward_and_not_zero_grad(rank: int, world_size: int) -> None:
+    model = shard(build())
+    model.set_requires_gradient_sync(False)
+    backward(model, rank, 0, 0)
+    fail_once(model.blocks[1].down)
+    with pytest.raises(KeyboardInterrupt):
+        backward(model, rank, 9)
+    model.set_requires_gradient_sync(True)
+    backward(model, rank, 0, 1)
+    held = {n: full(p.grad) for n, p in model.named_parameters()}
+    expected = expected_gradients(world_size, micros=2)
+    torch.testing.assert_close(held["embed.weight"], expected[0], rtol=1e-5, atol=1e-6)
+    model.zero_grad()
+    optimizer = sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for zero_grad in (model.zero_grad, optimizer.zero_grad):
+        model.set_requires_gradient_sync(False)
+        backward(model, rank, 5)
+        zero_grad()
+        model.set_requires_gradient_sync(True)
+        backward(model, rank)
+        check_gradients(model, expected_gradients(world_size))
+        model.zero_grad()
+
+
+@multirank(2)
+def test_unsharded_by_hand_and_stepped_since(rank: int, world_size: int) -> None:
+    model, reference = shard(build()), build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    backward(model, rank)
+    model.blocks[0].unshard()
+    optimizer.step()
+    for q, gradient in zip(reference.parameters(), expected_gradients(world_size), strict=True):
+        q.data.sub_(0.5 * gradient)
+    batch = tokens(1, 0, rank)
+    torch.testing.assert_close(model(batch), reference(batch), rtol=1e-5, atol=1e-6)
+
+
+@multirank(2)
+def test_slabs_kept_over_a_step_are_not_taken_for_new(rank: int, world_size: int) -> None:
+    model, reference = shard(build(), reshard_after_forward=False), build()
+    model.set_reshard_after_backward(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    backward(model, rank)
+    batch = tokens(1, 0, rank)
+    loss = loss_of(model(batch), batch)
+    optimizer.step()  # between forward and backward: plain torch refuses the backward; here it keeps an old slab
+    loss.backward()
+    optimizer.zero_grad()
+    model.reshard()
+    state = model.state_dict()
+    reference.load_state_dict({k: full(v) for k, v in state.items()})
+    torch.testing.assert_close(model(batch), reference(batch))
+
+
+@multirank(2)
+def test_complex_parameters_keep_their_imaginary_part(rank: int, world_size: int) -> None:
+    class Rotate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.w).abs().square().sum()
+
+    torch.manual_seed(0)
+    plain = Rotate()
+    inputs = [torch.randn(3, dtype=torch.complex64) for _ in range(world_size)]
+    (sum(plain(x) for x in inputs) / world_size).backward()
+    expected = plain.w.grad.clone()
+    plain.w.grad = None
+    model = sw.fully_shard(plain, mp_policy=sw.MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    model(inputs[rank]).backward()
+    torch.testing.assert_close(full(model.w.grad), expected)
+
+
+@multirank(4)
+def test_clipping_float64_with_more_ranks_than_rows(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = sw.fully_shard(nn.Linear(5, 2, dtype=torch.float64))
+    model(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
+    norm = sw.clip_grad_norm_(model.parameters(), 1e9)
+    assert norm.dtype == torch.float64 and norm.item() == pytest.approx(math.sqrt(12))
+
+
+@multirank(2)
+def test_an_optimizer_that_could_not_begin_its_step_is_unchanged(rank: int, world_size: int) -> None:
+    model = shard(build())
+    optimizer = sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    backward(model, rank)
+    optimizer.step()
+    last = list(model.parameters())[-1]
+    good = optimizer.state[last]["momentum_buffer"]
+    optimizer.state[last]["momentum_buffer"] = good.full_tensor()
+    with pytest.raises(ValueError, match="is a plain tensor, its parameter is sharded"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["params"][0] is next(iter(model.parameters()))
+    optimizer.state[last]["momentum_buffer"] = good
+    optimizer.step()
+
+
+@multirank(2)
+def test_a_step_waits_for_reductions_left_under_way(rank: int, world_size: int) -> None:
+    model = shard(build())
+    model(tokens(0, 0, rank))
+    model.set_is_last_backward(False)
+    backward(model, rank)
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    check_gradients(model, expected_gradients(world_size))
+
+
+@multirank(2)
+def test_the_first_call_may_be_in_inference_mode(rank: int, world_size: int) -> None:
+    model = shard(build())
+    with torch.inference_mode():
+        model(tokens(0, 0, rank))
+    backward(model, rank)
+    check_gradients(model, expected_gradients(world_size))
+
+
+@multirank(2)
+def test_outputs_that_are_views_of_weights_are_refused(rank: int, world_size: int) -> None:
+    class Table(nn.Embedding):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight[:2]
+
+    model = sw.fully_shard(Table(4, 3))
+    for mode in (torch.enable_grad(), torch.no_grad()):
+        with mode, pytest.raises(RuntimeError, match=r"output of unit 'Table'.*Return a clone"):
+            model(torch.zeros(1))
+
+
+@multirank(2)
+def test_double_backward_is_refused(rank: int, world_size: int) -> None:
+    model = shard(build())
+    batch = tokens(0, 0, rank)
+    with pytest.raises(RuntimeError, match="create_graph=True reached unit 'Model'"):
+        loss_of(model(batch), batch).backward(create_graph=True)
+
+
+@multirank(2)
+def test_post_accumulate_hooks_of_sharded_parameters_are_called(rank: int, world_size: int) -> None:
+    model = shard(build())
+    seen: list[torch.Size] = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda q: seen.append(q.grad.shape))
+    backward(model, rank)
+    assert sorted(seen) == sorted(p.shape for p in model.parameters())
+
+
+@multirank(2)
+def test_inner_modules_come_first(rank: int, world_size: int) -> None:
+    model: Model = build()
+    sw.fully_shard(model)
+    with pytest.raises(ValueError, match=r"belongs to a unit already.*inner modules first"):
+        sw.fully_shard(model.blocks[0])
+
+
+@multirank(2)
+def test_opaque_outputs_beside_tensors_are_looked_into(rank: int, world_size: int) -> None:
+    class Extra:
+        pass
+
+    class Two(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Extra]:
+            extra = Extra()
+            extra.loss = super().forward(x * 2).square().sum()
+            return super().forward(x), extra
+
+    torch.manual_seed(0)
+    plain, x = Two(3, 3), torch.ones(1, 3)
+    y, extra = plain(x)
+    (y.sum() + extra.loss).backward()
+    expected = plain.weight.grad.clone()
+    plain.zero_grad()
+    model = sw.fully_shard(plain, reshard_after_forward=True)
+    y, extra = model(x)
+    (y.sum() + extra.loss).backward()
+    torch.testing.assert_close(full(model.weight.grad), expected)
+    assert not getattr(model, UNIT).gathered
+
+
+@multirank(2)
+def test_the_reference_itself_averages_over_ranks(rank: int, world_size: int) -> None:
+    plain = build()
+    reference = Reference(plain, torch.float32, torch.float32)
+    reference.backward(2, [[tokens(0, 0, r) for r in range(2)]])
+    loss = sum(loss_of(plain(tokens(0, 0, r)), tokens(0, 0, r)) for r in range(2)) / 2
+    loss.backward()
+    for p, q in zip(plain.parameters(), reference.model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
