@@ -221,12 +221,10 @@ class Unit:
         self.show_sharded()
         if self.slab.leased:
             self.wait()
-            if (
-                not self._issuing
-            ):  # else an interrupt left a gather that may still write: the memory has to stay
-                self.slab.release()
-            self._issuing = False
             self.generation, self.kept = -1, False
+            if self._issuing:  # an interrupt left a gather that may still write: the memory stays until the next
+                return
+            self.slab.release()
             if self.root is not None:
                 self.root.gathered.discard(self.number)
 
