@@ -54,7 +54,27 @@ _HOMES = {
 }
 
 
+#: Names of later versions and of torch's module that are not there yet: asking for one says so.
+_LATER = {
+    "Ragged",
+    "Strategy",
+    "deferred_init",
+    "load_checkpoint",
+    "load_pretrained",
+    "materialize",
+    "memory_report",
+    "register_fsdp_forward_method",
+    "save_checkpoint",
+    "share_comm_ctx",
+    "unsharded",
+}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        raise NotImplementedError(
+            f"shardwright.{name} is not in version {__version__}; it is planned for a later one"
+        )
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -55,6 +55,11 @@ foreach_mul_ = _probe(torch, "_foreach_mul_")
 foreach_norm = _probe(torch, "_foreach_norm")
 
 
+def backend_of(group: Any, device: torch.device) -> str:
+    """The name of the backend that serves ``device`` in a group, however the group was made."""
+    return group._get_backend(device).name()
+
+
 def local_of(dtensor: DTensor) -> torch.Tensor:
     """The local tensor itself. ``to_local`` of a parameter makes a new view at every call."""
     return dtensor._local_tensor

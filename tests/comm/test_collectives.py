@@ -51,6 +51,13 @@ def test_reduction_divides_once(
     )
 
 
+@multirank(2)
+def test_gloo_is_recognised_however_the_group_was_made(rank: int, world_size: int) -> None:
+    for backend in (None, "gloo", "cpu:gloo"):
+        group = dist.new_group(backend=backend)
+        assert Communicator(group, torch.device("cpu"))._all_to_all, backend
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 1000])
 @pytest.mark.parametrize("factor", [None, 1.0, 7.0])
 def test_division_is_planned_once_in_all(world_size: int, factor: float | None) -> None:

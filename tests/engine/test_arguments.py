@@ -40,6 +40,18 @@ def test_policies_are_torchs_own() -> None:
     assert sw.CPUOffloadPolicy is CPUOffloadPolicy
 
 
+@multirank(1)
+def test_policies_of_another_kind_are_refused(rank: int, world_size: int) -> None:
+    for option in ({"mp_policy": None}, {"mp_policy": torch.bfloat16}, {"offload_policy": "cpu"}):
+        with pytest.raises(ValueError, match=f"{next(iter(option))} must be a torch.distributed.fsdp"):
+            sw.fully_shard(nn.Linear(2, 2), **option)
+
+
+def test_names_of_later_versions_say_so() -> None:
+    with pytest.raises(NotImplementedError, match=r"shardwright.deferred_init is not in version"):
+        _ = sw.deferred_init
+
+
 LATER = {
     "offload_policy": CPUOffloadPolicy(),
     "dp_mesh_dims": sw.DataParallelMeshDims(shard="x"),

@@ -324,6 +324,31 @@ def test_opaque_outputs_beside_tensors_are_looked_into(rank: int, world_size: in
 
 
 @multirank(2)
+def test_ranks_that_reduce_different_units_are_named(rank: int, world_size: int) -> None:
+    """Gathers agree, since nothing is gathered in backward; equal sizes would pair up without an error."""
+
+    class Fork(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            return [part(x) for part in self.parts]
+
+    torch.manual_seed(0)
+    model = Fork()
+    for part in model.parts:
+        sw.fully_shard(part, reshard_after_forward=False)
+    sw.fully_shard(model)
+    outputs = model(torch.randn(2, 4))
+    used = [y for i, y in enumerate(outputs) if i != 2 * rank]
+    with pytest.raises(
+        RuntimeError, match=r"ranks reduce different units: rank \d reduced the gradients of unit"
+    ):
+        sum(y.sum() for y in used).backward()
+
+
+@multirank(2)
 def test_the_reference_itself_averages_over_ranks(rank: int, world_size: int) -> None:
     plain = build()
     reference = Reference(plain, torch.float32, torch.float32)

@@ -187,6 +187,11 @@ def test_clipping_without_gradients_and_with_infinite_ones(rank: int, world_size
         sw.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 
+def test_norms_of_no_order_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"norm_type must be positive, got 0.0"):
+        sw.clip_grad_norm_([], 1.0, 0)
+
+
 @multirank(2)
 def test_torchs_own_clipping_works_too(rank: int, world_size: int) -> None:
     model = shard(build())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright._torch import AllgatherOptions, ReduceScatterOptions
+from shardwright._torch import AllgatherOptions, ReduceScatterOptions, backend_of
 from shardwright.comm.streams import Streams, streams_for
 
 
@@ -86,7 +86,7 @@ class Communicator:
         self.streams = streams_for(device)
         # gloo's reduce-scatter is slow: an all-to-all and a local sum took 0.33 / 0.48 / 5.5 ms where it took
         # 0.66 / 3.8 / 12 ms for 64 KiB / 1 MiB / 12 MiB on two ranks; the local sum also rounds only once.
-        self._all_to_all = device.type == "cpu" and dist.get_backend(group) == "gloo"
+        self._all_to_all = device.type == "cpu" and backend_of(group, device) == "gloo"
         self._gather_options = AllgatherOptions()
         self._gather_options.asyncOp = self.streams.asynchronous
 
@@ -108,13 +108,23 @@ class Communicator:
             work = self.group.allgather_into_tensor_coalesced(outputs, inputs, self._gather_options)
         return Pending(self.streams, work, self.streams.mark("gather"), finish=on_done)
 
-    def reduce_scatter(self, output: torch.Tensor, packed: torch.Tensor, division: Division) -> Pending:
-        """Sum ``packed`` (world_size rows, rank-major) over the ranks; ``output`` receives this rank's row, divided."""
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        packed: torch.Tensor,
+        division: Division,
+        inspect: Callable[[torch.Tensor], None] | None = None,
+    ) -> Pending:
+        """Sum ``packed`` (world_size rows, rank-major) over the ranks; ``output`` receives this rank's row, divided.
+
+        ``inspect`` is shown what came from each rank, one row per rank, before it is summed, where the backend lets
+        us see that (gloo).
+        """
         with self.streams.fork("reduce"):
             if division.before != 1.0:
                 packed.div_(division.before)
             if self._all_to_all:
-                return self._reduce_by_all_to_all(output, packed, division)
+                return self._reduce_by_all_to_all(output, packed, division, inspect)
             options = ReduceScatterOptions()
             options.reduceOp = dist.ReduceOp.AVG if division.average else dist.ReduceOp.SUM
             options.asyncOp = self.streams.asynchronous
@@ -128,12 +138,18 @@ class Communicator:
         return Pending(self.streams, work, self.streams.mark("reduce"), keep=packed)
 
     def _reduce_by_all_to_all(
-        self, output: torch.Tensor, packed: torch.Tensor, division: Division
+        self,
+        output: torch.Tensor,
+        packed: torch.Tensor,
+        division: Division,
+        inspect: Callable[[torch.Tensor], None] | None,
     ) -> Pending:
         received = torch.empty_like(packed)
         work = dist.all_to_all_single(received, packed, group=self.group, async_op=True)
 
         def finish() -> None:
+            if inspect is not None:
+                inspect(received)
             if division.average:
                 torch.mean(received, dim=0, out=output)
             else:

@@ -81,6 +81,15 @@ def fully_shard(
     _refuse_later_options(
         reshard_after_forward, offload_policy, dp_mesh_dims, strategy, layout, memory, prefetch, strict
     )
+    for name, value, expected in (
+        ("mp_policy", mp_policy, MixedPrecisionPolicy),
+        ("offload_policy", offload_policy, OffloadPolicy),
+    ):
+        if not isinstance(value, expected):
+            raise ValueError(
+                f"{name} must be a torch.distributed.fsdp.{expected.__name__}, got {value!r} "
+                f"({type(value).__name__})"
+            )
     modules = _check_modules(module)
     mesh = mesh if mesh is not None else _default_mesh()
     _check_mesh(mesh)
@@ -193,15 +202,20 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-_communicators: weakref.WeakKeyDictionary[Any, dict[torch.device, Communicator]] = weakref.WeakKeyDictionary()
+_communicators: weakref.WeakValueDictionary[tuple[str, torch.device], Communicator] = (
+    weakref.WeakValueDictionary()
+)
 
 
 def _communicator(group: dist.ProcessGroup, device: torch.device) -> Communicator:
-    """One per group and device, so that the units of a model share their side streams."""
-    for_group = _communicators.setdefault(group, {})
-    if device not in for_group:
-        for_group[device] = Communicator(group, device)
-    return for_group[device]
+    """One per group and device, so that the units of a model share their side streams; units keep it alive."""
+    key = (group.group_name, device)
+    comm = _communicators.get(key)
+    if (
+        comm is None or comm.group is not group
+    ):  # a group made after destroy_process_group may have the old name
+        comm = _communicators[key] = Communicator(group, device)
+    return comm
 
 
 # -- parameters ------------------------------------------------------------------------------------------------------

@@ -19,6 +19,12 @@ from shardwright.engine.parameter import ManagedParameter, as_dtensor, local_vie
 from shardwright.layout import Packing, Segment, UnitLayout
 from shardwright.memory import Slab
 
+TAGS = 251  #: unit numbers are told apart up to a multiple of this, which bfloat16 holds exactly
+
+
+def _tag(number: int) -> int:
+    return number % TAGS
+
 
 class GradientShard:
     """Memory for this rank's gradients of one packing, and the DTensors over it, made once.
@@ -114,6 +120,7 @@ class Reduction:
         ]
         self._flags = torch.zeros(n, packing.flag_slots, dtype=dtype, device=device)
         self._flags[:, : len(packing.parts)] = 1
+        self._unit = (0, "")
         self._strided = any(p.dim for p in self._parameters)
         self._packed = Slab(n * packing.numel * packing.reduce_dtype.itemsize, device)
         self._packed.lease()
@@ -126,6 +133,23 @@ class Reduction:
         self._output: torch.Tensor | None = None
         self._present: list[bool] | None = None
         self._fresh = False
+
+    def belongs_to(self, number: int, name: str) -> None:
+        """Tag every reduction with the unit's number."""
+        self._unit = (number, name)
+        self._flags[:, len(self._parameters)] = _tag(number)
+
+    def _check_tags(self, rows: torch.Tensor) -> None:
+        """Raise if a rank sent the gradients of another unit."""
+        number, name = self._unit
+        found = rows[:, self.packing.tag].tolist()
+        others = [rank for rank, tag in enumerate(found) if tag != _tag(number)]
+        if others:
+            raise RuntimeError(
+                f"The ranks reduce different units: rank {self._comm.rank} reduced the gradients of unit {number} "
+                f"({name!r}) while ranks {others} reduced those of another. Every rank must use the "
+                "outputs of the same units in each backward."
+            )
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
@@ -206,6 +230,7 @@ class Reduction:
         tensors.clear()
         if self._held is not None:
             packed.add_(self._held)
+            packed[:, self.packing.tag] = _tag(self._unit[0])  # it was added up, too
             if present is not None:
                 present = [a or b for a, b in zip(present, self._held_present, strict=True)]
                 present = None if all(present) else present
@@ -221,7 +246,7 @@ class Reduction:
                 self.packing.numel, dtype=self.packing.reduce_dtype, device=self._comm.device
             )
         self._output = output
-        self._pending = self._comm.reduce_scatter(output, packed, division)
+        self._pending = self._comm.reduce_scatter(output, packed, division, self._check_tags)
 
     def finish(self) -> None:
         """Order the computation after the reduction and set or add to every used parameter's ``.grad``."""

@@ -193,52 +193,30 @@ class FSDPModule:
                     module._buffers[name] = fn(buffer)
         return self
 
-    def _later(self, name: str) -> NoReturn:
+
+def _refuse_later(name: str) -> Callable[..., NoReturn]:
+    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"FSDPModule.{name} is not supported in this version")
 
-    def set_requires_all_reduce(self, *args: Any, **kwargs: Any) -> None:
-        """Not in this version: it belongs to HSDP."""
-        self._later("set_requires_all_reduce")
+    method.__name__ = name
+    method.__doc__ = "Not in this version."
+    return method
 
-    def set_custom_all_gather(self, *args: Any, **kwargs: Any) -> None:
-        """Not in this version."""
-        self._later("set_custom_all_gather")
 
-    def set_custom_reduce_scatter(self, *args: Any, **kwargs: Any) -> None:
-        """Not in this version."""
-        self._later("set_custom_reduce_scatter")
-
-    def set_all_reduce_hook(self, *args: Any, **kwargs: Any) -> None:
-        """Not in this version: it belongs to HSDP."""
-        self._later("set_all_reduce_hook")
-
-    def set_post_optim_event(self, *args: Any, **kwargs: Any) -> None:
-        """Not in this version."""
-        self._later("set_post_optim_event")
-
-    def set_force_sum_reduction_for_comms(self, *args: Any, **kwargs: Any) -> None:
-        """Not in this version."""
-        self._later("set_force_sum_reduction_for_comms")
-
-    def set_reduce_scatter_max_input_buffers(self, *args: Any, **kwargs: Any) -> None:
-        """Not in this version: one packed gradient buffer is in flight."""
-        self._later("set_reduce_scatter_max_input_buffers")
-
-    def set_separate_reduce_scatter_group(self, *args: Any, **kwargs: Any) -> None:
-        """Not in this version."""
-        self._later("set_separate_reduce_scatter_group")
-
-    def set_reduce_scatter_unused_params(self, *args: Any, **kwargs: Any) -> None:
-        """Not in this version."""
-        self._later("set_reduce_scatter_unused_params")
-
-    def set_allocate_memory_from_process_group_for_comm(self, *args: Any, **kwargs: Any) -> None:
-        """Not in this version."""
-        self._later("set_allocate_memory_from_process_group_for_comm")
-
-    def set_symm_mem_for_comm(self, *args: Any, **kwargs: Any) -> None:
-        """Not in this version."""
-        self._later("set_symm_mem_for_comm")
+for _name in (
+    "set_all_reduce_hook",
+    "set_allocate_memory_from_process_group_for_comm",
+    "set_custom_all_gather",
+    "set_custom_reduce_scatter",
+    "set_force_sum_reduction_for_comms",
+    "set_post_optim_event",
+    "set_reduce_scatter_max_input_buffers",
+    "set_reduce_scatter_unused_params",
+    "set_requires_all_reduce",
+    "set_separate_reduce_scatter_group",
+    "set_symm_mem_for_comm",
+):
+    setattr(FSDPModule, _name, _refuse_later(_name))
 
 
 def _units_of(modules: list[FSDPModule]) -> list[Unit]:

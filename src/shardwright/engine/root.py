@@ -46,6 +46,7 @@ class Root:
     def _make_headers(self, units: list[Unit]) -> None:
         """One row per unit for the numbers that come with its gathers, so that one call compares them all."""
         self._flag: torch.Tensor | None = None
+        self._flag_mark: Any = None
         comm = units[0].comm
         rows = [[number, 0] * comm.world_size for number in range(len(units))]
         self._wanted_headers = torch.tensor(rows, dtype=torch.int64, device=comm.device)
@@ -216,11 +217,15 @@ class Root:
         if not streams.asynchronous:
             with streams.beside("gather"):
                 self._flag = (self._headers != self._wanted_headers).any()
+            self._flag_mark = streams.mark("gather")
 
     def check_divergence(self) -> None:
         """Raise if the gathers of the last backward brought another unit's number. Reads one flag of the device."""
         flag, self._flag = self._flag, None
-        if flag is not None and flag.item():
+        if flag is None:
+            return
+        self.units()[0].comm.streams.join(self._flag_mark)
+        if flag.item():
             for unit in self.units():
                 if unit.parameters:
                     unit.check_headers()

@@ -150,6 +150,8 @@ class Unit:
             self._headers = headers
             self._expected_headers = [number, 0] * self.comm.world_size
             self._outputs[len(self._inputs) - 1 :] = [headers.view(torch.uint8)]
+            for reduction in self.reductions:
+                reduction.belongs_to(number, name)
 
     # -- gather, show, release -----------------------------------------------------------------------------------
 
@@ -222,7 +224,9 @@ class Unit:
         if self.slab.leased:
             self.wait()
             self.generation, self.kept = -1, False
-            if self._issuing:  # an interrupt left a gather that may still write: the memory stays until the next
+            if (
+                self._issuing
+            ):  # an interrupt left a gather that may still write: the memory stays until the next
                 return
             self.slab.release()
             if self.root is not None:
@@ -252,6 +256,8 @@ class Unit:
         for p, flag in zip(self.parameters, trainable, strict=True):
             p.full.requires_grad_(flag)
         self.reductions = self._plan_reductions(trainable)
+        for reduction in self.reductions:
+            reduction.belongs_to(self.number, self.name)
 
     @torch.inference_mode(False)
     def _plan_reductions(self, trainable: tuple[bool, ...]) -> list[Reduction]:

@@ -151,7 +151,8 @@ class Packing:
     """One reduce-scatter: the gradients of one reduce dtype, rank-major, and behind them one flag per parameter.
 
     A flag says whether this rank has a gradient for the parameter. Summed over the ranks it tells a parameter that
-    nobody used (its gradient stays ``None``) from one that only this rank did not use (zeros count here).
+    nobody used (its gradient stays ``None``) from one that only this rank did not use (zeros count here). One more
+    slot, ``tag``, carries the unit's number, by which ranks that reduce different units are found.
     """
 
     reduce_dtype: torch.dtype
@@ -159,6 +160,10 @@ class Packing:
     spans: tuple[Span, ...]
     flags: int  #: offset of the flags
     numel: int  #: elements per rank, flags and padding included
+
+    @property
+    def tag(self) -> int:
+        return self.flags + len(self.parts)
 
     @property
     def flag_slots(self) -> int:
@@ -186,6 +191,6 @@ def plan_packing(
             if offset > start:
                 spans.append(Span(run.storage_dtype, start, offset))
         if parts:
-            flags = round_up(len(parts), ALIGNMENT // reduce_dtype.itemsize)
+            flags = round_up(len(parts) + 1, ALIGNMENT // reduce_dtype.itemsize)
             packings.append(Packing(reduce_dtype, tuple(parts), tuple(spans), offset, offset + flags))
     return tuple(packings)

@@ -37,11 +37,14 @@ def clip_grad_norm_(
         The norm as a plain 0-d tensor, float32 or wider, on the gradients' device; 0 if there is no gradient.
 
     Raises:
+        ValueError: ``norm_type`` is not positive, or a gradient is still a partial sum.
         RuntimeError: ``error_if_nonfinite`` and the norm is not finite.
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     max_norm, norm_type = float(max_norm), float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive, got {norm_type}")
     plain: list[torch.Tensor] = []
     sharded: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     for p in parameters:
@@ -52,6 +55,10 @@ def clip_grad_norm_(
             if gradient.device_mesh.ndim != 1:
                 raise NotImplementedError("clip_grad_norm_ supports gradients on 1-D meshes in this version")
             local = local_of(gradient)
+            if gradient.placements[0].is_partial():
+                raise ValueError(
+                    "clip_grad_norm_ got a gradient that is a partial sum on each rank; reduce it first"
+                )
             if gradient.placements[0].is_shard():
                 sharded.setdefault(gradient.device_mesh.get_group(), []).append(local)
             else:

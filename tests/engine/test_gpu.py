@@ -1,0 +1,87 @@
+"""What only a GPU shows, on one of them with NCCL: the same numbers, streams in order, memory given back.
+
+Run with ``pytest -m gpu``; skipped where there is none.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwright as sw
+from tests.engine.models import build, full, loss_of, shard, tokens
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process and its first GPU."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_training_equals_the_plain_model(compute: torch.dtype | None, reshard: bool | None) -> None:
+    sizes = {"layers": 6, "dim": 256, "hidden": 1024}  # large enough for gathers to overlap with computation
+    plain = build(**sizes).cuda()
+    work = copy.deepcopy(plain)
+    model = shard(
+        build(**sizes),
+        reshard_after_forward=reshard,
+        mp_policy=sw.MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+    )
+    optimizer = sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    expected = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(8):
+        batch = tokens(step, 0, 0).cuda()
+        loss_of(model(batch), batch).backward()
+        if compute is not None:
+            work = copy.deepcopy(plain).to(compute)
+        else:
+            work = plain
+        loss_of(work(batch), batch).backward()
+        for p, q in zip(plain.parameters(), work.parameters(), strict=True):
+            p.grad = q.grad.float()
+        for each in (optimizer, expected):
+            each.step()
+            each.zero_grad()
+        work.zero_grad()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full(p), q, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("alone")
+def test_memory_at_rest_is_the_shard_and_peaks_stay_low() -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(8)]
+    unit = sum(p.numel() * p.element_size() for p in blocks[0].parameters())
+    model = nn.Sequential(*blocks)
+    for block in blocks:
+        sw.fully_shard(block)
+    sw.fully_shard(model)
+    x = torch.randn(8, 1024, device="cuda")
+    for _ in range(2):
+        model(x).square().mean().backward()
+        model.zero_grad()
+    torch.cuda.synchronize()
+    rest = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.no_grad():
+        model(x)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - rest < 2.5 * unit  # two slabs and some activations
+    assert torch.cuda.memory_allocated() - rest < 0.1 * unit
