@@ -22,6 +22,9 @@ from typing import Any, NoReturn
 
 from shardwright.train.errors import UserError
 
+EXTRA = ("annotated_types", "matplotlib", "psutil", "pydantic", "pydantic_core", "rich", "tensorboard")
+"""What the extra "train" brings: the engine alone is installed without."""
+
 STATUS_FAILED, STATUS_USER_ERROR, STATUS_INTERRUPTED, STATUS_BROKEN_PIPE = 1, 2, 130, 141
 
 
@@ -45,9 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`| head`) has gone. Python would complain once more when it closes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return STATUS_BROKEN_PIPE
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in EXTRA:
+            return _failed_itself(error, arguments)
+        need = 'the trainer needs the extra "train"; install shardwright[train]'
+        return _failed(need, STATUS_USER_ERROR, arguments)
     except Exception as error:
-        hint = "" if _debug(arguments) else " (add --debug to see the traceback)"
-        return _failed(f"{type(error).__name__}: {error}{hint}", STATUS_FAILED, arguments)
+        return _failed_itself(error, arguments)
+
+
+def _failed_itself(error: Exception, arguments: Sequence[str]) -> int:
+    hint = "" if _debug(arguments) else " (add --debug to see the traceback)"
+    return _failed(f"{type(error).__name__}: {error}{hint}", STATUS_FAILED, arguments)
 
 
 def _failed(message: str, status: int, arguments: Sequence[str]) -> int:
@@ -183,7 +195,10 @@ def _add_train(parser: _Parser) -> None:
         "                         [--nproc N] [--resume [RUN]] [--debug]"
     )
     parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="the job, in TOML")
-    parser.add_argument("--nproc", metavar="N", type=_integer(1), help="ranks to start on this machine")
+    parser.add_argument(
+        "--nproc", metavar="N", type=_integer(1),
+        help="ranks to start on this machine (default: one for each of its GPUs, else 1)",
+    )  # fmt: skip
     parser.add_argument(
         "--resume", metavar="RUN", nargs="?", const="",
         help="go on from the last checkpoint of this run folder; without RUN: of the newest run of that name",
@@ -213,18 +228,19 @@ def _add_generate(parser: _Parser) -> None:
         help="draw from the K likeliest tokens; 0: from all (default 50)",
     )  # fmt: skip
     parser.add_argument(
-        "--seed", metavar="N", type=_integer(0), default=0, help="seed of the draws (default 0)"
+        "--seed", metavar="N", type=_integer(0, 2**63 - 1), default=0, help="seed of the draws (default 0)"
     )
 
 
-def _integer(least: int) -> Callable[[str], int]:
+def _integer(least: int, most: int | None = None) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"expected an integer >= {least}, found {text!r}")
+        if value < least or (most is not None and value > most):
+            limits = f">= {least}" if most is None else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"expected an integer {limits}, found {text!r}")
         return value
 
     return parse

@@ -272,6 +272,23 @@ def test_failure_is_one_line_and_status_1(capsys: Capture, monkeypatch: pytest.M
     assert "Traceback" in printed and "in run_train" in printed
 
 
+def test_without_the_extra_it_is_named(capsys: Capture, monkeypatch: pytest.MonkeyPatch, job: str) -> None:
+    monkeypatch.setitem(sys.modules, "pydantic", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "shardwright.train.config")
+    for arguments in (["train", job], ["train", "--help"]):
+        assert (
+            refused(capsys, *arguments) == 'the trainer needs the extra "train"; install shardwright[train]'
+        )
+
+
+def test_another_missing_module_is_a_failure(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, job: str
+) -> None:
+    failing(monkeypatch, ModuleNotFoundError("No module named 'lost'", name="lost"))
+    assert main(["train", job]) == 1
+    assert "ModuleNotFoundError: No module named 'lost'" in capsys.readouterr().err
+
+
 def test_interruption_is_one_line_and_status_130(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, job: str
 ) -> None:

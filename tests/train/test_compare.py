@@ -44,7 +44,8 @@ def test_figures_and_pictures(plain_run: Path, tmp_path: Path, capsys: pytest.Ca
     assert second["largest_relative_difference"] == pytest.approx(1e-3) and second["at_step"] == 5
     assert second["step_time_ratio"] == pytest.approx(2)
     assert second["tokens_per_second"] == pytest.approx(first["tokens_per_second"] / 2)
-    assert first["steps"] == first["common_steps"] or first["common_steps"] is None
+    assert [run["steps"] for run in written["runs"]] == [8, 8, 8]
+    assert [run["common_steps"] for run in written["runs"]] == [None, 8, 8]
     assert [pair["at_step"] for pair in written["pairs"]][::2] == [5, 5]
     assert "1.0e-03" in shown and "2.00x" in shown and str(tmp_path / "out") in shown
     assert (tmp_path / "out" / "compare.png").read_bytes().startswith(b"\x89PNG")
@@ -87,6 +88,43 @@ def test_other_texts_and_no_runs_are_refused(
     (other / "metrics.jsonl").write_text("")
     assert "expected at least one step" in refusal(capsys, plain_run, other)
     assert "found no run.json" in refusal(capsys, plain_run, tmp_path)
+
+
+def test_damaged_records_are_refused_by_the_line(
+    plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = altered(plain_run, tmp_path / "other", lambda record: None)
+    metrics = other / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    for line, expected in (
+        ("{", "expected JSON"),
+        ("[" * 100_000, "expected JSON"),
+        ("3", "expected a JSON object, found int"),
+        ("{}", "expected a number for step, found None"),
+        (lines[1].replace('"loss": ', '"loss": "high", "was": '), "expected a number for loss, found 'high'"),
+        (lines[1].replace('"seconds": ', '"seconds": 0, "was": '), "expected seconds > 0, found 0"),
+    ):
+        metrics.write_text("\n".join([lines[0], line, *lines[2:]]) + "\n")
+        error = refusal(capsys, plain_run, other)
+        assert expected in error and f"in line 2 of {metrics}" in error, line
+    metrics.write_bytes(b"\xff\n")
+    assert f"{metrics}: cannot read the metrics" in refusal(capsys, plain_run, other)
+    metrics.unlink()
+    assert f"{metrics}: cannot read the metrics" in refusal(capsys, plain_run, other)
+
+
+def test_folder_that_cannot_be_written_is_refused_before_the_table(
+    plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for out, expected in (
+        (tmp_path / "file", "--out: expected a folder"),
+        (Path("/proc/out"), "cannot write"),
+    ):
+        capsys.readouterr()
+        assert cli.main(["compare", str(plain_run), str(plain_run), "--out", str(out)]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == "" and expected in shown.err and shown.err.count("\n") == 1
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *runs: Path) -> str:

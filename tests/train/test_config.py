@@ -166,6 +166,10 @@ def test_unknown_override_is_refused_with_the_nearest_key(tmp_path: Path, key: s
             "[parallel]\nengine = 'fsdp3'",
             'parallel.engine: expected one of shardwright, fsdp2, fsdp1, ddp, none, found "fsdp3" (a string)',
         ),
+        (
+            "[parallel]\nreduce_dtype = 'float16'",
+            'parallel.reduce_dtype: expected one of float32, bfloat16, found "float16" (a string)',
+        ),
         ("train = 3", "train: expected a table ([train]), found 3 (an integer)"),
         ("[model]\nrope_scaling = 3", "model.rope_scaling: expected a table, found 3 (an integer)"),
         (
@@ -271,6 +275,20 @@ def test_written_configuration_loads_back_equal(tmp_path: Path) -> None:
     again = load_config(write(tmp_path, config.to_toml()))
     assert again == config
     assert again.to_toml() == config.to_toml()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("change", [{}, {"rope_scaling": {"factor": 1}}, {"rope_scaling": {}, "n_layers": 2}])
+def test_resolved_configuration_names_every_number_and_means_the_same(
+    tmp_path: Path, preset: str, change: dict[str, object]
+) -> None:
+    config = Config.model_validate({"model": {"preset": preset, **change}, "data": {"source": ["a.txt"]}})
+    resolved = load_config(write(tmp_path, config.resolved().to_toml()))
+    assert resolved == config.resolved() == resolved.resolved()
+    assert resolved.model.shape() == config.model.shape()
+    assert all(value is not None for _, value in resolved.model)
+    assert resolved.data.source == (str(Path.cwd() / "a.txt"),)
+    assert Config().resolved().data.source == "pydoc"
 
 
 def test_configuration_cannot_be_changed() -> None:

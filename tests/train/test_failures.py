@@ -51,6 +51,8 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("too short\n")
     (tmp_path / "file").write_text("")
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    (tmp_path / "long.jsonl").write_text("9" * 10_000)
     cases: list[tuple[tuple[str | Path, ...], str]] = [
         (("--nproc", "2"), "parallel.engine: none runs on exactly 1 rank, found 2"),
         (
@@ -60,9 +62,16 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (("--data.source", tmp_path / "missing.txt"), "found nothing at"),
         (("--data.source", tmp_path / "empty.txt"), "expected text, found none"),
         (("--data.source", tmp_path / "short.txt"), "train.seq_len: expected at most"),
-        (("--parallel.param_dtype", "float16"), "parallel.param_dtype: expected float32 or bfloat16"),
+        (("--parallel.param_dtype", "float16"), "parallel.param_dtype: expected one of float32, bfloat16"),
+        (("--data.source", tmp_path / "deep.jsonl"), "nested too deep or a number too long of line 1"),
+        (("--data.source", tmp_path / "long.jsonl"), "nested too deep or a number too long of line 1"),
+        (("--model.dim", str(2**40)), "model: expected one whose parameters fit into the"),
+        (("--model.max_seq_len", str(2**50)), "choose a smaller preset"),
+        (("--train.global_batch", str(2**40)), "train.global_batch: expected at most 1000 times the"),
         (("--parallel.reshard_after_forward", "never"), "engine none shards nothing"),
-        (("--run.dir", tmp_path / "file"), "cannot write"),
+        (("--run.dir", tmp_path / "file"), "run.dir: expected a folder, found a file at"),
+        (("--run.dir", tmp_path / "file" / "below"), "cannot write"),
+        (("--run.dir", tmp_path / ("long" * 100)), "cannot write"),
         (("--run.dir", "/proc/shardwright"), "cannot write"),
         (("--resume", tmp_path / "nowhere"), "--resume: expected the folder of a run"),
         (("--model.vocab_size", "100"), "model.vocab_size"),
@@ -72,6 +81,33 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert expected in refused(capsys, "train", config, *given, *arguments), arguments
         # Nothing is left behind that would stand in the way of the corrected command.
         assert not (tmp_path / f"run{number}").exists(), arguments
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"SHARDWRIGHT_TIMEOUT": "soon"}, "SHARDWRIGHT_TIMEOUT: expected seconds from 0.001 to 1e9, found 'soon'"),
+        ({"SHARDWRIGHT_TIMEOUT": "0"}, "SHARDWRIGHT_TIMEOUT"),
+        ({"SHARDWRIGHT_TIMEOUT": "nan"}, "SHARDWRIGHT_TIMEOUT"),
+        ({"SHARDWRIGHT_TIMEOUT": "1e300"}, "SHARDWRIGHT_TIMEOUT"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK: expected an integer from 0 to 1, found 'one'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: expected an integer from 0 to 1, found '2'"),
+        ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE: expected an integer >= 1, found ''"),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "MASTER_ADDR: expected it beside RANK and WORLD_SIZE, found none"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "MASTER_PORT"),
+    ],
+)  # fmt: skip
+def test_bad_environment_is_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    expected: str,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert expected in refused(capsys, "train", config_file(tmp_path), "--run.dir", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_run_is_never_overwritten(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,6 +172,27 @@ def test_damaged_runs_are_refused(tmp_path: Path, finished: Path, capsys: pytest
     assert "expected a whole checkpoint, found none" in refused(capsys, "train", config, "--resume", folder)
     (folder / "run.json").write_text("{")
     assert "run.json: cannot read" in refused(capsys, "train", config, "--resume", folder)
+
+
+def test_damaged_run_json_is_refused_by_every_command(
+    tmp_path: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, folder = finished.parent / "tiny.toml", tmp_path / "run"
+    shutil.copytree(finished, folder)
+    whole = json.loads((folder / "run.json").read_text())
+    commands: tuple[tuple[str | Path, ...], ...] = (
+        ("train", config, "--resume", folder), ("compare", finished, folder), ("generate", folder, "--prompt", "x"),
+    )  # fmt: skip
+    for damaged, key in (
+        ({}, "vocab_size"),
+        ({**whole, "corpus": {}}, "corpus.sha256"),
+        ({**whole, "sessions": []}, "sessions"),
+        ({**whole, "sessions": [{"engine": "none"}]}, "sessions"),
+        ({**whole, "results": 3}, "results"),
+    ):
+        (folder / "run.json").write_text(json.dumps(damaged))
+        for command in commands:
+            assert f"run.json: expected {key} as a run writes it" in refused(capsys, *command)
 
 
 def test_mistake_that_every_rank_meets_is_printed_once(tmp_path: Path) -> None:
@@ -283,4 +340,5 @@ def test_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
     assert json.loads((folder / "run.json").read_text())["sessions"][0]["ranks"] == 2
     (first, said), (second, silent) = ranks(*engine)
     assert (first, second) == (2, 2)
-    assert "error: run.dir: expected a folder without a run" in said and "error:" not in silent
+    assert said.startswith("error: run.dir: expected a folder without a run") and said.count("\n") == 1
+    assert silent == ""

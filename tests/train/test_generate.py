@@ -20,9 +20,9 @@ def test_without_temperature_the_likeliest_token_is_taken(plain_run: Path) -> No
     model = build_model(load_config(plain_run / "config.toml").model, 256)
     load_weights(plain_run / "checkpoints" / "step-8", model)
     tokens = list(b"The class")
-    for _ in range(70):  # beyond the 64 positions the model knows
+    for _ in range(70):  # beyond the 32 positions the model was trained on, and the 64 it has
         with torch.no_grad():
-            tokens.append(int(model(torch.tensor([tokens[-64:]]))[0, -1].argmax()))
+            tokens.append(int(model(torch.tensor([tokens[-32:]]))[0, -1].argmax()))
     text = generate(plain_run, "The class", tokens=70, temperature=0.0, top_k=0, seed=0)
     assert text == "The class" + decode(tokens[9:])
 
@@ -74,3 +74,21 @@ def test_what_cannot_be_read_is_refused(
         assert cli.main(["generate", str(folder), "--prompt", "x"]) == 2
         error = capsys.readouterr().err
         assert message in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_bad_prompts_and_seeds_are_refused(plain_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (("--prompt", "a\udcff"), "--prompt: expected UTF-8 text"),
+        (("--prompt", ""), "--prompt: expected at least one character"),
+        (
+            ("--prompt", "a", "--seed", str(2**63)),
+            "--seed: expected an integer from 0 to 9223372036854775807",
+        ),
+    ):
+        assert cli.main(["generate", str(plain_run), *arguments]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.startswith("error: ") and error.count("\n") == 1
+    assert (
+        cli.main(["generate", str(plain_run), "--prompt", "a", "--tokens", "1", "--seed", str(2**63 - 1)])
+        == 0
+    )

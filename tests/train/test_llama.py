@@ -63,7 +63,7 @@ def formula(c: LlamaConfig) -> int:
 def test_presets_have_the_published_number_of_parameters(preset: str, parameters: int) -> None:
     with torch.device("meta"):
         model = Llama(PRESETS[preset])
-    assert model.num_params() == parameters == formula(PRESETS[preset])
+    assert model.num_params() == parameters == formula(PRESETS[preset]) == PRESETS[preset].parameters
 
 
 def test_every_preset_can_be_chosen_and_is_counted() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from shardwright.train.checkpoint import load_weights, saved_steps
 from shardwright.train.config import OptimizerConfig, load_config
 from shardwright.train.data import batch, load_corpus
 from shardwright.train.loop import learning_rate
+from shardwright.train.metrics import peak_flops
 from shardwright.train.models.llama import build_model
 from shardwright.train.runs import RunFolder
 from tests.train.jobs import config_file, losses, records, train_here
@@ -121,7 +121,58 @@ def test_learning_rate_rises_and_falls_to_its_ends(schedule: str) -> None:
     assert rates[-1] == pytest.approx(2.0 if schedule == "constant" else 0.2)
 
 
-def test_learning_rate_of_the_shortest_runs_is_defined() -> None:
-    for warmup in (0, 1, 5):
-        settings = OptimizerConfig(warmup_steps=warmup)
-        assert all(math.isfinite(learning_rate(0, 1, settings)) for _ in range(1))
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_a_single_step_has_the_peak_rate_or_its_part_of_the_warm_up(schedule: str) -> None:
+    rates = [
+        learning_rate(
+            0, 1, OptimizerConfig.model_validate({"lr": 2.0, "warmup_steps": warmup, "schedule": schedule})
+        )
+        for warmup in (0, 1, 5)
+    ]
+    assert rates == [2.0, 2.0, 0.4]
+
+
+def test_tensorboard_shows_what_was_recorded(plain_run: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(plain_run / "tensorboard"))
+    events.Reload()
+
+    def shown(name: str) -> list[tuple[int, float]]:
+        return [(event.step, event.value) for event in events.Scalars(name)]
+
+    def recorded(name: str) -> list[tuple[int, float]]:
+        # Event files hold float32.
+        values = [(record["step"], record[name]) for record in records(plain_run)]
+        return [(step, torch.tensor(value).item()) for step, value in values if value is not None]
+
+    assert shown("loss/train") == recorded("loss")
+    assert shown("loss/validation") == recorded("validation_loss")
+    assert shown("step/lr") == recorded("lr")
+    assert shown("step/tokens_per_second") == recorded("tokens_per_second")
+    assert "step/mfu" not in events.Tags()["scalars"]  # not known for a CPU
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA A30", 165e12),
+        ("NVIDIA RTX A3000 Laptop GPU", None),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("AMD Instinct MI300X", 1307e12),
+        ("cpu", None),
+    ],
+)
+def test_peak_is_found_by_whole_words_and_only_for_bfloat16(device: str, peak: float | None) -> None:
+    assert peak_flops(device, "bfloat16") == peak
+    assert peak_flops(device, "float32") is None

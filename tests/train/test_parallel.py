@@ -214,7 +214,6 @@ def test_options_an_engine_cannot_honour_are_refused() -> None:
     for options, message in (
         ({"engine": "ddp", "reduce_dtype": "bfloat16"}, "engine ddp reduces in float32"),
         ({"engine": "ddp", "reshard_after_forward": "always"}, "engine ddp shards nothing"),
-        ({"engine": "fsdp2", "reduce_dtype": "float16"}, "expected float32 or bfloat16, found float16"),
     ):
         with pytest.raises(UserError, match=message):
             parallel.check_ranks(tiny(parallel=options), 2)

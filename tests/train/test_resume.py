@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardwright.train.checkpoint import saved_steps, what_is_missing
+from shardwright.train.models.presets import PRESETS, RopeScaling
 from shardwright.train.runs import RunFolder
 from tests.train.jobs import config_file, finish, losses, records, run, start, train_here, wait_for_steps
 
@@ -29,7 +31,10 @@ def test_resume_on_the_same_and_on_another_number_of_ranks(
     tmp_path: Path, plain_run: Path, sharded_run: Path
 ) -> None:
     """The whole way, as a user goes it; all pairs of engines are in test_parallel."""
-    config, broken, shrunk = config_file(tmp_path), tmp_path / "broken", tmp_path / "shrunk"
+    config, broken, shrunk, grown = (
+        config_file(tmp_path),
+        *(tmp_path / name for name in ("broken", "shrunk", "grown")),
+    )
     two_ranks = ("--parallel.engine", "shardwright", "--nproc", "2")
     assert run("train", config, *two_ranks, "--run.dir", broken, "--train.steps", "4")[::2] == (0, "")
     shutil.copytree(broken, shrunk)
@@ -37,6 +42,9 @@ def test_resume_on_the_same_and_on_another_number_of_ranks(
     assert losses(broken) == losses(sharded_run)
     assert train_here(config, "--resume", shrunk) == 0
     assert losses(shrunk) == pytest.approx(losses(plain_run), rel=1e-6)
+    assert train_here(config, "--run.dir", grown, "--train.steps", "4") == 0
+    assert run("train", config, *two_ranks, "--resume", grown)[::2] == (0, "")
+    assert losses(grown) == pytest.approx(losses(plain_run), rel=1e-6)
 
 
 def test_signal_saves_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -75,6 +83,49 @@ def test_incomplete_checkpoint_is_passed_over(
     assert train_here(config, "--resume", folder) == 0
     assert f"{newest} is incomplete" in capsys.readouterr().out
     assert losses(folder) == losses(plain_run)  # steps 5 and 6 again, recorded once
+
+
+def test_broken_checkpoints_do_not_count_among_those_kept(tmp_path: Path) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    every = ("--checkpoint.every", "2", "--checkpoint.keep", "2", "--validation.every", "0")
+    assert train_here(config, "--run.dir", folder, "--train.steps", "8", *every) == 0
+    checkpoints = folder / "checkpoints"
+    shutil.copytree(checkpoints / "step-8", checkpoints / "step-10")
+    for step in (8, 10):
+        next((checkpoints / f"step-{step}").glob("*.distcp")).unlink()
+    assert train_here(config, "--resume", folder, "--train.steps", "7", *every) == 0
+    assert saved_steps(checkpoints) == [7, 6]
+    assert all(what_is_missing(checkpoints / f"step-{step}") is None for step in (7, 6))
+
+
+def test_resume_from_another_folder_by_the_configuration_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, folder, elsewhere = config_file(tmp_path), tmp_path / "run", tmp_path / "elsewhere"
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    source = ("--data.source", "text.txt")
+    assert train_here(config, *source, "--run.dir", folder, "--train.steps", "2") == 0
+    assert train_here(config, *source, "--resume", folder, "--train.steps", "3") == 0
+    monkeypatch.chdir(elsewhere)
+    kept = folder / "config.toml"
+    assert train_here(kept, "--resume", folder, "--train.steps", "4") == 0
+    assert len(records(folder)) == 4
+
+
+def test_changed_preset_does_not_change_an_old_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    assert train_here(config, "--run.dir", folder, "--train.steps", "2") == 0
+    before = RunFolder(folder).config().model.shape()
+    monkeypatch.setitem(
+        PRESETS, "debug", replace(PRESETS["debug"], rope_theta=1.0, rope_scaling=RopeScaling())
+    )
+    assert RunFolder(folder).config().model.shape() == before
+    assert train_here(config, "--resume", folder) == 2
+    assert "expected model.rope_theta = 10000.0 as in" in capsys.readouterr().err
 
 
 def test_interrupted_save_is_no_checkpoint(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def saved_steps(checkpoints: Path) -> list[int]:
 def save(
     checkpoints: Path, model: nn.Module, optimizer: torch.optim.Optimizer, position: Position, keep: int
 ) -> Path:
-    """Write a checkpoint and delete all but the newest `keep`. Called by every rank; returns its folder.
+    """Write a checkpoint and delete all but the newest `keep` whole ones. Called by every rank; returns its folder.
 
     Raises UserError on every rank where the folder cannot be written; earlier checkpoints stay as they are.
     """
@@ -110,8 +110,22 @@ def _finish(partial: Path, final: Path, position: Position, keep: int) -> None:
         shutil.rmtree(final)
     os.replace(partial, final)
     _sync_folder(final.parent)
-    for step in saved_steps(final.parent)[keep:]:
-        shutil.rmtree(step_folder(final.parent, step))
+    _delete_old(final.parent, position.step, keep)
+
+
+def _delete_old(checkpoints: Path, newest: int, keep: int) -> None:
+    """Keep the `keep` newest whole checkpoints up to step `newest`, which was just written.
+
+    A broken one beyond is what a resume has fallen back from: were it counted, it would cost a whole one its place.
+    """
+    kept = 0
+    for step in saved_steps(checkpoints):
+        folder = step_folder(checkpoints, step)
+        whole = step == newest or what_is_missing(folder) is None
+        if kept == keep or (step > newest and not whole):
+            shutil.rmtree(folder)
+        elif step <= newest and whole:
+            kept += 1
 
 
 def _sync_folder(path: Path) -> None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from shardwright.train import metrics, report
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
-from shardwright.train.runs import RunFolder, differences, write_json, writing
+from shardwright.train.runs import RunFolder, differences, open_for_writing, write_json, writing
 
 PIPED_WIDTH = 140
 """Columns of tables that go to a file or a pipe, where nothing tells the width."""
@@ -68,10 +68,7 @@ def read_run(path: Path) -> Run:
     """Raises UserError for a folder that holds no run or one without a single step."""
     folder = RunFolder(path)
     record, config = folder.record(), folder.config()
-    try:
-        steps = metrics.read_records(folder.metrics_file)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder.metrics_file}: cannot read the metrics: {error}") from None
+    steps = metrics.read_records(folder.metrics_file)
     if not steps:
         raise UserError(f"{folder.metrics_file}: expected at least one step, found none")
     return Run(folder, config, record, steps)
@@ -95,9 +92,11 @@ def check_comparable(first: Run, other: Run) -> None:
 
 
 def relative_differences(first: Run, other: Run) -> dict[int, float]:
-    """|other - first| / |first| of the loss at every step both have."""
+    """|other - first| / |first| of the loss at every step both have; where the first's is 0, without the division."""
     ours, theirs = first.losses, other.losses
-    return {step: abs(theirs[step] - ours[step]) / abs(ours[step]) for step in ours if step in theirs}
+    return {
+        step: abs(theirs[step] - ours[step]) / (abs(ours[step]) or 1.0) for step in ours if step in theirs
+    }
 
 
 def agreement(first: Run, other: Run) -> Agreement:
@@ -111,26 +110,24 @@ def agreement(first: Run, other: Run) -> Agreement:
 
 
 def compare(runs: list[Path], out: Path | None) -> int:
-    """Print a table of the runs, write compare.json and compare.png into `out` (default: the first run's folder).
+    """Print a table of two or more runs, write compare.json and compare.png into `out` (default: the first run's
+    folder).
 
-    Returns 0. Raises UserError for fewer than two runs and for runs that cannot be compared.
+    Returns 0. Raises UserError for runs that cannot be compared and a folder that cannot be written.
     """
-    if len(runs) < 2:
-        raise UserError(f"compare: expected at least two runs, found {len(runs)}")
     read = [read_run(path) for path in runs]
     for other in read[1:]:
         check_comparable(read[0], other)
     figures = [figures_of(run, read[0]) for run in read]
     pairs = pairs_of(read)
+    target = read[0].folder.path if out is None else out
+    open_for_writing(target, "--out")
     console = Console()
     if not console.is_terminal:
         console = Console(width=PIPED_WIDTH)
     console.print(table_of(read, figures))
     if len(read) > 2:
         console.print(pair_table(read, pairs))
-    target = read[0].folder.path if out is None else out
-    with writing(target):
-        target.mkdir(parents=True, exist_ok=True)
     write_json(target / "compare.json", {"runs": figures, "pairs": pairs})
     with writing(target):
         report.comparison([curve_of(run, read[0], figure) for run, figure in zip(read, figures, strict=True)],

@@ -61,17 +61,12 @@ def _draw(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Gen
 def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> str:
     """The prompt and `tokens` tokens the run's newest checkpoint puts after it.
 
-    Raises UserError for a folder that is no run or has no whole checkpoint, and for numbers out of range.
+    Raises UserError for a folder that is no run or has no whole checkpoint, and for a prompt that is no text.
     """
-    for name, value, least in (
-        ("--tokens", tokens, 0),
-        ("--temperature", temperature, 0),
-        ("--top-k", top_k, 0),
-    ):
-        if value < least:
-            raise UserError(f"{name}: expected at least {least}, found {value}")
     if not prompt:
         raise UserError("--prompt: expected at least one character, found none")
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise UserError("--prompt: expected UTF-8 text, found other bytes")
     folder = RunFolder(run)
     record, config = folder.record(), folder.config()
     device = torch.device("cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu")
@@ -80,6 +75,6 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int
     checkpoint.load_weights(newest, model)
     drawn = sample(
         model.to(device), encode(prompt), count=tokens, temperature=temperature, top_k=top_k, seed=seed,
-        context=model.config.max_seq_len, device=device,
+        context=config.train.seq_len, device=device,  # positions beyond were never trained
     )  # fmt: skip
     return prompt + decode(drawn)

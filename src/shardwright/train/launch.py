@@ -33,7 +33,14 @@ from shardwright.train.config import Config
 from shardwright.train.data import load_corpus
 from shardwright.train.errors import UserError
 from shardwright.train.loop import NonFiniteError, train
-from shardwright.train.parallel import World, check_ranks, choose_device, join_world, under_launcher
+from shardwright.train.parallel import (
+    World,
+    check_environment,
+    check_ranks,
+    choose_device,
+    join_world,
+    under_launcher,
+)
 from shardwright.train.runs import RunFolder, check_same_job, create_run, find_run, mark_failed, now, writing
 
 FOLDER_VARIABLE = "SHARDWRIGHT_RUN_FOLDER"
@@ -52,8 +59,9 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
     `resume` is None for a new run, "" for the newest run of that name, else a run's folder. `argv` is the command
     line, for starting the ranks with. Raises UserError, in one process only, for what the user has to correct.
     """
+    check_environment()
     if under_launcher():
-        return _run_rank(config, resume)
+        return _run_rank(config, resume, "--debug" in argv)
     ranks = _ranks_wanted(config, nproc)
     check_ranks(config, ranks)
     folder = _open_folder(config, resume)
@@ -71,8 +79,6 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
 
 
 def _ranks_wanted(config: Config, nproc: int | None) -> int:
-    if nproc is not None and nproc < 1:
-        raise UserError(f"--nproc: expected at least 1, found {nproc}")
     gpus = torch.cuda.device_count() if choose_device(config) == "cuda" else 0
     if nproc is not None:
         if gpus and nproc > gpus:
@@ -128,7 +134,7 @@ class Complaint:
     trace: str
 
 
-def _run_rank(config: Config, resume: str | None) -> int:
+def _run_rank(config: Config, resume: str | None, debug: bool) -> int:
     """Train as one rank. Errors go to the launcher where there is one; under plain torchrun rank 0 prints them."""
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     if launcher:
@@ -146,19 +152,22 @@ def _run_rank(config: Config, resume: str | None) -> int:
         elif complaint.kind == "user" and complaint.rank == 0:
             raise
         else:
-            status = _report_alone(complaint)
-        traceback.print_exc()
+            status = _report_alone(complaint, debug)
+        if launcher or debug:  # Of our launcher stderr is a log.
+            traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
         # Not sys.exit: destructors of process groups may wait for ranks that will never come.
         os._exit(status)
 
 
-def _report_alone(complaint: Complaint) -> int:
+def _report_alone(complaint: Complaint, debug: bool) -> int:
     if complaint.kind == "user":
         return 2  # rank 0 prints it
     if complaint.kind != "nonfinite" or complaint.rank == 0:
-        print(f"error: rank {complaint.rank}: {complaint.message}", file=sys.stderr, flush=True)
+        hint = "" if debug or complaint.kind == "nonfinite" else " (add --debug to see the traceback)"
+        message = " ".join(complaint.message.split())
+        print(f"error: rank {complaint.rank}: {message}{hint}", file=sys.stderr, flush=True)
     return 1
 
 

@@ -77,7 +77,7 @@ class Trainer:
     def __init__(self, config: Config, world: World, corpus: Corpus) -> None:
         self.config, self.world, self.corpus = config, world, corpus
         self.micro_batches = config.train.accumulation_steps(world.size)
-        corpus.windows(config.train.seq_len)
+        parallel.check_batch_fits(config.train, corpus.windows(config.train.seq_len))
         if config.validation.every:
             corpus.windows(config.train.seq_len, "validation")
         torch.manual_seed(config.run.seed)  # equal on all ranks, which is what makes their models equal
@@ -277,7 +277,7 @@ def step_record(
     config, world, position = trainer.config, trainer.world, trainer.position
     tokens_per_second = config.train.global_batch * config.train.seq_len / seconds
     flops_per_second = tokens_per_second * trainer.flops_per_token / world.size
-    peak = metrics.peak_flops(metrics.device_name(world.device))
+    peak = metrics.peak_flops(metrics.device_name(world.device), config.parallel.param_dtype)
     return metrics.StepRecord(
         step=position.step,
         loss=result.loss,

@@ -6,10 +6,11 @@ Nothing here computes losses or talks to other ranks; it formats, measures this 
 from __future__ import annotations
 
 import json
+import re
 import resource
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
@@ -27,10 +28,14 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from shardwright.train.errors import UserError
 from shardwright.train.runs import writing
 
 PEAK_FLOPS: tuple[tuple[str, float], ...] = (
+    ("GB200", 2500e12),
     ("B200", 2250e12),
+    ("GH200", 989e12),
+    ("H200 NVL", 835e12),
     ("H200", 989e12),
     ("H100 PCIe", 756e12),
     ("H100 NVL", 835e12),
@@ -39,17 +44,22 @@ PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     ("A30", 165e12),
     ("A10G", 70e12),
     ("L40S", 362e12),
+    ("L40", 181e12),
     ("L4", 121e12),
     ("MI325X", 1307e12),
     ("MI300X", 1307e12),
     ("MI250X", 191.5e12),  # of one of its two dies, which is what torch calls a device
 )
-"""Dense bf16 FLOP/s by a part of the device's name, from the makers' data sheets; the first that matches counts."""
+"""Dense bf16 FLOP/s by words of the device's name, from the makers' data sheets; the first that matches counts."""
 
 
-def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a device, None where the table has no such device (a CPU, say)."""
-    return next((peak for name, peak in PEAK_FLOPS if name.lower() in device_name.lower()), None)
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Dense FLOP/s of a device that computes in `dtype`, None where the table does not tell: it knows bfloat16 on
+    some GPUs."""
+    if dtype != "bfloat16":
+        return None
+    # Whole words: an L4 is no L40, an A30 no A3000.
+    return next((peak for name, peak in PEAK_FLOPS if re.search(rf"\b{name}\b", device_name, re.I)), None)
 
 
 def device_name(device: torch.device) -> str:
@@ -95,7 +105,7 @@ class StepRecord:
     data_seconds: float  # of those, spent waiting for data
     tokens_per_second: float  # of all ranks
     flops_per_second: float  # of the model (not of the hardware), per device
-    mfu: float | None  # part of the device's peak; None where that is not known
+    mfu: float | None  # part of the device's bf16 peak; None in float32 or where the peak is not known
     memory_active: int  # bytes, this and the two below: see Memory; rank 0's
     memory_reserved: int
     memory_total: int
@@ -139,20 +149,40 @@ def drop_after(path: Path, steps_done: int) -> None:
     """Remove records of steps after `steps_done`: a resumed run takes those steps again."""
     if not path.exists():
         return
-    kept = [line for line in read_lines(path) if json.loads(line)["step"] <= steps_done]
+    kept = [json.dumps(record) for record in read_records(path) if record["step"] <= steps_done]
     temporary = path.with_name(path.name + ".new")
     temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     temporary.replace(path)
 
 
-def read_lines(path: Path) -> list[str]:
-    """The whole lines of a metrics file. A last line cut off by a crash is left out."""
-    text = path.read_text(encoding="utf-8")
-    return text[: text.rfind("\n") + 1].splitlines()
-
-
 def read_records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in read_lines(path)]
+    """The records of a metrics file. A last line cut off by a crash is left out.
+
+    Raises UserError for a file that cannot be read and for a line that is no record, by its number.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot read the metrics: {error}") from None
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    return [_record(line, f"line {number} of {path}") for number, line in enumerate(lines, start=1)]
+
+
+def _record(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        raise UserError(f"metrics: expected JSON, found something else in {where}") from None
+    if not isinstance(record, dict):
+        raise UserError(f"metrics: expected a JSON object, found {type(record).__name__} in {where}")
+    for field in fields(StepRecord):
+        value, optional = record.get(field.name), field.name in ("mfu", "validation_loss")
+        finite = isinstance(value, int | float) and abs(value) < float("inf")
+        if not finite and not (optional and value is None):
+            raise UserError(f"metrics: expected a number for {field.name}, found {value!r} in {where}")
+    if record["seconds"] <= 0:
+        raise UserError(f"metrics: expected seconds > 0, found {record['seconds']} in {where}")
+    return record
 
 
 class TensorBoard:

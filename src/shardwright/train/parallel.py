@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,12 +28,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwright as sw
-from shardwright.train.config import Config, ParallelConfig
+from shardwright.train.config import Config, ParallelConfig, TrainConfig
 from shardwright.train.errors import UserError
 from shardwright.train.models.llama import Block, Llama
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others before it gives them up. SHARDWRIGHT_TIMEOUT (seconds) replaces it."""
+EPOCHS_PER_STEP = 1000
+"""Passes over the training text in one step from which on a global batch is taken for a mistake."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -58,6 +61,50 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def check_environment() -> None:
+    """Refuse variables of a launcher, or of ours, that no job can run with. Needs no process group."""
+    collective_timeout()
+    if not under_launcher():
+        return
+    size = _whole_number("WORLD_SIZE", 1)
+    _whole_number("RANK", 0, size - 1)
+    _whole_number("LOCAL_RANK", 0)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise UserError(
+                f"{name}: expected it beside RANK and WORLD_SIZE, found none; set it, or unset those two"
+            )
+    _whole_number("MASTER_PORT", 0, 65535)
+
+
+def _whole_number(name: str, least: int, most: int | None = None) -> int:
+    text = os.environ.get(name, str(least))
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least or (most is not None and value > most):
+        limits = f">= {least}" if most is None else f"from {least} to {most}"
+        raise UserError(
+            f"{name}: expected an integer {limits}, found {text!r}; unset it to train without a launcher"
+        )
+    return value
+
+
+def collective_timeout() -> timedelta:
+    """How long to wait for other ranks. Raises UserError where SHARDWRIGHT_TIMEOUT is no such time."""
+    text = os.environ.get("SHARDWRIGHT_TIMEOUT")
+    if not text:
+        return COLLECTIVE_TIMEOUT
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1e-3 <= seconds <= 1e9:  # What the backends can count.
+        raise UserError(f"SHARDWRIGHT_TIMEOUT: expected seconds from 0.001 to 1e9, found {text!r}")
+    return timedelta(seconds=seconds)
+
+
 def choose_device(config: Config) -> str:
     """cpu or cuda. Raises UserError where cuda is asked for and there is none."""
     if config.run.device == "cuda" and not torch.cuda.is_available():
@@ -72,12 +119,6 @@ def check_ranks(config: Config, ranks: int) -> None:
         raise UserError(
             f"parallel.engine: none runs on exactly 1 rank, found {ranks}; give --nproc 1 or another engine"
         )
-    for key in ("param_dtype", "reduce_dtype"):
-        if getattr(parallel, key) == "float16":
-            raise UserError(
-                f"parallel.{key}: expected float32 or bfloat16, found float16, whose gradients underflow without loss "
-                "scaling, which the trainer does not have"
-            )
     if parallel.engine == "ddp" and parallel.reduce_dtype != "float32":
         raise UserError(
             f"parallel.reduce_dtype: engine ddp reduces in float32, found {parallel.reduce_dtype}"
@@ -88,12 +129,35 @@ def check_ranks(config: Config, ranks: int) -> None:
             f"{parallel.reshard_after_forward}; leave it at default"
         )
     config.train.accumulation_steps(ranks)
+    _check_model_fits(config)
+
+
+def _check_model_fits(config: Config) -> None:
+    """Refuse a model whose parameters and rotary tables exceed this machine's memory: each rank builds them whole."""
+    shape, memory = config.model.shape(), psutil.virtual_memory().total
+    need = 4 * (shape.parameters + shape.max_seq_len * shape.head_dim)
+    if need > memory:
+        raise UserError(
+            f"model: expected one whose parameters fit into the {memory:,} bytes of this machine, found "
+            f"{shape.parameters:,}, which with the rotary tables need {need:,} bytes; choose a smaller preset, "
+            "model.dim, model.n_layers, model.vocab_size or model.max_seq_len"
+        )
+
+
+def check_batch_fits(train: TrainConfig, windows: int) -> None:
+    """Refuse a global batch that no step would ever get through. `windows` is the sequences of the training text."""
+    if train.global_batch > EPOCHS_PER_STEP * windows:
+        raise UserError(
+            f"train.global_batch: expected at most {EPOCHS_PER_STEP} times the {windows} sequences of the training "
+            f"text (that is {EPOCHS_PER_STEP * windows}), found {train.global_batch}"
+        )
 
 
 @contextmanager
 def join_world(config: Config) -> Iterator[World]:
     """Become a rank: pick the device, set up the process group (also for one rank), take it down again at the end."""
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    # Of one variable without the other nothing follows: some systems leave RANK behind.
+    rank, size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if under_launcher() else (0, 1)
     check_ranks(config, size)
     kind = choose_device(config)
     device = torch.device(kind)
@@ -106,10 +170,7 @@ def join_world(config: Config) -> Iterator[World]:
             )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-    seconds = os.environ.get("SHARDWRIGHT_TIMEOUT")
-    options: dict[str, Any] = {
-        "timeout": timedelta(seconds=float(seconds)) if seconds else COLLECTIVE_TIMEOUT
-    }
+    options: dict[str, Any] = {"timeout": collective_timeout()}
     if not under_launcher():
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if kind == "cuda":

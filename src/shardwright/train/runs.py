@@ -12,7 +12,7 @@ import platform
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -67,23 +67,45 @@ class RunFolder:
 
     def exists(self) -> bool:
         """Whether a run was ever started here."""
-        return self.record_file.is_file()
+        # Path.is_file would raise where nobody may look.
+        return os.path.isfile(self.record_file)
 
     def record(self) -> dict[str, Any]:
-        """What run.json says. Raises UserError where there is none or it cannot be read."""
+        """What run.json says. Raises UserError where there is none, it cannot be read or lacks what runs write."""
         try:
             record = json.loads(self.record_file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise UserError(f"{self.path}: expected the folder of a run, found no run.json in it") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{self.record_file}: cannot read what is known of the run: {error}") from None
         if not isinstance(record, dict):
             raise UserError(f"{self.record_file}: expected a JSON object, found {type(record).__name__}")
+        damaged = _damaged_key(record)
+        if damaged is not None:
+            raise UserError(
+                f"{self.record_file}: expected {damaged} as a run writes it, found none or something else; the file "
+                "is damaged"
+            )
         return record
 
     def config(self) -> Config:
         """The configuration the run was last started with."""
         return load_config(self.config_file)
+
+
+def _damaged_key(record: Mapping[str, Any]) -> str | None:
+    """The first key that is missing in a run.json, or whose value is of another kind than runs write."""
+    corpus, sessions, results = record.get("corpus"), record.get("sessions"), record.get("results", {})
+    facts = {field.name for field in fields(Session)}
+    sound = {
+        "vocab_size": type(record.get("vocab_size")) is int,
+        "corpus.sha256": isinstance(corpus, dict) and isinstance(corpus.get("sha256"), str),
+        "sessions": isinstance(sessions, list)
+        and sessions != []
+        and all(isinstance(session, dict) and facts <= session.keys() for session in sessions),
+        "results": isinstance(results, dict) and type(results.get("peak_memory", 0)) is int,
+    }
+    return next((key for key, is_sound in sound.items() if not is_sound), None)
 
 
 @contextmanager
@@ -97,7 +119,7 @@ def writing(path: Path) -> Iterator[None]:
 
 def unwritable(path: Path, error: BaseException) -> str:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-    return f"{path}: cannot write: {reason}; what was saved before is untouched, make room or choose another run.dir"
+    return f"{path}: cannot write: {reason}; what was saved before is untouched, make room or choose another folder"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -110,6 +132,17 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def open_for_writing(folder: Path, what: str) -> None:
+    """Make `folder` if need be. Raises UserError, which names `what`, where nothing can be written into it."""
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise UserError(f"{what}: expected a folder, found a file at {folder}")
+    probe = folder / ".writable"
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
 
 
 def now() -> str:
@@ -125,14 +158,9 @@ def create_run(config: Config) -> RunFolder:
                 f"run.dir: expected a folder without a run, found one in {folder.path}; go on with it by --resume, "
                 "or give another folder"
             )
-        with writing(folder.path):
-            folder.path.mkdir(parents=True, exist_ok=True)
     else:
         folder = RunFolder(_unique_folder(f"{config.run.name}-{datetime.now():%Y%m%d-%H%M%S}"))
-    probe = folder.path / ".writable"
-    with writing(folder.path):
-        probe.write_bytes(b"")
-        probe.unlink()
+    open_for_writing(folder.path, "run.dir")
     return folder
 
 
@@ -184,7 +212,11 @@ def check_same_job(folder: RunFolder, config: Config, what: str) -> None:
 
 
 def differences(first: Config, second: Config) -> Iterator[tuple[str, object, object]]:
-    """What differs between two configurations in the model, the data or the order of samples: key and both values."""
+    """What differs between two configurations in the model, the data or the order of samples: key and both values.
+
+    Compared is what the keys come to, not how they are spelled.
+    """
+    first, second = first.resolved(), second.resolved()
     pairs = [
         (f"model.{key}", value, getattr(second.model.shape(), key))
         for key, value in vars(first.model.shape()).items()
@@ -245,7 +277,7 @@ class RunRecord:
             *sessions,
             {**asdict(session), "end": None, "status": "running", "to_step": None},
         ]
-        write_text(folder.config_file, config.to_toml())
+        write_text(folder.config_file, config.resolved().to_toml())
         write_json(folder.record_file, self.content)
 
     def close(self, status: str, step: int, results: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ torch, so that `--help` and a mistyped key are answered at once.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -16,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from shardwright.train.errors import UserError
 from shardwright.train.models.presets import PRESETS, LlamaConfig, RopeScaling
 
-DType = Literal["float32", "bfloat16", "float16"]
+# No float16: its gradients underflow without loss scaling, which the trainer does not have.
+DType = Literal["float32", "bfloat16"]
 # strict=False on the outside only: TOML has lists where an immutable model wants tuples.
 Paths = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, min_length=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -108,6 +110,14 @@ class ModelConfig(Section):
             given["rope_scaling"] = RopeScaling(**dict(scaling)) if scaling.factor > 1 else None
         return replace(PRESETS[self.preset], **given)
 
+    def resolved(self) -> ModelConfig:
+        """The same model with every number written out, so that nothing depends on the preset any more."""
+        numbers = vars(self.shape())
+        scaling = numbers["rope_scaling"]
+        # A factor of 1 stands for none: without the table the preset's would come back.
+        table = RopeScalingConfig(factor=1.0) if scaling is None else RopeScalingConfig(**vars(scaling))
+        return self.model_copy(update={**numbers, "rope_scaling": table})
+
 
 class DataConfig(Section):
     """The text to learn and how it becomes tokens."""
@@ -130,6 +140,14 @@ class DataConfig(Section):
     tokenizer: Literal["bytes"] = Field(
         default="bytes", description="bytes: every byte of the UTF-8 text is a token."
     )
+
+    def resolved(self) -> DataConfig:
+        """The same text with absolute paths, to be found from any folder."""
+        if isinstance(self.source, str):
+            absolute: str | Paths = self.source if self.source == "pydoc" else os.path.abspath(self.source)
+        else:
+            absolute = tuple(map(os.path.abspath, self.source))
+        return self.model_copy(update={"source": absolute})
 
 
 class TrainConfig(Section):
@@ -273,6 +291,10 @@ class Config(Section):
                 f"on, found {self.validation.every}"
             )
         return self
+
+    def resolved(self) -> Config:
+        """The same job, independent of presets and of the current folder: what a run keeps of its configuration."""
+        return self.model_copy(update={"model": self.model.resolved(), "data": self.data.resolved()})
 
     def to_toml(self) -> str:
         """The configuration as a TOML file that loads back equal. Keys left to the preset are left out."""

@@ -146,6 +146,10 @@ def _documents(path: Path, content: str, text_key: str) -> Iterator[str]:
             raise UserError(
                 f"data.source: expected JSON, found an error at column {error.colno} {where}"
             ) from None
+        except (ValueError, RecursionError):  # beyond what Python reads
+            raise UserError(
+                f"data.source: expected JSON, found it nested too deep or a number too long {where}"
+            ) from None
         if not isinstance(document, dict) or text_key not in document:
             raise UserError(f"data.text_key: expected key {text_key!r}, found none {where}")
         text = document[text_key]

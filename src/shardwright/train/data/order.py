@@ -41,11 +41,6 @@ class SampleOrder:
                 return position
 
 
-def sample(seed: int, index: int, windows: int, seq_len: int) -> int:
-    """Offset of the first token of sample `index`, in a corpus of `windows` windows of `seq_len` tokens."""
-    return SampleOrder(windows, seed)[index] * seq_len
-
-
 def _feistel(value: int, half_bits: int, key: bytes) -> int:
     """A permutation of the numbers of 2 x half_bits bits."""
     mask = (1 << half_bits) - 1

@@ -64,6 +64,14 @@ class LlamaConfig:
     def head_dim(self) -> int:
         return self.dim // self.n_heads
 
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, a tied matrix counted once."""
+        attention = 2 * self.dim * self.dim + 2 * self.dim * self.n_kv_heads * self.head_dim
+        block = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
+        matrices = 1 if self.tied_embeddings else 2
+        return self.n_layers * block + self.dim + matrices * self.vocab_size * self.dim
+
 
 # debug and 150M carry the vocabulary of the byte tokenizer; the others are the published shapes of
 # Llama 3.2 (1B, 3B) and Llama 3.1 (8B, 70B, 405B).
