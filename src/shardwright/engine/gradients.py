@@ -6,6 +6,7 @@ collective, and shows the result as DTensors made once. It does not decide when 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 
@@ -139,11 +140,11 @@ class Reduction:
         self._unit = (number, name)
         self._flags[:, len(self._parameters)] = _tag(number)
 
-    def _check_tags(self, rows: torch.Tensor) -> None:
-        """Raise if a rank sent the gradients of another unit."""
+    def _check_tags(self, divided_by: float, rows: torch.Tensor) -> None:
+        """Raise if a rank sent the gradients of another unit. A power of two has divided the tags, too."""
         number, name = self._unit
         found = rows[:, self.packing.tag].tolist()
-        others = [rank for rank, tag in enumerate(found) if tag != _tag(number)]
+        others = [rank for rank, tag in enumerate(found) if tag * divided_by != _tag(number)]
         if others:
             raise RuntimeError(
                 f"The ranks reduce different units: rank {self._comm.rank} reduced the gradients of unit {number} "
@@ -246,7 +247,8 @@ class Reduction:
                 self.packing.numel, dtype=self.packing.reduce_dtype, device=self._comm.device
             )
         self._output = output
-        self._pending = self._comm.reduce_scatter(output, packed, division, self._check_tags)
+        inspect = functools.partial(self._check_tags, division.before)
+        self._pending = self._comm.reduce_scatter(output, packed, division, inspect)
 
     def finish(self) -> None:
         """Order the computation after the reduction and set or add to every used parameter's ``.grad``."""
