@@ -51,6 +51,7 @@ _engine = _probe(torch.autograd.Variable, "_execution_engine")
 _graph_task_id = _probe(torch._C, "_current_graph_task_id")
 _use_count = _probe(torch._C, "_storage_Use_Count")
 
+foreach_copy_ = _probe(torch, "_foreach_copy_")
 foreach_mul_ = _probe(torch, "_foreach_mul_")
 foreach_norm = _probe(torch, "_foreach_norm")
 

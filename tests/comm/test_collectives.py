@@ -41,7 +41,7 @@ def test_reduction_divides_once(
     rank: int, world_size: int, dtype: torch.dtype, factor: float | None, gloo: bool
 ) -> None:
     comm = communicator()
-    comm._all_to_all = gloo  # the path of other backends runs on gloo too
+    comm._gloo = gloo  # the path of other backends runs on gloo too
     row = torch.arange(world_size * 6, dtype=torch.float32).view(world_size, 6)
     output = torch.empty(6, dtype=dtype)
     comm.reduce_scatter(output, (row * (rank + 1)).to(dtype), plan_division(dtype, world_size, factor)).wait()
@@ -55,7 +55,7 @@ def test_reduction_divides_once(
 def test_gloo_is_recognised_however_the_group_was_made(rank: int, world_size: int) -> None:
     for backend in (None, "gloo", "cpu:gloo"):
         group = dist.new_group(backend=backend)
-        assert Communicator(group, torch.device("cpu"))._all_to_all, backend
+        assert Communicator(group, torch.device("cpu"))._gloo, backend
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 1000])
