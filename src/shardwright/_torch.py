@@ -42,6 +42,7 @@ else:
 
 
 AllgatherOptions = _probe(_c10d, "AllgatherOptions")
+AllToAllOptions = _probe(_c10d, "AllToAllOptions")
 ReduceScatterOptions = _probe(_c10d, "ReduceScatterOptions")
 
 #: ``chunk_cat(tensors, dim, num_chunks, out=)``: pads, cuts, casts and packs rank-major in one pass.
@@ -51,19 +52,35 @@ _engine = _probe(torch.autograd.Variable, "_execution_engine")
 _graph_task_id = _probe(torch._C, "_current_graph_task_id")
 _use_count = _probe(torch._C, "_storage_Use_Count")
 
+#: Moves version counters without an operation.
+increment_version = _probe(torch.autograd.graph, "increment_version")
+
 foreach_copy_ = _probe(torch, "_foreach_copy_")
 foreach_mul_ = _probe(torch, "_foreach_mul_")
 foreach_norm = _probe(torch, "_foreach_norm")
 
 
-def backend_of(group: Any, device: torch.device) -> str:
-    """The name of the backend that serves ``device`` in a group, however the group was made."""
-    return group._get_backend(device).name()
+def backend_for(group: Any, device: torch.device) -> Any:
+    """The backend that serves ``device`` in a group, however the group was made."""
+    return group._get_backend(device)
 
 
 def local_of(dtensor: DTensor) -> torch.Tensor:
     """The local tensor itself. ``to_local`` of a parameter makes a new view at every call."""
     return dtensor._local_tensor
+
+
+def rebind(dtensor: DTensor, new: DTensor) -> None:
+    """Make ``dtensor``, the same object, what ``new`` is: shape, dtype, local tensor and placement."""
+    # An assignment to ``.data`` changes the outside of a wrapper subclass only.
+    torch.Tensor.data.__set__(dtensor, new)  # type: ignore[attr-defined]
+    dtensor._local_tensor = new._local_tensor
+    dtensor._spec = new._spec
+
+
+def gradient_hooks(parameter: torch.Tensor) -> dict[int, Any] | None:
+    """Hooks of ``Tensor.register_hook``, which autograd cannot call on a parameter it never sees."""
+    return parameter._backward_hooks
 
 
 def post_accumulate_grad_hooks(parameter: torch.Tensor) -> dict[int, Any] | None:

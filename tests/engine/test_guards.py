@@ -64,6 +64,8 @@ def test_ranks_that_leave_out_different_parameters(
 
 @multirank(2)
 def test_backward_that_enters_a_unit_unseen_is_refused(rank: int, world_size: int) -> None:
+    aside = []
+
     class Aside(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -71,7 +73,7 @@ def test_backward_that_enters_a_unit_unseen_is_refused(rank: int, world_size: in
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.main(x)
-            self.aside = self.side(y).sum()
+            aside.append(self.side(y).sum())
             return y
 
     torch.manual_seed(0)
@@ -80,24 +82,7 @@ def test_backward_that_enters_a_unit_unseen_is_refused(rank: int, world_size: in
     sw.fully_shard(model)
     y = model(torch.randn(2, 4))
     with pytest.raises(RuntimeError, match=r"parameters of unit '0' not through the unit's outputs"):
-        (y.sum() + model[0].aside).backward()
-
-
-@multirank(2)
-def test_replaced_parameters_are_refused_by_name(rank: int, world_size: int) -> None:
-    batch = tokens(0, 0, rank)
-    model = shard(build())
-    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
-    with pytest.raises(RuntimeError, match=r"'embed.weight' was replaced after fully_shard"):
-        model(batch)
-    model = shard(build())
-    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    with pytest.raises(RuntimeError, match=r"'head.weight' was replaced"):
-        model(batch)
-    model = shard(build())
-    model.blocks[0].up.double()
-    with pytest.raises(RuntimeError, match=r"'up.weight' was replaced"):
-        model(batch)
+        (y.sum() + aside[0]).backward()
 
 
 def fail_once(module: nn.Module) -> None:
@@ -180,20 +165,22 @@ def test_unsharded_by_hand_and_stepped_since(rank: int, world_size: int) -> None
 
 
 @multirank(2)
-def test_slabs_kept_over_a_step_are_not_taken_for_new(rank: int, world_size: int) -> None:
-    model, reference = shard(build(), reshard_after_forward=False), build()
-    model.set_reshard_after_backward(False)
+@pytest.mark.parametrize("keep", [True, False])
+def test_backward_over_weights_that_changed_is_refused_as_by_torch(
+    rank: int, world_size: int, keep: bool
+) -> None:
+    model, reference = shard(build(), reshard_after_forward=not keep), build()
+    model.set_reshard_after_backward(not keep)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     backward(model, rank)
     batch = tokens(1, 0, rank)
     loss = loss_of(model(batch), batch)
-    optimizer.step()  # between forward and backward: plain torch refuses the backward; here it keeps an old slab
-    loss.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
     optimizer.zero_grad()
-    model.reshard()
-    state = model.state_dict()
-    reference.load_state_dict({k: full(v) for k, v in state.items()})
-    torch.testing.assert_close(model(batch), reference(batch))
+    reference.load_state_dict({k: full(v) for k, v in model.state_dict().items()})
+    torch.testing.assert_close(model(batch), reference(batch))  # a kept slab is not taken for new
 
 
 @multirank(2)
@@ -259,18 +246,6 @@ def test_the_first_call_may_be_in_inference_mode(rank: int, world_size: int) -> 
         model(tokens(0, 0, rank))
     backward(model, rank)
     check_gradients(model, expected_gradients(world_size))
-
-
-@multirank(2)
-def test_outputs_that_are_views_of_weights_are_refused(rank: int, world_size: int) -> None:
-    class Table(nn.Embedding):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.weight[:2]
-
-    model = sw.fully_shard(Table(4, 3))
-    for mode in (torch.enable_grad(), torch.no_grad()):
-        with mode, pytest.raises(RuntimeError, match=r"output of unit 'Table'.*Return a clone"):
-            model(torch.zeros(1))
 
 
 @multirank(2)
@@ -343,7 +318,8 @@ def test_ranks_that_reduce_different_units_are_named(rank: int, world_size: int)
     outputs = model(torch.randn(2, 4))
     used = [y for i, y in enumerate(outputs) if i != 2 * rank]
     with pytest.raises(
-        RuntimeError, match=r"ranks reduce different units: rank \d reduced the gradients of unit"
+        RuntimeError,
+        match=r"diverged: rank 0 reduces the gradients of unit 3 .*; rank 1 reduces the gradients of unit 2",
     ):
         sum(y.sum() for y in used).backward()
 

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright._torch import AllgatherOptions, ReduceScatterOptions, backend_of, foreach_copy_
+from shardwright._torch import (
+    AllgatherOptions,
+    AllToAllOptions,
+    ReduceScatterOptions,
+    backend_for,
+    foreach_copy_,
+)
 from shardwright.comm.streams import Streams, streams_for
 
 
@@ -28,8 +34,10 @@ class Division:
     after: float = 1.0
 
 
-def plan_division(reduce_dtype: torch.dtype, world_size: int, factor: float | None) -> Division:
-    """Divide by ``factor`` (default: the number of ranks).
+def plan_division(
+    reduce_dtype: torch.dtype, world_size: int, factor: float | None, force_sum: bool = False
+) -> Division:
+    """Divide by ``factor`` (default: the number of ranks), with ``force_sum`` never inside the collective.
 
     float16 overflows at 65504, so it is divided by a power of two near the root of the factor before the sum and by
     the rest after it; the wider exponents of the other dtypes do not need that.
@@ -40,7 +48,7 @@ def plan_division(reduce_dtype: torch.dtype, world_size: int, factor: float | No
         while factor / before > before:
             before *= 2
         return Division(before=before, after=factor / before)
-    if factor == world_size:
+    if factor == world_size and not force_sum:
         return Division(average=True)
     return Division(after=factor)
 
@@ -75,6 +83,9 @@ class Pending:
             finish()
 
 
+RECORD = 5  #: integers that ranks show each other before a collective
+
+
 class Communicator:
     """Collectives of one process group. Makes no communicator: the group's own is created at its first collective."""
 
@@ -86,9 +97,25 @@ class Communicator:
         self.streams = streams_for(device)
         # gloo's reduce-scatter is slow: an all-to-all and a local sum took 0.33 / 0.48 / 5.5 ms where it took
         # 0.66 / 3.8 / 12 ms for 64 KiB / 1 MiB / 12 MiB on two ranks; the local sum also rounds only once.
-        self._gloo = device.type == "cpu" and backend_of(group, device) == "gloo"
+        self._gloo = device.type == "cpu" and backend_for(group, device).name() == "gloo"
         self._gather_options = AllgatherOptions()
         self._gather_options.asyncOp = self.streams.asynchronous
+        #: Whether :meth:`exchange` does anything: where unequal sizes would abort the process.
+        self.exchanges = self._gloo and self.world_size > 1
+        self._mine = torch.zeros(self.world_size, RECORD, dtype=torch.int64)
+        self._theirs = torch.zeros_like(self._mine)
+        self.models = 0  #: how many roots have used this communicator, for their numbers
+
+    def exchange(self, record: tuple[int, ...]) -> list[list[int]] | None:
+        """Show every rank ``record`` (at most RECORD integers); return all ranks' if they are not the same.
+
+        Waits for the other ranks. It does not pass through torch's dispatcher, so modes that count collectives see
+        those of the step only, and it is an all-to-all, which pairs with none of the collectives that users call.
+        """
+        self._mine[:, : len(record)] = torch.tensor(record)
+        backend = backend_for(self.group, self.device)
+        backend.alltoall_base(self._theirs, self._mine, [], [], AllToAllOptions()).wait()
+        return None if torch.equal(self._theirs, self._mine) else self._theirs.tolist()
 
     def all_gather(
         self,
@@ -96,22 +123,28 @@ class Communicator:
         inputs: list[torch.Tensor],
         casts: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
         on_done: Callable[[], None] | None = None,
+        announce: Callable[[], None] | None = None,
     ) -> Pending:
         """Gather byte tensors: ``outputs[i]`` holds every rank's ``inputs[i]``, rank after rank.
 
         ``casts`` are (destination, source) pairs copied first, on the gather's own stream. All tensors must be
-        uint8: one coalesced gather of mixed dtypes returns wrong data on gloo without an error.
+        uint8: one coalesced gather of mixed dtypes returns wrong data on gloo without an error. ``announce`` is
+        called last before the collective, when nothing can fail on this rank alone any more; it may raise.
         """
         with self.streams.fork("gather"):
             for destination, source in casts:
                 destination.copy_(source)
             if self._gloo:
-                return self._gather_on_gloo(outputs, inputs, on_done)
+                return self._gather_on_gloo(outputs, inputs, on_done, announce)
             work = self.group.allgather_into_tensor_coalesced(outputs, inputs, self._gather_options)
         return Pending(self.streams, work, self.streams.mark("gather"), finish=on_done)
 
     def _gather_on_gloo(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], on_done: Callable[[], None] | None
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        on_done: Callable[[], None] | None,
+        announce: Callable[[], None] | None,
     ) -> Pending:
         """One plain gather, then one copy into the outputs.
 
@@ -120,6 +153,8 @@ class Communicator:
         """
         flat = torch.cat(inputs)
         gathered = torch.empty(self.world_size * flat.numel(), dtype=torch.uint8, device=self.device)
+        if announce is not None:
+            announce()
         work = self.group._allgather_base(gathered, flat, self._gather_options)
 
         def finish() -> None:
@@ -135,18 +170,17 @@ class Communicator:
         output: torch.Tensor,
         packed: torch.Tensor,
         division: Division,
-        inspect: Callable[[torch.Tensor], None] | None = None,
+        announce: Callable[[], None] | None = None,
     ) -> Pending:
         """Sum ``packed`` (world_size rows, rank-major) over the ranks; ``output`` receives this rank's row, divided.
 
-        ``inspect`` is shown what came from each rank, one row per rank, before it is summed, where the backend lets
-        us see that (gloo).
+        ``announce`` is called last before the collective, as in :meth:`all_gather`.
         """
         with self.streams.fork("reduce"):
             if division.before != 1.0:
                 packed.div_(division.before)
             if self._gloo:
-                return self._reduce_by_all_to_all(output, packed, division, inspect)
+                return self._reduce_by_all_to_all(output, packed, division, announce)
             options = ReduceScatterOptions()
             options.reduceOp = dist.ReduceOp.AVG if division.average else dist.ReduceOp.SUM
             options.asyncOp = self.streams.asynchronous
@@ -164,14 +198,14 @@ class Communicator:
         output: torch.Tensor,
         packed: torch.Tensor,
         division: Division,
-        inspect: Callable[[torch.Tensor], None] | None,
+        announce: Callable[[], None] | None,
     ) -> Pending:
         received = torch.empty_like(packed)
+        if announce is not None:
+            announce()
         work = dist.all_to_all_single(received, packed, group=self.group, async_op=True)
 
         def finish() -> None:
-            if inspect is not None:
-                inspect(received)
             if division.average:
                 torch.mean(received, dim=0, out=output)
             else:

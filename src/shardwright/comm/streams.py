@@ -33,6 +33,9 @@ class Streams(Protocol):
     def join(self, mark: Any) -> None:
         """Let the computation wait for ``mark``; the host does not wait."""
 
+    def gather_after(self, event: Any) -> None:
+        """Let gathers wait for an event of the user's."""
+
 
 class HostStreams:
     """CPU: a collective returns at once with a ``Work``, and waiting for that is all the order there is."""
@@ -50,6 +53,9 @@ class HostStreams:
         return None
 
     def join(self, mark: Any) -> None:
+        return None
+
+    def gather_after(self, event: Any) -> None:
         return None
 
 
@@ -83,6 +89,9 @@ class DeviceStreams:
 
     def join(self, mark: Any) -> None:
         self._api.current_stream(self._device).wait_event(mark)
+
+    def gather_after(self, event: Any) -> None:
+        self._side["gather"].wait_event(event)
 
 
 def streams_for(device: torch.device) -> Streams:

@@ -1,12 +1,12 @@
-"""``fully_shard``: checks its arguments, cuts parameters, installs hooks.
+"""``fully_shard``: checks its arguments and makes a unit of what it is given.
 
-What a step does is in ``unit.py`` and ``root.py``. Options of later versions are refused here by name.
+How parameters are cut is in ``construct.py``, what a step does in ``unit.py`` and ``root.py``. Options of later
+versions are refused here by name.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,20 +14,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Shard
 
 from shardwright._torch import DataParallelMeshDims
 from shardwright.comm import Communicator
-from shardwright.engine import epoch
-from shardwright.engine.module import FSDPModule, fsdp_class
-from shardwright.engine.parameter import TAKEN, UNIT_OF, ManagedParameter, Slot, build, full_view, local_view
-from shardwright.engine.root import UNIT, attach, before_optimizer_step
+from shardwright.engine.construct import (
+    ShardPlacementFn,
+    borrow_parameters,
+    find_parameters,
+    own_modules,
+    own_parameters,
+)
+from shardwright.engine.module import FSDPModule, install
+from shardwright.engine.root import attach, hook_optimizers
 from shardwright.engine.unit import Unit
-from shardwright.layout import TensorSpec, plan_unit
-from shardwright.memory import Slab
-
-ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
-
 
 _M = TypeVar("_M", bound="nn.Module | list[nn.Module]")
 
@@ -94,23 +93,24 @@ def fully_shard(
     mesh = mesh if mesh is not None else _default_mesh()
     _check_mesh(mesh)
     device = _device_of(mesh)
-    owned = _find_parameters(modules, ignored_params or set())
+    ignored = ignored_params or set()
+    found = find_parameters(modules, ignored, mesh)
     unit = Unit(
         modules,
         mesh=mesh,
         comm=_communicator(mesh.get_group(), device),
         policy=mp_policy,
         reshard_after_forward=cast("bool | None", reshard_after_forward),
+        placement_fn=shard_placement_fn,
+        ignored=ignored,
         attach=attach,
     )
-    if owned:
-        _shard_parameters(unit, owned, mesh, device, shard_placement_fn)
+    if found.owned:
+        own_parameters(unit, found)
+    borrow_parameters(unit, found)
     _move_buffers(modules, device)
-    epoch.install(before_optimizer_step)
-    for each in modules:
-        setattr(each, UNIT, unit)
-        _install_hooks(each, unit)
-        each.__class__ = fsdp_class(type(each))
+    hook_optimizers()
+    install(unit, modules)
     return module
 
 
@@ -218,185 +218,12 @@ def _communicator(group: dist.ProcessGroup, device: torch.device) -> Communicato
     return comm
 
 
-# -- parameters ------------------------------------------------------------------------------------------------------
-
-Owned = list[tuple[str, nn.Parameter, list[Slot]]]
-
-
-def _find_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> Owned:
-    """Parameters below ``modules`` that no inner unit owns, each once, with every name that tied weights have."""
-    found: dict[int, tuple[str, nn.Parameter, list[Slot]]] = {}
-    ignored_ids = {id(p) for p in ignored}
-    for position, top in enumerate(modules):
-        prefix = f"{position}." if len(modules) > 1 else ""
-        for module_name, module in _own_modules(top):
-            for name, parameter in module._parameters.items():
-                if parameter is None or id(parameter) in ignored_ids:
-                    continue
-                full_name = f"{prefix}{module_name}.{name}" if module_name else f"{prefix}{name}"
-                _check_parameter(full_name, module, parameter)
-                entry = found.setdefault(id(parameter), (full_name, parameter, []))
-                entry[2].append(Slot.of(module, name))
-    return list(found.values())
-
-
-def _own_modules(top: nn.Module) -> list[tuple[str, nn.Module]]:
-    """``top`` and the modules below it, but nothing at or below a module that is sharded already."""
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
-    todo = [("", top)]
-    while todo:
-        name, module = todo.pop()
-        if id(module) in seen or (module is not top and hasattr(module, UNIT)):
-            continue
-        seen.add(id(module))
-        found.append((name, module))
-        below = [(f"{name}.{n}" if name else n, m) for n, m in module._modules.items() if m is not None]
-        todo.extend(reversed(below))
-    return found
-
-
-def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter) -> None:
-    if isinstance(parameter, nn.parameter.UninitializedParameter):
-        raise ValueError(f"parameter {name!r} is not initialised. Run one forward of the lazy module first.")
-    where = f"parameter {name!r} of shape {tuple(parameter.shape)}"
-    owner = getattr(parameter, TAKEN, None)
-    if owner is not None:
-        raise ValueError(
-            f"{where} is shared with {owner!r}, which an earlier fully_shard call owns. Tied weights must be in one "
-            "unit: pass both modules in one call, fully_shard([module_a, module_b])."
-        )
-    if hasattr(parameter, UNIT_OF):
-        raise ValueError(
-            f"{where} belongs to a unit already: an outer module was sharded before this one. Call fully_shard "
-            "on inner modules first."
-        )
-    if isinstance(parameter, DTensor):
-        raise NotImplementedError(
-            f"{where} is a DTensor already. fully_shard does not yet compose with tensor parallelism; shard it first "
-            "or pass it in ignored_params."
-        )
-    if isinstance(parameter, nn.parameter.UninitializedParameter):
-        raise ValueError(
-            f"{where} is not initialised. Run one forward, or give the lazy module its sizes, first."
-        )
-    if parameter.is_meta:
-        raise NotImplementedError(
-            f"{where} is on the meta device. This version shards parameters that hold values: build the model on the "
-            "CPU or the device, then call fully_shard."
-        )
-    if parameter.ndim == 0:
-        raise ValueError(
-            f"{where}: a 0-d parameter cannot be sharded. Make it 1-d, or pass it in ignored_params."
-        )
-    if not parameter.is_contiguous():
-        raise NotImplementedError(
-            f"{where} is not contiguous, with strides {parameter.stride()}. Make it contiguous before fully_shard."
-        )
-    if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        raise ValueError(
-            f"{where}: sparse gradients cannot be reduced. Build the embedding with sparse=False."
-        )
-
-
-def _placement_dim(fn: ShardPlacementFn | None, name: str, parameter: nn.Parameter) -> int:
-    placement = fn(parameter) if fn is not None else None
-    if placement is None:
-        return 0
-    if not isinstance(placement, Shard):
-        raise ValueError(
-            f"shard_placement_fn must return Shard or None, got {placement!r} for parameter {name!r}. "
-            "Placements on another mesh are not supported in this version."
-        )
-    dim = placement.dim + parameter.ndim if placement.dim < 0 else placement.dim
-    if not 0 <= dim < parameter.ndim:
-        raise ValueError(
-            f"shard_placement_fn returned {placement} for parameter {name!r} of shape {tuple(parameter.shape)}, which "
-            f"has {parameter.ndim} dimensions"
-        )
-    return dim
-
-
-def _shard_parameters(
-    unit: Unit, owned: Owned, mesh: DeviceMesh, device: torch.device, placement_fn: ShardPlacementFn | None
-) -> None:
-    """Cut each parameter, make both of its forms, and put the sharded one into the modules."""
-    specs = [
-        TensorSpec(
-            name,
-            tuple(parameter.shape),
-            parameter.dtype,
-            (unit.policy.param_dtype or parameter.dtype)
-            if parameter.is_floating_point()
-            else parameter.dtype,
-            _placement_dim(placement_fn, name, parameter),
-        )
-        for name, parameter, _ in owned
-    ]
-    comm = unit.comm
-    layout = plan_unit(specs, comm.world_size)
-    shard = torch.zeros(layout.shard_nbytes, dtype=torch.uint8, device=device)
-    slab = Slab(layout.slab_nbytes, device)
-    slab.lease()  # views are made over memory that is there
-    on_gradient = _gradient_listener(unit)
-    parameters: list[ManagedParameter | None] = [None] * len(owned)
-    with torch.no_grad():
-        for run in layout.runs:
-            size = run.storage_dtype.itemsize
-            flat = shard[run.shard_bytes :][: run.shard_numel * size].view(run.storage_dtype)
-            for segment in run.segments:
-                spec, (_, original, slots) = specs[segment.index], owned[segment.index]
-                rows = segment.rows_of(comm.rank)
-                local = local_view(flat, segment.shard_offset, rows, segment, spec)
-                start = min(comm.rank * segment.rows, segment.size)
-                local.copy_(original.narrow(spec.dim, start, rows))
-                full = full_view(slab, run, segment, spec)
-                parameters[segment.index] = build(
-                    original, spec, tuple(slots), mesh=mesh, local=local, full=full, on_gradient=on_gradient
-                )
-    slab.release()
-    managed = cast("list[ManagedParameter]", parameters)
-    unit.own(layout, shard, slab, managed)
-    ref = weakref.ref(unit)
-    for parameter, (_, original, _) in zip(managed, owned, strict=True):
-        setattr(original, TAKEN, f"{parameter.name} of {unit.name}")
-        setattr(parameter.sharded, UNIT_OF, ref)
-        for slot in parameter.slots:
-            slot.show(parameter.sharded)
-
-
-def _gradient_listener(unit: Unit) -> Callable[[torch.Tensor], None]:
-    ref = weakref.ref(unit)  # the parameter holds this hook and the unit holds the parameter
-
-    def on_gradient(parameter: torch.Tensor) -> None:
-        owner = ref()
-        if owner is not None:
-            owner.on_gradient()
-
-    return on_gradient
+# -- modules ----------------------------------------------------------------------------------------------------------
 
 
 def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
     for top in modules:
-        for _, module in _own_modules(top):
+        for _, module in own_modules(top):
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device and not buffer.is_meta:
                     module._buffers[name] = buffer.to(device)
-
-
-# -- hooks ---------------------------------------------------------------------------------------------------------
-
-
-def _install_hooks(module: nn.Module, unit: Unit) -> None:
-    module.register_forward_pre_hook(unit.before_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(unit.after_forward)
-    ref = weakref.ref(unit)
-
-    def at_rest(*_: Any) -> None:
-        owner = ref()
-        if owner is not None and owner.parameters:
-            owner.release()
-
-    for _, child in _own_modules(module):
-        child.register_state_dict_pre_hook(at_rest)
-        child.register_load_state_dict_pre_hook(at_rest)

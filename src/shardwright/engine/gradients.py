@@ -6,25 +6,24 @@ collective, and shows the result as DTensors made once. It does not decide when 
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import chunk_cat, local_of, post_accumulate_grad_hooks, storage_use_count
+from shardwright._torch import (
+    chunk_cat,
+    gradient_hooks,
+    local_of,
+    post_accumulate_grad_hooks,
+    storage_use_count,
+)
 from shardwright.comm import Communicator, Division, Pending
 from shardwright.engine.parameter import ManagedParameter, as_dtensor, local_view
-from shardwright.layout import Packing, Segment, UnitLayout
+from shardwright.layout import GradientPart, Packing, Segment, UnitLayout
 from shardwright.memory import Slab
-
-TAGS = 251  #: unit numbers are told apart up to a multiple of this, which bfloat16 holds exactly
-
-
-def _tag(number: int) -> int:
-    return number % TAGS
 
 
 class GradientShard:
@@ -121,8 +120,13 @@ class Reduction:
         ]
         self._flags = torch.zeros(n, packing.flag_slots, dtype=dtype, device=device)
         self._flags[:, : len(packing.parts)] = 1
-        self._unit = (0, "")
-        self._strided = any(p.dim for p in self._parameters)
+        self._plain = all(p.spec.is_natural and p.spec.shape and part.chunk for p, part in self._pairs())
+        self.nbytes = n * packing.numel * packing.reduce_dtype.itemsize
+        #: Tells packings of equal size and different parameters apart; the same number on every rank.
+        self.fingerprint = hash(tuple(part.index for part in packing.parts)) % (1 << 31)
+        self.retired = (
+            False  #: whether requires_grad changed since, so that only what is held comes through here
+        )
         self._packed = Slab(n * packing.numel * packing.reduce_dtype.itemsize, device)
         self._packed.lease()
         self._packed_view = self._packed.view(packing.reduce_dtype, 0, (n, packing.numel))
@@ -135,22 +139,8 @@ class Reduction:
         self._present: list[bool] | None = None
         self._fresh = False
 
-    def belongs_to(self, number: int, name: str) -> None:
-        """Tag every reduction with the unit's number."""
-        self._unit = (number, name)
-        self._flags[:, len(self._parameters)] = _tag(number)
-
-    def _check_tags(self, divided_by: float, rows: torch.Tensor) -> None:
-        """Raise if a rank sent the gradients of another unit. A power of two has divided the tags, too."""
-        number, name = self._unit
-        found = rows[:, self.packing.tag].tolist()
-        others = [rank for rank, tag in enumerate(found) if tag * divided_by != _tag(number)]
-        if others:
-            raise RuntimeError(
-                f"The ranks reduce different units: rank {self._comm.rank} reduced the gradients of unit {number} "
-                f"({name!r}) while ranks {others} reduced those of another. Every rank must use the "
-                "outputs of the same units in each backward."
-            )
+    def _pairs(self) -> list[tuple[ManagedParameter, GradientPart]]:
+        return list(zip(self._parameters, self.packing.parts, strict=True))
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
@@ -161,18 +151,23 @@ class Reduction:
         dtype = self._input_dtype
         for i, parameter in enumerate(self._parameters):
             gradient = parameter.full.grad
-            if gradient is None:
+            parameter.full.grad = None
+            if (
+                gradient is None or not parameter.sharded.requires_grad
+            ):  # frozen since forward: as autograd does
                 if present is None:
                     present = [True] * len(self._parameters)
                 present[i] = False
-                gradient = torch.zeros(parameter.shape, dtype=self._flags.dtype, device=self._flags.device)
-            else:
-                parameter.full.grad = None
-                if dtype is None:
-                    gradient = gradient.to(self.packing.reduce_dtype)
-            if self._strided and parameter.dim:
-                gradient = gradient.movedim(parameter.dim, 0)
-            tensors.append(gradient)
+                shape = parameter.spec.shape
+                gradient = torch.zeros(shape, dtype=self._flags.dtype, device=self._flags.device)
+            elif dtype is None:
+                gradient = gradient.to(self.packing.reduce_dtype)
+            if self._plain:
+                tensors.append(gradient)
+            elif parameter.spec.replicated:
+                tensors.append(gradient.expand(self._comm.world_size, 1))
+            elif gradient.numel():
+                tensors.append(gradient.permute(parameter.spec.order))
             gap = self._gaps[i]
             if gap is not None:
                 tensors.append(gap)
@@ -191,6 +186,11 @@ class Reduction:
     def holds(self) -> bool:
         """Whether sums of earlier micro-batches wait to be reduced."""
         return self._held is not None
+
+    @property
+    def past(self) -> bool:
+        """Whether nothing will come through here any more."""
+        return self.retired and self._held is None and self._pending is None
 
     def hold(self) -> None:
         """Keep this micro-batch's gradients, full and in the reduce dtype, without communication."""
@@ -212,6 +212,11 @@ class Reduction:
             self._pending = self._output = None
             self._packed.release()
 
+    def copy_held(self, other: Reduction) -> None:
+        """Hold what ``other``, of a unit of the same parameters, holds."""
+        if other._held is not None:
+            self._held, self._held_present = other._held.clone(), list(other._held_present)
+
     def drop_held(self, among: set[int] | None = None) -> None:
         """Forget the sums held by earlier micro-batches, if all parameters (their ids) are ``among`` those given."""
         if self._held is not None and (
@@ -222,7 +227,7 @@ class Reduction:
 
     # -- reduce --------------------------------------------------------------------------------------------------
 
-    def start(self, division: Division) -> None:
+    def start(self, division: Division, announce: Callable[[], None] | None = None) -> None:
         """Pack and issue the reduce-scatter. :meth:`finish` hands over its result."""
         tensors, present = self._take()
         self._packed.lease()
@@ -231,7 +236,6 @@ class Reduction:
         tensors.clear()
         if self._held is not None:
             packed.add_(self._held)
-            packed[:, self.packing.tag] = _tag(self._unit[0])  # it was added up, too
             if present is not None:
                 present = [a or b for a, b in zip(present, self._held_present, strict=True)]
                 present = None if all(present) else present
@@ -247,8 +251,7 @@ class Reduction:
                 self.packing.numel, dtype=self.packing.reduce_dtype, device=self._comm.device
             )
         self._output = output
-        inspect = functools.partial(self._check_tags, division.before)
-        self._pending = self._comm.reduce_scatter(output, packed, division, inspect)
+        self._pending = self._comm.reduce_scatter(output, packed, division, announce)
 
     def finish(self) -> None:
         """Order the computation after the reduction and set or add to every used parameter's ``.grad``."""
@@ -265,7 +268,9 @@ class Reduction:
             start = self.packing.flags
             used = [flag != 0 for flag in output[start : start + len(self._parameters)].tolist()]
         self._present = None
-        if self._fresh and all(p.sharded.grad is None for p in self._parameters):
+        if any(gradient_hooks(p.sharded) for p in self._parameters):
+            self._add_one_by_one(output, used)
+        elif self._fresh and all(p.sharded.grad is None for p in self._parameters):
             self._hand_over(output, used)
         elif self._ours() and used is None:
             assert self._shard is not None
@@ -273,9 +278,9 @@ class Reduction:
                 flat[: span.stop - span.start].add_(output[span.start : span.stop])
         else:
             self._add_one_by_one(output, used)
-        for p in self._parameters:
+        for i, p in enumerate(self._parameters):
             hooks = post_accumulate_grad_hooks(p.sharded)
-            if hooks and p.sharded.grad is not None:
+            if hooks and (used is None or used[i]):
                 for hook in list(hooks.values()):
                     hook(p.sharded)
 
@@ -309,21 +314,24 @@ class Reduction:
         )
 
     def _add_one_by_one(self, output: torch.Tensor, used: list[bool] | None) -> None:
-        """The user set or dropped some gradients by hand, or some parameters were unused: parameter by parameter."""
+        """Parameter by parameter: the user set, dropped or hooks into gradients, or some parameters were unused."""
         rank = self._comm.rank
         with torch.no_grad():
-            for i, (parameter, part) in enumerate(zip(self._parameters, self.packing.parts, strict=True)):
+            for i, (parameter, part) in enumerate(self._pairs()):
                 if used is not None and not used[i]:
                     continue
                 segment, spec = self._segments[part.index], self._layout.specs[part.index]
-                new = local_view(output, part.offset, segment.rows_of(rank), segment, spec)
+                local = local_view(output, part.offset, segment.rows_of(rank), segment, spec)
+                new: torch.Tensor = as_dtensor(local.to(spec.storage_dtype, copy=True), self._mesh, spec)
+                for hook in list((gradient_hooks(parameter.sharded) or {}).values()):
+                    changed = hook(new)
+                    new = new if changed is None else changed
                 old = parameter.sharded.grad
                 if old is None:
-                    new = new.to(spec.storage_dtype, copy=True)
-                    parameter.sharded.grad = as_dtensor(new, self._mesh, spec)
+                    parameter.sharded.grad = new
                 else:
-                    local = local_of(old) if isinstance(old, DTensor) else old
-                    local.add_(new)
+                    target = local_of(old) if isinstance(old, DTensor) else old
+                    target.add_(local_of(new) if isinstance(new, DTensor) else new)
 
     def release_unused(self) -> None:
         """Give the gradients' memory back once every ``.grad`` is None again."""

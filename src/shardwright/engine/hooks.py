@@ -7,10 +7,18 @@ its model still finds its weights; nothing here refers to a module.
 from __future__ import annotations
 
 import dataclasses
+import enum
+import types
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from shardwright.engine.visit import Visit
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 
@@ -49,14 +57,6 @@ def map_tensors(function: TensorMap, tree: Any) -> Any:
 def _copy_mapping(tree: Mapping[Any, Any]) -> Any:
     copy = getattr(tree, "copy", None)
     return copy() if copy is not None else dict(tree)
-
-
-class Visit(Protocol):
-    """One unit's part in one root call."""
-
-    def before_backward(self) -> None: ...
-
-    def after_backward(self) -> None: ...
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -108,8 +108,8 @@ def mark_outputs(visit: Visit, output: Any) -> bool:
         return tensor
 
     map_tensors(find, output)
-    for item in opaque_objects(output):
-        map_tensors(find, vars(item))
+    for tensor in hidden_tensors(output):
+        find(tensor)
 
     def before(gradients: Any) -> None:
         visit.before_backward()
@@ -120,21 +120,106 @@ def mark_outputs(visit: Visit, output: Any) -> bool:
 
 
 def opaque_objects(tree: Any) -> Iterator[Any]:
-    """Objects of other classes in an output, which may hold tensors in their attributes."""
+    """Objects of other classes in an output, which may hold tensors."""
     if isinstance(tree, (tuple, list)):
         for item in tree:
             yield from opaque_objects(item)
     elif isinstance(tree, Mapping):
         yield from opaque_objects(list(tree.values()))
+        if hasattr(tree, "__dict__"):
+            yield from opaque_objects(list(vars(tree).values()))
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         yield from opaque_objects([getattr(tree, field.name) for field in dataclasses.fields(tree)])
-    elif not isinstance(tree, torch.Tensor) and hasattr(tree, "__dict__"):
+    elif not isinstance(tree, _PLAIN):
         yield tree
+
+
+#: What no tensor of a graph is inside of, or where looking for one leads out of the output.
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, range, slice, type),
+    *(torch.Tensor, torch.dtype, torch.device, torch.Size, torch.layout, torch.Generator),
+    *(nn.Module, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, weakref.ref, enum.Enum),
+)
+_DEPTH = 8  #: how far hidden tensors are looked for
+
+
+def hidden_tensors(output: Any) -> Iterator[torch.Tensor]:
+    """Tensors in attributes of objects of other classes, such as a cache of keys and values, at any depth."""
+    seen: set[int] = set()
+    todo = [(item, 0) for item in opaque_objects(output)]
+    while todo:
+        item, depth = todo.pop()
+        if id(item) in seen or depth > _DEPTH:
+            continue
+        seen.add(id(item))
+        for value in _inside(item):
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif not isinstance(value, _PLAIN):
+                todo.append((value, depth + 1))
+
+
+def _inside(item: Any) -> Iterator[Any]:
+    if isinstance(item, Mapping):
+        yield from item.values()
+    elif isinstance(item, (tuple, list, set, frozenset, deque)):
+        yield from item
+    yield from getattr(item, "__dict__", {}).values()
+    for cls in type(item).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(item, name):
+                yield getattr(item, name)
+
+
+class StashedTensors:
+    """Tensors that modules keep in attributes, such as an auxiliary loss: backward may start from them, too."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = [weakref.ref(m) for m in modules]
+        self._known: list[tuple[int, tuple[str, ...]]] = [(-1, ())] * len(modules)
+
+    def mark(self, visit: Visit) -> bool:
+        """Mark those that have a graph and were not marked before. Returns whether there were any."""
+        found: list[torch.Tensor] = []
+        for i, ref in enumerate(self._modules):
+            module = ref()
+            if module is None:
+                continue
+            attributes = module.__dict__
+            size, names = self._known[i]
+            if size != len(attributes):
+                names = tuple(name for name in attributes if name not in _OF_EVERY_MODULE)
+                self._known[i] = (len(attributes), names)
+            for name in names:
+                value: Any = attributes.get(name)
+                kind = type(value)
+                if kind is torch.Tensor:
+                    found.append(value)
+                elif kind in (list, tuple, dict, deque) and value:
+                    found.extend(hidden_tensors([_Box(value)]))
+        fresh = [t for t in found if t.grad_fn is not None and getattr(t, _MARKED, None) is not t.grad_fn]
+        for tensor in fresh:
+            setattr(tensor, _MARKED, tensor.grad_fn)
+        return mark_outputs(visit, fresh) if fresh else False
+
+
+class _Box:
+    """Makes a container opaque, so that it is looked into at any depth."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+_MARKED = "_shardwright_marked"
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"_shardwright_unit"}
 
 
 def refuse_opaque(output: Any, where: str) -> None:
     """Raise if ``output``, in which no graph was found, may hide one in an object that cannot be looked into."""
     for item in opaque_objects(output):
+        if any(True for _ in hidden_tensors(item)):
+            continue  # tensors, and none of them has a graph
         raise TypeError(
             f"The output of {where} must be tensors, in tuples, lists, dicts or dataclasses, so that backward can "
             f"be followed; found a {type(item).__name__}. Return its tensors, or make it a dataclass."

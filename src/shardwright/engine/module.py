@@ -11,24 +11,85 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from shardwright.engine.root import UNIT, attach
+from shardwright.engine.construct import UNIT, own_modules
+from shardwright.engine.copies import convert, deepcopy_module
+from shardwright.engine.parameter import ShardedParameter, as_dtensor, part_of, unit_of
+from shardwright.engine.root import Root
 from shardwright.engine.unit import Unit
 
-_classes: dict[type, type] = {}
+_classes: dict[tuple[type, bool], type] = {}
 
 
-def fsdp_class(cls: type) -> type:
-    if cls not in _classes:
-        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _refuse_deepcopy})
-    return _classes[cls]
+def install(unit: Unit, modules: list[nn.Module]) -> None:
+    """Let the modules call the unit: hooks, state dicts, and a class in front of each module's own."""
+    for module in modules:
+        setattr(module, UNIT, unit)
+        module.register_forward_pre_hook(unit.before_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(unit.after_forward)
+        for _, child in own_modules(module):
+            child.register_state_dict_pre_hook(_AtRest(unit))
+            child.register_load_state_dict_pre_hook(_CutToShards(unit))
+        module.register_load_state_dict_post_hook(_AtRest(unit))
+        own = any(p is not None for p in module._parameters.values())
+        module.__class__ = fsdp_class(type(module), reads_own=own)
 
 
-def _refuse_deepcopy(self: nn.Module, memo: Any) -> NoReturn:
-    raise NotImplementedError(
-        f"deepcopy of a sharded {type(self).__name__} is not supported in this version. Copy the model before "
-        "fully_shard, or build a second one and load the state dict."
-    )
+def fsdp_class(cls: type, reads_own: bool) -> type:
+    """``FSDP<Class>``; with ``reads_own`` other modules may read its parameters, so reading is noticed."""
+    key = (cls, reads_own)
+    if key not in _classes:
+        bases = (_LendingModule if reads_own else FSDPModule, cls)
+        _classes[key] = type(f"FSDP{cls.__name__}", bases, {})
+    return _classes[key]
+
+
+def original_class(cls: type) -> type:
+    """The class that :func:`fsdp_class` was put in front of."""
+    return next(c for c in cls.__mro__[1:] if not issubclass(c, FSDPModule))
+
+
+class _UnitHook:
+    """A hook that knows its unit weakly, and that a copy of the module does not inherit."""
+
+    def __init__(self, unit: Unit | None) -> None:
+        self._unit = weakref.ref(unit) if unit is not None else lambda: None
+
+    def __deepcopy__(self, memo: Any) -> _UnitHook:
+        return type(self)(None)
+
+
+class _AtRest(_UnitHook):
+    """Before a state dict is read or written, and after: every parameter is there, and sharded."""
+
+    def __call__(self, *_: Any) -> None:
+        unit = self._unit()
+        if unit is not None and unit.parameters:
+            unit.settle()
+            if not unit.calls:
+                unit.show_sharded()
+
+
+class _CutToShards(_UnitHook):
+    """Before a state dict is loaded: also cut the whole tensors in it."""
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        unit = self._unit()
+        if unit is None or not unit.parameters:
+            return
+        unit.settle()
+        if not unit.calls:
+            unit.show_sharded()
+        managed = {id(p.sharded): p for p in unit.parameters}
+        for name, parameter in module._parameters.items():
+            p = managed.get(id(parameter))
+            value = state.get(prefix + name)
+            if p is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+                continue
+            if value.shape == p.spec.shape and not value.is_meta:
+                local = part_of(value, unit.mesh, p.spec, p.rows).to(p.local.device)
+                state[prefix + name] = as_dtensor(local, unit.mesh, p.spec)
 
 
 class UnshardHandle:
@@ -50,7 +111,7 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Container code such as ``Sequential.__getitem__`` builds ``type(self)(...)``: that is a plain module.
-        original: Any = next(c for c in cls.__mro__ if c not in (cls, FSDPModule))
+        original: Any = original_class(cls)
         self: Any = original.__new__(original)
         self.__init__(*args, **kwargs)
         return self
@@ -58,12 +119,25 @@ class FSDPModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Not a forward hook with always_call: that one misses KeyboardInterrupt, after which users train on.
         unit: Unit = self.__dict__[UNIT]
-        calls = unit.calls
+        depth = len(unit.root.frames) if unit.root is not None else 0
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
-            unit.forward_failed(calls)
+            unit.forward_failed(depth)
             raise
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
+        return deepcopy_module(cast(nn.Module, self), memo, original_class(type(self)), install)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"A sharded {original_class(type(self)).__name__} cannot be pickled: each rank has a part only, and its "
+            "process group ends with the process. Save its state_dict(), with torch.distributed.checkpoint or torch.save."
+        )
+
+    def _root(self) -> Root:
+        unit = self._fsdp_unit()
+        return unit.root if unit.root is not None else unit.attach(cast(nn.Module, self))
 
     def _fsdp_unit(self) -> Unit:
         return cast(Unit, getattr(self, UNIT))
@@ -82,7 +156,9 @@ class FSDPModule:
         """
         unit = self._fsdp_unit()
         if unit.parameters:
-            root = unit.root if unit.root is not None else attach(cast(nn.Module, self))
+            root = self._root()
+            root.recover_if_failed()
+            unit.settle()
             generation = root.generation if root.caller is not None else root.generation + 1
             if not unit.valid_for(generation):
                 unit.issue(generation)
@@ -108,9 +184,7 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """With False, the next backward leaves its last reduction under way instead of waiting for it."""
-        unit = self._fsdp_unit()
-        root = unit.root if unit.root is not None else attach(cast(nn.Module, self))
-        root.is_last_backward = is_last_backward
+        self._root().is_last_backward = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward`` from now on."""
@@ -149,6 +223,23 @@ class FSDPModule:
         """The old name of :meth:`set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Sum in the reduce-scatter and divide afterwards, instead of averaging in it, for this module's own unit."""
+        self._fsdp_unit().force_sum = enable
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, recurse: bool = True
+    ) -> None:
+        """Accepted for torch's sake and without effect: here ranks may always leave out different parameters.
+
+        A parameter that only some ranks used is reduced with zeros from the others; one that no rank used keeps a
+        gradient of None.
+        """
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next forward's gathers wait for ``event`` (recorded after the optimizer), on an accelerator."""
+        self._root().comm.streams.gather_after(event)
+
     def reset_iter_state(self) -> None:
         """Drop what an exception in forward or backward left behind. The next forward does so by itself."""
         root = self._fsdp_unit().root
@@ -170,28 +261,32 @@ class FSDPModule:
         root = self._fsdp_unit().root
         if root is not None:
             root.recover_if_failed()
+        for unit in self._fsdp_units(recurse=True):
+            unit.settle()
         return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """``.to``, ``.half`` and the like: allowed where they change no sharded parameter."""
+        """``.to``, ``.half``, ``to_empty`` and the like: the same parameter objects, over new shards if need be."""
+        root = self._fsdp_unit().root
+        if root is not None:
+            root.recover_if_failed()
         units = [u for u in self._fsdp_units(recurse) if u.parameters]
-        for unit in units:
-            for p in unit.parameters:
-                if fn(p.local) is not p.local:
-                    raise NotImplementedError(
-                        f"Moving or casting a sharded module is not supported in this version: it would change "
-                        f"parameter {p.name!r} ({p.local.dtype} on {p.local.device}). Do it before fully_shard."
-                    )
-        managed = {id(p.sharded) for u in units for p in u.parameters}
-        for module in cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]:
-            for parameter in module._parameters.values():
-                if parameter is not None and id(parameter) not in managed:
-                    with torch.no_grad():
-                        parameter.data = fn(parameter.data)
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = fn(buffer)
+        convert(cast(nn.Module, self), units, fn, recurse)
         return self
+
+
+class _LendingModule(FSDPModule):
+    """A sharded module with parameters of its own: another unit's forward may read them without calling it.
+
+    ``nn.MultiheadAttention`` does so with its ``out_proj``, tied output layers with their embedding.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)  # type: ignore[misc]
+        if type(value) is ShardedParameter and (unit := unit_of(value)) is not None:
+            unit.lend_if_called()
+            return super().__getattr__(name)  # type: ignore[misc]
+        return value
 
 
 def _refuse_later(name: str) -> Callable[..., NoReturn]:
@@ -208,10 +303,7 @@ for _name in (
     "set_allocate_memory_from_process_group_for_comm",
     "set_custom_all_gather",
     "set_custom_reduce_scatter",
-    "set_force_sum_reduction_for_comms",
-    "set_post_optim_event",
     "set_reduce_scatter_max_input_buffers",
-    "set_reduce_scatter_unused_params",
     "set_requires_all_reduce",
     "set_separate_reduce_scatter_group",
     "set_symm_mem_for_comm",

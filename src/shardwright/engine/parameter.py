@@ -1,21 +1,23 @@
 """One managed parameter in its two forms: sharded (what optimizers and checkpoints see) and full (what forward sees).
 
-Both objects are made once. Which of them a module shows is decided by the unit; collectives are not known here.
+Both objects are made once per unit layout. Which of them a module shows is decided by the unit; collectives are not
+known here.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardwright._torch import local_of
+from shardwright._torch import local_of, rebind
 from shardwright.layout import Run, Segment, TensorSpec
 from shardwright.memory import Slab
 
@@ -23,6 +25,70 @@ from shardwright.memory import Slab
 TAKEN = "_shardwright_taken_by"
 #: Set on a sharded parameter: a weak reference to its unit.
 UNIT_OF = "_shardwright_unit_of"
+
+
+class Taken(NamedTuple):
+    """What the parameter became, and a name for messages."""
+
+    label: str
+    sharded: nn.Parameter
+
+
+class ShardedParameter(DTensor):
+    """A DTensor that knows its unit, so that what is done through ``.data`` is neither lost nor overlooked.
+
+    Operations on it give plain DTensors, and so do copies and pickles of it.
+    """
+
+    __slots__ = ()
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        unit = unit_of(self)
+        if unit is not None:
+            unit.exposed = True  # what is written through it, now or later, moves no version counter
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        unit = unit_of(self)
+        if unit is None:
+            rebind(self, value)  # type: ignore[arg-type]
+            return
+        with torch.no_grad():
+            unit.assign_data(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        memo[id(self)] = result = nn.Parameter(self._as_dtensor(clone=True), requires_grad=self.requires_grad)
+        for key, value in self.__dict__.items():
+            if key != UNIT_OF:
+                result.__dict__[key] = copy.deepcopy(value, memo)
+        if self.grad is not None:
+            result.grad = copy.deepcopy(self.grad, memo)
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = nn.Parameter(self._as_dtensor(), requires_grad=self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+    def _as_dtensor(self, clone: bool = False) -> DTensor:
+        local = local_of(self).detach()
+        return DTensor.from_local(
+            local.clone() if clone else local,
+            self.device_mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride(),
+        )
+
+
+def unit_of(parameter: torch.Tensor) -> Any:
+    """The unit of a sharded parameter, or None if it has none (any more)."""
+    ref = parameter.__dict__.get(UNIT_OF)
+    return ref() if ref is not None else None
 
 
 @dataclass(frozen=True)
@@ -38,6 +104,11 @@ class Slot:
     def of(cls, module: nn.Module, name: str) -> Slot:
         plain = type(module).__setattr__ in (nn.Module.__setattr__, object.__setattr__)
         return cls(weakref.ref(module), name, module._parameters if plain else None)
+
+    def held(self) -> nn.Parameter | None:
+        """What the module has there now; None also if it is gone."""
+        module = self.module()
+        return None if module is None else module._parameters.get(self.name)
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether the module still has this parameter, or is gone."""
@@ -61,87 +132,124 @@ class ManagedParameter:
         sharded: ``nn.Parameter`` over a DTensor in the storage dtype; views the unit's shard.
         local: the plain local tensor behind ``sharded``.
         full: ``nn.Parameter`` in the compute dtype; views the unit's slab, readable only while that is leased.
-        dim: the sharded dimension.
+        slots: where modules hold it; other units may add some that borrow it.
     """
 
-    __slots__ = ("dim", "full", "local", "name", "shape", "sharded", "slots")
+    __slots__ = ("full", "local", "name", "rows", "sharded", "slots", "spec")
 
     def __init__(
         self,
         spec: TensorSpec,
-        slots: tuple[Slot, ...],
+        slots: list[Slot],
         sharded: nn.Parameter,
         local: torch.Tensor,
         full: nn.Parameter,
+        rows: tuple[int, int],
     ) -> None:
         self.name = spec.name
-        self.shape = spec.shape
-        self.dim = spec.dim
+        self.spec = spec
         self.slots = slots
         self.sharded = sharded
         self.local = local
         self.full = full
+        self.rows = rows  #: first row of the sharded dimension that this rank owns, and how many
 
     def show(self, form: nn.Parameter) -> None:
         for slot in self.slots:
             slot.show(form)
 
-    def check_unreplaced(self) -> None:
-        """Raise if the module's parameter is no longer the one whose shard is gathered."""
-        if local_of(cast(DTensor, self.sharded)) is self.local and all(
-            slot.holds(self.sharded) for slot in self.slots
-        ):
-            return
-        raise RuntimeError(
-            f"Parameter {self.name!r} was replaced after fully_shard: by an assignment, load_state_dict(assign=True) "
-            "or a conversion such as .to() on a submodule. Its new value would be ignored. Change it in place, with "
-            "copy_ or load_state_dict without assign, or before fully_shard."
-        )
+    @property
+    def replaced(self) -> bool:
+        """Whether the module's parameter is no longer the one whose shard is gathered."""
+        if local_of(self.sharded) is not self.local:  # type: ignore[arg-type]
+            return True
+        return any(not slot.holds(self.sharded) for slot in self.slots)
+
+    def take_values(self, source: torch.Tensor) -> None:
+        """Copy this rank's part of ``source``, of this shape and sharded or not, into the shard."""
+        self.local.copy_(part_of(source, self.sharded.device_mesh, self.spec, self.rows))  # type: ignore[attr-defined]
+
+    def write_back(self) -> None:
+        """The full form was changed in place while it was shown: keep this rank's part of it."""
+        full = self.full.detach()
+        if not self.spec.replicated:
+            full = full.narrow(self.spec.dim, *self.rows)
+        with torch.no_grad():
+            self.local.copy_(full)
+
+
+def part_of(source: torch.Tensor, mesh: DeviceMesh, spec: TensorSpec, rows: tuple[int, int]) -> torch.Tensor:
+    """This rank's part of ``source``, which is whole, or a DTensor. Communicates only for one placed otherwise."""
+    source = source.detach()
+    if isinstance(source, DTensor):
+        if source.device_mesh == mesh and source.placements == (placement_of(spec),):
+            return local_of(source)
+        source = source.full_tensor()
+    return source if spec.replicated else source.narrow(spec.dim, *rows)
+
+
+def placement_of(spec: TensorSpec) -> Placement:
+    return Replicate() if spec.replicated else Shard(spec.dim)
 
 
 def local_view(
     flat: torch.Tensor, offset: int, rows: int, segment: Segment, spec: TensorSpec
 ) -> torch.Tensor:
-    """The rows that a rank owns, as a view of its flat shard with the sharded dimension back in its place."""
-    rest = spec.shape[: spec.dim] + spec.shape[spec.dim + 1 :]
-    view = flat[offset : offset + rows * segment.row].view(rows, *rest)
-    return view.movedim(0, spec.dim)
+    """The rows that a rank owns, as a view of its flat shard with the dimensions back in their places."""
+    if spec.replicated:
+        return flat[offset : offset + 1].view(())
+    view = flat[offset : offset + rows * segment.row].view(rows, *spec.row_shape)
+    return view if spec.is_natural else view.permute(spec.inverse)
 
 
 def full_view(slab: Slab, run: Run, segment: Segment, spec: TensorSpec) -> torch.Tensor:
-    """The whole parameter as a view of the slab: contiguous for dimension 0, strided for the others."""
-    rest = spec.shape[: spec.dim] + spec.shape[spec.dim + 1 :]
+    """The whole parameter as a view of the slab, its dimensions in memory as the spec orders them."""
     offset = run.slab_bytes // run.compute_dtype.itemsize + segment.slab_offset
-    return slab.view(run.compute_dtype, offset, (segment.size, *rest)).movedim(0, spec.dim)
+    if spec.replicated:
+        return slab.view(run.compute_dtype, offset, (), ())
+    view = slab.view(run.compute_dtype, offset, (segment.size, *spec.row_shape))
+    return view if spec.is_natural else view.permute(spec.inverse)
 
 
 def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, spec: TensorSpec) -> DTensor:
     """``local`` as a DTensor of the parameter's global shape, without any communication."""
-    stride = torch.empty(spec.shape, device="meta").stride()
     return DTensor.from_local(
-        local, mesh, [Shard(spec.dim)], run_check=False, shape=torch.Size(spec.shape), stride=stride
+        local,
+        mesh,
+        [placement_of(spec)],
+        run_check=False,
+        shape=torch.Size(spec.shape),
+        stride=spec.stride,
     )
 
 
 def build(
     original: nn.Parameter,
     spec: TensorSpec,
-    slots: tuple[Slot, ...],
+    slots: list[Slot],
     *,
     mesh: DeviceMesh,
     local: torch.Tensor,
     full: torch.Tensor,
+    rows: tuple[int, int],
     on_gradient: Callable[[torch.Tensor], None],
 ) -> ManagedParameter:
-    """Make both forms, keep the original's attributes, and let ``on_gradient`` hear of every full gradient."""
-    dtensor = as_dtensor(local, mesh, spec)
-    sharded: Any = nn.Parameter(dtensor, requires_grad=original.requires_grad)
+    """Make both forms, keep the original's attributes, and let ``on_gradient`` hear of every full gradient.
+
+    A parameter that is a DTensor already stays the same object, since optimizers may hold it.
+    """
+    sharded: Any = nn.Parameter(as_dtensor(local, mesh, spec), requires_grad=original.requires_grad)
+    if isinstance(original, DTensor):
+        rebind(original, sharded)
+        sharded = original
+    sharded.__class__ = ShardedParameter
     full_parameter = nn.Parameter(full, requires_grad=original.requires_grad)
     for form in (sharded, full_parameter):
         for key, value in original.__dict__.items():
-            form.__dict__.setdefault(key, value)
+            if key not in (UNIT_OF, TAKEN):
+                form.__dict__.setdefault(key, value)
     if original.is_floating_point() or original.is_complex():
         full_parameter.requires_grad_(True)  # a hook needs it once; requires_grad follows the sharded form
         full_parameter.register_post_accumulate_grad_hook(on_gradient)
         full_parameter.requires_grad_(original.requires_grad)
-    return ManagedParameter(spec, slots, sharded, local_of(sharded), full_parameter)
+    return ManagedParameter(spec, slots, sharded, local_of(sharded), full_parameter, rows)

@@ -8,18 +8,29 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright._torch import queue_callback
+from shardwright.engine.construct import UNIT
+from shardwright.engine.gradients import Reduction
 from shardwright.engine.hooks import map_tensors
-from shardwright.engine.unit import Unit, Visit
-
-UNIT = "_shardwright_unit"  #: the attribute under which a sharded module keeps its unit
+from shardwright.engine.unit import Unit
+from shardwright.engine.visit import Frame, Visit
 
 _roots: weakref.WeakSet[Root] = weakref.WeakSet()
+
+#: What ranks are about to do, in the records they exchange. The texts go into the error that names who diverged.
+GATHER, REDUCE, END_FORWARD, END_BACKWARD = range(4)
+_DOING = (
+    ("gathers", "gather"),
+    ("reduces the gradients of", "reduce the gradients of"),
+    ("ends the forward of", "end the forward of"),
+    ("ends the backward of", "end the backward of"),
+)
 
 
 class Root:
@@ -31,23 +42,30 @@ class Root:
         self.gathered: set[int] = set()
         self.generation = 0
         self.caller: Unit | None = None
+        self.frames: list[Frame] = []  #: calls of units under way, the innermost last
+        self.open_visits: list[Visit] = []  #: whose backward is under way
         self.backward = False
         self._task: weakref.ref[_Task] | None = None
         self.is_last_backward = True
         self.reducing: int | None = None
         self.observer: Callable[[str, Unit], None] | None = None
-        self._expected: list[int] = []  # units in the order of the last root call
+        self._orders: dict[int, list[int]] = {}  # by caller: units in the order of its last root call
+        self._expected: list[int] = []  # that of the caller of the root call under way
         self._place = 0
         self._seen: list[int] = []
         self._left: list[int] = []
         self._visits: dict[int, Visit] = {}
+        self._clock = 0
+        self.comm = units[0].comm
+        self.serial = self.comm.models
+        self.comm.models += 1
         self._make_headers(units)
 
     def _make_headers(self, units: list[Unit]) -> None:
         """One row per unit for the numbers that come with its gathers, so that one call compares them all."""
         self._flag: torch.Tensor | None = None
         self._flag_mark: Any = None
-        comm = units[0].comm
+        comm = self.comm
         rows = [[number, 0] * comm.world_size for number in range(len(units))]
         self._wanted_headers = torch.tensor(rows, dtype=torch.int64, device=comm.device)
         self._headers = self._wanted_headers.clone()
@@ -60,7 +78,7 @@ class Root:
         return self._units[0]()
 
     def units(self) -> list[Unit]:
-        return [u for ref in self._units if (u := ref()) is not None]
+        return [u for ref in self._units if (u := ref()) is not None and u.root is self]
 
     def name_of(self, number: int) -> str:
         known = 0 <= number < len(self._names)
@@ -84,6 +102,8 @@ class Root:
         self.recover_if_failed()
         self.generation += 1
         self.caller = unit
+        self.frames.clear()
+        self._expected = self._orders.get(unit.number, [])
         self._place = 0
         self._seen, self._left = [], []
         for each in self.units():
@@ -121,18 +141,24 @@ class Root:
             visit.place = len(visit.order)
             visit.order.append(unit.number)
 
+    def tick(self) -> int:
+        """The time of this model: a number for every call that begins or ends."""
+        self._clock += 1
+        return self._clock
+
     def visit(self, unit: Unit, recomputing: bool) -> Visit:
         """The visit of ``unit`` in this root call; a recomputed call is a visit of its own, outside any order."""
         if recomputing:
-            return Visit(unit, [])
+            return Visit(unit, [], self.tick())
         visit = self._visits.get(unit.number)
         if visit is None:
-            visit = self._visits[unit.number] = Visit(unit, self._left)
+            visit = self._visits[unit.number] = Visit(unit, self._left, self.tick())
         return visit
 
     def end(self) -> None:
         """The outermost call has returned: what was prefetched and not used is dropped."""
-        self.caller = None
+        caller, self.caller = self.caller, None
+        assert caller is not None
         self._visits = {}
         used = set(self._seen)
         for unit in self._gathered_units():
@@ -140,11 +166,13 @@ class Root:
                 unit.leave_forward()
             elif unit.number not in used and not unit.kept:
                 unit.release()
-        self._expected = self._seen
+        self._orders[caller.number] = self._seen
+        self._agree(END_FORWARD, caller.number)
 
     def abandon(self) -> None:
         """The outermost call has failed: nothing of it is kept, and its order is no guess for the next."""
         self.caller = None
+        self.frames.clear()
         self._visits = {}
         for unit in self._gathered_units():
             unit.release()
@@ -157,6 +185,8 @@ class Root:
     def recover(self) -> None:
         """An exception left a forward or backward unfinished: its slabs and its gradients are dropped."""
         self.caller = None
+        self.frames.clear()
+        self.open_visits.clear()
         self.backward = False
         self.reducing = None
         self._visits = {}
@@ -174,6 +204,15 @@ class Root:
             self._task = weakref.ref(task)
             self.backward = True
             self.generation += 1
+
+    def close_later_visits(self, visit: Visit) -> None:
+        """Close visits whose forward began after that of ``visit`` had ended.
+
+        Autograd runs nodes in the reverse of the order in which they were made, so nothing of those is left. Where
+        no input of a unit needs a gradient, on this rank or on any, nothing else would say so before the end.
+        """
+        for other in [v for v in self.open_visits if v.begin > visit.end]:
+            other.unit.close(other)
 
     def prefetch_backward(self, visit: Visit) -> None:
         """Gather beside this unit's backward the one whose backward comes next."""
@@ -197,6 +236,8 @@ class Root:
 
     def _end_backward(self) -> None:
         """Backward is over: reduce what is left, in one order on all ranks, and leave everything sharded."""
+        for visit in reversed(self.open_visits):
+            visit.unit.close(visit)
         for unit in reversed(self.units()):
             if unit.parameters:
                 unit.finish_backward()
@@ -207,13 +248,65 @@ class Root:
                 unit.release()
         self.backward = False
         self.generation += 1
+        self._agree(END_BACKWARD, 0)
         self._compare_headers()
 
     # -- ranks that diverge --------------------------------------------------------------------------------------
 
+    def announce_gather(self, unit: Unit) -> Callable[[], None]:
+        return lambda: self._agree(GATHER, unit.number, unit.slab.nbytes)
+
+    def announce_reduction(self, unit: Unit, reduction: Reduction) -> Callable[[], None]:
+        return lambda: self._agree(REDUCE, unit.number, reduction.nbytes, reduction.fingerprint)
+
+    def _agree(self, event: int, number: int, nbytes: int = 0, detail: int = 0) -> None:
+        """Raise if another rank is about to do something else. On gloo, where a wrong pairing would abort or hang."""
+        if not self.comm.exchanges:
+            return
+        try:
+            records = self.comm.exchange((event, number, nbytes, detail, self.serial))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Rank {self.comm.rank} {_DOING[event][0]} {self.name_of(number)} and another rank did not come: it "
+                "ended, or waits in another collective, or is later than the group's timeout. "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        if records is not None:
+            self._refuse_divergence({rank: (r[0], r[1], r[2], r[4]) for rank, r in enumerate(records)})
+
+    def diverged_gathers(self, numbers: list[int]) -> NoReturn:
+        """The ranks gathered units of these numbers."""
+        self._refuse_divergence({rank: (GATHER, n, 0, self.serial) for rank, n in enumerate(numbers)})
+
+    def _refuse_divergence(self, found: dict[int, tuple[int, int, int, int]]) -> NoReturn:
+        """Raise, given each rank's event, unit number, bytes and model."""
+        same_place = len({(event, number, model) for event, number, _, model in found.values()}) == 1
+        if same_place and len({nbytes for _, _, nbytes, _ in found.values()}) == 1:
+            raise RuntimeError(
+                f"The ranks have diverged: they reduce gradients of different parameters of "
+                f"{self.name_of(found[0][1])}. requires_grad must be the same on every rank."
+            )
+        ranks: dict[tuple[int, str], list[int]] = {}
+        for rank, (event, number, nbytes, model) in found.items():
+            root = next((r for r in _roots if r.serial == model and r.comm is self.comm), self)
+            what = root.name_of(number)
+            what += f" of another model ({root._names[0]!r})" if root is not self else ""
+            what += f" of {nbytes} bytes" if same_place else ""
+            ranks.setdefault((event, what), []).append(rank)
+        told = "; ".join(
+            f"rank {r[0]} {_DOING[event][0]} {what}"
+            if len(r) == 1
+            else f"ranks {', '.join(map(str, r))} {_DOING[event][1]} {what}"
+            for (event, what), r in ranks.items()
+        )
+        raise RuntimeError(
+            f"The ranks have diverged: {told}. Every rank must run the same units, of the same sizes, in the same "
+            "order in each step."
+        )
+
     def _compare_headers(self) -> None:
         """On an accelerator: compare on the device, beside the computation; the host looks before the next step."""
-        streams = self.units()[0].comm.streams
+        streams = self.comm.streams
         if not streams.asynchronous:
             with streams.beside("gather"):
                 self._flag = (self._headers != self._wanted_headers).any()
@@ -224,7 +317,7 @@ class Root:
         flag, self._flag = self._flag, None
         if flag is None:
             return
-        self.units()[0].comm.streams.join(self._flag_mark)
+        self.comm.streams.join(self._flag_mark)
         if flag.item():
             for unit in self.units():
                 if unit.parameters:
@@ -262,9 +355,26 @@ def attach(module: nn.Module) -> Root:
             f"The first module called belongs to a unit of {len(units[0].modules)} modules, which cannot be the root. "
             "Call fully_shard on the whole model, too, and call that."
         )
+    for unit, name in zip(units, names, strict=True):
+        if unit.comm is not units[0].comm:
+            raise NotImplementedError(
+                f"Unit {name!r} is sharded over ranks {unit.mesh.mesh.tolist()} and {type(module).__name__} over "
+                f"{units[0].mesh.mesh.tolist()}. In this version all units of a model must be on one mesh."
+            )
     root = Root(units, names)
     _roots.add(root)
     return root
+
+
+_hooked = False
+
+
+def hook_optimizers() -> None:
+    """Look after this process's models before any torch optimizer steps. Done once."""
+    global _hooked
+    if not _hooked:
+        _hooked = True
+        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: before_optimizer_step())
 
 
 def before_optimizer_step() -> None:

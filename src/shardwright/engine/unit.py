@@ -1,13 +1,15 @@
 """A unit: the parameters that one ``fully_shard`` call owns, gathered together and released together.
 
 Here is what can be done with a unit (gather, show, release, reduce) and what its hooks do. In which order units are
-prefetched and what happens at the ends of forward and backward is the root's (``root.py``).
+prefetched and what happens at the ends of forward and backward is the root's (``root.py``); how its memory is made is
+told in ``construct.py``. docs/engine.md has the states of a unit and what moves it between them.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,42 +17,29 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardwright._torch import in_backward
+from shardwright._torch import in_backward, increment_version
 from shardwright.comm import Communicator, Pending, plan_division
-from shardwright.engine import epoch
+from shardwright.engine import construct
+from shardwright.engine.construct import ShardPlacementFn
 from shardwright.engine.gradients import Reduction
-from shardwright.engine.hooks import map_tensors, mark_inputs, mark_outputs, refuse_opaque
+from shardwright.engine.hooks import (
+    StashedTensors,
+    map_tensors,
+    mark_inputs,
+    mark_outputs,
+    refuse_opaque,
+)
 from shardwright.engine.parameter import ManagedParameter
+from shardwright.engine.visit import Frame, Visit
 from shardwright.layout import UnitLayout, plan_packing
 from shardwright.memory import Slab
 
 if TYPE_CHECKING:
     from shardwright.engine.root import Root
 
+_serials = itertools.count()
+
 HEADER = 2  #: int64 words that travel with every gather: the unit's number, and one spare that keeps 16 bytes
-
-
-class Visit:
-    """A unit's part in one root call: how many of its calls the graph holds, and its place in the order of that call.
-
-    Autograd nodes hold it, so it holds the unit but never a module, another visit or the graph.
-    """
-
-    __slots__ = ("calls", "endless", "open", "order", "place", "unit")
-
-    def __init__(self, unit: Unit, order: list[int]) -> None:
-        self.unit = unit
-        self.order = order
-        self.place = -1
-        self.calls = 0
-        self.open = 0
-        self.endless = False
-
-    def before_backward(self) -> None:
-        self.unit.before_backward(self)
-
-    def after_backward(self) -> None:
-        self.unit.after_backward(self)
 
 
 class Unit:
@@ -64,17 +53,23 @@ class Unit:
         comm: Communicator,
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
+        placement_fn: ShardPlacementFn | None,
+        ignored: Iterable[nn.Parameter],
         attach: Callable[[nn.Module], Root],
     ) -> None:
-        self._attach = attach
+        self.serial = next(_serials)  #: in the order of the fully_shard calls
+        self.attach = attach
         self.modules = [weakref.ref(m) for m in modules]
         self.mesh = mesh
         self.comm = comm
         self.policy = policy
+        self.placement_fn = placement_fn
+        self.ignored = [weakref.ref(p) for p in ignored]
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.requires_sync = True
+        self.force_sum = False
         self.divide_factor: float | None = None
         self.root: Root | None = None
         self.number = -1
@@ -82,34 +77,51 @@ class Unit:
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
         self.parameters: list[ManagedParameter] = []
-        self.visits: set[Visit] = set()
-        self._calls: list[Visit | None] = []
+        self.lenders: list[Unit] = []  #: units that own weights which this one's modules hold, too
+        self.borrowed: list[tuple[nn.Parameter, construct.Slot]] = []
+        self.reductions: list[Reduction] = []
+        self.visits: set[Visit] = set()  #: whose backward is under way
+        self.build = 0  #: how often the memory was made
+        self.calls = 0  #: forward calls under way, of this unit or of others that read its weights
+        self.exposed = False  #: a parameter's ``.data`` was handed out, so edits may come unseen
         self._to_run: set[int] = set()
         self._full_shown = False
+        self._registries: list[dict[str, nn.Parameter | None]] = []
+        self._stash = StashedTensors([m for top in modules for _, m in construct.own_modules(top)])
 
     def own(
-        self, layout: UnitLayout, shard: torch.Tensor, slab: Slab, parameters: list[ManagedParameter]
+        self,
+        layout: UnitLayout,
+        shards: list[torch.Tensor],
+        slab: Slab,
+        parameters: list[ManagedParameter],
     ) -> None:
-        """Take the parameters and the memory they view; ``shard`` is the bytes of this rank's part."""
+        """Take the parameters and the memory they view; ``shards`` is this rank's part, one tensor per run."""
         self.layout = layout
-        self.shard = shard
+        self.shards = shards
         self.slab = slab
         self.parameters = parameters
+        self.build += 1
         self._pending: Pending | None = None
         self._issuing = False
         self.generation = -1  #: of the root call (or backward) for which the slab was filled
-        self.epoch = -1  #: of the weights that the slab was filled with
         self.kept = False  #: whether the slab is kept beyond its root call, on purpose
         self.entered = False  #: whether the backward now running has reached this unit
+        #: Version counters that move with edits of a parameter: its own and its local tensor's.
+        self._watched = [(p.sharded, p.local) for p in parameters]
+        self._fulls = [p.full for p in parameters]
+        self._versions = [p._version + q._version for p, q in self._watched]
+        self._slab_versions: list[int] | None = None
+        self._full_versions = -1
         device, n = self.comm.device, self.comm.world_size
         self._header = torch.zeros(HEADER, dtype=torch.int64, device=device)
         self._prepare_gather(n, device)
-        self._trainable: tuple[bool, ...] = ()
-        self.reductions: list[Reduction] = []
+        self._trainable: tuple[bool, ...] | None = None
+        self.reductions = []
         self.follow_requires_grad()
 
     def _prepare_gather(self, n: int, device: torch.device) -> None:
-        """Make, once, every view that a gather needs: inputs over the shard (or its cast), outputs over the slab."""
+        """Make, once, every view that a gather needs: inputs over the shards (or their cast), outputs over the slab."""
         layout = self.layout
         self._cast = Slab(
             sum(r.shard_numel * r.compute_dtype.itemsize for r in layout.runs if r.is_cast), device
@@ -118,17 +130,16 @@ class Unit:
         self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._inputs, self._outputs = [], []
         cast_bytes = 0
-        for run in layout.runs:
+        for run, source in zip(layout.runs, self.shards, strict=True):
             size = run.compute_dtype.itemsize
             nbytes = run.shard_numel * size
             if run.is_cast:
-                source = self.shard[run.shard_bytes :][: run.shard_numel * run.storage_dtype.itemsize]
                 target = self._cast.view(run.compute_dtype, cast_bytes // size, (run.shard_numel,))
-                self._casts.append((target, source.view(run.storage_dtype)))
+                self._casts.append((target, source))
                 payload = self._cast.byte_view(cast_bytes, nbytes)
                 cast_bytes += nbytes
             else:
-                payload = self.shard[run.shard_bytes :][:nbytes]
+                payload = source.view(torch.uint8)
             for s in run.segments:
                 if s.chunk:
                     self._inputs.append(payload[s.shard_offset * size :][: s.chunk * size])
@@ -145,15 +156,78 @@ class Unit:
         self.root = root
         self.number = number
         self.name = name
-        if self.parameters:
-            self._header[0] = number
-            self._headers = headers
-            self._expected_headers = [number, 0] * self.comm.world_size
-            self._outputs[len(self._inputs) - 1 :] = [headers.view(torch.uint8)]
-            for reduction in self.reductions:
-                reduction.belongs_to(number, name)
+        self._headers = headers
+        self.rejoin_root()
 
-    # -- gather, show, release -----------------------------------------------------------------------------------
+    def rejoin_root(self) -> None:
+        """After the unit's memory was made: put in what its root has given it."""
+        if self.parameters and self.root is not None:
+            self._header[0] = self.number
+            self._expected_headers = [self.number, 0] * self.comm.world_size
+            self._outputs[len(self._inputs) - 1 :] = [self._headers.view(torch.uint8)]
+
+    def retire(self) -> None:
+        """Before the unit's memory is made anew: give the old one back."""
+        self.release()
+        for reduction in self.reductions:
+            reduction.finish()
+        self.visits.clear()
+        self.lenders = []
+
+    # -- what users did to the modules -----------------------------------------------------------------------------
+
+    def living_modules(self) -> list[nn.Module]:
+        return [m for ref in self.modules if (m := ref()) is not None]
+
+    def living_ignored(self) -> list[nn.Parameter]:
+        return [p for ref in self.ignored if (p := ref()) is not None]
+
+    def watch_slots(self) -> None:
+        """Remember how many parameters the modules have."""
+        modules = [m for top in self.living_modules() for _, m in construct.own_modules(top)]
+        self._registries = [m._parameters for m in modules]
+        self._slot_count = sum(map(len, self._registries))
+        self._empty = [(r, name) for r in self._registries for name, p in r.items() if p is None]
+
+    def slots_changed(self) -> bool:
+        """Whether a parameter was added to the unit's modules, or one that it borrows was replaced."""
+        if sum(map(len, self._registries)) != self._slot_count:
+            return True
+        for registry, name in self._empty:
+            if registry.get(name) is not None:
+                return True
+        return any(not slot.holds(sharded) for sharded, slot in self.borrowed) and not self.borrowing_now()
+
+    def borrowing_now(self) -> bool:
+        """Whether a lender shows full weights in this unit's modules."""
+        return any(lender._full_shown for lender in self.lenders)
+
+    def settle(self) -> None:
+        """Take over parameters that users replaced, unless the unit is in use."""
+        if not self._full_shown and not self.calls and not self.visits:
+            construct.settle(self)
+
+    def assign_data(self, sharded: nn.Parameter, value: torch.Tensor) -> None:
+        construct.assign_data(self, sharded, value)
+
+    def notice_edits(self) -> None:
+        """Pass changes of the sharded parameters on to the full ones' version counters.
+
+        Then autograd refuses a backward over weights that have changed since its forward, as it does without us.
+        """
+        versions = [p._version + q._version for p, q in self._watched]
+        if versions != self._versions:
+            changed = [
+                full
+                for full, new, old in zip(self._fulls, versions, self._versions, strict=True)
+                if new != old
+            ]
+            increment_version(changed)
+            self._versions = versions
+            if self._full_shown:
+                self._full_versions += len(changed)
+
+    # -- gather, show, release -------------------------------------------------------------------------------------
 
     @property
     def gathered(self) -> bool:
@@ -162,18 +236,23 @@ class Unit:
 
     def issue(self, generation: int) -> None:
         """Lease the slab if it is not, and start filling it from the shards, for the given root call or backward."""
-        assert self.root is not None
+        root = self.root
+        assert root is not None
         if self._pending is not None:
             self.wait()
-        self.root.gathered.add(self.number)  # first, so that a lease that fails is released with the rest
+        self.notice_edits()
+        root.gathered.add(self.number)  # first, so that a lease that fails is released with the rest
         self.slab.lease()
         if self._casts:
             self._cast.lease()
-        self.generation, self.epoch = generation, epoch.current()
+        self.generation, self._slab_versions = generation, self._versions
         self.kept = False
-        self.root.notify("issue", self)
+        root.notify("issue", self)
         self._issuing = True
-        self._pending = self.comm.all_gather(self._outputs, self._inputs, self._casts, self._cast.release)
+        announce = root.announce_gather(self) if self.comm.exchanges else None
+        self._pending = self.comm.all_gather(
+            self._outputs, self._inputs, self._casts, self._cast.release, announce
+        )
         self._issuing = False
 
     def wait(self) -> None:
@@ -193,30 +272,28 @@ class Unit:
         if found == self._expected_headers:
             return
         assert self.root is not None
-        others = {
-            rank: self.root.name_of(number)
-            for rank, number in enumerate(found[::HEADER])
-            if number != self.number
-        }
-        raise RuntimeError(
-            f"The ranks run different units: rank {self.comm.rank} gathered unit {self.number} "
-            f"({self.name!r}) while {', '.join(f'rank {r} gathered {n}' for r, n in others.items())}. "
-            "Every rank must run the same units in the same order in each step."
-        )
+        self.root.diverged_gathers(found[::HEADER])
 
     def show_full(self) -> None:
         if not self._full_shown:
-            for p in self.parameters:
-                p.check_unreplaced()
             self._full_shown = True  # before the first: a loop that is interrupted is undone as a whole
             for p in self.parameters:
                 p.show(p.full)
+            self._full_versions = sum([p._version for p in self._fulls])
 
     def show_sharded(self) -> None:
         if self._full_shown:
+            if sum([p._version for p in self._fulls]) != self._full_versions:
+                self._write_back()
             for p in self.parameters:
                 p.show(p.sharded)
             self._full_shown = False
+
+    def _write_back(self) -> None:
+        """Weights were edited in place while they were full: the edit goes into the shard, as it would without us."""
+        if self.slab.leased and self._pending is None:
+            for p in self.parameters:
+                p.write_back()
 
     def release(self) -> None:
         """Show the sharded parameters and give the slab's memory back."""
@@ -224,9 +301,8 @@ class Unit:
         if self.slab.leased:
             self.wait()
             self.generation, self.kept = -1, False
-            if (
-                self._issuing
-            ):  # an interrupt left a gather that may still write: the memory stays until the next
+            if self._issuing:
+                # An interrupt left a gather that may still write: the memory stays until the next one.
                 return
             self.slab.release()
             if self.root is not None:
@@ -234,10 +310,12 @@ class Unit:
 
     def valid_for(self, generation: int) -> bool:
         """Whether the slab may be read by the given root call without filling it again."""
-        fresh = self.generation == generation or self.kept
-        return self.slab.leased and fresh and self.epoch == epoch.current()
+        if not self.slab.leased or not (self.generation == generation or (self.kept and not self.exposed)):
+            return False
+        self.notice_edits()
+        return self._slab_versions is self._versions
 
-    # -- requires_grad and gradients -----------------------------------------------------------------------------
+    # -- requires_grad and gradients -------------------------------------------------------------------------------
 
     def follow_requires_grad(self) -> None:
         """Take over ``requires_grad`` from the sharded parameters, which users may have changed since."""
@@ -246,18 +324,13 @@ class Unit:
             return
         for reduction in self.reductions:
             reduction.finish()
-            if reduction.holds:
-                raise RuntimeError(
-                    f"requires_grad of parameters of unit {self.name!r} changed while gradients of earlier "
-                    "micro-batches are held. Change it between optimizer steps, or reduce them first: "
-                    "set_requires_gradient_sync(True) before the last backward."
-                )
+        held = [r for r in self.reductions if r.holds]  # of micro-batches before the change
+        for reduction in held:
+            reduction.retired = True
         self._trainable = trainable
         for p, flag in zip(self.parameters, trainable, strict=True):
             p.full.requires_grad_(flag)
-        self.reductions = self._plan_reductions(trainable)
-        for reduction in self.reductions:
-            reduction.belongs_to(self.number, self.name)
+        self.reductions = [*self._plan_reductions(trainable), *held]
 
     @torch.inference_mode(False)
     def _plan_reductions(self, trainable: tuple[bool, ...]) -> list[Reduction]:
@@ -276,13 +349,14 @@ class Unit:
             raise RuntimeError(
                 f"Backward reached parameters of unit {self.name!r} not through the unit's outputs, when its weights "
                 "were not gathered. Return every tensor that backward starts from as an output of the unit, in "
-                "tuples, lists, dicts or dataclasses, instead of keeping it in an attribute or another object."
+                "tuples, lists, dicts or dataclasses, or keep it in an attribute of one of the unit's modules."
             )
 
     def finish_backward(self) -> None:
         """At the end of backward: leave it if that is still to do; reduce what came late or was held before."""
         if self.visits:
-            self.leave_backward()
+            for visit in list(self.visits):
+                self.close(visit)
         elif any(r.has_gradients(held=self.requires_sync) for r in self.reductions):
             self.reduce()
         self.entered = False
@@ -293,7 +367,8 @@ class Unit:
         Whether to reduce depends only on which units ran, never on which gradients this rank has: the ranks must
         issue the same reductions in the same order.
         """
-        assert self.root is not None
+        root = self.root
+        assert root is not None
         if not self.requires_sync:
             for reduction in self.reductions:
                 if reduction.has_gradients(held=False):
@@ -301,15 +376,21 @@ class Unit:
             return
         if not self.reductions:
             return
-        self.root.finish_reductions()
+        root.finish_reductions()
         for reduction in self.reductions:
             dtype = reduction.packing.reduce_dtype
-            reduction.start(plan_division(dtype, self.comm.world_size, self.divide_factor))
-        self.root.reducing = self.number
+            division = plan_division(dtype, self.comm.world_size, self.divide_factor, self.force_sum)
+            announce = root.announce_reduction(self, reduction) if self.comm.exchanges else None
+            reduction.start(division, announce)
+        root.reducing = self.number
 
     def finish_reduction(self) -> None:
+        past = False
         for reduction in self.reductions:
             reduction.finish()
+            past |= reduction.past
+        if past:  # what was held under an earlier requires_grad is handed over now
+            self.reductions = [r for r in self.reductions if not r.past]
 
     def forget_gradients(self, among: set[int] | None = None) -> None:
         """After ``zero_grad``: drop held sums (of parameters ``among`` the ids given) and the gradients' memory."""
@@ -321,75 +402,130 @@ class Unit:
         for reduction in self.reductions:
             reduction.release_unused()
 
-    # -- hooks ---------------------------------------------------------------------------------------------------
+    # -- forward ---------------------------------------------------------------------------------------------------
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        root = self.root if self.root is not None else self._attach(module)
+        root = self.root if self.root is not None else self.attach(module)
         recomputing = in_backward()
         if recomputing:
             root.enter_backward()
         elif root.caller is None:
             args, kwargs = root.begin(self, args, kwargs)
-        self._calls.append(None)  # taken off by after_forward or forward_failed
+        frame = Frame(self)
+        root.frames.append(frame)  # taken off by after_forward or forward_failed
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
-        if not self.parameters:
-            return args, kwargs
-        if len(self._calls) == 1 and not self._to_run and not recomputing:
+        if self.parameters:
+            self._use(root, recomputing)
+            if self._is_marked(recomputing):
+                visit = frame.visit = root.visit(self, recomputing)
+                args, kwargs, marked = mark_inputs(visit, args, kwargs)
+                visit.calls += 1
+                visit.endless |= not marked
+        for lender in self.lenders:
+            lender.lend(frame)
+        return args, kwargs
+
+    def _use(self, root: Root, recomputing: bool) -> None:
+        """A call that reads the full weights begins: gather them or take what was prefetched, and show them."""
+        if not self.calls and not self._to_run and not recomputing:
+            if not self._full_shown:
+                construct.settle(self)
             self.follow_requires_grad()
             if len(self.modules) > 1:
                 self._to_run = {id(m()) for m in self.modules}
+        self.calls += 1
         if not recomputing:
             root.forward_reaches(self)
         elif not self.slab.leased:
             self.issue(root.generation)
         self.wait()
         self.show_full()
-        # Recomputation for a visit whose backward is under way fills saved tensors of the first graph, which is
-        # marked already; reentrant checkpointing runs backward through the recomputed graph itself.
-        if torch.is_grad_enabled() and not (recomputing and self.visits):
-            visit = self._calls[-1] = root.visit(self, recomputing)
-            args, kwargs, marked = mark_inputs(visit, args, kwargs)
-            visit.calls += 1
-            visit.endless |= not marked
-        return args, kwargs
+
+    def _is_marked(self, recomputing: bool) -> bool:
+        """Whether a call needs marks in the graph.
+
+        Recomputation for a visit whose backward is under way fills saved tensors of the first graph, which is marked
+        already; reentrant checkpointing runs backward through the recomputed graph itself.
+        """
+        return torch.is_grad_enabled() and not (recomputing and bool(self.visits))
+
+    def lend(self, frame: Frame) -> None:
+        """This unit's weights are read inside another unit's call: show them until it returns, and in its backward."""
+        root = self.root if self.root is not None else frame.unit.root
+        assert root is not None
+        if frame.unit is self or self in frame.guests or not self.parameters:
+            return
+        recomputing = in_backward()
+        frame.guests.append(self)
+        self._use(root, recomputing)
+        if self._is_marked(recomputing):
+            if frame.visit is None:
+                frame.visit = root.visit(
+                    frame.unit, recomputing=True
+                )  # of its own, since it has no marked input
+                frame.visit.calls += 1
+                frame.visit.endless = True
+            guest = root.visit(self, recomputing=True)
+            guest.calls += 1
+            frame.visit.guests.append(guest)
+
+    def lend_if_called(self) -> None:
+        """A parameter of this unit's module is read: inside another unit's call, lend it to that."""
+        root = self.root
+        if root is not None and not self._full_shown and root.frames:
+            self.lend(root.frames[-1])
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         root = self.root
         assert root is not None
-        visit = self._calls.pop()
+        frame = root.frames.pop()
+        visit = frame.visit
         self._to_run.discard(id(module))
         if self.parameters:
-            self._check_output(output, module)
-        if visit is not None and not mark_outputs(visit, output):
-            refuse_opaque(output, f"unit {self.name!r} ({type(module).__name__})")
-        if not in_backward() and not self._calls:
-            if self.parameters and not self._to_run:
-                root.forward_leaves(self, visit)
-                self.leave_forward()
-            if root.caller is self:
-                root.end()
+            output = self._copy_weights(output)
+        if visit is not None:
+            stashed = self._stash.mark(visit)
+            if not mark_outputs(visit, output) and not stashed:
+                refuse_opaque(output, f"unit {self.name!r} ({type(module).__name__})")
+            visit.end = root.tick()
+            for stay in visit.guests:
+                stay.end = visit.end
+        recomputing = in_backward()
+        for guest in frame.guests:
+            guest.leave(root, None, recomputing)
+        if self.parameters:
+            self.leave(root, visit, recomputing)
+        if not recomputing and not root.frames and root.caller is not None:
+            root.end()
         dtype = self.policy.output_dtype
         if dtype is not None:
             output = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
         return output
 
-    @property
-    def calls(self) -> int:
-        """How many calls of this unit are under way; more than one when it calls itself."""
-        return len(self._calls)
+    def leave(self, root: Root, visit: Visit | None, recomputing: bool) -> None:
+        """A call that read the full weights has returned."""
+        self.calls -= 1
+        if not self.calls and not self._to_run and not recomputing:
+            root.forward_leaves(self, visit)
+            self.leave_forward()
 
-    def forward_failed(self, calls: int) -> None:
-        """An exception passes through a call that began when ``calls`` others were under way: leave all in order."""
-        del self._calls[calls:]
-        if calls or self.root is None or in_backward():
+    def forward_failed(self, depth: int) -> None:
+        """An exception passes through a call that began when ``depth`` others were under way: leave all in order."""
+        root = self.root
+        if root is None:
             return
-        self._to_run.clear()
-        if self.parameters:
-            self.release()
-        if self.root.caller is self:
-            self.root.abandon()
+        frames = root.frames[depth:]
+        del root.frames[depth:]
+        for unit in [u for frame in reversed(frames) for u in (*frame.guests, frame.unit)]:
+            if unit.parameters and unit.calls:
+                unit.calls -= 1
+                if not unit.calls and not in_backward():
+                    unit._to_run.clear()
+                    unit.release()
+        if not root.frames and root.caller is not None and not in_backward():
+            root.abandon()
 
     @property
     def forward_unfinished(self) -> bool:
@@ -413,22 +549,22 @@ class Unit:
         )  # asked for, so kept for the next evaluation step too, until weights change
         return self.kept
 
-    def _check_output(self, output: Any, module: nn.Module) -> None:
-        """Refuse outputs that are views of the unit's weights: their memory is about to go."""
+    def _copy_weights(self, output: Any) -> Any:
+        """Clone outputs that are views of the unit's weights, whose memory is about to go."""
         start = self.slab.address
         end = start + self.slab.nbytes
 
         def check(tensor: torch.Tensor) -> torch.Tensor:
             if type(tensor) in (torch.Tensor, nn.Parameter) and start <= tensor.data_ptr() < end:
-                raise RuntimeError(
-                    f"An output of unit {self.name!r} ({type(module).__name__}), of shape {tuple(tensor.shape)}, is "
-                    "one of its parameters or a view of one, whose memory is released after forward. Return a clone."
-                )
+                return tensor.clone()
             return tensor
 
-        map_tensors(check, output)
+        return map_tensors(check, output)
+
+    # -- backward --------------------------------------------------------------------------------------------------
 
     def before_backward(self, visit: Visit) -> None:
+        """Backward has reached an output of a visit: gather the weights that it will read."""
         if visit in self.visits:
             return
         root = self.root
@@ -438,36 +574,53 @@ class Unit:
                 f"Backward with create_graph=True reached unit {self.name!r}: sharded parameters do not support double "
                 "backward, because their memory is released after each use. Use first-order gradients only."
             )
+        if visit.build != self.build:
+            raise RuntimeError(
+                f"Parameters of unit {self.name!r} were replaced by others of another shape or dtype since the forward "
+                "that this backward belongs to. Run the forward again."
+            )
         root.enter_backward()
+        root.close_later_visits(visit)
         visit.open = visit.calls
         self.visits.add(visit)
-        self.entered = True
-        if not self.slab.leased and self.unshard_in_backward:
-            self.issue(root.generation)
-        root.prefetch_backward(visit)
-        self.wait()
-        self.show_full()
+        root.open_visits.append(visit)
+        if self.parameters:
+            self.entered = True
+            self.notice_edits()
+            if self.unshard_in_backward and not (self.slab.leased and self._slab_versions is self._versions):
+                self.issue(root.generation)
+            root.prefetch_backward(visit)
+            self.wait()
+            self.show_full()
+        for guest in visit.guests:
+            guest.unit.before_backward(guest)
 
     def after_backward(self, visit: Visit) -> None:
+        """Backward has produced the gradients of one call's inputs."""
         visit.open -= 1
         if visit.open == 0 and not visit.endless:
-            self.visits.discard(visit)
-            if not self.visits:
-                self.leave_backward()
+            self.close(visit)
 
-    def leave_backward(self) -> None:
-        """The unit's backward is done: give its weights back, reduce its gradients."""
-        self.visits.clear()
-        self.kept = not self.reshard_after_backward
-        if self.kept:
-            self.show_sharded()
-        else:
-            self.release()
-        self.reduce()
+    def close(self, visit: Visit) -> None:
+        """A visit's backward is through: without others under way give the weights back and reduce the gradients."""
+        if visit not in self.visits:
+            return
+        self.visits.discard(visit)
+        assert self.root is not None
+        self.root.open_visits.remove(visit)
+        if not self.visits and self.parameters:
+            self.kept = not self.reshard_after_backward
+            if self.kept:
+                self.show_sharded()
+            else:
+                self.release()
+            self.reduce()
+        for guest in visit.guests:
+            guest.unit.close(guest)
 
     def recover(self) -> None:
         """Drop what an interrupted forward or backward left behind."""
-        self._calls.clear()
+        self.calls = 0
         self._to_run.clear()
         self.visits.clear()
         if self.parameters:

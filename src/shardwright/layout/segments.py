@@ -26,19 +26,59 @@ def alignment_elements(*dtypes: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What the planner knows of a parameter: its name, global shape, dtypes, and the dimension it is cut along."""
+    """What the planner knows of a parameter: its name, global shape, dtypes, and the dimension it is cut along.
+
+    A 0-d parameter has no dimension to cut: every rank keeps it whole.
+    """
 
     name: str
     shape: tuple[int, ...]
     storage_dtype: torch.dtype
     compute_dtype: torch.dtype
     dim: int = 0
+    #: Dimensions from the outermost in memory to the innermost; ``dim`` comes first. Default: in their own order.
+    order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.shape:
-            raise ValueError(f"{self.name}: a 0-d parameter has no dimension to shard")
-        if not 0 <= self.dim < len(self.shape):
+        if self.shape and not 0 <= self.dim < len(self.shape):
             raise ValueError(f"{self.name}: shape {self.shape} has no dimension {self.dim}")
+        natural = (self.dim, *(d for d in range(len(self.shape)) if d != self.dim)) if self.shape else ()
+        if not self.order:
+            object.__setattr__(self, "order", natural)
+        elif sorted(self.order) != sorted(natural) or self.order[0] != self.dim:
+            raise ValueError(
+                f"{self.name}: {self.order} is no order of dimensions that begins with {self.dim}"
+            )
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank keeps the whole parameter."""
+        return not self.shape
+
+    @property
+    def is_natural(self) -> bool:
+        """Whether memory order is the order of the dimensions."""
+        return self.order == tuple(range(len(self.shape)))
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of one row of the sharded dimension, as it lies in memory."""
+        return tuple(self.shape[d] for d in self.order[1:])
+
+    @property
+    def inverse(self) -> tuple[int, ...]:
+        """The permutation that takes memory order back to the order of the dimensions."""
+        return tuple(self.order.index(d) for d in range(len(self.order)))
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Strides of the global tensor: as it lies in memory if rows are outermost anyway, else contiguous."""
+        order = self.order if self.dim == 0 else tuple(range(len(self.shape)))
+        strides, step = [0] * len(self.shape), 1
+        for d in reversed(order):
+            strides[d] = step
+            step *= max(self.shape[d], 1)
+        return tuple(strides)
 
 
 @dataclass(frozen=True)
@@ -46,7 +86,7 @@ class Segment:
     """One parameter's place: ``chunk`` elements per rank in the shard, ``world_size * chunk`` in the slab.
 
     The sharded dimension lies outermost; ``rows`` of it belong to each rank (the last ranks may hold fewer, or none,
-    and the rest is zero padding).
+    and the rest is zero padding). A replicated parameter is a segment of one row per rank, all rows equal.
     """
 
     index: int
@@ -69,7 +109,8 @@ class Segment:
 class Run:
     """Segments of one storage dtype and one compute dtype: cast together, in one call.
 
-    Element offsets count from the start of the run, which lies at ``shard_bytes`` / ``slab_bytes`` in its memory.
+    Element offsets count from the start of the run. It lies at ``slab_bytes`` in the slab; its shard is memory of its
+    own, since tensors of several dtypes over one storage cannot be saved together.
     """
 
     storage_dtype: torch.dtype
@@ -77,7 +118,6 @@ class Run:
     segments: tuple[Segment, ...]
     shard_numel: int
     slab_numel: int
-    shard_bytes: int
     slab_bytes: int
 
     @property
@@ -87,12 +127,11 @@ class Run:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """The layout of one unit: its runs, and the bytes of its shard and of its slab."""
+    """The layout of one unit: its runs, and the bytes of its slab."""
 
     world_size: int
     specs: tuple[TensorSpec, ...]
     runs: tuple[Run, ...]
-    shard_nbytes: int
     slab_nbytes: int
 
 
@@ -107,23 +146,24 @@ def plan_unit(specs: Sequence[TensorSpec], world_size: int) -> UnitLayout:
     for i, spec in enumerate(specs):
         order.setdefault((spec.storage_dtype, spec.compute_dtype), []).append(i)
     runs: list[Run] = []
-    shard_bytes = slab_bytes = 0
+    slab_bytes = 0
     for (storage, compute), indices in order.items():
         align = alignment_elements(storage, compute)
         shard = slab = 0
         segments = []
         for i in indices:
             spec = specs[i]
-            size = spec.shape[spec.dim]
-            row = math.prod(spec.shape) // size if size else 0
+            if spec.replicated:
+                size, row = world_size, 1
+            else:
+                size, row = spec.shape[spec.dim], math.prod(spec.row_shape)
             segment = Segment(i, size, row, -(-size // world_size), slab, shard)
             segments.append(segment)
             shard += round_up(segment.chunk, align)
             slab += round_up(segment.chunk * world_size, align)
-        runs.append(Run(storage, compute, tuple(segments), shard, slab, shard_bytes, slab_bytes))
-        shard_bytes = round_up(shard_bytes + shard * storage.itemsize, ALIGNMENT)
+        runs.append(Run(storage, compute, tuple(segments), shard, slab, slab_bytes))
         slab_bytes = round_up(slab_bytes + slab * compute.itemsize, ALIGNMENT)
-    return UnitLayout(world_size, tuple(specs), tuple(runs), shard_bytes, slab_bytes)
+    return UnitLayout(world_size, tuple(specs), tuple(runs), slab_bytes)
 
 
 @dataclass(frozen=True)
@@ -151,8 +191,7 @@ class Packing:
     """One reduce-scatter: the gradients of one reduce dtype, rank-major, and behind them one flag per parameter.
 
     A flag says whether this rank has a gradient for the parameter. Summed over the ranks it tells a parameter that
-    nobody used (its gradient stays ``None``) from one that only this rank did not use (zeros count here). One more
-    slot, ``tag``, carries the unit's number, by which ranks that reduce different units are found.
+    nobody used (its gradient stays ``None``) from one that only this rank did not use (zeros count here).
     """
 
     reduce_dtype: torch.dtype
@@ -160,10 +199,6 @@ class Packing:
     spans: tuple[Span, ...]
     flags: int  #: offset of the flags
     numel: int  #: elements per rank, flags and padding included
-
-    @property
-    def tag(self) -> int:
-        return self.flags + len(self.parts)
 
     @property
     def flag_slots(self) -> int:
@@ -183,14 +218,16 @@ def plan_packing(
             start = offset
             align = alignment_elements(reduce_dtype, run.storage_dtype, run.compute_dtype)
             for s in run.segments:
-                if not trainable[s.index] or reduce_dtypes[s.index] != reduce_dtype or not s.chunk:
+                if not trainable[s.index] or reduce_dtypes[s.index] != reduce_dtype:
                     continue
-                gap = round_up(s.chunk, align) - s.chunk
+                gap = (
+                    round_up(max(s.chunk, 1), align) - s.chunk
+                )  # a parameter without elements has a flag, too
                 parts.append(GradientPart(s.index, offset, s.chunk, gap, len(spans)))
                 offset += s.chunk + gap
             if offset > start:
                 spans.append(Span(run.storage_dtype, start, offset))
         if parts:
-            flags = round_up(len(parts) + 1, ALIGNMENT // reduce_dtype.itemsize)
+            flags = round_up(len(parts), ALIGNMENT // reduce_dtype.itemsize)
             packings.append(Packing(reduce_dtype, tuple(parts), tuple(spans), offset, offset + flags))
     return tuple(packings)

@@ -6,6 +6,7 @@ storage for life and a lease only attaches memory to it. Policies about where me
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -14,17 +15,19 @@ import torch
 class Slab:
     """``nbytes`` bytes on ``device``, empty until :meth:`lease`, empty again after :meth:`release`.
 
-    Reading a view of a released slab is an error that torch does not catch (on CPU the process may crash), so
-    whoever releases it first takes the views out of the module's reach.
+    Reading a view of a released slab is an error that torch does not always catch (the process may crash), so
+    whoever releases it first takes the views out of the module's reach. With ``SHARDWRIGHT_POISON=1`` in the
+    environment when a slab is made, a released slab keeps its memory and reads as NaN in every floating-point dtype.
     """
 
-    __slots__ = ("_storage", "device", "leased", "nbytes")
+    __slots__ = ("_poison", "_storage", "device", "leased", "nbytes")
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
         self.device = device
         self._storage = torch.UntypedStorage(0, device=device)
         self.leased = False
+        self._poison = os.environ.get("SHARDWRIGHT_POISON") == "1"
 
     @property
     def address(self) -> int:
@@ -34,13 +37,17 @@ class Slab:
     def lease(self) -> None:
         """Attach memory, contents undefined. Made on the current stream of the device."""
         if not self.leased:
-            self._storage.resize_(self.nbytes)
+            if not self._poison or self._storage.nbytes() != self.nbytes:
+                self._storage.resize_(self.nbytes)
             self.leased = True
 
     def release(self) -> None:
         """Give the memory back. On CUDA the current stream must be ordered after every use of it."""
         if self.leased:
-            self._storage.resize_(0)
+            if self._poison:
+                self._storage.fill_(255)  # type: ignore[attr-defined]
+            else:
+                self._storage.resize_(0)
             self.leased = False
 
     def view(

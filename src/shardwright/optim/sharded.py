@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwright._torch import local_of
-from shardwright.engine.parameter import TAKEN, UNIT_OF
+from shardwright.engine.parameter import TAKEN, unit_of
 
 #: Every element's update depends on that element alone, so a step on a part is a part of the step on the whole.
 ELEMENTWISE = (
@@ -67,11 +67,11 @@ def fully_shard_optimizer(optimizer: O, *, elementwise: bool | None = None) -> O
         )
     for index, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
-            name = getattr(p, TAKEN, None)
-            if name is not None and not isinstance(p, DTensor):
+            taken = getattr(p, TAKEN, None)
+            if taken is not None and not isinstance(p, DTensor):
                 raise ValueError(
-                    f"Parameter group {index} holds {name!r} as it was before fully_shard, so the model would not "
-                    "be trained. Build the optimizer from model.parameters() after sharding."
+                    f"Parameter group {index} holds {taken.label!r} as it was before fully_shard, so the model would "
+                    "not be trained. Build the optimizer from model.parameters() after sharding."
                 )
     optimizer.__class__ = _sharded_class(kind)
     return optimizer
@@ -167,13 +167,8 @@ class _ShardedStep:
         super().zero_grad(set_to_none)  # type: ignore[misc]
         parameters = [p for group in self.param_groups for p in group["params"]]
         among = {id(p) for p in parameters}
-        for unit in {id(u): u for p in parameters if (u := _unit_of(p)) is not None}.values():
+        for unit in {id(u): u for p in parameters if (u := unit_of(p)) is not None}.values():
             unit.forget_gradients(among)
-
-
-def _unit_of(p: torch.Tensor) -> Any:
-    ref = p.__dict__.get(UNIT_OF)
-    return ref() if ref is not None else None
 
 
 def _refresh(entry: _Entry, state: dict[str, Any], p: DTensor) -> None:

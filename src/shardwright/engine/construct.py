@@ -1,0 +1,333 @@
+"""Making a unit's memory: which parameters it owns, how each is cut, and how the two forms get into the modules.
+
+Used when ``fully_shard`` is called, and again when users replace parameters by others (another dtype, shape or
+number of them) and when a model is copied. Nothing here communicates, except to gather a DTensor placed otherwise.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from shardwright._torch import local_of, rebind
+from shardwright.engine.parameter import (
+    TAKEN,
+    UNIT_OF,
+    ManagedParameter,
+    ShardedParameter,
+    Slot,
+    Taken,
+    as_dtensor,
+    build,
+    full_view,
+    local_view,
+    part_of,
+    unit_of,
+)
+from shardwright.layout import TensorSpec, plan_unit
+from shardwright.memory import Slab
+
+if TYPE_CHECKING:
+    from shardwright.engine.unit import Unit
+
+UNIT = "_shardwright_unit"  #: the attribute under which a sharded module keeps its unit
+
+ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
+
+
+class Owned(NamedTuple):
+    """A parameter that a unit is to own, and everywhere its modules hold it."""
+
+    name: str
+    parameter: nn.Parameter
+    slots: list[Slot]
+
+
+class Found(NamedTuple):
+    owned: list[Owned]
+    borrowed: list[
+        tuple[nn.Parameter, Slot]
+    ]  #: sharded parameters of other units, tied to a name in this one
+
+
+def find_parameters(
+    modules: list[nn.Module],
+    ignored: Iterable[nn.Parameter],
+    mesh: DeviceMesh,
+    unit: Unit | None = None,
+) -> Found:
+    """Parameters below ``modules`` that no inner unit owns, each once, with every name that tied weights have.
+
+    ``unit`` is the one they belong to already, if this is not the first time.
+    """
+    owned: dict[int, Owned] = {}
+    borrowed: list[tuple[nn.Parameter, Slot]] = []
+    ignored_ids = {id(p) for p in ignored}
+    for position, top in enumerate(modules):
+        prefix = f"{position}." if len(modules) > 1 else ""
+        for module_name, module in own_modules(top):
+            for name, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in ignored_ids:
+                    continue
+                full_name = f"{prefix}{module_name}.{name}" if module_name else f"{prefix}{name}"
+                slot = Slot.of(module, name)
+                lent = _lent_by_another(full_name, parameter, slot, unit)
+                if lent is not None:
+                    borrowed.append((lent, slot))
+                    continue
+                if unit_of(parameter) is not unit or unit is None:
+                    _check_parameter(full_name, module, parameter, mesh)
+                owned.setdefault(id(parameter), Owned(full_name, parameter, [])).slots.append(slot)
+    return Found(list(owned.values()), borrowed)
+
+
+def own_modules(top: nn.Module) -> list[tuple[str, nn.Module]]:
+    """``top`` and the modules below it, but nothing at or below a module that is sharded already."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+    todo = [("", top)]
+    while todo:
+        name, module = todo.pop()
+        if id(module) in seen or (module is not top and hasattr(module, UNIT)):
+            continue
+        seen.add(id(module))
+        found.append((name, module))
+        below = [(f"{name}.{n}" if name else n, m) for n, m in module._modules.items() if m is not None]
+        todo.extend(reversed(below))
+    return found
+
+
+def _lent_by_another(
+    name: str, parameter: nn.Parameter, slot: Slot, unit: Unit | None
+) -> nn.Parameter | None:
+    """The sharded parameter of another unit that ``parameter`` is, or was before that unit took it."""
+    taken: Taken | None = getattr(parameter, TAKEN, None)
+    sharded = parameter if isinstance(parameter, ShardedParameter) or taken is None else taken.sharded
+    owner = unit_of(sharded)
+    if owner is None or owner is unit:
+        return None
+    module = slot.module()
+    for top in owner.living_modules():
+        if any(module is m for _, m in own_modules(top)):
+            raise ValueError(
+                f"parameter {name!r} of shape {tuple(parameter.shape)} belongs to a unit already: an outer module was "
+                "sharded before this one. Call fully_shard on inner modules first."
+            )
+    return sharded
+
+
+def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ValueError(f"parameter {name!r} is not initialised. Run one forward of the lazy module first.")
+    where = f"parameter {name!r} of shape {tuple(parameter.shape)}"
+    if isinstance(parameter, DTensor) and parameter.device_mesh != mesh:
+        raise NotImplementedError(
+            f"{where} is a DTensor already. fully_shard does not yet compose with tensor parallelism; shard it first "
+            "or pass it in ignored_params."
+        )
+    if parameter.is_meta:
+        raise NotImplementedError(
+            f"{where} is on the meta device. This version shards parameters that hold values: build the model on the "
+            "CPU or the device, then call fully_shard."
+        )
+    if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        raise ValueError(
+            f"{where}: sparse gradients cannot be reduced. Build the embedding with sparse=False."
+        )
+
+
+def _spec_of(name: str, parameter: nn.Parameter, unit: Unit) -> TensorSpec:
+    dim = _placement_dim(unit.placement_fn, name, parameter)
+    storage = parameter.dtype
+    compute = (unit.policy.param_dtype or storage) if parameter.is_floating_point() else storage
+    return TensorSpec(name, tuple(parameter.shape), storage, compute, dim, _memory_order(parameter, dim))
+
+
+def _placement_dim(fn: ShardPlacementFn | None, name: str, parameter: nn.Parameter) -> int:
+    placement = fn(parameter) if fn is not None else None
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise ValueError(
+            f"shard_placement_fn must return Shard or None, got {placement!r} for parameter {name!r}. "
+            "Placements on another mesh are not supported in this version."
+        )
+    dim = placement.dim + parameter.ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < parameter.ndim:
+        raise ValueError(
+            f"shard_placement_fn returned {placement} for parameter {name!r} of shape {tuple(parameter.shape)}, which "
+            f"has {parameter.ndim} dimensions"
+        )
+    return dim
+
+
+def _memory_order(parameter: nn.Parameter, dim: int) -> tuple[int, ...]:
+    """The sharded dimension, then the others as they lie in memory, so that channels-last weights stay that."""
+    strides = parameter.stride()
+    others = [d for d in range(parameter.ndim) if d != dim]
+    if not parameter.is_contiguous():
+        others.sort(key=lambda d: -strides[d])
+    return (dim, *others) if parameter.ndim else ()
+
+
+@torch.inference_mode(False)
+def own_parameters(unit: Unit, found: Found) -> None:
+    """Cut each parameter, make both of its forms, put the sharded one into the modules, and give all to ``unit``."""
+    comm, device = unit.comm, unit.comm.device
+    owned = found.owned
+    specs = [_spec_of(name, parameter, unit) for name, parameter, _ in owned]
+    layout = plan_unit(specs, comm.world_size)
+    slab = Slab(layout.slab_nbytes, device)
+    slab.lease()  # views are made over memory that is there
+    on_gradient = _gradient_listener(unit)
+    managed: list[ManagedParameter | None] = [None] * len(owned)
+    shards = []
+    with torch.no_grad():
+        for run in layout.runs:
+            flat = torch.zeros(run.shard_numel, dtype=run.storage_dtype, device=device)
+            shards.append(flat)
+            for segment in run.segments:
+                spec, (_, original, slots) = specs[segment.index], owned[segment.index]
+                mine = segment.rows_of(comm.rank)
+                rows = (min(comm.rank * segment.rows, segment.size), mine)
+                local = local_view(flat, segment.shard_offset, mine, segment, spec)
+                local.copy_(part_of(original, unit.mesh, spec, rows))
+                managed[segment.index] = build(
+                    original,
+                    spec,
+                    slots,
+                    mesh=unit.mesh,
+                    local=local,
+                    full=full_view(slab, run, segment, spec),
+                    rows=rows,
+                    on_gradient=on_gradient,
+                )
+    slab.release()
+    parameters = [p for p in managed if p is not None]
+    unit.own(layout, shards, slab, parameters)
+    ref = weakref.ref(unit)
+    for parameter, (_, original, _) in zip(parameters, owned, strict=True):
+        setattr(parameter.sharded, UNIT_OF, ref)
+        if original is not parameter.sharded:
+            setattr(original, TAKEN, Taken(f"{parameter.name} of {unit.name}", parameter.sharded))
+        parameter.show(parameter.sharded)
+
+
+def borrow_parameters(unit: Unit, found: Found) -> None:
+    """Put the sharded parameters of other units under the names that this unit's modules have for them."""
+    unit.lenders, unit.borrowed = [], found.borrowed
+    unit.watch_slots()
+    for sharded, slot in found.borrowed:
+        lender = unit_of(sharded)
+        if lender not in unit.lenders:
+            unit.lenders.append(lender)
+        lent = next(p for p in lender.parameters if p.sharded is sharded)
+        if not any(s.registry is slot.registry and s.name == slot.name for s in lent.slots):
+            lent.slots.append(slot)
+        slot.show(sharded)
+
+
+def _gradient_listener(unit: Unit) -> Callable[[torch.Tensor], None]:
+    ref = weakref.ref(unit)  # the parameter holds this hook and the unit holds the parameter
+
+    def on_gradient(parameter: torch.Tensor) -> None:
+        owner = ref()
+        if owner is not None:
+            owner.on_gradient()
+
+    return on_gradient
+
+
+# -- parameters replaced by the user ---------------------------------------------------------------------------------
+
+
+def settle(unit: Unit) -> bool:
+    """Take over what users put in the place of the unit's parameters. Returns whether there was anything.
+
+    A value of the same shape and dtype is copied into the shard, and the sharded parameter, which optimizers know, is
+    put back. Anything else (another dtype or shape, a parameter more or less) makes the unit's memory anew.
+    """
+    replaced = [p for p in unit.parameters if p.replaced]
+    same = not unit.slots_changed()
+    if same and not replaced:
+        return False
+    unit.release()
+    values = [_value_of(p, unit) for p in replaced] if same else [None]
+    if any(value is None for value in values):
+        remake(unit)
+        return True
+    with torch.no_grad():
+        for p, value in zip(replaced, values, strict=True):
+            assert value is not None
+            p.take_values(value)
+            put_back(p, value.requires_grad, unit)
+    return True
+
+
+def _value_of(p: ManagedParameter, unit: Unit) -> nn.Parameter | None:
+    """What stands in the place of ``p`` under all of its names, if it fits into the shard."""
+    held = {id(q): q for slot in p.slots if (q := slot.held()) is not None}
+    if len(held) != 1:
+        return None
+    (value,) = held.values()
+    fits = value.shape == p.spec.shape and value.dtype == p.spec.storage_dtype
+    return value if fits and unit_of(value) in (None, unit) else None
+
+
+def put_back(p: ManagedParameter, requires_grad: bool, unit: Unit) -> None:
+    """Show the sharded parameter again, over its shard."""
+    sharded: Any = p.sharded
+    if local_of(sharded) is not p.local:
+        rebind(sharded, as_dtensor(p.local, unit.mesh, p.spec))
+        p.local = local_of(sharded)
+    sharded.__class__ = ShardedParameter  # conversions of torch's exchange class and attributes, too
+    setattr(sharded, UNIT_OF, weakref.ref(unit))
+    sharded.requires_grad_(requires_grad)
+    p.show(sharded)
+
+
+def assign_data(unit: Unit, sharded: nn.Parameter, value: torch.Tensor) -> None:
+    """``sharded.data = value``: a copy into the shard, or for another shape or dtype new memory for the unit."""
+    p = next(p for p in unit.parameters if p.sharded is sharded)
+    unit.exposed = True
+    if value.shape == p.spec.shape and value.dtype == p.spec.storage_dtype:
+        p.take_values(value)
+        return
+    unit.release()
+    spec = _spec_of(p.name, nn.Parameter(value, requires_grad=False), unit)
+    size = spec.shape[spec.dim] if spec.shape else 1
+    rows = -(-size // unit.comm.world_size)
+    start = min(unit.comm.rank * rows, size)
+    part = part_of(value, unit.mesh, spec, (start, min(rows, size - start)))
+    rebind(sharded, as_dtensor(part, unit.mesh, spec))  # type: ignore[arg-type]
+    remake(unit)
+
+
+def remake(unit: Unit) -> None:
+    """Make the unit's memory again from the parameters that its modules hold now."""
+    if any(r.holds for r in unit.reductions):
+        raise RuntimeError(
+            f"Parameters of unit {unit.name!r} were replaced by others of another shape or dtype while gradients of "
+            "earlier micro-batches are held. Replace them between optimizer steps."
+        )
+    modules = unit.living_modules()
+    own = {id(m) for top in modules for _, m in own_modules(top)}
+    lent = [
+        (p.sharded, slot)
+        for p in unit.parameters
+        for slot in p.slots
+        if id(slot.module()) not in own and slot.holds(p.sharded)
+    ]
+    found = find_parameters(modules, unit.living_ignored(), unit.mesh, unit)
+    for owned in found.owned:
+        owned.slots.extend(slot for sharded, slot in lent if sharded is owned.parameter)
+    unit.retire()
+    own_parameters(unit, found)
+    borrow_parameters(unit, found)
+    unit.rejoin_root()

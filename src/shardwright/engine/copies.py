@@ -1,0 +1,154 @@
+"""``deepcopy`` of sharded models, and conversions such as ``.to(dtype)`` of them.
+
+Both make units' memory anew through ``construct.py``. A copy shares nothing with its original: parameters, gradients
+and held micro-batches are cloned, the settings of its units are carried over.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwright._torch import local_of, rebind
+from shardwright.engine.construct import (
+    UNIT,
+    borrow_parameters,
+    find_parameters,
+    own_parameters,
+    remake,
+    settle,
+)
+from shardwright.engine.parameter import ManagedParameter, as_dtensor
+from shardwright.engine.unit import Unit
+
+Install = Callable[[Unit, list[nn.Module]], None]
+
+_UNITS = "shardwright units"  #: in a deepcopy's memo: the units whose modules are being copied
+_SETTINGS = (
+    "reshard_after_forward",
+    "reshard_after_backward",
+    "unshard_in_backward",
+    "requires_sync",
+    "force_sum",
+    "divide_factor",
+)
+
+
+def deepcopy_module(module: nn.Module, memo: dict[Any, Any], original: type, install: Install) -> nn.Module:
+    """A deep copy of a sharded ``module``, sharded as it is; ``original`` is its class without ours."""
+    outermost = _UNITS not in memo
+    units: dict[int, Unit] = memo.setdefault(_UNITS, {})
+    unit: Unit = module.__dict__[UNIT]
+    unit.settle()
+    unit.show_sharded()
+    units[id(unit)] = unit
+    result: nn.Module = object.__new__(original)
+    memo[id(module)] = result
+    state = {key: _without(unit, value) for key, value in module.__dict__.items() if key != UNIT}
+    result.__dict__.update(copy.deepcopy(state, memo))
+    if outermost:
+        # Inner units first, as fully_shard was called; a list unit waits until the last of its modules is there.
+        del memo[_UNITS]
+        for old in sorted(units.values(), key=lambda u: u.serial):
+            modules = [memo.get(id(m)) for m in old.living_modules()]
+            if all(m is not None for m in modules):
+                _copy_unit(old, [m for m in modules if m is not None], memo, install)
+            else:
+                memo.setdefault(_UNITS, {})[id(old)] = old
+        if not memo.get(_UNITS, True):
+            del memo[_UNITS]
+    return result
+
+
+def _without(unit: Unit, value: Any) -> Any:
+    """A module's attribute, without this unit's hooks if it is a table of hooks."""
+    if not isinstance(value, OrderedDict):
+        return value
+    return OrderedDict((k, v) for k, v in value.items() if getattr(v, "__self__", None) is not unit)
+
+
+def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], install: Install) -> None:
+    new = Unit(
+        modules,
+        mesh=old.mesh,
+        comm=old.comm,
+        policy=old.policy,
+        reshard_after_forward=old.reshard_after_forward,
+        placement_fn=old.placement_fn,
+        ignored=[memo.get(id(p), p) for p in old.living_ignored()],
+        attach=old.attach,
+    )
+    for name in _SETTINGS:
+        setattr(new, name, getattr(old, name))
+    memo[id(old)] = new
+    for name in ("forward_prefetch", "backward_prefetch"):
+        wanted = [memo.get(id(u), u) for ref in getattr(old, name) if (u := ref()) is not None]
+        setattr(new, name, [weakref.ref(u) for u in wanted])
+    found = find_parameters(modules, new.living_ignored(), new.mesh)
+    if found.owned:
+        own_parameters(new, found)
+        for mine, theirs in zip(new.reductions, old.reductions, strict=False):
+            mine.copy_held(theirs)
+    borrow_parameters(new, found)
+    install(new, modules)
+
+
+# -- conversions -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def convert(
+    module: nn.Module, units: list[Unit], fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool
+) -> None:
+    """``nn.Module._apply``: ``fn`` on the local part of every sharded parameter below, and on everything else."""
+    modules = list(module.modules()) if recurse else [module]
+    ids = {id(m) for m in modules}
+    managed: set[int] = set()
+    for unit in units:
+        settle(unit)
+        unit.release()
+        here = [p for p in unit.parameters if any(id(slot.module()) in ids for slot in p.slots)]
+        managed.update(id(p.sharded) for p in here)
+        changed = [_convert_parameter(p, unit, fn) for p in here]
+        if any(changed):
+            remake(unit)
+    for each in modules:
+        for parameter in each._parameters.values():
+            if parameter is not None and id(parameter) not in managed:
+                parameter.data = fn(parameter.data)
+                if parameter.grad is not None:
+                    parameter.grad.data = fn(parameter.grad.data)
+        for name, buffer in each._buffers.items():
+            if buffer is not None:
+                each._buffers[name] = fn(buffer)
+
+
+def _convert_parameter(p: ManagedParameter, unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Returns whether the unit's memory has to be made anew, since the dtype is another."""
+    new = fn(p.local)
+    if new is p.local:
+        return False
+    if new.device != p.local.device:
+        raise ValueError(
+            f"Parameter {p.name!r} is sharded over a mesh on {p.local.device.type!r} and cannot move to {new.device}. "
+            "Shard the model over a mesh of that device, or save its state dict and load it there."
+        )
+    gradient = p.sharded.grad
+    new_gradient = None
+    if gradient is not None:
+        new_gradient = fn(local_of(gradient) if isinstance(gradient, DTensor) else gradient)
+        p.sharded.grad = None
+    if new.dtype == p.local.dtype:
+        p.local.copy_(new)
+    else:
+        rebind(p.sharded, as_dtensor(new, unit.mesh, p.spec))  # type: ignore[arg-type]
+    if new_gradient is not None:
+        p.sharded.grad = as_dtensor(new_gradient, unit.mesh, p.spec)
+    return new.dtype != p.local.dtype
