@@ -23,7 +23,13 @@ if TYPE_CHECKING:
         OffloadPolicy,
     )
 
-    from shardwright.engine import FSDPModule, UnshardHandle, fully_shard
+    from shardwright.engine import (
+        FSDPModule,
+        UnshardHandle,
+        fully_shard,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
     from shardwright.optim import clip_grad_norm_, fully_shard_optimizer
 
 __version__ = "0.1.0"
@@ -38,6 +44,8 @@ __all__ = [
     "clip_grad_norm_",
     "fully_shard",
     "fully_shard_optimizer",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]
 
 #: Public name -> the module that defines it. Imported at first use, so that the command line starts without torch.
@@ -51,6 +59,8 @@ _HOMES = {
     "clip_grad_norm_": "shardwright.optim",
     "fully_shard": "shardwright.engine",
     "fully_shard_optimizer": "shardwright.optim",
+    "register_fsdp_forward_method": "shardwright.engine",
+    "share_comm_ctx": "shardwright.engine",
 }
 
 
@@ -63,9 +73,7 @@ _LATER = {
     "load_pretrained",
     "materialize",
     "memory_report",
-    "register_fsdp_forward_method",
     "save_checkpoint",
-    "share_comm_ctx",
     "unsharded",
 }
 

@@ -7,6 +7,7 @@ Nothing outside this module reaches into torch's underscore names.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,12 +53,22 @@ _engine = _probe(torch.autograd.Variable, "_execution_engine")
 _graph_task_id = _probe(torch._C, "_current_graph_task_id")
 _use_count = _probe(torch._C, "_storage_Use_Count")
 
+_profiler_enabled = _probe(torch.autograd, "_profiler_enabled")
+
 #: Moves version counters without an operation.
 increment_version = _probe(torch.autograd.graph, "increment_version")
 
 foreach_copy_ = _probe(torch, "_foreach_copy_")
 foreach_mul_ = _probe(torch, "_foreach_mul_")
 foreach_norm = _probe(torch, "_foreach_norm")
+
+
+def annotate(name: str, unit: str) -> AbstractContextManager[Any]:
+    """A range in the profiler's trace, named as FSDP2 names it; nothing while no profiler runs."""
+    return torch.profiler.record_function(f"FSDP::{name} ({unit})") if _profiler_enabled() else _NOTHING
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def backend_for(group: Any, device: torch.device) -> Any:

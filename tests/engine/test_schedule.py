@@ -9,8 +9,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
+from shardwright.comm import collectives
+from shardwright.comm.streams import HostStreams
 from shardwright.engine.root import UNIT
-from tests.engine.models import build, loss_of, shard, tokens
+from tests.engine.models import build, full, loss_of, shard, tokens
 from tests.support import multirank, world_mesh
 
 
@@ -189,3 +191,62 @@ def test_diverging_ranks_are_named(rank: int, world_size: int) -> None:
         match=r"rank 0 gathers unit 1 \('parts.a'\); rank 1 gathers unit 2 \('parts.b'\). Every rank",
     ):
         choice(torch.randn(1, 4), "ab"[rank])
+
+
+class OrderedStreams(HostStreams):
+    """Collectives as an accelerator has them: queued, never asked for an asynchronous ``Work``."""
+
+    asynchronous = False
+
+
+def as_on_an_accelerator(model: nn.Module) -> nn.Module:
+    """Let a model on the CPU take the paths of an accelerator, which show nothing of the other ranks to the host."""
+    comm = getattr(model, UNIT).comm
+    comm._gloo = comm.exchanges = False
+    comm.streams = OrderedStreams()
+    comm._gather_options = collectives.AllgatherOptions()
+    comm._gather_options.asyncOp = False
+    return model
+
+
+@multirank(2, 3)
+def test_the_accelerators_path_gives_the_same_gradients(rank: int, world_size: int) -> None:
+    mesh = world_mesh(world_size)
+    models = [shard(build(), mesh=mesh), as_on_an_accelerator(shard(build(), mesh=mesh))]
+    comm = getattr(models[0], UNIT).comm
+    assert comm is getattr(models[1], UNIT).comm
+    gradients = []
+    try:
+        for model in reversed(models):
+            for number in range(2):
+                step(model, rank, number)
+            gradients.append([full(p.grad) for p in model.parameters()])
+    finally:
+        comm.__init__(comm.group, comm.device)
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@multirank(2)
+def test_reductions_in_another_order_are_found_before_the_optimizer_steps(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    model.forward = lambda x: [part(x) for part in model]
+    for part in model:
+        sw.fully_shard(part, reshard_after_forward=False)
+    outer = sw.fully_shard(nn.Sequential(nn.Identity(), model), mesh=world_mesh(2))
+    as_on_an_accelerator(outer)
+    comm = getattr(outer, UNIT).comm
+    optimizer = torch.optim.SGD(outer.parameters(), lr=1.0)
+    before = [p.to_local().clone() for p in outer.parameters()]
+    try:
+        outputs = outer(torch.randn(2, 4))
+        sum(y.sum() for i, y in enumerate(outputs) if i != rank).backward()  # sizes are equal: nothing hangs
+        with pytest.raises(
+            RuntimeError, match=r"diverged: in the last backward .* gradients of different units"
+        ):
+            optimizer.step()
+    finally:
+        comm.__init__(comm.group, comm.device)
+    for p, q in zip(outer.parameters(), before, strict=True):
+        torch.testing.assert_close(p.to_local(), q, rtol=0, atol=0)

@@ -117,6 +117,13 @@ class Communicator:
         backend.alltoall_base(self._theirs, self._mine, [], [], AllToAllOptions()).wait()
         return None if torch.equal(self._theirs, self._mine) else self._theirs.tolist()
 
+    def gather_number(self, number: int) -> torch.Tensor:
+        """Every rank's ``number`` (int64), on the device and the current stream. Modes that count do not see it."""
+        mine = torch.full((1,), number, dtype=torch.int64, device=self.device)
+        everyone = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
+        backend_for(self.group, self.device)._allgather_base(everyone, mine).wait()
+        return everyone
+
     def all_gather(
         self,
         outputs: list[torch.Tensor],

@@ -5,6 +5,8 @@ The methods set what units do; the units do it. Methods of later versions are re
 
 from __future__ import annotations
 
+import functools
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, cast
@@ -132,7 +134,7 @@ class FSDPModule:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             f"A sharded {original_class(type(self)).__name__} cannot be pickled: each rank has a part only, and its "
-            "process group ends with the process. Save its state_dict(), with torch.distributed.checkpoint or torch.save."
+            "process group ends with the process. Save its state_dict(), by torch.distributed.checkpoint or torch.save."
         )
 
     def _root(self) -> Root:
@@ -289,6 +291,53 @@ class _LendingModule(FSDPModule):
         return value
 
 
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method other than ``forward`` gather and release the unit's parameters as ``forward`` does.
+
+        sw.register_fsdp_forward_method(model, "generate")
+
+    A module that is not sharded is left as it is, so one recipe serves both.
+
+    Raises:
+        AttributeError: the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if method_name in module.__dict__:
+        bound = module.__dict__[method_name]
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return bound(*args, **kwargs)
+
+        functools.update_wrapper(method, bound)
+    else:
+        if not hasattr(type(module), method_name):
+            raise AttributeError(f"{original_class(type(module)).__name__} has no method {method_name!r}")
+        method = getattr(type(module), method_name)
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        unit: Unit = self.__dict__[UNIT]
+        depth = len(unit.root.frames) if unit.root is not None else 0
+        try:
+            args, kwargs = unit.before_forward(self, args, kwargs)
+            return unit.after_forward(self, args, method(self, *args, **kwargs))
+        except BaseException:
+            unit.forward_failed(depth)
+            raise
+
+    object.__setattr__(module, method_name, types.MethodType(call, module))  # a copy binds it to itself
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Accepted for torch's sake: models over the same ranks share their streams and communicators anyway.
+
+    Raises:
+        ValueError: a module is not sharded.
+    """
+    _units_of(modules)
+
+
 def _refuse_later(name: str) -> Callable[..., NoReturn]:
     def method(self: FSDPModule, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"FSDPModule.{name} is not supported in this version")
@@ -314,7 +363,5 @@ for _name in (
 def _units_of(modules: list[FSDPModule]) -> list[Unit]:
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ValueError(
-                f"only modules that fully_shard was applied to can be prefetched, got {type(module).__name__}"
-            )
+            raise ValueError(f"expected modules that fully_shard was applied to, got {type(module).__name__}")
     return [module._fsdp_unit() for module in modules]

@@ -24,12 +24,13 @@ from shardwright.engine.visit import Frame, Visit
 _roots: weakref.WeakSet[Root] = weakref.WeakSet()
 
 #: What ranks are about to do, in the records they exchange. The texts go into the error that names who diverged.
-GATHER, REDUCE, END_FORWARD, END_BACKWARD = range(4)
+GATHER, REDUCE, END_FORWARD, END_BACKWARD, CLIP = range(5)
 _DOING = (
     ("gathers", "gather"),
     ("reduces the gradients of", "reduce the gradients of"),
     ("ends the forward of", "end the forward of"),
     ("ends the backward of", "end the backward of"),
+    ("clips the gradients of", "clip the gradients of"),
 )
 
 
@@ -65,6 +66,7 @@ class Root:
         """One row per unit for the numbers that come with its gathers, so that one call compares them all."""
         self._flag: torch.Tensor | None = None
         self._flag_mark: Any = None
+        self._reduced = 0  #: stands for the reductions of the backward under way, in their order
         comm = self.comm
         rows = [[number, 0] * comm.world_size for number in range(len(units))]
         self._wanted_headers = torch.tensor(rows, dtype=torch.int64, device=comm.device)
@@ -253,11 +255,22 @@ class Root:
 
     # -- ranks that diverge --------------------------------------------------------------------------------------
 
-    def announce_gather(self, unit: Unit) -> Callable[[], None]:
-        return lambda: self._agree(GATHER, unit.number, unit.slab.nbytes)
+    def announce_gather(self, unit: Unit) -> Callable[[], None] | None:
+        """What is to be called before a gather of ``unit``, when nothing can fail on this rank alone any more."""
+        if self.comm.exchanges:
+            return lambda: self._agree(GATHER, unit.number, unit.slab.nbytes)
+        return None
 
-    def announce_reduction(self, unit: Unit, reduction: Reduction) -> Callable[[], None]:
-        return lambda: self._agree(REDUCE, unit.number, reduction.nbytes, reduction.fingerprint)
+    def announce_reduction(self, unit: Unit, reduction: Reduction) -> Callable[[], None] | None:
+        """The same before a reduction."""
+        if self.comm.exchanges:
+            return lambda: self._agree(REDUCE, unit.number, reduction.nbytes, reduction.fingerprint)
+        self._reduced = hash((self._reduced, unit.number, reduction.fingerprint))
+        return None
+
+    def agree_on_clipping(self) -> None:
+        """The gradients' norm is about to be summed over the ranks."""
+        self._agree(CLIP, 0)
 
     def _agree(self, event: int, number: int, nbytes: int = 0, detail: int = 0) -> None:
         """Raise if another rank is about to do something else. On gloo, where a wrong pairing would abort or hang."""
@@ -309,8 +322,10 @@ class Root:
         streams = self.comm.streams
         if not streams.asynchronous:
             with streams.beside("gather"):
-                self._flag = (self._headers != self._wanted_headers).any()
+                order = self.comm.gather_number(self._reduced)
+                self._flag = (self._headers != self._wanted_headers).any() | (order != order[0]).any()
             self._flag_mark = streams.mark("gather")
+        self._reduced = 0
 
     def check_divergence(self) -> None:
         """Raise if the gathers of the last backward brought another unit's number. Reads one flag of the device."""
@@ -322,6 +337,11 @@ class Root:
             for unit in self.units():
                 if unit.parameters:
                     unit.check_headers()
+            raise RuntimeError(
+                f"The ranks have diverged: in the last backward of {self.name_of(0)} they reduced the gradients of "
+                "different units or parameters, or in another order. Every rank must use the outputs of the same units "
+                "and have the same requires_grad."
+            )
 
 
 class _Task:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardwright._torch import in_backward, increment_version
+from shardwright._torch import annotate, in_backward, increment_version
 from shardwright.comm import Communicator, Pending, plan_division
 from shardwright.engine import construct
 from shardwright.engine.construct import ShardPlacementFn
@@ -249,10 +249,10 @@ class Unit:
         self.kept = False
         root.notify("issue", self)
         self._issuing = True
-        announce = root.announce_gather(self) if self.comm.exchanges else None
-        self._pending = self.comm.all_gather(
-            self._outputs, self._inputs, self._casts, self._cast.release, announce
-        )
+        with annotate("all_gather", self.name):
+            self._pending = self.comm.all_gather(
+                self._outputs, self._inputs, self._casts, self._cast.release, root.announce_gather(self)
+            )
         self._issuing = False
 
     def wait(self) -> None:
@@ -377,11 +377,11 @@ class Unit:
         if not self.reductions:
             return
         root.finish_reductions()
-        for reduction in self.reductions:
-            dtype = reduction.packing.reduce_dtype
-            division = plan_division(dtype, self.comm.world_size, self.divide_factor, self.force_sum)
-            announce = root.announce_reduction(self, reduction) if self.comm.exchanges else None
-            reduction.start(division, announce)
+        with annotate("post_backward_reduce", self.name):
+            for reduction in self.reductions:
+                dtype = reduction.packing.reduce_dtype
+                division = plan_division(dtype, self.comm.world_size, self.divide_factor, self.force_sum)
+                reduction.start(division, root.announce_reduction(self, reduction))
         root.reducing = self.number
 
     def finish_reduction(self) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import foreach_mul_, foreach_norm, local_of
+from shardwright.engine.parameter import unit_of
 
 
 @torch.no_grad()
@@ -47,7 +48,9 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type must be positive, got {norm_type}")
     plain: list[torch.Tensor] = []
     sharded: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+    unit = None
     for p in parameters:
+        unit = unit or unit_of(p)
         gradient = p.grad
         if gradient is None:
             continue
@@ -68,6 +71,8 @@ def clip_grad_norm_(
     everything = [*plain, *(t for tensors in sharded.values() for t in tensors)]
     if not everything:
         return torch.tensor(0.0)
+    if unit is not None and unit.root is not None:
+        unit.root.agree_on_clipping()
     device = everything[0].device
     largest = math.isinf(norm_type)
     norms = _norms(plain, norm_type, device)
