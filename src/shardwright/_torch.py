@@ -63,9 +63,11 @@ foreach_mul_ = _probe(torch, "_foreach_mul_")
 foreach_norm = _probe(torch, "_foreach_norm")
 
 
-def annotate(name: str, unit: str) -> AbstractContextManager[Any]:
+def annotate(name: str, unit: str = "") -> AbstractContextManager[Any]:
     """A range in the profiler's trace, named as FSDP2 names it; nothing while no profiler runs."""
-    return torch.profiler.record_function(f"FSDP::{name} ({unit})") if _profiler_enabled() else _NOTHING
+    if not _profiler_enabled():
+        return _NOTHING
+    return torch.profiler.record_function(f"FSDP::{name} ({unit})" if unit else f"FSDP::{name}")
 
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()

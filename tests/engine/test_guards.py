@@ -230,16 +230,6 @@ def test_an_optimizer_that_could_not_begin_its_step_is_unchanged(rank: int, worl
 
 
 @multirank(2)
-def test_a_step_waits_for_reductions_left_under_way(rank: int, world_size: int) -> None:
-    model = shard(build())
-    model(tokens(0, 0, rank))
-    model.set_is_last_backward(False)
-    backward(model, rank)
-    torch.optim.SGD(model.parameters(), lr=0.0).step()
-    check_gradients(model, expected_gradients(world_size))
-
-
-@multirank(2)
 def test_the_first_call_may_be_in_inference_mode(rank: int, world_size: int) -> None:
     model = shard(build())
     with torch.inference_mode():

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwright._torch import local_of, rebind
+from shardwright.engine.extension import Extension, is_extended
 from shardwright.engine.parameter import (
     TAKEN,
     UNIT_OF,
@@ -146,7 +147,14 @@ def _spec_of(name: str, parameter: nn.Parameter, unit: Unit) -> TensorSpec:
     dim = _placement_dim(unit.placement_fn, name, parameter)
     storage = parameter.dtype
     compute = (unit.policy.param_dtype or storage) if parameter.is_floating_point() else storage
-    return TensorSpec(name, tuple(parameter.shape), storage, compute, dim, _memory_order(parameter, dim))
+    extended = is_extended(local_of(parameter) if isinstance(parameter, DTensor) else parameter)
+    if extended and (dim or not parameter.ndim):
+        raise ValueError(
+            f"parameter {name!r} decides itself what is gathered of it ({type(parameter).__name__} has "
+            "fsdp_pre_all_gather), so it must be sharded along dimension 0"
+        )
+    order = _memory_order(parameter, dim)
+    return TensorSpec(name, tuple(parameter.shape), storage, compute, dim, order, extended)
 
 
 def _placement_dim(fn: ShardPlacementFn | None, name: str, parameter: nn.Parameter) -> int:
@@ -185,7 +193,7 @@ def own_parameters(unit: Unit, found: Found) -> None:
     layout = plan_unit(specs, comm.world_size)
     slab = Slab(layout.slab_nbytes, device)
     slab.lease()  # views are made over memory that is there
-    on_gradient = _gradient_listener(unit)
+    on_gradient = gradient_listener(unit)
     managed: list[ManagedParameter | None] = [None] * len(owned)
     shards = []
     with torch.no_grad():
@@ -196,18 +204,26 @@ def own_parameters(unit: Unit, found: Found) -> None:
                 spec, (_, original, slots) = specs[segment.index], owned[segment.index]
                 mine = segment.rows_of(comm.rank)
                 rows = (min(comm.rank * segment.rows, segment.size), mine)
-                local = local_view(flat, segment.shard_offset, mine, segment, spec)
-                local.copy_(part_of(original, unit.mesh, spec, rows))
-                managed[segment.index] = build(
+                part = part_of(original, unit.mesh, spec, rows)
+                if run.extended:
+                    local = part.clone()
+                    full = torch.empty(0, dtype=spec.compute_dtype, device=device)  # until the first gather
+                else:
+                    local = local_view(flat, segment.shard_offset, mine, segment, spec).copy_(part)
+                    full = full_view(slab, run, segment, spec)
+                managed[segment.index] = p = build(
                     original,
                     spec,
                     slots,
                     mesh=unit.mesh,
                     local=local,
-                    full=full_view(slab, run, segment, spec),
+                    full=full,
                     rows=rows,
                     on_gradient=on_gradient,
                 )
+                module = slots[0].module()
+                if run.extended and module is not None:
+                    p.extension = Extension(spec, unit.mesh, module, unit.policy)
     slab.release()
     parameters = [p for p in managed if p is not None]
     unit.own(layout, shards, slab, parameters)
@@ -233,7 +249,7 @@ def borrow_parameters(unit: Unit, found: Found) -> None:
         slot.show(sharded)
 
 
-def _gradient_listener(unit: Unit) -> Callable[[torch.Tensor], None]:
+def gradient_listener(unit: Unit) -> Callable[[torch.Tensor], None]:
     ref = weakref.ref(unit)  # the parameter holds this hook and the unit holds the parameter
 
     def on_gradient(parameter: torch.Tensor) -> None:

@@ -160,8 +160,8 @@ class Reduction:
                 present[i] = False
                 shape = parameter.spec.shape
                 gradient = torch.zeros(shape, dtype=self._flags.dtype, device=self._flags.device)
-            elif dtype is None:
-                gradient = gradient.to(self.packing.reduce_dtype)
+            elif gradient.dtype != dtype:
+                gradient = gradient.to(self._flags.dtype)
             if self._plain:
                 tensors.append(gradient)
             elif parameter.spec.replicated:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, cast
@@ -161,6 +162,8 @@ class FSDPModule:
             root = self._root()
             root.recover_if_failed()
             unit.settle()
+            if not unit.calls and not unit.visits:
+                unit.follow_requires_grad()
             generation = root.generation if root.caller is not None else root.generation + 1
             if not unit.valid_for(generation):
                 unit.issue(generation)
@@ -185,8 +188,10 @@ class FSDPModule:
             unit.requires_sync = requires_gradient_sync
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """With False, the next backward leaves its last reduction under way instead of waiting for it."""
-        self._root().is_last_backward = is_last_backward
+        """Accepted for torch's sake and without effect: every backward leaves all gradients complete.
+
+        What torch saves by it, waiting for the last reduction, is a wait on the device only.
+        """
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward`` from now on."""
@@ -223,6 +228,11 @@ class FSDPModule:
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of :meth:`set_gradient_divide_factor`."""
+        warnings.warn(
+            "set_reduce_scatter_divide_factor is deprecated, as in torch; use set_gradient_divide_factor",
+            FutureWarning,
+            stacklevel=2,
+        )
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -230,7 +240,7 @@ class FSDPModule:
         self._fsdp_unit().force_sum = enable
 
     def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, recurse: bool = True
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
         """Accepted for torch's sake and without effect: here ranks may always leave out different parameters.
 
@@ -299,7 +309,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     A module that is not sharded is left as it is, so one recipe serves both.
 
     Raises:
-        AttributeError: the module has no such method.
+        ValueError: the module has no such method.
     """
     if not isinstance(module, FSDPModule):
         return
@@ -312,7 +322,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         functools.update_wrapper(method, bound)
     else:
         if not hasattr(type(module), method_name):
-            raise AttributeError(f"{original_class(type(module)).__name__} has no method {method_name!r}")
+            raise ValueError(f"{original_class(type(module)).__name__} has no method {method_name!r}")
         method = getattr(type(module), method_name)
 
     @functools.wraps(method)

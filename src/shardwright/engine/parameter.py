@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwright._torch import local_of, rebind
+from shardwright.engine.extension import Extension
 from shardwright.layout import Run, Segment, TensorSpec
 from shardwright.memory import Slab
 
@@ -135,7 +136,7 @@ class ManagedParameter:
         slots: where modules hold it; other units may add some that borrow it.
     """
 
-    __slots__ = ("full", "local", "name", "rows", "sharded", "slots", "spec")
+    __slots__ = ("extension", "full", "local", "name", "rows", "sharded", "slots", "spec")
 
     def __init__(
         self,
@@ -153,6 +154,7 @@ class ManagedParameter:
         self.local = local
         self.full = full
         self.rows = rows  #: first row of the sharded dimension that this rank owns, and how many
+        self.extension: Extension | None = None
 
     def show(self, form: nn.Parameter) -> None:
         for slot in self.slots:
@@ -169,8 +171,14 @@ class ManagedParameter:
         """Copy this rank's part of ``source``, of this shape and sharded or not, into the shard."""
         self.local.copy_(part_of(source, self.sharded.device_mesh, self.spec, self.rows))  # type: ignore[attr-defined]
 
+    def adopt_full(self, tensor: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
+        """An extended parameter was gathered for the first time: this is its full form from now on."""
+        self.full = listen(nn.Parameter(tensor), on_gradient, self.sharded.requires_grad)
+
     def write_back(self) -> None:
         """The full form was changed in place while it was shown: keep this rank's part of it."""
+        if self.extension is not None:
+            return
         full = self.full.detach()
         if not self.spec.replicated:
             full = full.narrow(self.spec.dim, *self.rows)
@@ -249,7 +257,14 @@ def build(
             if key not in (UNIT_OF, TAKEN):
                 form.__dict__.setdefault(key, value)
     if original.is_floating_point() or original.is_complex():
-        full_parameter.requires_grad_(True)  # a hook needs it once; requires_grad follows the sharded form
-        full_parameter.register_post_accumulate_grad_hook(on_gradient)
-        full_parameter.requires_grad_(original.requires_grad)
+        listen(full_parameter, on_gradient, original.requires_grad)
     return ManagedParameter(spec, slots, sharded, local_of(sharded), full_parameter, rows)
+
+
+def listen(
+    full: nn.Parameter, on_gradient: Callable[[torch.Tensor], None], requires_grad: bool
+) -> nn.Parameter:
+    full.requires_grad_(True)  # a hook needs it once; requires_grad follows the sharded form
+    full.register_post_accumulate_grad_hook(on_gradient)
+    full.requires_grad_(requires_grad)
+    return full

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwright._torch import queue_callback
+from shardwright._torch import annotate, queue_callback
 from shardwright.engine.construct import UNIT
 from shardwright.engine.gradients import Reduction
 from shardwright.engine.hooks import map_tensors
@@ -47,7 +47,6 @@ class Root:
         self.open_visits: list[Visit] = []  #: whose backward is under way
         self.backward = False
         self._task: weakref.ref[_Task] | None = None
-        self.is_last_backward = True
         self.reducing: int | None = None
         self.observer: Callable[[str, Unit], None] | None = None
         self._orders: dict[int, list[int]] = {}  # by caller: units in the order of its last root call
@@ -100,6 +99,10 @@ class Root:
 
     def begin(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The outermost call of this model begins."""
+        with annotate("root_pre_forward"):
+            return self._begin(unit, args, kwargs)
+
+    def _begin(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.check_divergence()
         self.recover_if_failed()
         self.generation += 1
@@ -243,8 +246,7 @@ class Root:
         for unit in reversed(self.units()):
             if unit.parameters:
                 unit.finish_backward()
-        if self.is_last_backward:
-            self.finish_reductions()
+        self.finish_reductions()
         for unit in self._gathered_units():
             if not unit.kept:
                 unit.release()
@@ -351,7 +353,8 @@ class _Task:
         self._root = root
 
     def __call__(self) -> None:
-        self._root._end_backward()
+        with annotate("root_post_backward_callback"):
+            self._root._end_backward()
 
 
 @torch.inference_mode(False)
@@ -398,9 +401,7 @@ def hook_optimizers() -> None:
 
 
 def before_optimizer_step() -> None:
-    """Before an optimizer changes anything: no model's ranks have diverged, and every gradient is there."""
+    """Before an optimizer changes anything: no model's ranks have diverged, and a failed backward is left behind."""
     for root in list(_roots):
         root.check_divergence()
         root.recover_if_failed()
-        if not root.backward:
-            root.finish_reductions()

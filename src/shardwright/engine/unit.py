@@ -74,6 +74,7 @@ class Unit:
         self.root: Root | None = None
         self.number = -1
         self.name = type(modules[0]).__name__
+        self.range_name = ""  #: in profiles, where the root has none
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
         self.parameters: list[ManagedParameter] = []
@@ -110,6 +111,7 @@ class Unit:
         #: Version counters that move with edits of a parameter: its own and its local tensor's.
         self._watched = [(p.sharded, p.local) for p in parameters]
         self._fulls = [p.full for p in parameters]
+        self._extended = [p for p in parameters if p.extension is not None]
         self._versions = [p._version + q._version for p, q in self._watched]
         self._slab_versions: list[int] | None = None
         self._full_versions = -1
@@ -131,6 +133,8 @@ class Unit:
         self._inputs, self._outputs = [], []
         cast_bytes = 0
         for run, source in zip(layout.runs, self.shards, strict=True):
+            if run.extended:
+                continue
             size = run.compute_dtype.itemsize
             nbytes = run.shard_numel * size
             if run.is_cast:
@@ -156,6 +160,7 @@ class Unit:
         self.root = root
         self.number = number
         self.name = name
+        self.range_name = name if number else ""
         self._headers = headers
         self.rejoin_root()
 
@@ -249,9 +254,12 @@ class Unit:
         self.kept = False
         root.notify("issue", self)
         self._issuing = True
-        with annotate("all_gather", self.name):
+        with annotate("all_gather", self.range_name):
+            outputs, inputs = self._outputs, self._inputs
+            if self._extended:
+                outputs, inputs = self._with_extensions()
             self._pending = self.comm.all_gather(
-                self._outputs, self._inputs, self._casts, self._cast.release, root.announce_gather(self)
+                outputs, inputs, self._casts, self._cast.release, root.announce_gather(self)
             )
         self._issuing = False
 
@@ -265,6 +273,27 @@ class Unit:
         self._pending = None
         if self.comm.streams.asynchronous:
             self.check_headers()
+        if self._extended:
+            self._finish_extensions()
+
+    def _with_extensions(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What a gather receives and sends, with that of parameters whose tensors decide it themselves."""
+        outputs, inputs = self._outputs[:-1], self._inputs[:-1]
+        with torch.no_grad():
+            for p in self._extended:
+                assert p.extension is not None
+                received, sent = p.extension.begin(p.local)
+                outputs += received
+                inputs += sent
+        return [*outputs, self._outputs[-1]], [*inputs, self._inputs[-1]]
+
+    def _finish_extensions(self) -> None:
+        for p in self._extended:
+            assert p.extension is not None
+            full = p.extension.finish(p.local, p.full)
+            if full is not None:
+                p.adopt_full(full, construct.gradient_listener(self))
+        self._fulls = [p.full for p in self.parameters]
 
     def check_headers(self) -> None:
         """Raise if another rank gathered another unit. Reads the headers: on an accelerator the host waits."""
@@ -305,6 +334,9 @@ class Unit:
                 # An interrupt left a gather that may still write: the memory stays until the next one.
                 return
             self.slab.release()
+            for p in self._extended:
+                assert p.extension is not None
+                p.extension.release()
             if self.root is not None:
                 self.root.gathered.discard(self.number)
 
@@ -377,7 +409,7 @@ class Unit:
         if not self.reductions:
             return
         root.finish_reductions()
-        with annotate("post_backward_reduce", self.name):
+        with annotate("post_backward_reduce", self.range_name):
             for reduction in self.reductions:
                 dtype = reduction.packing.reduce_dtype
                 division = plan_division(dtype, self.comm.world_size, self.divide_factor, self.force_sum)
@@ -406,6 +438,10 @@ class Unit:
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         root = self.root if self.root is not None else self.attach(module)
+        with annotate("pre_forward", self.range_name):
+            return self._before_forward(root, args, kwargs)
+
+    def _before_forward(self, root: Root, args: Any, kwargs: Any) -> tuple[Any, Any]:
         recomputing = in_backward()
         if recomputing:
             root.enter_backward()
@@ -478,6 +514,10 @@ class Unit:
             self.lend(root.frames[-1])
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        with annotate("post_forward", self.range_name):
+            return self._after_forward(module, output)
+
+    def _after_forward(self, module: nn.Module, output: Any) -> Any:
         root = self.root
         assert root is not None
         frame = root.frames.pop()
@@ -565,8 +605,11 @@ class Unit:
 
     def before_backward(self, visit: Visit) -> None:
         """Backward has reached an output of a visit: gather the weights that it will read."""
-        if visit in self.visits:
-            return
+        if visit not in self.visits:
+            with annotate("pre_backward", self.range_name):
+                self._enter_backward(visit)
+
+    def _enter_backward(self, visit: Visit) -> None:
         root = self.root
         assert root is not None
         if torch.is_grad_enabled():

@@ -38,6 +38,8 @@ class TensorSpec:
     dim: int = 0
     #: Dimensions from the outermost in memory to the innermost; ``dim`` comes first. Default: in their own order.
     order: tuple[int, ...] = ()
+    #: Whether its tensor decides what is gathered of it, so that it has no place in the shard and the slab.
+    extended: bool = False
 
     def __post_init__(self) -> None:
         if self.shape and not 0 <= self.dim < len(self.shape):
@@ -107,7 +109,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Run:
-    """Segments of one storage dtype and one compute dtype: cast together, in one call.
+    """Segments of one storage dtype and one compute dtype: cast together, in one call. Or of extended parameters.
 
     Element offsets count from the start of the run. It lies at ``slab_bytes`` in the slab; its shard is memory of its
     own, since tensors of several dtypes over one storage cannot be saved together.
@@ -119,10 +121,11 @@ class Run:
     shard_numel: int
     slab_numel: int
     slab_bytes: int
+    extended: bool = False
 
     @property
     def is_cast(self) -> bool:
-        return self.storage_dtype != self.compute_dtype
+        return self.storage_dtype != self.compute_dtype and not self.extended
 
 
 @dataclass(frozen=True)
@@ -142,12 +145,12 @@ def plan_unit(specs: Sequence[TensorSpec], world_size: int) -> UnitLayout:
     """
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}, expected at least 1")
-    order: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    order: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
     for i, spec in enumerate(specs):
-        order.setdefault((spec.storage_dtype, spec.compute_dtype), []).append(i)
+        order.setdefault((spec.storage_dtype, spec.compute_dtype, spec.extended), []).append(i)
     runs: list[Run] = []
     slab_bytes = 0
-    for (storage, compute), indices in order.items():
+    for (storage, compute, extended), indices in order.items():
         align = alignment_elements(storage, compute)
         shard = slab = 0
         segments = []
@@ -161,7 +164,9 @@ def plan_unit(specs: Sequence[TensorSpec], world_size: int) -> UnitLayout:
             segments.append(segment)
             shard += round_up(segment.chunk, align)
             slab += round_up(segment.chunk * world_size, align)
-        runs.append(Run(storage, compute, tuple(segments), shard, slab, slab_bytes))
+        if extended:
+            shard = slab = 0
+        runs.append(Run(storage, compute, tuple(segments), shard, slab, slab_bytes, extended))
         slab_bytes = round_up(slab_bytes + slab * compute.itemsize, ALIGNMENT)
     return UnitLayout(world_size, tuple(specs), tuple(runs), slab_bytes)
 
