@@ -51,8 +51,11 @@ class Extension:
         self._inner: list[tuple[torch.UntypedStorage, int]] = []
         self._full: torch.Tensor | None = None
 
-    def begin(self, local: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Ask ``local`` what to send; returns bytes to receive into and bytes to send."""
+    def begin(self, local: Any, compared: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Ask ``local`` what to send; returns bytes to receive into and bytes to send.
+
+        ``compared``: whether the ranks compare sizes before the gather, so that all of them refuse unequal ones.
+        """
         takes = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
         if takes == 1:
             inputs, self._metadata = local.fsdp_pre_all_gather(self._mesh)
@@ -65,7 +68,8 @@ class Extension:
                 f"{type(local).__name__}.fsdp_pre_all_gather takes {takes} arguments, expected (mesh) or (mesh, "
                 "outer_size, outer_stride, module, mp_policy)"
             )
-        self._check_rows(local, inputs)
+        if not compared:
+            self._check_rows(local, inputs)
         self._sizes = [t.size() for t in inputs]
         self._make_outputs([(t.numel(), t.dtype) for t in inputs])
         for slab in self._slabs:
@@ -75,12 +79,12 @@ class Extension:
 
     def _check_rows(self, local: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
         rows, n = self._spec.shape[0], self._mesh.size()
-        padded = torch.Size((-(-rows // n), *self._spec.shape[1:]))
-        if local.size() != padded and any(t.size() != padded for t in inputs):
+        padded = -(-rows // n)
+        if any(t.ndim and t.size(0) != padded for t in inputs) and local.size(0) != padded:
             raise ValueError(
                 f"Parameter {self._spec.name!r} of shape {tuple(self._spec.shape)} is sharded unevenly over {n} ranks, "
-                f"so fsdp_pre_all_gather must pad what it returns to {tuple(padded)}; got "
-                f"{[tuple(t.size()) for t in inputs]}"
+                f"so {type(local).__name__}.fsdp_pre_all_gather must pad what it returns to {padded} rows on every rank; "
+                f"got {[tuple(t.size()) for t in inputs]}"
             )
 
     @torch.inference_mode(False)

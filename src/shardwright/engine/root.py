@@ -260,7 +260,7 @@ class Root:
     def announce_gather(self, unit: Unit) -> Callable[[], None] | None:
         """What is to be called before a gather of ``unit``, when nothing can fail on this rank alone any more."""
         if self.comm.exchanges:
-            return lambda: self._agree(GATHER, unit.number, unit.slab.nbytes)
+            return lambda: self._agree(GATHER, unit.number, unit.gather_nbytes)
         return None
 
     def announce_reduction(self, unit: Unit, reduction: Reduction) -> Callable[[], None] | None:
@@ -314,6 +314,9 @@ class Root:
             else f"ranks {', '.join(map(str, r))} {_DOING[event][1]} {what}"
             for (event, what), r in ranks.items()
         )
+        unit = self._units[found[0][1]]() if same_place else None
+        if unit is not None and unit.parameters and unit.extended_kinds:
+            told += f" (fsdp_pre_all_gather of {unit.extended_kinds} must return equal sizes on every rank)"
         raise RuntimeError(
             f"The ranks have diverged: {told}. Every rank must run the same units, of the same sizes, in the same "
             "order in each step."

@@ -111,10 +111,11 @@ class Unit:
         #: Version counters that move with edits of a parameter: its own and its local tensor's.
         self._watched = [(p.sharded, p.local) for p in parameters]
         self._fulls = [p.full for p in parameters]
+        self.gather_nbytes = slab.nbytes
         self._extended = [p for p in parameters if p.extension is not None]
         self._versions = [p._version + q._version for p, q in self._watched]
         self._slab_versions: list[int] | None = None
-        self._full_versions = -1
+        self._full_versions: list[int] = []
         device, n = self.comm.device, self.comm.world_size
         self._header = torch.zeros(HEADER, dtype=torch.int64, device=device)
         self._prepare_gather(n, device)
@@ -230,7 +231,7 @@ class Unit:
             increment_version(changed)
             self._versions = versions
             if self._full_shown:
-                self._full_versions += len(changed)
+                self._full_versions = [p._version for p in self._fulls]
 
     # -- gather, show, release -------------------------------------------------------------------------------------
 
@@ -282,10 +283,16 @@ class Unit:
         with torch.no_grad():
             for p in self._extended:
                 assert p.extension is not None
-                received, sent = p.extension.begin(p.local)
+                received, sent = p.extension.begin(p.local, self.comm.exchanges)
                 outputs += received
                 inputs += sent
+        self.gather_nbytes = sum(t.numel() for t in outputs)
         return [*outputs, self._outputs[-1]], [*inputs, self._inputs[-1]]
+
+    @property
+    def extended_kinds(self) -> str:
+        """Classes of the tensors that decide themselves what is gathered of them."""
+        return ", ".join(dict.fromkeys(type(p.local).__name__ for p in self._extended))
 
     def _finish_extensions(self) -> None:
         for p in self._extended:
@@ -308,21 +315,28 @@ class Unit:
             self._full_shown = True  # before the first: a loop that is interrupted is undone as a whole
             for p in self.parameters:
                 p.show(p.full)
-            self._full_versions = sum([p._version for p in self._fulls])
+            self._full_versions = [p._version for p in self._fulls]
 
     def show_sharded(self) -> None:
         if self._full_shown:
-            if sum([p._version for p in self._fulls]) != self._full_versions:
-                self._write_back()
+            versions = [p._version for p in self._fulls]
+            if versions != self._full_versions:
+                self._write_back(versions)
             for p in self.parameters:
                 p.show(p.sharded)
             self._full_shown = False
 
-    def _write_back(self) -> None:
+    def _write_back(self, versions: list[int]) -> None:
         """Weights were edited in place while they were full: the edit goes into the shard, as it would without us."""
-        if self.slab.leased and self._pending is None:
-            for p in self.parameters:
+        if not self.slab.leased or self._pending is not None:
+            return
+        for p, new, old in zip(self.parameters, versions, self._full_versions, strict=True):
+            if new != old:
                 p.write_back()
+        # The slab has the edit, and the full parameters' counters have moved with it.
+        fresh = self._slab_versions is self._versions
+        self._versions = [p._version + q._version for p, q in self._watched]
+        self._slab_versions = self._versions if fresh else None
 
     def release(self) -> None:
         """Show the sharded parameters and give the slab's memory back."""
