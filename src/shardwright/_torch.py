@@ -96,6 +96,12 @@ def gradient_hooks(parameter: torch.Tensor) -> dict[int, Any] | None:
     return parameter._backward_hooks
 
 
+def share_gradient_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Let ``target`` have the hooks that were registered on ``source``, and their handles go on working."""
+    target._backward_hooks = source._backward_hooks  # type: ignore[assignment]
+    target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+
+
 def post_accumulate_grad_hooks(parameter: torch.Tensor) -> dict[int, Any] | None:
     """Hooks of ``register_post_accumulate_grad_hook``, which autograd cannot call on a parameter it never sees."""
     return parameter._post_accumulate_grad_hooks

@@ -75,13 +75,12 @@ def test_padding_is_zero_and_shards_are_aligned(rank: int, world_size: int) -> N
         unit = getattr(module, UNIT, None)
         if unit is None:
             continue
-        (shard_,) = unit.shards
-        owned = torch.zeros_like(shard_, dtype=torch.bool)
-        for p in unit.parameters:
-            assert p.local.data_ptr() % 16 == 0 or not p.local.numel()
-            start = p.local.storage_offset()
-            owned[start : start + p.local.numel()] = True
-        assert not shard_[~owned].any()
+        for i, p in enumerate(unit.parameters):
+            chunk = unit.shards[i]
+            assert chunk.data_ptr() % 16 == 0 and p.local.storage_offset() == 0
+            owned = torch.zeros_like(chunk, dtype=torch.bool)
+            owned[: p.local.numel()] = True
+            assert not chunk[~owned].any()
 
 
 @multirank(2)

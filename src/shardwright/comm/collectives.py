@@ -5,7 +5,7 @@ A :class:`Communicator` moves bytes for one process group on one device. It know
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,19 +128,19 @@ class Communicator:
         self,
         outputs: list[torch.Tensor],
         inputs: list[torch.Tensor],
-        casts: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+        casts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], []),
         on_done: Callable[[], None] | None = None,
         announce: Callable[[], None] | None = None,
     ) -> Pending:
         """Gather byte tensors: ``outputs[i]`` holds every rank's ``inputs[i]``, rank after rank.
 
-        ``casts`` are (destination, source) pairs copied first, on the gather's own stream. All tensors must be
+        ``casts`` are destinations and sources copied first, on the gather's own stream. All tensors must be
         uint8: one coalesced gather of mixed dtypes returns wrong data on gloo without an error. ``announce`` is
         called last before the collective, when nothing can fail on this rank alone any more; it may raise.
         """
         with self.streams.fork("gather"):
-            for destination, source in casts:
-                destination.copy_(source)
+            if casts[0]:
+                foreach_copy_(*casts)
             if self._gloo:
                 return self._gather_on_gloo(outputs, inputs, on_done, announce)
             work = self.group.allgather_into_tensor_coalesced(outputs, inputs, self._gather_options)

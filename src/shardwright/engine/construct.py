@@ -195,11 +195,9 @@ def own_parameters(unit: Unit, found: Found) -> None:
     slab.lease()  # views are made over memory that is there
     on_gradient = gradient_listener(unit)
     managed: list[ManagedParameter | None] = [None] * len(owned)
-    shards = []
+    shards: dict[int, torch.Tensor] = {}
     with torch.no_grad():
         for run in layout.runs:
-            flat = torch.zeros(run.shard_numel, dtype=run.storage_dtype, device=device)
-            shards.append(flat)
             for segment in run.segments:
                 spec, (_, original, slots) = specs[segment.index], owned[segment.index]
                 mine = segment.rows_of(comm.rank)
@@ -209,7 +207,11 @@ def own_parameters(unit: Unit, found: Found) -> None:
                     local = part.clone()
                     full = torch.empty(0, dtype=spec.compute_dtype, device=device)  # until the first gather
                 else:
-                    local = local_view(flat, segment.shard_offset, mine, segment, spec).copy_(part)
+                    # A storage of its own: torch takes a DTensor whose local tensor begins further on in one for a
+                    # plain tensor, and can neither save nor copy it.
+                    flat = torch.zeros(segment.chunk, dtype=run.storage_dtype, device=device)
+                    shards[segment.index] = flat
+                    local = local_view(flat, 0, mine, segment, spec).copy_(part)
                     full = full_view(slab, run, segment, spec)
                 managed[segment.index] = p = build(
                     original,

@@ -83,8 +83,8 @@ class Extension:
         if any(t.ndim and t.size(0) != padded for t in inputs) and local.size(0) != padded:
             raise ValueError(
                 f"Parameter {self._spec.name!r} of shape {tuple(self._spec.shape)} is sharded unevenly over {n} ranks, "
-                f"so {type(local).__name__}.fsdp_pre_all_gather must pad what it returns to {padded} rows on every rank; "
-                f"got {[tuple(t.size()) for t in inputs]}"
+                f"so {type(local).__name__}.fsdp_pre_all_gather must return {padded} rows, padded, on every rank; got "
+                f"{[tuple(t.size()) for t in inputs]}"
             )
 
     @torch.inference_mode(False)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardwright._torch import local_of, rebind
+from shardwright._torch import local_of, rebind, share_gradient_hooks
 from shardwright.engine.extension import Extension
 from shardwright.layout import Run, Segment, TensorSpec
 from shardwright.memory import Slab
@@ -250,6 +250,8 @@ def build(
     if isinstance(original, DTensor):
         rebind(original, sharded)
         sharded = original
+    else:
+        share_gradient_hooks(original, sharded)
     sharded.__class__ = ShardedParameter
     full_parameter = nn.Parameter(full, requires_grad=original.requires_grad)
     for form in (sharded, full_parameter):

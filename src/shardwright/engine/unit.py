@@ -93,11 +93,11 @@ class Unit:
     def own(
         self,
         layout: UnitLayout,
-        shards: list[torch.Tensor],
+        shards: dict[int, torch.Tensor],
         slab: Slab,
         parameters: list[ManagedParameter],
     ) -> None:
-        """Take the parameters and the memory they view; ``shards`` is this rank's part, one tensor per run."""
+        """Take the parameters and the memory they view; ``shards[i]`` is this rank's chunk of the i-th, padded."""
         self.layout = layout
         self.shards = shards
         self.slab = slab
@@ -130,27 +130,28 @@ class Unit:
             sum(r.shard_numel * r.compute_dtype.itemsize for r in layout.runs if r.is_cast), device
         )
         self._cast.lease()
-        self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._casts: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # destinations and sources
         self._inputs, self._outputs = [], []
         cast_bytes = 0
-        for run, source in zip(layout.runs, self.shards, strict=True):
+        for run in layout.runs:
             if run.extended:
                 continue
             size = run.compute_dtype.itemsize
-            nbytes = run.shard_numel * size
-            if run.is_cast:
-                target = self._cast.view(run.compute_dtype, cast_bytes // size, (run.shard_numel,))
-                self._casts.append((target, source))
-                payload = self._cast.byte_view(cast_bytes, nbytes)
-                cast_bytes += nbytes
-            else:
-                payload = source.view(torch.uint8)
             for s in run.segments:
-                if s.chunk:
-                    self._inputs.append(payload[s.shard_offset * size :][: s.chunk * size])
-                    self._outputs.append(
-                        self.slab.byte_view(run.slab_bytes + s.slab_offset * size, n * s.chunk * size)
-                    )
+                if not s.chunk:
+                    continue
+                payload = self.shards[s.index]
+                if run.is_cast:
+                    offset = cast_bytes // size + s.shard_offset
+                    target = self._cast.view(run.compute_dtype, offset, (s.chunk,))
+                    self._casts[0].append(target)
+                    self._casts[1].append(payload)
+                    payload = target
+                self._inputs.append(payload.view(torch.uint8))
+                offset = run.slab_bytes + s.slab_offset * size
+                self._outputs.append(self.slab.byte_view(offset, n * s.chunk * size))
+            if run.is_cast:
+                cast_bytes += run.shard_numel * size
         self._cast.release()
         self._inputs.append(self._header.view(torch.uint8))
 
@@ -249,7 +250,7 @@ class Unit:
         self.notice_edits()
         root.gathered.add(self.number)  # first, so that a lease that fails is released with the rest
         self.slab.lease()
-        if self._casts:
+        if self._casts[0]:
             self._cast.lease()
         self.generation, self._slab_versions = generation, self._versions
         self.kept = False

@@ -96,7 +96,7 @@ class Segment:
     row: int  #: elements per row
     rows: int  #: rows per rank, padded
     slab_offset: int
-    shard_offset: int
+    shard_offset: int  #: where the cast of this rank's chunk lies, and its gradient
 
     @property
     def chunk(self) -> int:
@@ -111,8 +111,7 @@ class Segment:
 class Run:
     """Segments of one storage dtype and one compute dtype: cast together, in one call. Or of extended parameters.
 
-    Element offsets count from the start of the run. It lies at ``slab_bytes`` in the slab; its shard is memory of its
-    own, since tensors of several dtypes over one storage cannot be saved together.
+    Element offsets count from the start of the run, which lies at ``slab_bytes`` in the slab.
     """
 
     storage_dtype: torch.dtype
