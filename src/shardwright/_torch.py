@@ -73,6 +73,14 @@ def annotate(name: str, unit: str = "") -> AbstractContextManager[Any]:
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
+def hide_from_dynamo(*modules: str) -> None:
+    """Let torch.compile neither trace nor inline code of these modules: it breaks its graph there and goes on after."""
+    from torch._dynamo import trace_rules  # heavy, but the first optimizer of a process imports it anyway
+
+    for name in modules:
+        trace_rules.add(name)
+
+
 def backend_for(group: Any, device: torch.device) -> Any:
     """The backend that serves ``device`` in a group, however the group was made."""
     return group._get_backend(device)

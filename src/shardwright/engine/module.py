@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwright._torch import hide_from_dynamo
 from shardwright.engine.construct import UNIT, own_modules
 from shardwright.engine.copies import convert, deepcopy_module
 from shardwright.engine.parameter import ShardedParameter, as_dtensor, part_of, unit_of
@@ -25,8 +26,14 @@ from shardwright.engine.unit import Unit
 _classes: dict[tuple[type, bool], type] = {}
 
 
+@functools.cache
+def _hide_engine() -> None:
+    hide_from_dynamo("shardwright.engine", "shardwright.comm", "shardwright.memory", "shardwright._torch")
+
+
 def install(unit: Unit, modules: list[nn.Module]) -> None:
     """Let the modules call the unit: hooks, state dicts, and a class in front of each module's own."""
+    _hide_engine()
     for module in modules:
         setattr(module, UNIT, unit)
         module.register_forward_pre_hook(unit.before_forward, prepend=True, with_kwargs=True)
