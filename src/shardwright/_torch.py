@@ -125,6 +125,11 @@ def in_backward() -> bool:
     return _graph_task_id() != -1
 
 
+def sequence_number(tensor: torch.Tensor) -> int:
+    """Of the autograd node that made the tensor; later nodes of a thread have larger ones."""
+    return tensor.grad_fn._sequence_nr()  # type: ignore[union-attr]
+
+
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """How many tensors and storage handles refer to this memory."""
     return _use_count(storage._cdata)

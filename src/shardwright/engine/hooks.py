@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwright._torch import sequence_number
+
 if TYPE_CHECKING:
     from shardwright.engine.visit import Visit
 
@@ -74,12 +76,17 @@ class _AfterBackward(torch.autograd.Function):
         return (None, *gradients)
 
 
-def mark_inputs(visit: Visit, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
-    """Let ``visit`` hear when the gradients of these inputs are there. False if no input needs a gradient."""
+def mark_inputs(visit: Visit, args: Any, kwargs: Any) -> tuple[Any, Any, int]:
+    """Let ``visit`` hear when the gradients of these inputs are there.
+
+    Also returns the number of the node that does so, which is smaller than those of the nodes that the call makes; -1
+    if no input needs a gradient.
+    """
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
         if not args[0].requires_grad:
-            return args, kwargs, False
-        return _AfterBackward.apply(visit, args[0]), kwargs, True
+            return args, kwargs, -1
+        only = _AfterBackward.apply(visit, args[0])
+        return only, kwargs, sequence_number(only[0])
     found: list[torch.Tensor] = []
 
     def find(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,22 +96,28 @@ def mark_inputs(visit: Visit, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
 
     map_tensors(find, (args, kwargs))
     if not found:
-        return args, kwargs, False
-    marked = iter(_AfterBackward.apply(visit, *found))
+        return args, kwargs, -1
+    results = _AfterBackward.apply(visit, *found)
+    marked = iter(results)
     args, kwargs = map_tensors(lambda t: next(marked) if t.requires_grad else t, (args, kwargs))
-    return args, kwargs, True
+    return args, kwargs, sequence_number(results[0])
 
 
-def mark_outputs(visit: Visit, output: Any) -> bool:
-    """Let ``visit`` hear when backward reaches any of these outputs. False if none of them has a graph."""
+def mark_outputs(visit: Visit, output: Any, entry: int) -> bool:
+    """Let ``visit`` hear when backward reaches any of these outputs. False if none of them has a graph.
+
+    ``entry`` is the number that :func:`mark_inputs` returned.
+    """
     nodes: list[Any] = []
 
     def find(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.grad_fn is not None:
             nodes.append(tensor.grad_fn)
             # An in-place operation on a view rebuilds the view's node and drops hooks on it, not those on its base.
-            if tensor._is_view() and tensor._base is not None and tensor._base.grad_fn is not None:
-                nodes.append(tensor._base.grad_fn)
+            # The base of an input that is handed through was made before the unit ran, and is none of its business.
+            base = tensor._base if tensor._is_view() else None
+            if base is not None and base.grad_fn is not None and sequence_number(base) > entry:
+                nodes.append(base.grad_fn)
         return tensor
 
     map_tensors(find, output)
@@ -179,7 +192,7 @@ class StashedTensors:
         self._modules = [weakref.ref(m) for m in modules]
         self._known: list[tuple[int, tuple[str, ...]]] = [(-1, ())] * len(modules)
 
-    def mark(self, visit: Visit) -> bool:
+    def mark(self, visit: Visit, entry: int) -> bool:
         """Mark those that have a graph and were not marked before. Returns whether there were any."""
         found: list[torch.Tensor] = []
         for i, ref in enumerate(self._modules):
@@ -201,7 +214,7 @@ class StashedTensors:
         fresh = [t for t in found if t.grad_fn is not None and getattr(t, _MARKED, None) is not t.grad_fn]
         for tensor in fresh:
             setattr(tensor, _MARKED, tensor.grad_fn)
-        return mark_outputs(visit, fresh) if fresh else False
+        return mark_outputs(visit, fresh, entry) if fresh else False
 
 
 class _Box:

@@ -160,6 +160,13 @@ class Root:
             visit = self._visits[unit.number] = Visit(unit, self._left, self.tick())
         return visit
 
+    def host_of(self, frame: Frame) -> Visit | None:
+        """The visit of the innermost call around ``frame`` that has one."""
+        for other in reversed(self.frames):
+            if other is not frame and other.visit is not None and other.visit.unit is not frame.unit:
+                return other.visit
+        return None
+
     def end(self) -> None:
         """The outermost call has returned: what was prefetched and not used is dropped."""
         caller, self.caller = self.caller, None

@@ -471,9 +471,12 @@ class Unit:
             self._use(root, recomputing)
             if self._is_marked(recomputing):
                 visit = frame.visit = root.visit(self, recomputing)
-                args, kwargs, marked = mark_inputs(visit, args, kwargs)
+                host = root.host_of(frame)
+                if host is not None and host not in visit.hosts:
+                    visit.hosts.append(host)
+                args, kwargs, frame.entry = mark_inputs(visit, args, kwargs)
                 visit.calls += 1
-                visit.endless |= not marked
+                visit.endless |= frame.entry < 0
         for lender in self.lenders:
             lender.lend(frame)
         return args, kwargs
@@ -541,8 +544,8 @@ class Unit:
         if self.parameters:
             output = self._copy_weights(output)
         if visit is not None:
-            stashed = self._stash.mark(visit)
-            if not mark_outputs(visit, output) and not stashed:
+            stashed = self._stash.mark(visit, frame.entry)
+            if not mark_outputs(visit, output, frame.entry) and not stashed:
                 refuse_opaque(output, f"unit {self.name!r} ({type(module).__name__})")
             visit.end = root.tick()
             for stay in visit.guests:
@@ -638,6 +641,8 @@ class Unit:
                 "that this backward belongs to. Run the forward again."
             )
         root.enter_backward()
+        for host in visit.hosts:
+            host.before_backward()
         root.close_later_visits(visit)
         visit.open = visit.calls
         self.visits.add(visit)

@@ -17,7 +17,19 @@ class Visit:
     Autograd nodes hold it, so it holds units but never a module, another call's visit or the graph.
     """
 
-    __slots__ = ("begin", "build", "calls", "end", "endless", "guests", "open", "order", "place", "unit")
+    __slots__ = (
+        "begin",
+        "build",
+        "calls",
+        "end",
+        "endless",
+        "guests",
+        "hosts",
+        "open",
+        "order",
+        "place",
+        "unit",
+    )
 
     def __init__(self, unit: Unit, order: list[int], begin: int) -> None:
         self.unit = unit
@@ -30,6 +42,7 @@ class Visit:
         self.open = 0  #: calls whose backward has not reached the inputs yet
         self.endless = False  #: no input needs a gradient, so nothing tells when backward is through
         self.guests: list[Visit] = []  #: of units whose weights were read inside this one's forward
+        self.hosts: list[Visit] = []  #: of units inside whose forward this one ran: backward may go on there
 
     def before_backward(self) -> None:
         self.unit.before_backward(self)
@@ -41,9 +54,10 @@ class Visit:
 class Frame:
     """A call of a unit that is under way."""
 
-    __slots__ = ("guests", "unit", "visit")
+    __slots__ = ("entry", "guests", "unit", "visit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.visit: Visit | None = None
+        self.entry = -1  #: number of the autograd node on its inputs
         self.guests: list[Unit] = []
