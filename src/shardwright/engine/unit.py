@@ -641,12 +641,12 @@ class Unit:
                 "that this backward belongs to. Run the forward again."
             )
         root.enter_backward()
-        for host in visit.hosts:
-            host.before_backward()
-        root.close_later_visits(visit)
         visit.open = visit.calls
         self.visits.add(visit)
         root.open_visits.append(visit)
+        for host in visit.hosts:  # units may run inside one another
+            host.before_backward()
+        root.close_later_visits(visit)
         if self.parameters:
             self.entered = True
             self.notice_edits()
