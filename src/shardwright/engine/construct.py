@@ -329,7 +329,7 @@ def assign_data(unit: Unit, sharded: nn.Parameter, value: torch.Tensor) -> None:
 
 def remake(unit: Unit) -> None:
     """Make the unit's memory again from the parameters that its modules hold now."""
-    if any(r.holds for r in unit.reductions):
+    if unit.holds:
         raise RuntimeError(
             f"Parameters of unit {unit.name!r} were replaced by others of another shape or dtype while gradients of "
             "earlier micro-batches are held. Replace them between optimizer steps."

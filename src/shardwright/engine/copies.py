@@ -94,8 +94,8 @@ def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], instal
     found = find_parameters(modules, new.living_ignored(), new.mesh)
     if found.owned:
         own_parameters(new, found)
-        for mine, theirs in zip(new.reductions, old.reductions, strict=False):
-            mine.copy_held(theirs)
+        if old.holds:
+            new.hold_as(old)
     borrow_parameters(new, found)
     install(new, modules)
 

@@ -76,11 +76,17 @@ class GradientShard:
     def leased(self) -> bool:
         return self.slabs[0].leased
 
+    def intact(self) -> bool:
+        """Whether the DTensors are still over this memory: a conversion of a module exchanges what is inside them."""
+        return all(local_of(d) is local for d, local in zip(self.dtensors, self.locals, strict=True))
+
     def exclusive(self) -> bool:
         """Whether nobody but the engine and ``p.grad`` refers to these gradients or to their memory.
 
         A Python reference shows in the count of the object, a view in the count of the storage.
         """
+        if not self.intact():
+            return False
         # getrefcount sees: the list, the loop variable, its own argument (and, for a local, the DTensor around it).
         for dtensor in self.dtensors:
             if sys.getrefcount(dtensor) > 3:
@@ -178,19 +184,9 @@ class Reduction:
         tensors.append(flags)
         return tensors, present
 
-    def has_gradients(self, *, held: bool) -> bool:
-        """Whether a full gradient waits or, with ``held``, sums of earlier micro-batches do."""
-        return (held and self._held is not None) or any(p.full.grad is not None for p in self._parameters)
-
-    @property
-    def holds(self) -> bool:
-        """Whether sums of earlier micro-batches wait to be reduced."""
-        return self._held is not None
-
-    @property
-    def past(self) -> bool:
-        """Whether nothing will come through here any more."""
-        return self.retired and self._held is None and self._pending is None
+    def has_gradients(self) -> bool:
+        """Whether a full gradient waits."""
+        return any(p.full.grad is not None for p in self._parameters)
 
     def hold(self) -> None:
         """Keep this micro-batch's gradients, full and in the reduce dtype, without communication."""
@@ -217,13 +213,10 @@ class Reduction:
         if other._held is not None:
             self._held, self._held_present = other._held.clone(), list(other._held_present)
 
-    def drop_held(self, among: set[int] | None = None) -> None:
-        """Forget the sums held by earlier micro-batches, if all parameters (their ids) are ``among`` those given."""
-        if self._held is not None and (
-            among is None or all(id(p.sharded) in among for p in self._parameters)
-        ):
-            self._held = None
-            self._held_present = [False] * len(self._parameters)
+    def drop_held(self) -> None:
+        """Forget the sums of earlier micro-batches."""
+        self._held = None
+        self._held_present = [False] * len(self._parameters)
 
     # -- reduce --------------------------------------------------------------------------------------------------
 
@@ -309,8 +302,10 @@ class Reduction:
 
     def _ours(self) -> bool:
         shard = self._shard
-        return shard is not None and all(
-            p.sharded.grad is g for p, g in zip(self._parameters, shard.dtensors, strict=True)
+        return (
+            shard is not None
+            and all(p.sharded.grad is g for p, g in zip(self._parameters, shard.dtensors, strict=True))
+            and shard.intact()
         )
 
     def _add_one_by_one(self, output: torch.Tensor, used: list[bool] | None) -> None:

@@ -119,6 +119,7 @@ class Unit:
         device, n = self.comm.device, self.comm.world_size
         self._header = torch.zeros(HEADER, dtype=torch.int64, device=device)
         self._prepare_gather(n, device)
+        self.holds = False  #: whether earlier micro-batches have left sums, on this rank or on another
         self._trainable: tuple[bool, ...] | None = None
         self.reductions = []
         self.follow_requires_grad()
@@ -371,7 +372,8 @@ class Unit:
             return
         for reduction in self.reductions:
             reduction.finish()
-        held = [r for r in self.reductions if r.holds]  # of micro-batches before the change
+        # What micro-batches before the change have left is reduced beside the new gradients.
+        held = self.reductions if self.holds else []
         for reduction in held:
             reduction.retired = True
         self._trainable = trainable
@@ -404,7 +406,7 @@ class Unit:
         if self.visits:
             for visit in list(self.visits):
                 self.close(visit)
-        elif any(r.has_gradients(held=self.requires_sync) for r in self.reductions):
+        elif (self.holds and self.requires_sync) or any(r.has_gradients() for r in self.reductions):
             self.reduce()
         self.entered = False
 
@@ -417,10 +419,12 @@ class Unit:
         root = self.root
         assert root is not None
         if not self.requires_sync:
+            self.holds = True
             for reduction in self.reductions:
-                if reduction.has_gradients(held=False):
+                if reduction.has_gradients():
                     reduction.hold()
             return
+        self.holds = False
         if not self.reductions:
             return
         root.finish_reductions()
@@ -432,18 +436,34 @@ class Unit:
         root.reducing = self.number
 
     def finish_reduction(self) -> None:
-        past = False
         for reduction in self.reductions:
             reduction.finish()
-            past |= reduction.past
-        if past:  # what was held under an earlier requires_grad is handed over now
-            self.reductions = [r for r in self.reductions if not r.past]
+        self._drop_retired()
+
+    def _drop_retired(self) -> None:
+        """Nothing is held any more, so reductions planned for an earlier requires_grad have done their part."""
+        if any(r.retired for r in self.reductions):
+            self.reductions = [r for r in self.reductions if not r.retired]
 
     def forget_gradients(self, among: set[int] | None = None) -> None:
-        """After ``zero_grad``: drop held sums (of parameters ``among`` the ids given) and the gradients' memory."""
-        for reduction in self.reductions:
-            reduction.drop_held(among)
+        """After ``zero_grad``: drop held sums (if all parameters are ``among`` the ids given) and gradients' memory."""
+        if self.holds and (among is None or all(id(p.sharded) in among for p in self.parameters)):
+            for reduction in self.reductions:
+                reduction.drop_held()
+            self.holds = False
+            self._drop_retired()
         self.release_unused_gradients()
+
+    def hold_as(self, other: Unit) -> None:
+        """Hold a copy of what ``other``, a unit of the same parameters, holds of earlier micro-batches."""
+        self.holds = True
+        for theirs in other.reductions:
+            if theirs.retired:
+                mine = Reduction(theirs.packing, self.layout, self.parameters, self.comm, self.mesh)
+                mine.retired = True
+                self.reductions.append(mine)
+        for mine, theirs in zip(self.reductions, other.reductions, strict=True):
+            mine.copy_held(theirs)
 
     def release_unused_gradients(self) -> None:
         for reduction in self.reductions:
