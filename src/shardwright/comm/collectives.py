@@ -5,6 +5,7 @@ A :class:`Communicator` moves bytes for one process group on one device. It know
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,10 @@ class Pending:
             finish()
 
 
+#: By group name and for the whole process: communicators come and go when models are collected, which need not be at
+#: the same time on every rank.
+_models: Counter[str] = Counter()
+
 RECORD = 5  #: integers that ranks show each other before a collective
 
 
@@ -104,7 +109,12 @@ class Communicator:
         self.exchanges = self._gloo and self.world_size > 1
         self._mine = torch.zeros(self.world_size, RECORD, dtype=torch.int64)
         self._theirs = torch.zeros_like(self._mine)
-        self.models = 0  #: how many roots have used this communicator, for their numbers
+
+    def number_of_model(self) -> int:
+        """A number for one more model over this group, the same on every rank if all make theirs in one order."""
+        name = self.group.group_name
+        _models[name] += 1
+        return _models[name]
 
     def exchange(self, record: tuple[int, ...]) -> list[list[int]] | None:
         """Show every rank ``record`` (at most RECORD integers); return all ranks' if they are not the same.

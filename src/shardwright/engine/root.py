@@ -57,8 +57,7 @@ class Root:
         self._visits: dict[int, Visit] = {}
         self._clock = 0
         self.comm = units[0].comm
-        self.serial = self.comm.models
-        self.comm.models += 1
+        self.serial = self.comm.number_of_model()
         self._make_headers(units)
 
     def _make_headers(self, units: list[Unit]) -> None:
