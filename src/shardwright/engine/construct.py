@@ -245,7 +245,7 @@ def borrow_parameters(unit: Unit, found: Found) -> None:
         lender = unit_of(sharded)
         if lender not in unit.lenders:
             unit.lenders.append(lender)
-        lent = next(p for p in lender.parameters if p.sharded is sharded)
+        lent = lender.managed(sharded)
         if not any(s.registry is slot.registry and s.name == slot.name for s in lent.slots):
             lent.slots.append(slot)
         slot.show(sharded)
@@ -312,7 +312,7 @@ def put_back(p: ManagedParameter, requires_grad: bool, unit: Unit) -> None:
 
 def assign_data(unit: Unit, sharded: nn.Parameter, value: torch.Tensor) -> None:
     """``sharded.data = value``: a copy into the shard, or for another shape or dtype new memory for the unit."""
-    p = next(p for p in unit.parameters if p.sharded is sharded)
+    p = unit.managed(sharded)
     unit.exposed = True
     if value.shape == p.spec.shape and value.dtype == p.spec.storage_dtype:
         p.take_values(value)

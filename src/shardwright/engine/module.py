@@ -75,28 +75,28 @@ class _AtRest(_UnitHook):
 
     def __call__(self, *_: Any) -> None:
         unit = self._unit()
-        if unit is not None and unit.parameters:
-            unit.settle()
-            if not unit.calls:
-                unit.show_sharded()
+        if unit is None:
+            return
+        for each in (unit, *unit.lenders):
+            if each.parameters and not each.calls:
+                each.settle()
+                each.show_sharded()
 
 
-class _CutToShards(_UnitHook):
+class _CutToShards(_AtRest):
     """Before a state dict is loaded: also cut the whole tensors in it."""
 
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        unit = self._unit()
-        if unit is None or not unit.parameters:
-            return
-        unit.settle()
-        if not unit.calls:
-            unit.show_sharded()
-        managed = {id(p.sharded): p for p in unit.parameters}
+    def __call__(self, *given: Any) -> None:
+        super().__call__()
+        module: nn.Module = given[0]
+        state: dict[str, Any] = given[1]
+        prefix: str = given[2]
         for name, parameter in module._parameters.items():
-            p = managed.get(id(parameter))
             value = state.get(prefix + name)
-            if p is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            unit: Unit | None = unit_of(parameter) if isinstance(parameter, ShardedParameter) else None
+            if unit is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
                 continue
+            p = unit.managed(parameter)
             if value.shape == p.spec.shape and not value.is_meta:
                 local = part_of(value, unit.mesh, p.spec, p.rows).to(p.local.device)
                 state[prefix + name] = as_dtensor(local, unit.mesh, p.spec)

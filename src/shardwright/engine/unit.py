@@ -215,6 +215,9 @@ class Unit:
         if not self._full_shown and not self.calls and not self.visits:
             construct.settle(self)
 
+    def managed(self, sharded: torch.Tensor | None) -> ManagedParameter:
+        return next(p for p in self.parameters if p.sharded is sharded)
+
     def assign_data(self, sharded: nn.Parameter, value: torch.Tensor) -> None:
         construct.assign_data(self, sharded, value)
 
