@@ -189,7 +189,9 @@ class FSDPModule:
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """With False, backward keeps full gradients, in the reduce dtype, until a backward with True reduces the sum.
 
-        Gradient accumulation without communication; it holds one full gradient of the model per rank.
+        Gradient accumulation without communication; it holds one full gradient of the model per rank. An optimizer's
+        step and ``sw.clip_grad_norm_`` reduce what is held, too. To give it up, call ``zero_grad`` of the model or of
+        an optimizer from ``sw.fully_shard_optimizer``: ``.grad`` is None meanwhile, so nothing else can be seen.
         """
         for unit in self._fsdp_units(recurse):
             unit.requires_sync = requires_gradient_sync

@@ -7,7 +7,7 @@ the next. A guess moves a gather earlier and nothing else: every unit still chec
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +18,7 @@ from shardwright._torch import annotate, queue_callback
 from shardwright.engine.construct import UNIT
 from shardwright.engine.gradients import Reduction
 from shardwright.engine.hooks import map_tensors
+from shardwright.engine.parameter import unit_of
 from shardwright.engine.unit import Unit
 from shardwright.engine.visit import Frame, Visit
 
@@ -406,11 +407,22 @@ def hook_optimizers() -> None:
     global _hooked
     if not _hooked:
         _hooked = True
-        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: before_optimizer_step())
+        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: before_optimizer_step(optimizer))
 
 
-def before_optimizer_step() -> None:
-    """Before an optimizer changes anything: no model's ranks have diverged, and a failed backward is left behind."""
+def before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
+    """No model's ranks have diverged, a failed backward is left behind, and every gradient is there."""
     for root in list(_roots):
         root.check_divergence()
         root.recover_if_failed()
+    reduce_held(p for group in optimizer.param_groups for p in group["params"])
+
+
+def reduce_held(parameters: Iterable[torch.Tensor]) -> None:
+    """Reduce what micro-batches without communication have left of these parameters, since it is needed now."""
+    if not any(unit.holds for root in _roots for unit in root.units()):
+        return
+    held = {id(u): u for p in parameters if (u := unit_of(p)) is not None and u.holds}
+    for unit in held.values():
+        unit.reduce(synchronise=True)
+        unit.finish_reduction()

@@ -31,7 +31,7 @@ from shardwright.engine.hooks import (
 )
 from shardwright.engine.parameter import ManagedParameter
 from shardwright.engine.visit import Frame, Visit
-from shardwright.layout import UnitLayout, plan_packing
+from shardwright.layout import UnitLayout, plan_packing, plan_unit
 from shardwright.memory import Slab
 
 if TYPE_CHECKING:
@@ -82,13 +82,14 @@ class Unit:
         self.borrowed: list[tuple[nn.Parameter, construct.Slot]] = []
         self.reductions: list[Reduction] = []
         self.visits: set[Visit] = set()  #: whose backward is under way
-        self.build = 0  #: how often the memory was made
+        self.build = 0  #: how often the memory was made; graphs over earlier memory can't be run any more
         self.calls = 0  #: forward calls under way, of this unit or of others that read its weights
         self.exposed = False  #: a parameter's ``.data`` was handed out, so edits may come unseen
         self._to_run: set[int] = set()
         self._full_shown = False
         self._registries: list[dict[str, nn.Parameter | None]] = []
         self._stash = StashedTensors([m for top in modules for _, m in construct.own_modules(top)])
+        self.own(plan_unit([], comm.world_size), {}, Slab(0, comm.device), [])
 
     def own(
         self,
@@ -413,7 +414,7 @@ class Unit:
             self.reduce()
         self.entered = False
 
-    def reduce(self) -> None:
+    def reduce(self, synchronise: bool | None = None) -> None:
         """Reduce the gradients, zeros where there are none, or hold them while communication is switched off.
 
         Whether to reduce depends only on which units ran, never on which gradients this rank has: the ranks must
@@ -421,7 +422,7 @@ class Unit:
         """
         root = self.root
         assert root is not None
-        if not self.requires_sync:
+        if not (self.requires_sync if synchronise is None else synchronise):
             self.holds = True
             for reduction in self.reductions:
                 if reduction.has_gradients():

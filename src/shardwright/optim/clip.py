@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright._torch import foreach_mul_, foreach_norm, local_of
 from shardwright.engine.parameter import unit_of
+from shardwright.engine.root import reduce_held
 
 
 @torch.no_grad()
@@ -46,6 +47,8 @@ def clip_grad_norm_(
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
+    parameters = list(parameters)
+    reduce_held(parameters)
     plain: list[torch.Tensor] = []
     sharded: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     unit = None

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from shardwright._torch import local_of
 from shardwright.engine.parameter import TAKEN, unit_of
+from shardwright.engine.root import before_optimizer_step
 
 #: Every element's update depends on that element alone, so a step on a part is a part of the step on the whole.
 ELEMENTWISE = (
@@ -154,6 +155,7 @@ class _ShardedStep:
             # A closure runs forward and backward, which need the sharded parameters: before the stand-ins.
             with torch.enable_grad():
                 loss = closure()
+        before_optimizer_step(self)  # type: ignore[arg-type]  # torch's hook for it runs when stand-ins are in place
         groups, outer = self._enter()
         try:
             super().step()  # type: ignore[misc]
