@@ -78,7 +78,7 @@ def find_parameters(
                     continue
                 full_name = f"{prefix}{module_name}.{name}" if module_name else f"{prefix}{name}"
                 slot = Slot.of(module, name)
-                lent = _lent_by_another(full_name, parameter, slot, unit)
+                lent = _lent_by_another(full_name, parameter, top, unit)
                 if lent is not None:
                     borrowed.append((lent, slot))
                     continue
@@ -105,7 +105,7 @@ def own_modules(top: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _lent_by_another(
-    name: str, parameter: nn.Parameter, slot: Slot, unit: Unit | None
+    name: str, parameter: nn.Parameter, top: nn.Module, unit: Unit | None
 ) -> nn.Parameter | None:
     """The sharded parameter of another unit that ``parameter`` is, or was before that unit took it."""
     taken: Taken | None = getattr(parameter, TAKEN, None)
@@ -113,13 +113,11 @@ def _lent_by_another(
     owner = unit_of(sharded)
     if owner is None or owner is unit:
         return None
-    module = slot.module()
-    for top in owner.living_modules():
-        if any(module is m for _, m in own_modules(top)):
-            raise ValueError(
-                f"parameter {name!r} of shape {tuple(parameter.shape)} belongs to a unit already: an outer module was "
-                "sharded before this one. Call fully_shard on inner modules first."
-            )
+    if any(top is m for outer in owner.living_modules() for _, m in own_modules(outer)):
+        raise ValueError(
+            f"parameter {name!r} of shape {tuple(parameter.shape)} belongs to a unit already: an outer module was "
+            "sharded before this one. Call fully_shard on inner modules first."
+        )
     return sharded
 
 
@@ -246,6 +244,7 @@ def borrow_parameters(unit: Unit, found: Found) -> None:
         if lender not in unit.lenders:
             unit.lenders.append(lender)
         lent = lender.managed(sharded)
+        assert lent is not None
         if not any(s.registry is slot.registry and s.name == slot.name for s in lent.slots):
             lent.slots.append(slot)
         slot.show(sharded)
@@ -313,6 +312,7 @@ def put_back(p: ManagedParameter, requires_grad: bool, unit: Unit) -> None:
 def assign_data(unit: Unit, sharded: nn.Parameter, value: torch.Tensor) -> None:
     """``sharded.data = value``: a copy into the shard, or for another shape or dtype new memory for the unit."""
     p = unit.managed(sharded)
+    assert p is not None
     unit.exposed = True
     if value.shape == p.spec.shape and value.dtype == p.spec.storage_dtype:
         p.take_values(value)
@@ -345,7 +345,12 @@ def remake(unit: Unit) -> None:
     found = find_parameters(modules, unit.living_ignored(), unit.mesh, unit)
     for owned in found.owned:
         owned.slots.extend(slot for sharded, slot in lent if sharded is owned.parameter)
+    before = [p.sharded for p in unit.parameters]
     unit.retire()
     own_parameters(unit, found)
     borrow_parameters(unit, found)
     unit.rejoin_root()
+    kept = {id(p.sharded) for p in unit.parameters}
+    for sharded in before:
+        if id(sharded) not in kept:  # it is nobody's now: a module that was tied to it may still have it
+            sharded.__dict__.pop(UNIT_OF, None)

@@ -1,7 +1,7 @@
 """``deepcopy`` of sharded models, and conversions such as ``.to(dtype)`` of them.
 
-Both make units' memory anew through ``construct.py``. A copy shares nothing with its original: parameters, gradients
-and held micro-batches are cloned, the settings of its units are carried over.
+Both make units' memory anew through ``construct.py``. A copy shares nothing with its original and has, as copies of
+plain models, no gradients; the settings of its units are carried over.
 """
 
 from __future__ import annotations
@@ -94,8 +94,6 @@ def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], instal
     found = find_parameters(modules, new.living_ignored(), new.mesh)
     if found.owned:
         own_parameters(new, found)
-        if old.holds:
-            new.hold_as(old)
     borrow_parameters(new, found)
     install(new, modules)
 

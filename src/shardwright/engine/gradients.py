@@ -208,11 +208,6 @@ class Reduction:
             self._pending = self._output = None
             self._packed.release()
 
-    def copy_held(self, other: Reduction) -> None:
-        """Hold what ``other``, of a unit of the same parameters, holds."""
-        if other._held is not None:
-            self._held, self._held_present = other._held.clone(), list(other._held_present)
-
     def drop_held(self) -> None:
         """Forget the sums of earlier micro-batches."""
         self._held = None

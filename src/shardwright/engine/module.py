@@ -71,35 +71,41 @@ class _UnitHook:
 
 
 class _AtRest(_UnitHook):
-    """Before a state dict is read or written, and after: every parameter is there, and sharded."""
+    """Before a state dict is read, and after one was loaded: every parameter is there, and sharded."""
 
     def __call__(self, *_: Any) -> None:
         unit = self._unit()
-        if unit is None:
-            return
+        if unit is not None:
+            unit.settle()
+            self.show_sharded(unit)
+
+    @staticmethod
+    def show_sharded(unit: Unit) -> None:
         for each in (unit, *unit.lenders):
-            if each.parameters and not each.calls:
-                each.settle()
+            if not each.calls:
                 each.show_sharded()
 
 
 class _CutToShards(_AtRest):
-    """Before a state dict is loaded: also cut the whole tensors in it."""
+    """Before a state dict is loaded: also cut the whole tensors in it. Nothing is taken over half-way through."""
 
     def __call__(self, *given: Any) -> None:
-        super().__call__()
         module: nn.Module = given[0]
         state: dict[str, Any] = given[1]
         prefix: str = given[2]
+        unit = self._unit()
+        if unit is None:
+            return
+        self.show_sharded(unit)
         for name, parameter in module._parameters.items():
             value = state.get(prefix + name)
-            unit: Unit | None = unit_of(parameter) if isinstance(parameter, ShardedParameter) else None
-            if unit is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            owner: Unit | None = unit_of(parameter) if isinstance(parameter, ShardedParameter) else None
+            if owner is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
                 continue
-            p = unit.managed(parameter)
-            if value.shape == p.spec.shape and not value.is_meta:
-                local = part_of(value, unit.mesh, p.spec, p.rows).to(p.local.device)
-                state[prefix + name] = as_dtensor(local, unit.mesh, p.spec)
+            p = owner.managed(parameter)
+            if p is not None and value.shape == p.spec.shape and not value.is_meta:
+                local = part_of(value, owner.mesh, p.spec, p.rows).to(p.local.device)
+                state[prefix + name] = as_dtensor(local, owner.mesh, p.spec)
 
 
 class UnshardHandle:

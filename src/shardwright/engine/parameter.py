@@ -66,9 +66,7 @@ class ShardedParameter(DTensor):
         for key, value in self.__dict__.items():
             if key != UNIT_OF:
                 result.__dict__[key] = copy.deepcopy(value, memo)
-        if self.grad is not None:
-            result.grad = copy.deepcopy(self.grad, memo)
-        return result
+        return result  # without gradient, as copies of plain parameters are
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = nn.Parameter(self._as_dtensor(), requires_grad=self.requires_grad)

@@ -322,7 +322,9 @@ class Root:
             for (event, what), r in ranks.items()
         )
         unit = self._units[found[0][1]]() if same_place else None
-        if unit is not None and unit.parameters and unit.extended_kinds:
+        if same_place and found[0][0] == REDUCE:
+            told += " (of other parameters: requires_grad must be the same on every rank)"
+        elif unit is not None and unit.extended_kinds:
             told += f" (fsdp_pre_all_gather of {unit.extended_kinds} must return equal sizes on every rank)"
         raise RuntimeError(
             f"The ranks have diverged: {told}. Every rank must run the same units, of the same sizes, in the same "

@@ -29,7 +29,7 @@ from shardwright.engine.hooks import (
     mark_outputs,
     refuse_opaque,
 )
-from shardwright.engine.parameter import ManagedParameter
+from shardwright.engine.parameter import ManagedParameter, unit_of
 from shardwright.engine.visit import Frame, Visit
 from shardwright.layout import UnitLayout, plan_packing, plan_unit
 from shardwright.memory import Slab
@@ -205,19 +205,20 @@ class Unit:
         for registry, name in self._empty:
             if registry.get(name) is not None:
                 return True
-        return any(not slot.holds(sharded) for sharded, slot in self.borrowed) and not self.borrowing_now()
-
-    def borrowing_now(self) -> bool:
-        """Whether a lender shows full weights in this unit's modules."""
-        return any(lender._full_shown for lender in self.lenders)
+        for sharded, slot in self.borrowed:
+            lender = unit_of(sharded)
+            if lender is None or not (lender._full_shown or slot.holds(sharded)):
+                return True
+        return False
 
     def settle(self) -> None:
         """Take over parameters that users replaced, unless the unit is in use."""
         if not self._full_shown and not self.calls and not self.visits:
             construct.settle(self)
 
-    def managed(self, sharded: torch.Tensor | None) -> ManagedParameter:
-        return next(p for p in self.parameters if p.sharded is sharded)
+    def managed(self, sharded: torch.Tensor | None) -> ManagedParameter | None:
+        """The parameter whose sharded form this is."""
+        return next((p for p in self.parameters if p.sharded is sharded), None)
 
     def assign_data(self, sharded: nn.Parameter, value: torch.Tensor) -> None:
         construct.assign_data(self, sharded, value)
@@ -458,17 +459,6 @@ class Unit:
             self._drop_retired()
         self.release_unused_gradients()
 
-    def hold_as(self, other: Unit) -> None:
-        """Hold a copy of what ``other``, a unit of the same parameters, holds of earlier micro-batches."""
-        self.holds = True
-        for theirs in other.reductions:
-            if theirs.retired:
-                mine = Reduction(theirs.packing, self.layout, self.parameters, self.comm, self.mesh)
-                mine.retired = True
-                self.reductions.append(mine)
-        for mine, theirs in zip(self.reductions, other.reductions, strict=True):
-            mine.copy_held(theirs)
-
     def release_unused_gradients(self) -> None:
         for reduction in self.reductions:
             reduction.release_unused()
@@ -491,6 +481,8 @@ class Unit:
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+        if self.lenders and not self.calls and not recomputing:
+            construct.settle(self)
         if self.parameters:
             self._use(root, recomputing)
             if self._is_marked(recomputing):
