@@ -481,8 +481,8 @@ class Unit:
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
-        if self.lenders and not self.calls and not recomputing:
-            construct.settle(self)
+        if self.lenders and not recomputing:
+            self.settle()
         if self.parameters:
             self._use(root, recomputing)
             if self._is_marked(recomputing):
@@ -523,11 +523,14 @@ class Unit:
 
     def lend(self, frame: Frame) -> None:
         """This unit's weights are read inside another unit's call: show them until it returns, and in its backward."""
-        root = self.root if self.root is not None else frame.unit.root
-        assert root is not None
         if frame.unit is self or self in frame.guests or not self.parameters:
             return
+        root = self.root if self.root is not None else self.attach(self.living_modules()[0])
         recomputing = in_backward()
+        if recomputing:
+            root.enter_backward()
+        elif root is not frame.unit.root and root.caller is None:
+            root.generation += 1  # it is of another model, of which this is no call
         frame.guests.append(self)
         self._use(root, recomputing)
         if self._is_marked(recomputing):
