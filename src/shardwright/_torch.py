@@ -50,6 +50,7 @@ ReduceScatterOptions = _probe(_c10d, "ReduceScatterOptions")
 chunk_cat: Callable[..., torch.Tensor] = _probe(torch, "_chunk_cat")
 
 _engine = _probe(torch.autograd.Variable, "_execution_engine")
+_is_functorch = _probe(torch._C, "_functorch", "is_functorch_wrapped_tensor")
 _graph_task_id = _probe(torch._C, "_current_graph_task_id")
 _use_count = _probe(torch._C, "_storage_Use_Count")
 
@@ -123,6 +124,11 @@ def queue_callback(callback: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether this thread is now inside a backward pass."""
     return _graph_task_id() != -1
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where the tensor's memory lies; 0 for one without (sparse, or wrapped by torch.func)."""
+    return tensor.data_ptr() if tensor.layout is torch.strided and not _is_functorch(tensor) else 0
 
 
 def sequence_number(tensor: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -134,6 +134,11 @@ def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter, mesh
         raise NotImplementedError(
             f"{where} is on the meta device. This version shards parameters that hold values: build the model on the "
             "CPU or the device, then call fully_shard."
+        )
+    if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        raise ValueError(
+            f"{where}: with max_norm the module changes its own weights in forward, on each rank those of its own "
+            "tokens, so the ranks would differ. Build the embedding without max_norm."
         )
     if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         raise ValueError(
@@ -264,76 +269,45 @@ def gradient_listener(unit: Unit) -> Callable[[torch.Tensor], None]:
 # -- parameters replaced by the user ---------------------------------------------------------------------------------
 
 
-def settle(unit: Unit) -> bool:
-    """Take over what users put in the place of the unit's parameters. Returns whether there was anything.
+def settle(unit: Unit) -> None:
+    """Take over what users put in the place of the unit's parameters, by making its memory anew.
 
-    A value of the same shape and dtype is copied into the shard, and the sharded parameter, which optimizers know, is
-    put back. Anything else (another dtype or shape, a parameter more or less) makes the unit's memory anew.
+    The old parameters keep their values, for whoever still has them and may put them back. A tensor that is no
+    parameter is left in its place: ``torch.func.functional_call`` lends it to the module for one call.
     """
     replaced = [p for p in unit.parameters if p.replaced]
-    same = not unit.slots_changed()
-    if same and not replaced:
-        return False
-    unit.release()
-    values = [_value_of(p, unit) for p in replaced] if same else [None]
-    if any(value is None for value in values):
+    for p in unit.parameters:
+        p.lent_over = False
+    lent = [p for p in replaced if p.stand_in() is not None]
+    for p in lent:
+        p.lent_over = True
+    if len(lent) < len(replaced) or unit.slots_changed():
         remake(unit)
-        return True
-    with torch.no_grad():
-        for p, value in zip(replaced, values, strict=True):
-            assert value is not None
-            p.take_values(value)
-            put_back(p, value.requires_grad, unit)
-    return True
-
-
-def _value_of(p: ManagedParameter, unit: Unit) -> nn.Parameter | None:
-    """What stands in the place of ``p`` under all of its names, if it fits into the shard."""
-    held = {id(q): q for slot in p.slots if (q := slot.held()) is not None}
-    if len(held) != 1:
-        return None
-    (value,) = held.values()
-    fits = value.shape == p.spec.shape and value.dtype == p.spec.storage_dtype
-    return value if fits and unit_of(value) in (None, unit) else None
-
-
-def put_back(p: ManagedParameter, requires_grad: bool, unit: Unit) -> None:
-    """Show the sharded parameter again, over its shard."""
-    sharded: Any = p.sharded
-    if local_of(sharded) is not p.local:
-        rebind(sharded, as_dtensor(p.local, unit.mesh, p.spec))
-        p.local = local_of(sharded)
-    sharded.__class__ = ShardedParameter  # conversions of torch's exchange class and attributes, too
-    setattr(sharded, UNIT_OF, weakref.ref(unit))
-    sharded.requires_grad_(requires_grad)
-    p.show(sharded)
 
 
 def assign_data(unit: Unit, sharded: nn.Parameter, value: torch.Tensor) -> None:
-    """``sharded.data = value``: a copy into the shard, or for another shape or dtype new memory for the unit."""
+    """``sharded.data = value``. The shard follows when the unit is next used; what aliased the old one keeps it."""
     p = unit.managed(sharded)
     assert p is not None
-    unit.exposed = True
-    if value.shape == p.spec.shape and value.dtype == p.spec.storage_dtype:
+    if unit.calls or unit.visits:
         p.take_values(value)
         return
-    unit.release()
     spec = _spec_of(p.name, nn.Parameter(value, requires_grad=False), unit)
     size = spec.shape[spec.dim] if spec.shape else 1
     rows = -(-size // unit.comm.world_size)
     start = min(unit.comm.rank * rows, size)
     part = part_of(value, unit.mesh, spec, (start, min(rows, size - start)))
     rebind(sharded, as_dtensor(part, unit.mesh, spec))  # type: ignore[arg-type]
-    remake(unit)
 
 
 def remake(unit: Unit) -> None:
     """Make the unit's memory again from the parameters that its modules hold now."""
     if unit.holds:
         raise RuntimeError(
-            f"Parameters of unit {unit.name!r} were replaced by others of another shape or dtype while gradients of "
-            "earlier micro-batches are held. Replace them between optimizer steps."
+            f"Parameters of unit {unit.name!r} were replaced while gradients of earlier micro-batches are held. "
+            "Replace them between optimizer steps."
         )
+    unit.release()
     modules = unit.living_modules()
     own = {id(m) for top in modules for _, m in own_modules(top)}
     lent = [

@@ -6,6 +6,7 @@ its model still finds its weights; nothing here refers to a module.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import types
@@ -43,22 +44,24 @@ def map_tensors(function: TensorMap, tree: Any) -> Any:
         changed = {key: map_tensors(function, value) for key, value in tree.items()}
         if all(changed[key] is tree[key] for key in tree):
             return tree
-        copy = dict(tree) if type(tree) is dict else _copy_mapping(tree)
+        result = dict(tree) if type(tree) is dict else _copy_mapping(tree)
         for key, value in changed.items():
-            copy[key] = value
-        return copy
+            result[key] = value
+        return result
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if f.init}
+        fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
         changed = {name: map_tensors(function, value) for name, value in fields.items()}
         if all(changed[name] is fields[name] for name in fields):
             return tree
-        return dataclasses.replace(tree, **changed)
+        result = copy.copy(tree)  # not dataclasses.replace, which runs __post_init__ again
+        for name, value in changed.items():
+            object.__setattr__(result, name, value)
+        return result
     return tree
 
 
 def _copy_mapping(tree: Mapping[Any, Any]) -> Any:
-    copy = getattr(tree, "copy", None)
-    return copy() if copy is not None else dict(tree)
+    return tree.copy() if hasattr(tree, "copy") else dict(tree)
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -87,19 +90,19 @@ def mark_inputs(visit: Visit, args: Any, kwargs: Any) -> tuple[Any, Any, int]:
             return args, kwargs, -1
         only = _AfterBackward.apply(visit, args[0])
         return only, kwargs, sequence_number(only[0])
-    found: list[torch.Tensor] = []
+    found: dict[int, torch.Tensor] = {}  # a tensor that comes twice stays one tensor
 
     def find(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
-            found.append(tensor)
+            found[id(tensor)] = tensor
         return tensor
 
     map_tensors(find, (args, kwargs))
     if not found:
         return args, kwargs, -1
-    results = _AfterBackward.apply(visit, *found)
-    marked = iter(results)
-    args, kwargs = map_tensors(lambda t: next(marked) if t.requires_grad else t, (args, kwargs))
+    results = _AfterBackward.apply(visit, *found.values())
+    marked = dict(zip(found, results, strict=True))
+    args, kwargs = map_tensors(lambda t: marked.get(id(t), t), (args, kwargs))
     return args, kwargs, sequence_number(results[0])
 
 
@@ -209,11 +212,15 @@ class StashedTensors:
                 kind = type(value)
                 if kind is torch.Tensor:
                     found.append(value)
-                elif kind in (list, tuple, dict, deque) and value:
-                    found.extend(hidden_tensors([_Box(value)]))
-        fresh = [t for t in found if t.grad_fn is not None and getattr(t, _MARKED, None) is not t.grad_fn]
+                elif kind not in _NO_CONTAINER and isinstance(value, (list, tuple, dict, deque)):
+                    if 0 < len(value) <= _LONGEST:
+                        found.extend(hidden_tensors([_Box(value)]))
+            found.extend(t for t in module._buffers.values() if t is not None)
+        fresh = [
+            t for t in found if t.grad_fn is not None and getattr(t, _MARKED, None) != sequence_number(t)
+        ]
         for tensor in fresh:
-            setattr(tensor, _MARKED, tensor.grad_fn)
+            setattr(tensor, _MARKED, sequence_number(tensor))
         return mark_outputs(visit, fresh, entry) if fresh else False
 
 
@@ -224,6 +231,11 @@ class _Box:
         self.content = content
 
 
+#: What attributes of modules mostly are; asked first, since isinstance takes longer.
+_NO_CONTAINER = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device})
+_LONGEST = (
+    1000  #: containers with more items are tables, not losses, and would be looked through in every forward
+)
 _MARKED = "_shardwright_marked"
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"_shardwright_unit"}
 

@@ -134,7 +134,7 @@ class ManagedParameter:
         slots: where modules hold it; other units may add some that borrow it.
     """
 
-    __slots__ = ("extension", "full", "local", "name", "rows", "sharded", "slots", "spec")
+    __slots__ = ("extension", "full", "lent_over", "local", "name", "rows", "sharded", "slots", "spec")
 
     def __init__(
         self,
@@ -153,10 +153,17 @@ class ManagedParameter:
         self.full = full
         self.rows = rows  #: first row of the sharded dimension that this rank owns, and how many
         self.extension: Extension | None = None
+        self.lent_over = False  #: a tensor that is no parameter stands in its place for now
 
     def show(self, form: nn.Parameter) -> None:
         for slot in self.slots:
-            slot.show(form)
+            if not (self.lent_over and not isinstance(slot.held(), nn.Parameter)):
+                slot.show(form)
+
+    def stand_in(self) -> torch.Tensor | None:
+        """A tensor in this one's place that is no parameter."""
+        held = (slot.held() for slot in self.slots)
+        return next((t for t in held if t is not None and not isinstance(t, nn.Parameter)), None)
 
     @property
     def replaced(self) -> bool:

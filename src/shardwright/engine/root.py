@@ -255,7 +255,7 @@ class Root:
                 unit.finish_backward()
         self.finish_reductions()
         for unit in self._gathered_units():
-            if not unit.kept:
+            if not unit.kept and not unit.calls:  # backward may have run inside a forward
                 unit.release()
         self.backward = False
         self.generation += 1
@@ -308,11 +308,13 @@ class Root:
                 f"The ranks have diverged: they reduce gradients of different parameters of "
                 f"{self.name_of(found[0][1])}. requires_grad must be the same on every rank."
             )
+        one_model = len({model for _, _, _, model in found.values()}) == 1
         ranks: dict[tuple[int, str], list[int]] = {}
         for rank, (event, number, nbytes, model) in found.items():
             root = next((r for r in _roots if r.serial == model and r.comm is self.comm), self)
             what = root.name_of(number)
-            what += f" of another model ({root._names[0]!r})" if root is not self else ""
+            if not one_model:
+                what += f" of the group's model {model} ({root._names[0]!r})"
             what += f" of {nbytes} bytes" if same_place else ""
             ranks.setdefault((event, what), []).append(rank)
         told = "; ".join(

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardwright._torch import annotate, in_backward, increment_version
+from shardwright._torch import address_of, annotate, in_backward, increment_version
 from shardwright.comm import Communicator, Pending, plan_division
 from shardwright.engine import construct
 from shardwright.engine.construct import ShardPlacementFn
@@ -88,7 +88,8 @@ class Unit:
         self._to_run: set[int] = set()
         self._full_shown = False
         self._registries: list[dict[str, nn.Parameter | None]] = []
-        self._stash = StashedTensors([m for top in modules for _, m in construct.own_modules(top)])
+        self._children: list[dict[str, nn.Module | None]] = []
+        self._stash = StashedTensors([])
         self.own(plan_unit([], comm.world_size), {}, Slab(0, comm.device), [])
 
     def own(
@@ -192,15 +193,21 @@ class Unit:
         return [p for ref in self.ignored if (p := ref()) is not None]
 
     def watch_slots(self) -> None:
-        """Remember how many parameters the modules have."""
+        """Remember which modules there are and how many parameters they have."""
         modules = [m for top in self.living_modules() for _, m in construct.own_modules(top)]
         self._registries = [m._parameters for m in modules]
+        self._children = [m._modules for m in modules]
         self._slot_count = sum(map(len, self._registries))
+        self._child_ids = self._ids_of_children()
         self._empty = [(r, name) for r in self._registries for name, p in r.items() if p is None]
+        self._stash = StashedTensors(modules)
+
+    def _ids_of_children(self) -> list[int]:
+        return [id(child) for children in self._children for child in children.values()]
 
     def slots_changed(self) -> bool:
-        """Whether a parameter was added to the unit's modules, or one that it borrows was replaced."""
-        if sum(map(len, self._registries)) != self._slot_count:
+        """Whether the unit's modules have other parameters or other modules, or one that it borrows was replaced."""
+        if sum(map(len, self._registries)) != self._slot_count or self._ids_of_children() != self._child_ids:
             return True
         for registry, name in self._empty:
             if registry.get(name) is not None:
@@ -632,7 +639,7 @@ class Unit:
         end = start + self.slab.nbytes
 
         def check(tensor: torch.Tensor) -> torch.Tensor:
-            if type(tensor) in (torch.Tensor, nn.Parameter) and start <= tensor.data_ptr() < end:
+            if type(tensor) in (torch.Tensor, nn.Parameter) and start <= address_of(tensor) < end:
                 return tensor.clone()
             return tensor
 
@@ -691,11 +698,12 @@ class Unit:
         assert self.root is not None
         self.root.open_visits.remove(visit)
         if not self.visits and self.parameters:
-            self.kept = not self.reshard_after_backward
-            if self.kept:
-                self.show_sharded()
-            else:
-                self.release()
+            if not self.calls:  # else this backward ran inside the unit's own forward
+                self.kept = not self.reshard_after_backward
+                if self.kept:
+                    self.show_sharded()
+                else:
+                    self.release()
             self.reduce()
         for guest in visit.guests:
             guest.unit.close(guest)
