@@ -52,6 +52,7 @@ chunk_cat: Callable[..., torch.Tensor] = _probe(torch, "_chunk_cat")
 _engine = _probe(torch.autograd.Variable, "_execution_engine")
 _is_functorch = _probe(torch._C, "_functorch", "is_functorch_wrapped_tensor")
 _graph_task_id = _probe(torch._C, "_current_graph_task_id")
+_peek_sequence_number = _probe(torch._C, "_autograd", "_get_sequence_nr")
 _use_count = _probe(torch._C, "_storage_Use_Count")
 
 _profiler_enabled = _probe(torch.autograd, "_profiler_enabled")
@@ -134,6 +135,11 @@ def address_of(tensor: torch.Tensor) -> int:
 def sequence_number(tensor: torch.Tensor) -> int:
     """Of the autograd node that made the tensor; later nodes of a thread have larger ones."""
     return tensor.grad_fn._sequence_nr()  # type: ignore[union-attr]
+
+
+def next_sequence_number() -> int:
+    """That of the autograd node that this thread makes next."""
+    return _peek_sequence_number()
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:

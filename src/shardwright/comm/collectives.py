@@ -154,7 +154,9 @@ class Communicator:
             if self._gloo:
                 return self._gather_on_gloo(outputs, inputs, on_done, announce)
             work = self.group.allgather_into_tensor_coalesced(outputs, inputs, self._gather_options)
-        return Pending(self.streams, work, self.streams.mark("gather"), finish=on_done)
+        return Pending(
+            self.streams, work, self.streams.mark("gather"), keep=(outputs, inputs), finish=on_done
+        )
 
     def _gather_on_gloo(
         self,

@@ -140,6 +140,8 @@ class Reduction:
         self._shard: GradientShard | None = None
         self._held: torch.Tensor | None = None
         self._held_present = [False] * len(packing.parts)
+        #: What was held and is in the reduction under way, until that has succeeded.
+        self._merged: tuple[torch.Tensor, list[bool]] | None = None
         self._pending: Pending | None = None
         self._output: torch.Tensor | None = None
         self._present: list[bool] | None = None
@@ -207,6 +209,8 @@ class Reduction:
             self._pending.wait()
             self._pending = self._output = None
             self._packed.release()
+        if self._merged is not None:
+            (self._held, self._held_present), self._merged = self._merged, None
 
     def drop_held(self) -> None:
         """Forget the sums of earlier micro-batches."""
@@ -227,8 +231,8 @@ class Reduction:
             if present is not None:
                 present = [a or b for a, b in zip(present, self._held_present, strict=True)]
                 present = None if all(present) else present
-            self._held = None
-            self._held_present = [False] * len(self._parameters)
+            self._merged = self._held, self._held_present
+            self.drop_held()
         self._present = present
         self._fresh = all(p.sharded.grad is None for p in self._parameters)
         shard = self._fresh_shard() if self._fresh else None
@@ -247,6 +251,7 @@ class Reduction:
             return
         self._pending.wait()
         self._pending = None
+        self._merged = None
         self._packed.release()
         output, self._output = self._output, None
         assert output is not None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwright._torch import sequence_number
+from shardwright._torch import next_sequence_number, sequence_number
 
 if TYPE_CHECKING:
     from shardwright.engine.visit import Visit
@@ -26,22 +26,25 @@ if TYPE_CHECKING:
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 
 
-def map_tensors(function: TensorMap, tree: Any) -> Any:
+def map_tensors(function: TensorMap, tree: Any, mutable: bool = True) -> Any:
     """``tree`` with ``function`` applied to every tensor in tuples, named tuples, lists, dicts and dataclasses.
 
-    Returns the same object where nothing changed, so a caller's containers keep their identity.
+    Returns the same object where nothing changed, so a caller's containers keep their identity. With ``mutable``
+    False lists and mappings are left as they are: what is put into them must reach the caller.
     """
     if isinstance(tree, torch.Tensor):
         return function(tree)
+    if not mutable and isinstance(tree, (list, Mapping)):
+        return tree
     if isinstance(tree, (tuple, list)):
-        items = [map_tensors(function, item) for item in tree]
+        items = [map_tensors(function, item, mutable) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
         if isinstance(tree, tuple) and hasattr(tree, "_fields"):
             return type(tree)(*items)
         return type(tree)(items)
     if isinstance(tree, Mapping):
-        changed = {key: map_tensors(function, value) for key, value in tree.items()}
+        changed = {key: map_tensors(function, value, mutable) for key, value in tree.items()}
         if all(changed[key] is tree[key] for key in tree):
             return tree
         result = dict(tree) if type(tree) is dict else _copy_mapping(tree)
@@ -50,7 +53,7 @@ def map_tensors(function: TensorMap, tree: Any) -> Any:
         return result
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
-        changed = {name: map_tensors(function, value) for name, value in fields.items()}
+        changed = {name: map_tensors(function, value, mutable) for name, value in fields.items()}
         if all(changed[name] is fields[name] for name in fields):
             return tree
         result = copy.copy(tree)  # not dataclasses.replace, which runs __post_init__ again
@@ -79,17 +82,13 @@ class _AfterBackward(torch.autograd.Function):
         return (None, *gradients)
 
 
-def mark_inputs(visit: Visit, args: Any, kwargs: Any) -> tuple[Any, Any, int]:
+def mark_inputs(visit: Visit, args: Any, kwargs: Any) -> tuple[Any, Any, bool, int]:
     """Let ``visit`` hear when the gradients of these inputs are there.
 
-    Also returns the number of the node that does so, which is smaller than those of the nodes that the call makes; -1
-    if no input needs a gradient.
+    Also returns whether any input needs a gradient, and the number of the first autograd node of the call. One marked
+    input is enough, since its node runs after all that the call makes; so lists and dicts, to which the call may add,
+    are left alone.
     """
-    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-        if not args[0].requires_grad:
-            return args, kwargs, -1
-        only = _AfterBackward.apply(visit, args[0])
-        return only, kwargs, sequence_number(only[0])
     found: dict[int, torch.Tensor] = {}  # a tensor that comes twice stays one tensor
 
     def find(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,13 +96,33 @@ def mark_inputs(visit: Visit, args: Any, kwargs: Any) -> tuple[Any, Any, int]:
             found[id(tensor)] = tensor
         return tensor
 
-    map_tensors(find, (args, kwargs))
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+        find(args[0])
+    else:
+        for value in (*args, *kwargs.values()):
+            map_tensors(find, value, mutable=False)
     if not found:
-        return args, kwargs, -1
+        return args, kwargs, False, next_sequence_number()
     results = _AfterBackward.apply(visit, *found.values())
+    if not isinstance(results, tuple):
+        results = (results,)
     marked = dict(zip(found, results, strict=True))
-    args, kwargs = map_tensors(lambda t: marked.get(id(t), t), (args, kwargs))
-    return args, kwargs, sequence_number(results[0])
+
+    def exchange(value: Any) -> Any:
+        return map_tensors(lambda t: marked.get(id(t), t), value, mutable=False)
+
+    args = tuple(exchange(value) for value in args)
+    kwargs = {key: exchange(value) for key, value in kwargs.items()}
+    return args, kwargs, True, sequence_number(results[0])
+
+
+def opaque_or_mutable(args: Any, kwargs: Any) -> list[Any]:
+    """Inputs that a call may put tensors into: lists, dicts, caches."""
+    return [v for v in (*args, *kwargs.values()) if not isinstance(v, _PLAIN) and not _is_short(v)]
+
+
+def _is_short(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value)
 
 
 def mark_outputs(visit: Visit, output: Any, entry: int) -> bool:
@@ -125,7 +144,10 @@ def mark_outputs(visit: Visit, output: Any, entry: int) -> bool:
 
     map_tensors(find, output)
     for tensor in hidden_tensors(output):
-        find(tensor)
+        if (
+            tensor.grad_fn is not None and sequence_number(tensor) >= entry
+        ):  # older ones are none of its business
+            find(tensor)
 
     def before(gradients: Any) -> None:
         visit.before_backward()
@@ -195,9 +217,12 @@ class StashedTensors:
         self._modules = [weakref.ref(m) for m in modules]
         self._known: list[tuple[int, tuple[str, ...]]] = [(-1, ())] * len(modules)
 
-    def mark(self, visit: Visit, entry: int) -> bool:
-        """Mark those that have a graph and were not marked before. Returns whether there were any."""
-        found: list[torch.Tensor] = []
+    def mark(self, visit: Visit, entry: int, containers: list[Any]) -> bool:
+        """Mark those that the call has made (by their number), also in ``containers`` that it was given.
+
+        Returns whether there were any.
+        """
+        found: list[torch.Tensor] = list(hidden_tensors([_Box(c) for c in containers])) if containers else []
         for i, ref in enumerate(self._modules):
             module = ref()
             if module is None:
@@ -212,15 +237,14 @@ class StashedTensors:
                 kind = type(value)
                 if kind is torch.Tensor:
                     found.append(value)
-                elif kind not in _NO_CONTAINER and isinstance(value, (list, tuple, dict, deque)):
-                    if 0 < len(value) <= _LONGEST:
-                        found.extend(hidden_tensors([_Box(value)]))
+                elif (
+                    kind not in _NO_CONTAINER
+                    and isinstance(value, (list, tuple, dict, deque))
+                    and 0 < len(value) <= _LONGEST
+                ):
+                    found.extend(hidden_tensors([_Box(value)]))
             found.extend(t for t in module._buffers.values() if t is not None)
-        fresh = [
-            t for t in found if t.grad_fn is not None and getattr(t, _MARKED, None) != sequence_number(t)
-        ]
-        for tensor in fresh:
-            setattr(tensor, _MARKED, sequence_number(tensor))
+        fresh = [t for t in found if t.grad_fn is not None and sequence_number(t) >= entry]
         return mark_outputs(visit, fresh, entry) if fresh else False
 
 
@@ -236,7 +260,6 @@ _NO_CONTAINER = frozenset({int, float, bool, str, type(None), torch.Size, torch.
 _LONGEST = (
     1000  #: containers with more items are tables, not losses, and would be looked through in every forward
 )
-_MARKED = "_shardwright_marked"
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"_shardwright_unit"}
 
 

@@ -186,6 +186,8 @@ class Root:
         self.caller = None
         self.frames.clear()
         self._visits = {}
+        for unit in self.units():
+            unit.forget_calls()
         for unit in self._gathered_units():
             unit.release()
 
@@ -201,6 +203,7 @@ class Root:
         self.open_visits.clear()
         self.backward = False
         self.reducing = None
+        self._reduced = 0
         self._visits = {}
         for unit in self.units():
             unit.recover()
@@ -223,7 +226,12 @@ class Root:
         Autograd runs nodes in the reverse of the order in which they were made, so nothing of those is left. Where
         no input of a unit needs a gradient, on this rank or on any, nothing else would say so before the end.
         """
-        for other in [v for v in self.open_visits if v.begin > visit.end]:
+        self.close_visits_begun_after(visit.end)
+
+    def close_visits_begun_after(self, time: int) -> None:
+        """Close these, the latest first, whatever the order in which this rank's backward has reached them."""
+        later = sorted((v for v in self.open_visits if v.begin > time), key=lambda v: -v.begin)
+        for other in later:
             other.unit.close(other)
 
     def prefetch_backward(self, visit: Visit) -> None:
@@ -248,8 +256,7 @@ class Root:
 
     def _end_backward(self) -> None:
         """Backward is over: reduce what is left, in one order on all ranks, and leave everything sharded."""
-        for visit in reversed(self.open_visits):
-            visit.unit.close(visit)
+        self.close_visits_begun_after(-1)
         for unit in reversed(self.units()):
             if unit.parameters:
                 unit.finish_backward()
@@ -298,6 +305,7 @@ class Root:
 
     def diverged_gathers(self, numbers: list[int]) -> NoReturn:
         """The ranks gathered units of these numbers."""
+        self._headers.copy_(self._wanted_headers)
         self._refuse_divergence({rank: (GATHER, n, 0, self.serial) for rank, n in enumerate(numbers)})
 
     def _refuse_divergence(self, found: dict[int, tuple[int, int, int, int]]) -> NoReturn:
@@ -419,6 +427,8 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     for root in list(_roots):
         root.check_divergence()
         root.recover_if_failed()
+        for unit in root._gathered_units():
+            unit.kept = False  # some kernels write without moving a version counter
     reduce_held(p for group in optimizer.param_groups for p in group["params"])
 
 

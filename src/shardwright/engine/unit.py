@@ -27,6 +27,7 @@ from shardwright.engine.hooks import (
     map_tensors,
     mark_inputs,
     mark_outputs,
+    opaque_or_mutable,
     refuse_opaque,
 )
 from shardwright.engine.parameter import ManagedParameter, unit_of
@@ -122,6 +123,7 @@ class Unit:
         self._header = torch.zeros(HEADER, dtype=torch.int64, device=device)
         self._prepare_gather(n, device)
         self.holds = False  #: whether earlier micro-batches have left sums, on this rank or on another
+        self._held_before = False  #: whether the reduction under way has taken up such sums
         self._trainable: tuple[bool, ...] | None = None
         self.reductions = []
         self.follow_requires_grad()
@@ -269,13 +271,20 @@ class Unit:
         self.kept = False
         root.notify("issue", self)
         self._issuing = True
-        with annotate("all_gather", self.range_name):
-            outputs, inputs = self._outputs, self._inputs
-            if self._extended:
-                outputs, inputs = self._with_extensions()
-            self._pending = self.comm.all_gather(
-                outputs, inputs, self._casts, self._cast.release, root.announce_gather(self)
-            )
+        try:
+            with annotate("all_gather", self.range_name):
+                outputs, inputs = self._outputs, self._inputs
+                if self._extended:
+                    outputs, inputs = self._with_extensions()
+                self._pending = self.comm.all_gather(
+                    outputs, inputs, self._casts, self._cast.release, root.announce_gather(self)
+                )
+        except (
+            Exception
+        ):  # out of memory, ranks that diverge: nothing was begun. An interrupt may come later.
+            self._issuing = False
+            self._slab_versions = None
+            raise
         self._issuing = False
 
     def wait(self) -> None:
@@ -357,7 +366,7 @@ class Unit:
         self.show_sharded()
         if self.slab.leased:
             self.wait()
-            self.generation, self.kept = -1, False
+            self.generation, self.kept, self._slab_versions = -1, False, None
             if self._issuing:
                 # An interrupt left a gather that may still write: the memory stays until the next one.
                 return
@@ -436,6 +445,7 @@ class Unit:
                 if reduction.has_gradients():
                     reduction.hold()
             return
+        self._held_before = self.holds
         self.holds = False
         if not self.reductions:
             return
@@ -450,6 +460,7 @@ class Unit:
     def finish_reduction(self) -> None:
         for reduction in self.reductions:
             reduction.finish()
+        self._held_before = False
         self._drop_retired()
 
     def _drop_retired(self) -> None:
@@ -485,10 +496,11 @@ class Unit:
             args, kwargs = root.begin(self, args, kwargs)
         frame = Frame(self)
         root.frames.append(frame)  # taken off by after_forward or forward_failed
+        frame.containers = opaque_or_mutable(args, kwargs)
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
-        if self.lenders and not recomputing:
+        if (self.lenders or not self.parameters) and not recomputing:
             self.settle()
         if self.parameters:
             self._use(root, recomputing)
@@ -497,9 +509,9 @@ class Unit:
                 host = root.host_of(frame)
                 if host is not None and host not in visit.hosts:
                     visit.hosts.append(host)
-                args, kwargs, frame.entry = mark_inputs(visit, args, kwargs)
+                args, kwargs, marked, frame.entry = mark_inputs(visit, args, kwargs)
                 visit.calls += 1
-                visit.endless |= frame.entry < 0
+                visit.endless |= not marked
         for lender in self.lenders:
             lender.lend(frame)
         return args, kwargs
@@ -564,19 +576,20 @@ class Unit:
     def _after_forward(self, module: nn.Module, output: Any) -> Any:
         root = self.root
         assert root is not None
-        frame = root.frames.pop()
+        frame = root.frames[-1]  # taken off when nothing can fail any more, else by forward_failed
         visit = frame.visit
         self._to_run.discard(id(module))
         if self.parameters:
             output = self._copy_weights(output)
         if visit is not None:
-            stashed = self._stash.mark(visit, frame.entry)
+            stashed = self._stash.mark(visit, frame.entry, frame.containers)
             if not mark_outputs(visit, output, frame.entry) and not stashed:
                 refuse_opaque(output, f"unit {self.name!r} ({type(module).__name__})")
             visit.end = root.tick()
             for stay in visit.guests:
                 stay.end = visit.end
         recomputing = in_backward()
+        root.frames.pop()
         for guest in frame.guests:
             guest.leave(root, None, recomputing)
         if self.parameters:
@@ -610,6 +623,11 @@ class Unit:
                     unit.release()
         if not root.frames and root.caller is not None and not in_backward():
             root.abandon()
+
+    def forget_calls(self) -> None:
+        """The root call has failed: nothing of it is under way any more."""
+        self.calls = 0
+        self._to_run.clear()
 
     @property
     def forward_unfinished(self) -> bool:
@@ -676,7 +694,8 @@ class Unit:
         if self.parameters:
             self.entered = True
             self.notice_edits()
-            if self.unshard_in_backward and not (self.slab.leased and self._slab_versions is self._versions):
+            valid = self.slab.leased and self._slab_versions is self._versions and not self.exposed
+            if self.unshard_in_backward and not valid:
                 self.issue(root.generation)
             root.prefetch_backward(visit)
             self.wait()
@@ -697,6 +716,7 @@ class Unit:
         self.visits.discard(visit)
         assert self.root is not None
         self.root.open_visits.remove(visit)
+        self.root.close_visits_begun_after(visit.begin)
         if not self.visits and self.parameters:
             if not self.calls:  # else this backward ran inside the unit's own forward
                 self.kept = not self.reshard_after_backward
@@ -717,4 +737,6 @@ class Unit:
             self.entered = False
             for reduction in self.reductions:
                 reduction.discard()
+            self.holds |= self._held_before
+            self._held_before = False
             self.release()

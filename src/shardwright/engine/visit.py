@@ -5,7 +5,7 @@ Both are plain records; what is done with them is decided in ``unit.py`` and ``r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwright.engine.unit import Unit
@@ -54,10 +54,11 @@ class Visit:
 class Frame:
     """A call of a unit that is under way."""
 
-    __slots__ = ("entry", "guests", "unit", "visit")
+    __slots__ = ("containers", "entry", "guests", "unit", "visit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.visit: Visit | None = None
-        self.entry = -1  #: number of the autograd node on its inputs
+        self.entry = -1  #: number of the first autograd node that this call may have made
+        self.containers: list[Any] = []  #: inputs that the call may have put tensors into
         self.guests: list[Unit] = []

@@ -37,7 +37,7 @@ class Slab:
     def lease(self) -> None:
         """Attach memory, contents undefined. Made on the current stream of the device."""
         if not self.leased:
-            if not self._poison or self._storage.nbytes() != self.nbytes:
+            if self._storage.nbytes() != self.nbytes:
                 self._storage.resize_(self.nbytes)
             self.leased = True
 
@@ -46,7 +46,7 @@ class Slab:
         if self.leased:
             if self._poison:
                 self._storage.fill_(255)  # type: ignore[attr-defined]
-            else:
+            elif self._storage.resizable():  # not while numpy shares it
                 self._storage.resize_(0)
             self.leased = False
 
