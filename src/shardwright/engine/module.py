@@ -6,7 +6,6 @@ The methods set what units do; the units do it. Methods of later versions are re
 from __future__ import annotations
 
 import functools
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -328,30 +327,38 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     if not isinstance(module, FSDPModule):
         return
-    if method_name in module.__dict__:
-        bound = module.__dict__[method_name]
+    if not hasattr(module, method_name):
+        raise ValueError(f"{original_class(type(module)).__name__} has no method {method_name!r}")
+    object.__setattr__(module, method_name, _ForwardMethod(module, getattr(module, method_name)))
 
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return bound(*args, **kwargs)
 
-        functools.update_wrapper(method, bound)
-    else:
-        if not hasattr(type(module), method_name):
-            raise ValueError(f"{original_class(type(module)).__name__} has no method {method_name!r}")
-        method = getattr(type(module), method_name)
+class _ForwardMethod:
+    """A method of a sharded module that runs as its forward does. Refers to the module weakly; a copy has its own."""
 
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        unit: Unit = self.__dict__[UNIT]
+    def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, method)
+        del self.__dict__["__wrapped__"]  # it refers to the module
+        self._module = weakref.ref(module)
+        self._function = getattr(method, "__func__", method)
+        self._bound = getattr(method, "__self__", None) is module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        unit: Unit = module.__dict__[UNIT]
         depth = len(unit.root.frames) if unit.root is not None else 0
         try:
-            args, kwargs = unit.before_forward(self, args, kwargs)
-            return unit.after_forward(self, args, method(self, *args, **kwargs))
+            args, kwargs = unit.before_forward(module, args, kwargs)
+            given = (module, *args) if self._bound else args
+            return unit.after_forward(module, args, self._function(*given, **kwargs))
         except BaseException:
             unit.forward_failed(depth)
             raise
 
-    object.__setattr__(module, method_name, types.MethodType(call, module))  # a copy binds it to itself
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+        module = memo[id(self._module())]
+        method = self._function.__get__(module) if self._bound else self._function
+        return _ForwardMethod(module, method)
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
