@@ -302,11 +302,6 @@ def assign_data(unit: Unit, sharded: nn.Parameter, value: torch.Tensor) -> None:
 
 def remake(unit: Unit) -> None:
     """Make the unit's memory again from the parameters that its modules hold now."""
-    if unit.holds:
-        raise RuntimeError(
-            f"Parameters of unit {unit.name!r} were replaced while gradients of earlier micro-batches are held. "
-            "Replace them between optimizer steps."
-        )
     unit.release()
     modules = unit.living_modules()
     own = {id(m) for top in modules for _, m in own_modules(top)}
@@ -319,12 +314,30 @@ def remake(unit: Unit) -> None:
     found = find_parameters(modules, unit.living_ignored(), unit.mesh, unit)
     for owned in found.owned:
         owned.slots.extend(slot for sharded, slot in lent if sharded is owned.parameter)
-    before = [p.sharded for p in unit.parameters]
+    before = unit.parameters
+    held = unit.reductions if unit.holds else []
+    if held and not _same_parameters(before, found):
+        raise RuntimeError(
+            f"Parameters of unit {unit.name!r} were replaced by others while gradients of earlier micro-batches are "
+            "held. Replace them between optimizer steps."
+        )
     unit.retire()
     own_parameters(unit, found)
     borrow_parameters(unit, found)
     unit.rejoin_root()
+    if held:
+        unit.take_held(held)
     kept = {id(p.sharded) for p in unit.parameters}
-    for sharded in before:
-        if id(sharded) not in kept:  # it is nobody's now: a module that was tied to it may still have it
-            sharded.__dict__.pop(UNIT_OF, None)
+    for p in before:
+        if id(p.sharded) not in kept:  # it is nobody's now: a module that was tied to it may still have it
+            p.sharded.__dict__.pop(UNIT_OF, None)
+
+
+def _same_parameters(before: list[ManagedParameter], found: Found) -> bool:
+    """Whether the very same parameters are there, whatever their values."""
+    return len(before) == len(found.owned) and all(
+        p.sharded is owned.parameter
+        and owned.parameter.shape == p.spec.shape
+        and owned.parameter.dtype == p.spec.storage_dtype
+        for p, owned in zip(before, found.owned, strict=True)
+    )

@@ -212,6 +212,13 @@ class Reduction:
         if self._merged is not None:
             (self._held, self._held_present), self._merged = self._merged, None
 
+    def take_held(self, other: Reduction) -> None:
+        """Hold what ``other``, of the same packing, held, too."""
+        if other._held is not None:
+            self._held = other._held if self._held is None else self._held.add_(other._held)
+            present = zip(self._held_present, other._held_present, strict=True)
+            self._held_present = [a or b for a, b in present]
+
     def drop_held(self) -> None:
         """Forget the sums of earlier micro-batches."""
         self._held = None

@@ -477,6 +477,19 @@ class Unit:
             self._drop_retired()
         self.release_unused_gradients()
 
+    def take_held(self, others: list[Reduction]) -> None:
+        """Hold what the reductions of the memory before this one held, for the same parameters."""
+        self.holds = True
+        self.reductions = [r for r in self.reductions if not r.retired]
+        packings = {r.packing: r for r in self.reductions}
+        for other in others:
+            mine = packings.get(other.packing)
+            if mine is None:
+                mine = Reduction(other.packing, self.layout, self.parameters, self.comm, self.mesh)
+                mine.retired = True
+                self.reductions.append(mine)
+            mine.take_held(other)
+
     def release_unused_gradients(self) -> None:
         for reduction in self.reductions:
             reduction.release_unused()
