@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -323,3 +324,130 @@ def test_the_reference_itself_averages_over_ranks(rank: int, world_size: int) ->
     loss.backward()
     for p, q in zip(plain.parameters(), reference.model.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
+
+
+@multirank(2)
+def test_weights_swapped_out_and_in_again(rank: int, world_size: int) -> None:
+    model, reference = shard(build()), build()
+    batch = tokens(0, 0, rank)
+    expected = reference(batch)
+    kept = {n: p.data for n, p in model.named_parameters()}
+    for p in model.parameters():
+        p.data = p.data * 0.5
+    assert not torch.allclose(model(batch), expected)
+    for n, p in model.named_parameters():
+        p.data = kept[n]
+    torch.testing.assert_close(model(batch), expected)
+    before = model.head.weight
+    model.head.weight = nn.Parameter(torch.zeros(11, 7))
+    assert not torch.allclose(model(batch), expected)
+    model.head.weight = before
+    torch.testing.assert_close(model(batch), expected)
+    assert model.head.weight is before
+
+
+@multirank(2)
+def test_functional_call_leaves_the_model_alone(rank: int, world_size: int) -> None:
+    model, reference = shard(build()), build()
+    batch = tokens(0, 0, rank)
+    halves = {n: p.detach() * 0.5 for n, p in reference.named_parameters()}
+    torch.testing.assert_close(
+        torch.func.functional_call(model, halves, batch), torch.func.functional_call(reference, halves, batch)
+    )
+    torch.testing.assert_close(model(batch), reference(batch))
+
+
+class Caching(nn.Module):
+    """Leaves a tensor in a cache that it is given, from which a later call computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.value = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, cache: list[torch.Tensor]) -> torch.Tensor:
+        cache.append(torch.tanh(self.key(x)))
+        return self.value(x) + sum(cache)
+
+
+@multirank(2)
+def test_backward_through_a_cache_of_an_earlier_call(rank: int, world_size: int) -> None:
+    def gradients(model: nn.Module, r: int) -> list[torch.Tensor]:
+        cache: list[torch.Tensor] = []
+        for step in range(2):
+            y = model(torch.full((2, 4), 0.1 * (r + 1) * (step + 1)), cache)
+        (y.square().sum() / (1 if isinstance(model, sw.FSDPModule) else world_size)).backward()
+        return [p.grad for p in model.parameters()]
+
+    torch.manual_seed(0)
+    plain = Caching()
+    model = sw.fully_shard(copy.deepcopy(plain), reshard_after_forward=True)
+    for r in range(world_size):
+        expected = gradients(plain, r)
+    for ours, theirs in zip(gradients(model, rank), expected, strict=True):
+        torch.testing.assert_close(full(ours), theirs)
+
+
+@multirank(2)
+def test_gradients_taken_inside_forward(rank: int, world_size: int) -> None:
+    class Forces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(3, 3), nn.Linear(3, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                energy = self.outer(torch.tanh(self.inner(x))).sum()
+                (force,) = torch.autograd.grad(energy, x)
+            return self.outer(force)
+
+    torch.manual_seed(0)
+    plain = Forces()
+    model = copy.deepcopy(plain)
+    sw.fully_shard(model.inner)
+    sw.fully_shard(model)
+    x = torch.full((2, 3), 0.5 + rank)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+@multirank(2)
+def test_a_gather_that_failed_is_not_taken_for_done(rank: int, world_size: int) -> None:
+    model = shard(build(), reshard_after_forward=True)
+    batch, other = tokens(0, 0, rank), tokens(4, 0, rank)
+    loss, doomed = loss_of(model(batch), batch), loss_of(model(other), other)
+    comm = getattr(model, UNIT).comm
+    gather = comm.all_gather
+
+    def fail(*_: object) -> None:
+        comm.all_gather = gather
+        raise torch.OutOfMemoryError("no memory for the gather")
+
+    comm.all_gather = fail
+    with pytest.raises(torch.OutOfMemoryError):
+        doomed.backward()
+    model.zero_grad()
+    loss.backward()
+    check_gradients(model, expected_gradients(world_size))
+
+
+@multirank(2)
+def test_views_of_weights_in_attributes_are_refused(rank: int, world_size: int) -> None:
+    class Prefix(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.prefix = self.weight[:2]
+            return super().forward(x)
+
+    model = sw.fully_shard(Prefix(4, 4))
+    with pytest.raises(RuntimeError, match=r"Unit 'Prefix'.*keeps a view of its weights, of shape \(2, 4\)"):
+        model(torch.ones(1, 4))
+
+
+@multirank(2)
+def test_modules_put_in_after_sharding_are_sharded(rank: int, world_size: int) -> None:
+    """Modules replaced or added after sharding are sharded with the unit, not trained by each rank alone."""
+    model = shard(build())
+    torch.manual_seed(1)
+    model.head = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 11))
+    backward(model, rank)
+    for p in model.parameters():
+        assert hasattr(p, "full_tensor") and p.grad is not None

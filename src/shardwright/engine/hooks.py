@@ -217,11 +217,8 @@ class StashedTensors:
         self._modules = [weakref.ref(m) for m in modules]
         self._known: list[tuple[int, tuple[str, ...]]] = [(-1, ())] * len(modules)
 
-    def mark(self, visit: Visit, entry: int, containers: list[Any]) -> bool:
-        """Mark those that the call has made (by their number), also in ``containers`` that it was given.
-
-        Returns whether there were any.
-        """
+    def find(self, containers: list[Any]) -> list[torch.Tensor]:
+        """All of them, and those in ``containers`` that a call was given."""
         found: list[torch.Tensor] = list(hidden_tensors([_Box(c) for c in containers])) if containers else []
         for i, ref in enumerate(self._modules):
             module = ref()
@@ -244,8 +241,13 @@ class StashedTensors:
                 ):
                     found.extend(hidden_tensors([_Box(value)]))
             found.extend(t for t in module._buffers.values() if t is not None)
-        fresh = [t for t in found if t.grad_fn is not None and sequence_number(t) >= entry]
-        return mark_outputs(visit, fresh, entry) if fresh else False
+        return found
+
+
+def mark_made(visit: Visit, tensors: list[torch.Tensor], entry: int) -> bool:
+    """Mark those of the tensors that the call has made, by their number. Returns whether there were any."""
+    fresh = [t for t in tensors if t.grad_fn is not None and sequence_number(t) >= entry]
+    return mark_outputs(visit, fresh, entry) if fresh else False
 
 
 class _Box:

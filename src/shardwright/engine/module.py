@@ -215,10 +215,7 @@ class FSDPModule:
             unit.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """With False, full parameters stay after backward until an optimizer steps: fewer gathers, more memory.
-
-        Parameters edited by hand between forwards are not seen while they stay.
-        """
+        """With False, full parameters stay after backward until they change: fewer gathers, more memory."""
         for unit in self._fsdp_units(recurse):
             unit.reshard_after_backward = reshard_after_backward
 

@@ -24,8 +24,10 @@ from shardwright.engine.construct import ShardPlacementFn
 from shardwright.engine.gradients import Reduction
 from shardwright.engine.hooks import (
     StashedTensors,
+    hidden_tensors,
     map_tensors,
     mark_inputs,
+    mark_made,
     mark_outputs,
     opaque_or_mutable,
     refuse_opaque,
@@ -595,7 +597,9 @@ class Unit:
         if self.parameters:
             output = self._copy_weights(output)
         if visit is not None:
-            stashed = self._stash.mark(visit, frame.entry, frame.containers)
+            found = self._stash.find(frame.containers)
+            self._refuse_weights([*found, *hidden_tensors(output)], module)
+            stashed = mark_made(visit, found, frame.entry)
             if not mark_outputs(visit, output, frame.entry) and not stashed:
                 refuse_opaque(output, f"unit {self.name!r} ({type(module).__name__})")
             visit.end = root.tick()
@@ -675,6 +679,17 @@ class Unit:
             return tensor
 
         return map_tensors(check, output)
+
+    def _refuse_weights(self, tensors: list[torch.Tensor], module: nn.Module) -> None:
+        """Raise if a view of the unit's weights was put where it can't be exchanged for a copy."""
+        start, end = self.slab.address, self.slab.address + self.slab.nbytes
+        for tensor in tensors:
+            if type(tensor) is torch.Tensor and start <= address_of(tensor) < end:
+                raise RuntimeError(
+                    f"Unit {self.name!r} ({type(module).__name__}) keeps a view of its weights, of shape "
+                    f"{tuple(tensor.shape)}, in an attribute or an object, but their memory is released after forward. "
+                    "Keep a clone, or return the view."
+                )
 
     # -- backward --------------------------------------------------------------------------------------------------
 
