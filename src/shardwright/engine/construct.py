@@ -252,6 +252,7 @@ def borrow_parameters(unit: Unit, found: Found) -> None:
         assert lent is not None
         if not any(s.registry is slot.registry and s.name == slot.name for s in lent.slots):
             lent.slots.append(slot)
+            lender.index_slots()
         slot.show(sharded)
 
 
@@ -275,12 +276,15 @@ def settle(unit: Unit) -> None:
     The old parameters keep their values, for whoever still has them and may put them back. A tensor that is no
     parameter is left in its place: ``torch.func.functional_call`` lends it to the module for one call.
     """
+    if not unit.lends_over and unit.untouched():
+        return
     replaced = [p for p in unit.parameters if p.replaced]
     for p in unit.parameters:
         p.lent_over = False
     lent = [p for p in replaced if p.stand_in() is not None]
     for p in lent:
         p.lent_over = True
+    unit.lends_over = bool(lent)
     if len(lent) < len(replaced) or unit.slots_changed():
         remake(unit)
 

@@ -183,6 +183,8 @@ _DEPTH = 8  #: how far hidden tensors are looked for
 
 def hidden_tensors(output: Any) -> Iterator[torch.Tensor]:
     """Tensors in attributes of objects of other classes, such as a cache of keys and values, at any depth."""
+    if type(output) is torch.Tensor:
+        return
     seen: set[int] = set()
     todo = [(item, 0) for item in opaque_objects(output)]
     while todo:
@@ -232,15 +234,16 @@ class StashedTensors:
             for name in names:
                 value: Any = attributes.get(name)
                 kind = type(value)
+                if kind in _NO_CONTAINER:
+                    continue
                 if kind is torch.Tensor:
                     found.append(value)
-                elif (
-                    kind not in _NO_CONTAINER
-                    and isinstance(value, (list, tuple, dict, deque))
-                    and 0 < len(value) <= _LONGEST
-                ):
+                elif isinstance(value, (list, tuple, dict, deque)) and 0 < len(value) <= _LONGEST:
+                    if kind is tuple and type(value[0]) in _NO_CONTAINER:
+                        continue  # a shape or the like
                     found.extend(hidden_tensors([_Box(value)]))
-            found.extend(t for t in module._buffers.values() if t is not None)
+            if module._buffers:
+                found.extend(t for t in module._buffers.values() if t is not None)
         return found
 
 

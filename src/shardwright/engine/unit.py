@@ -8,6 +8,7 @@ told in ``construct.py``. docs/engine.md has the states of a unit and what moves
 from __future__ import annotations
 
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardwright._torch import address_of, annotate, in_backward, increment_version
+from shardwright._torch import address_of, annotate, in_backward, increment_version, local_of
 from shardwright.comm import Communicator, Pending, plan_division
 from shardwright.engine import construct
 from shardwright.engine.construct import ShardPlacementFn
@@ -114,6 +115,8 @@ class Unit:
         self.kept = False  #: whether the slab is kept beyond its root call, on purpose
         self.entered = False  #: whether the backward now running has reached this unit
         #: Version counters that move with edits of a parameter: its own and its local tensor's.
+        self.lends_over = False  #: whether tensors that are no parameters stand in the place of some
+        self.index_slots()
         self._watched = [(p.sharded, p.local) for p in parameters]
         self._fulls = [p.full for p in parameters]
         self.gather_nbytes = slab.nbytes
@@ -205,6 +208,29 @@ class Unit:
         self._child_ids = self._ids_of_children()
         self._empty = [(r, name) for r in self._registries for name, p in r.items() if p is None]
         self._stash = StashedTensors(modules)
+
+    def index_slots(self) -> None:
+        """Remember where modules hold the parameters, for the loops of every forward and backward."""
+        self._plain_slots = [
+            (slot.registry, slot.name, p.sharded, p.full)
+            for p in self.parameters
+            for slot in p.slots
+            if slot.registry is not None
+        ]
+        self._other_slots = [p for p in self.parameters if any(slot.registry is None for slot in p.slots)]
+        self._shardeds = [p.sharded for p in self.parameters]
+        self._locals = [p.local for p in self.parameters]
+
+    def untouched(self) -> bool:
+        """Whether the modules hold the sharded parameters, over their shards: nothing to settle, told at once."""
+        held = [registry.get(name) for registry, name, _, _ in self._plain_slots]
+        known = [sharded for _, _, sharded, _ in self._plain_slots]
+        return not (
+            self._other_slots
+            or any(map(operator.is_not, held, known))
+            or any(map(operator.is_not, [local_of(p) for p in self._shardeds], self._locals))  # type: ignore[arg-type]
+            or self.slots_changed()
+        )
 
     def _ids_of_children(self) -> list[int]:
         return [id(child) for children in self._children for child in children.values()]
@@ -326,6 +352,7 @@ class Unit:
             if full is not None:
                 p.adopt_full(full, construct.gradient_listener(self))
         self._fulls = [p.full for p in self.parameters]
+        self.index_slots()
 
     def check_headers(self) -> None:
         """Raise if another rank gathered another unit. Reads the headers: on an accelerator the host waits."""
@@ -338,8 +365,14 @@ class Unit:
     def show_full(self) -> None:
         if not self._full_shown:
             self._full_shown = True  # before the first: a loop that is interrupted is undone as a whole
-            for p in self.parameters:
-                p.show(p.full)
+            if self.lends_over:
+                for p in self.parameters:
+                    p.show(p.full)
+            else:
+                for registry, name, _, full in self._plain_slots:
+                    registry[name] = full
+                for p in self._other_slots:
+                    p.show(p.full)
             self._full_versions = [p._version for p in self._fulls]
 
     def show_sharded(self) -> None:
@@ -347,8 +380,14 @@ class Unit:
             versions = [p._version for p in self._fulls]
             if versions != self._full_versions:
                 self._write_back(versions)
-            for p in self.parameters:
-                p.show(p.sharded)
+            if self.lends_over:
+                for p in self.parameters:
+                    p.show(p.sharded)
+            else:
+                for registry, name, sharded, _ in self._plain_slots:
+                    registry[name] = sharded
+                for p in self._other_slots:
+                    p.show(p.sharded)
             self._full_shown = False
 
     def _write_back(self, versions: list[int]) -> None:
@@ -598,7 +637,9 @@ class Unit:
             output = self._copy_weights(output)
         if visit is not None:
             found = self._stash.find(frame.containers)
-            self._refuse_weights([*found, *hidden_tensors(output)], module)
+            found_or_hidden = found if type(output) is torch.Tensor else [*found, *hidden_tensors(output)]
+            if found_or_hidden:
+                self._refuse_weights(found_or_hidden, module)
             stashed = mark_made(visit, found, frame.entry)
             if not mark_outputs(visit, output, frame.entry) and not stashed:
                 refuse_opaque(output, f"unit {self.name!r} ({type(module).__name__})")
