@@ -6,6 +6,7 @@ collective, and shows the result as DTensors made once. It does not decide when 
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 
@@ -78,7 +79,7 @@ class GradientShard:
 
     def intact(self) -> bool:
         """Whether the DTensors are still over this memory: a conversion of a module exchanges what is inside them."""
-        return all(local_of(d) is local for d, local in zip(self.dtensors, self.locals, strict=True))
+        return not any(map(operator.is_not, map(local_of, self.dtensors), self.locals))
 
     def exclusive(self) -> bool:
         """Whether nobody but the engine and ``p.grad`` refers to these gradients or to their memory.
@@ -113,6 +114,7 @@ class Reduction:
         self._layout = layout
         self._segments = {s.index: s for run in layout.runs for s in run.segments}
         self._parameters = [parameters[part.index] for part in packing.parts]
+        self._shardeds = [p.sharded for p in self._parameters]
         self._comm = comm
         self._mesh = mesh
         n, device = comm.world_size, comm.device
@@ -158,24 +160,22 @@ class Reduction:
         present: list[bool] | None = None
         dtype = self._input_dtype
         for i, parameter in enumerate(self._parameters):
-            gradient = parameter.full.grad
-            parameter.full.grad = None
-            if (
-                gradient is None or not parameter.sharded.requires_grad
-            ):  # frozen since forward: as autograd does
+            full, spec = parameter.full, parameter.spec
+            gradient = full.grad
+            full.grad = None
+            if gradient is None or not self._shardeds[i].requires_grad:  # frozen since forward: as autograd does
                 if present is None:
                     present = [True] * len(self._parameters)
                 present[i] = False
-                shape = parameter.spec.shape
-                gradient = torch.zeros(shape, dtype=self._flags.dtype, device=self._flags.device)
+                gradient = torch.zeros(spec.shape, dtype=self._flags.dtype, device=self._flags.device)
             elif gradient.dtype != dtype:
                 gradient = gradient.to(self._flags.dtype)
             if self._plain:
                 tensors.append(gradient)
-            elif parameter.spec.replicated:
+            elif spec.replicated:
                 tensors.append(gradient.expand(self._comm.world_size, 1))
             elif gradient.numel():
-                tensors.append(gradient.permute(parameter.spec.order))
+                tensors.append(gradient.permute(spec.order))
             gap = self._gaps[i]
             if gap is not None:
                 tensors.append(gap)
@@ -241,7 +241,7 @@ class Reduction:
             self._merged = self._held, self._held_present
             self.drop_held()
         self._present = present
-        self._fresh = all(p.sharded.grad is None for p in self._parameters)
+        self._fresh = self._has_no_gradients()
         shard = self._fresh_shard() if self._fresh else None
         if shard is not None and shard.direct:
             output = shard.flats[0]
@@ -268,9 +268,9 @@ class Reduction:
             start = self.packing.flags
             used = [flag != 0 for flag in output[start : start + len(self._parameters)].tolist()]
         self._present = None
-        if any(gradient_hooks(p.sharded) for p in self._parameters):
+        if any([gradient_hooks(p) for p in self._shardeds]):
             self._add_one_by_one(output, used)
-        elif self._fresh and all(p.sharded.grad is None for p in self._parameters):
+        elif self._fresh and self._has_no_gradients():
             self._hand_over(output, used)
         elif self._ours() and used is None:
             assert self._shard is not None
@@ -278,14 +278,18 @@ class Reduction:
                 flat[: span.stop - span.start].add_(output[span.start : span.stop])
         else:
             self._add_one_by_one(output, used)
-        for i, p in enumerate(self._parameters):
-            hooks = post_accumulate_grad_hooks(p.sharded)
+        for i, p in enumerate(self._shardeds):
+            hooks = post_accumulate_grad_hooks(p)
             if hooks and (used is None or used[i]):
                 for hook in list(hooks.values()):
-                    hook(p.sharded)
+                    hook(p)
+
+    def _has_no_gradients(self) -> bool:
+        return all([p.grad is None for p in self._shardeds])
 
     def _fresh_shard(self) -> GradientShard:
-        if self._shard is not None and not self._shard.exclusive():
+        shard = self._shard
+        if shard is not None and shard.leased and not shard.exclusive():
             self._shard = None  # someone kept these gradients: the memory is theirs now
         if self._shard is None:
             self._shard = self._new_shard()
@@ -303,15 +307,15 @@ class Reduction:
         if not shard.direct:
             for flat, span in zip(shard.flats, self.packing.spans, strict=True):
                 flat.copy_(output[span.start : span.stop])
-        for i, (parameter, gradient) in enumerate(zip(self._parameters, shard.dtensors, strict=True)):
+        for i, (parameter, gradient) in enumerate(zip(self._shardeds, shard.dtensors, strict=True)):
             if used is None or used[i]:
-                parameter.sharded.grad = gradient
+                parameter.grad = gradient
 
     def _ours(self) -> bool:
         shard = self._shard
         return (
             shard is not None
-            and all(p.sharded.grad is g for p, g in zip(self._parameters, shard.dtensors, strict=True))
+            and all([p.grad is g for p, g in zip(self._shardeds, shard.dtensors, strict=True)])
             and shard.intact()
         )
 
@@ -340,7 +344,7 @@ class Reduction:
         shard = self._shard
         if shard is None or not shard.leased or self._pending is not None:
             return
-        if any(p.sharded.grad is g for p, g in zip(self._parameters, shard.dtensors, strict=True)):
+        if any([p.grad is g for p, g in zip(self._shardeds, shard.dtensors, strict=True)]):
             return
         if shard.exclusive():
             shard.release()

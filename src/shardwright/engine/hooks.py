@@ -63,6 +63,13 @@ def map_tensors(function: TensorMap, tree: Any, mutable: bool = True) -> Any:
     return tree
 
 
+def map_arguments(function: TensorMap, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a call with ``function`` applied to every tensor in them."""
+    if len(args) == 1 and not kwargs:
+        return (map_tensors(function, args[0]),), kwargs
+    return map_tensors(function, (args, kwargs))  # type: ignore[no-any-return]
+
+
 def _copy_mapping(tree: Mapping[Any, Any]) -> Any:
     return tree.copy() if hasattr(tree, "copy") else dict(tree)
 
@@ -229,7 +236,8 @@ class StashedTensors:
             attributes = module.__dict__
             size, names = self._known[i]
             if size != len(attributes):
-                names = tuple(name for name in attributes if name not in _OF_EVERY_MODULE)
+                settings = getattr(type(module), "__constants__", ())  # such as in_features
+                names = tuple(n for n in attributes if n not in _OF_EVERY_MODULE and n not in settings)
                 self._known[i] = (len(attributes), names)
             for name in names:
                 value: Any = attributes.get(name)

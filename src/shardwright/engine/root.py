@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwright._torch import annotate, queue_callback
 from shardwright.engine.construct import UNIT
 from shardwright.engine.gradients import Reduction
-from shardwright.engine.hooks import map_tensors
+from shardwright.engine.hooks import map_arguments
 from shardwright.engine.parameter import unit_of
 from shardwright.engine.unit import Unit
 from shardwright.engine.visit import Frame, Visit
@@ -94,8 +94,13 @@ class Root:
 
     def recover_if_failed(self) -> None:
         """If the last backward raised, it never reached its end: drop what it left."""
-        if self.backward and (self._task is None or self._task() is None):
+        if self.backward and not self.in_backward:
             self.recover()
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward that has reached this model is under way, and has not died."""
+        return self.backward and self._task is not None and self._task() is not None
 
     def begin(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The outermost call of this model begins."""
@@ -116,7 +121,7 @@ class Root:
                 each.release_unused_gradients()
         device = unit.comm.device
         if device.type != "cpu":
-            args, kwargs = map_tensors(lambda t: t.to(device, non_blocking=True), (args, kwargs))
+            args, kwargs = map_arguments(lambda t: t.to(device, non_blocking=True), args, kwargs)
         return args, kwargs
 
     def forward_reaches(self, unit: Unit) -> None:

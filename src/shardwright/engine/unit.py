@@ -26,6 +26,7 @@ from shardwright.engine.gradients import Reduction
 from shardwright.engine.hooks import (
     StashedTensors,
     hidden_tensors,
+    map_arguments,
     map_tensors,
     mark_inputs,
     mark_made,
@@ -205,6 +206,8 @@ class Unit:
         self._registries = [m._parameters for m in modules]
         self._children = [m._modules for m in modules]
         self._slot_count = sum(map(len, self._registries))
+        self._child_count = sum(map(len, self._children))
+        self._parents = [children for children in self._children if children]
         self._child_ids = self._ids_of_children()
         self._empty = [(r, name) for r in self._registries for name, p in r.items() if p is None]
         self._stash = StashedTensors(modules)
@@ -223,21 +226,23 @@ class Unit:
 
     def untouched(self) -> bool:
         """Whether the modules hold the sharded parameters, over their shards: nothing to settle, told at once."""
-        held = [registry.get(name) for registry, name, _, _ in self._plain_slots]
-        known = [sharded for _, _, sharded, _ in self._plain_slots]
         return not (
             self._other_slots
-            or any(map(operator.is_not, held, known))
-            or any(map(operator.is_not, [local_of(p) for p in self._shardeds], self._locals))  # type: ignore[arg-type]
+            or any([registry.get(name) is not sharded for registry, name, sharded, _ in self._plain_slots])
+            or any(map(operator.is_not, map(local_of, self._shardeds), self._locals))  # type: ignore[arg-type]
             or self.slots_changed()
         )
 
     def _ids_of_children(self) -> list[int]:
-        return [id(child) for children in self._children for child in children.values()]
+        return [id(child) for children in self._parents for child in children.values()]
 
     def slots_changed(self) -> bool:
         """Whether the unit's modules have other parameters or other modules, or one that it borrows was replaced."""
-        if sum(map(len, self._registries)) != self._slot_count or self._ids_of_children() != self._child_ids:
+        if (
+            sum(map(len, self._registries)) != self._slot_count
+            or sum(map(len, self._children)) != self._child_count
+            or self._ids_of_children() != self._child_ids
+        ):
             return True
         for registry, name in self._empty:
             if registry.get(name) is not None:
@@ -454,8 +459,11 @@ class Unit:
 
     def on_gradient(self) -> None:
         """A parameter's full gradient is complete for this backward. Refuses one that read weights unseen."""
-        assert self.root is not None
-        self.root.enter_backward()
+        root = self.root
+        assert root is not None
+        if self.entered and root.in_backward:
+            return  # the rule, and this is called for every parameter
+        root.enter_backward()
         if not self.entered and (not self.slab.leased or self._pending is not None):
             raise RuntimeError(
                 f"Backward reached parameters of unit {self.name!r} not through the unit's outputs, when its weights "
@@ -553,7 +561,9 @@ class Unit:
         frame.containers = opaque_or_mutable(args, kwargs)
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
-            args, kwargs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+            args, kwargs = map_arguments(
+                lambda t: t.to(dtype) if t.is_floating_point() else t, args, kwargs
+            )
         if (self.lenders or not self.parameters) and not recomputing:
             self.settle()
         if self.parameters:
