@@ -668,7 +668,9 @@ class Interpreter:
         first = self.reference.model.first.parameters()
         alike = not forward.input_grad and (forward.direct or not any(p.requires_grad for p in first))
         # A loss that is not made of the output reaches later blocks only through what their layers keep.
-        alike |= forward.loss == "hidden" and any(p.kind == "auxiliary" for b in self.spec.blocks for p in b.pieces)
+        alike |= forward.loss == "hidden" and any(
+            p.kind == "auxiliary" for b in self.spec.blocks for p in b.pieces
+        )
         rank = 0 if alike else rank
         number = 0
         used = []

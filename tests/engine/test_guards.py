@@ -290,6 +290,25 @@ def test_opaque_outputs_beside_tensors_are_looked_into(rank: int, world_size: in
 
 
 @multirank(2)
+def test_an_output_of_any_kind_is_fine_where_no_graph_is_recorded(rank: int, world_size: int) -> None:
+    """A frozen teacher or tokenizer in the middle of training. With a graph inside, the same output is refused."""
+
+    class Answer:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.words = str(x.tolist())
+
+    class Teacher(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Answer:
+            return Answer(super().forward(x))
+
+    teacher = sw.fully_shard(Teacher(3, 3).requires_grad_(False))
+    assert teacher(torch.ones(1, 3)).words
+    student = sw.fully_shard(Teacher(3, 3))
+    with pytest.raises(TypeError, match=r"unit 'Teacher'.*Answer"):
+        student(torch.ones(1, 3))
+
+
+@multirank(2)
 def test_ranks_that_reduce_different_units_are_named(rank: int, world_size: int) -> None:
     """Gathers agree, since nothing is gathered in backward; equal sizes would pair up without an error."""
 

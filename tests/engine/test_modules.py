@@ -1887,29 +1887,47 @@ class EditDuringEvaluation(Case):
         return [*model.__dict__["seen"][-1], super().train(model, batch)]
 
 
-@case("weights edited inside forward")
+def clamp(weight: Any) -> None:
+    with torch.no_grad():
+        weight.clamp_(-0.3, 0.3)
+
+
+def clamp_data(weight: Any) -> None:
+    weight.data.clamp_(-0.3, 0.3)
+
+
+def set_clamped_data(weight: Any) -> None:
+    weight.data = weight.data.clamp(-0.3, 0.3)
+
+
+@case("weights edited inside forward", clamp)
+@case("weights edited inside forward: .data in place", clamp_data)
+@case("weights edited inside forward: .data set", set_clamped_data)
 class EditedInForward(Case):
-    """As spectral normalisation by hand or a constraint on weights does: an in-place edit of the full weight."""
+    """As codebooks with moving averages, spectral normalisation by hand and constraints on weights do."""
 
     class Clamping(Block):
+        clamp: Callable[[Any], None]
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                self.up.weight.clamp_(-0.3, 0.3)
+            type(self).clamp(self.up.weight)
             return super().forward(x)
 
     precisions = ("fp32",)  # under bfloat16 the edit is that of a rounded copy
 
+    def __init__(self, how: Callable[[Any], None]) -> None:
+        self.block = type("Clamping", (self.Clamping,), {"clamp": staticmethod(how)})
+
     def build(self) -> nn.Module:
-        return Net(2, self.Clamping)
+        return Net(2, self.block)
 
     def clone(self, model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
 
     def edit(self, model: Any, step: int) -> None:
         if not isinstance(model, sw.FSDPModule):  # the copies that compute clamp their own weights
-            with torch.no_grad():
-                for block in model.blocks:
-                    block.up.weight.clamp_(-0.3, 0.3)
+            for block in model.blocks:
+                clamp(block.up.weight)
 
 
 # -- conversions, copies, state dicts --------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def own_parameters(unit: Unit, found: Found) -> None:
     layout = plan_unit(specs, comm.world_size)
     slab = Slab(layout.slab_nbytes, device)
     slab.lease()  # views are made over memory that is there
-    on_gradient = gradient_listener(unit)
+    on_gradient, on_data = unit.gradient_listener(), unit.data_listener()
     managed: list[ManagedParameter | None] = [None] * len(owned)
     shards: dict[int, torch.Tensor] = {}
     with torch.no_grad():
@@ -225,6 +225,7 @@ def own_parameters(unit: Unit, found: Found) -> None:
                     full=full,
                     rows=rows,
                     on_gradient=on_gradient,
+                    on_data=on_data,
                 )
                 module = slots[0].module()
                 if run.extended and module is not None:
@@ -254,17 +255,6 @@ def borrow_parameters(unit: Unit, found: Found) -> None:
             lent.slots.append(slot)
             lender.index_slots()
         slot.show(sharded)
-
-
-def gradient_listener(unit: Unit) -> Callable[[torch.Tensor], None]:
-    ref = weakref.ref(unit)  # the parameter holds this hook and the unit holds the parameter
-
-    def on_gradient(parameter: torch.Tensor) -> None:
-        owner = ref()
-        if owner is not None:
-            owner.on_gradient()
-
-    return on_gradient
 
 
 # -- parameters replaced by the user ---------------------------------------------------------------------------------

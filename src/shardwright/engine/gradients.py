@@ -163,7 +163,9 @@ class Reduction:
             full, spec = parameter.full, parameter.spec
             gradient = full.grad
             full.grad = None
-            if gradient is None or not self._shardeds[i].requires_grad:  # frozen since forward: as autograd does
+            if (
+                gradient is None or not self._shardeds[i].requires_grad
+            ):  # frozen since forward: as autograd does
                 if present is None:
                     present = [True] * len(self._parameters)
                 present[i] = False

@@ -26,6 +26,8 @@ from shardwright.memory import Slab
 TAKEN = "_shardwright_taken_by"
 #: Set on a sharded parameter: a weak reference to its unit.
 UNIT_OF = "_shardwright_unit_of"
+#: Set on a full parameter: what to call when its ``.data`` is handed out.
+ON_DATA = "_shardwright_on_data"
 
 
 class Taken(NamedTuple):
@@ -82,6 +84,27 @@ class ShardedParameter(DTensor):
             shape=self.shape,
             stride=self.stride(),
         )
+
+
+class FullParameter(nn.Parameter):
+    """A full parameter that tells its unit of edits through ``.data``, which move no version counter."""
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        self.__dict__[ON_DATA](self)
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.data.copy_(value)  # its memory is the slab's, and other tensors than this one view that
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
 def unit_of(parameter: torch.Tensor) -> Any:
@@ -246,6 +269,7 @@ def build(
     full: torch.Tensor,
     rows: tuple[int, int],
     on_gradient: Callable[[torch.Tensor], None],
+    on_data: Callable[[torch.Tensor], None],
 ) -> ManagedParameter:
     """Make both forms, keep the original's attributes, and let ``on_gradient`` hear of every full gradient.
 
@@ -258,13 +282,15 @@ def build(
     else:
         share_gradient_hooks(original, sharded)
     sharded.__class__ = ShardedParameter
-    full_parameter = nn.Parameter(full, requires_grad=original.requires_grad)
+    full_parameter: Any = nn.Parameter(full, requires_grad=original.requires_grad)
     for form in (sharded, full_parameter):
         for key, value in original.__dict__.items():
             if key not in (UNIT_OF, TAKEN):
                 form.__dict__.setdefault(key, value)
     if original.is_floating_point() or original.is_complex():
         listen(full_parameter, on_gradient, original.requires_grad)
+    full_parameter.__dict__[ON_DATA] = on_data
+    full_parameter.__class__ = FullParameter
     return ManagedParameter(spec, slots, sharded, local_of(sharded), full_parameter, rows)
 
 

@@ -21,6 +21,7 @@ from shardwright.engine.hooks import map_arguments
 from shardwright.engine.parameter import unit_of
 from shardwright.engine.unit import Unit
 from shardwright.engine.visit import Frame, Visit
+from shardwright.engine.weights import Weights
 
 _roots: weakref.WeakSet[Root] = weakref.WeakSet()
 
@@ -49,7 +50,7 @@ class Root:
         self.backward = False
         self._task: weakref.ref[_Task] | None = None
         self.reducing: int | None = None
-        self.observer: Callable[[str, Unit], None] | None = None
+        self.observer: Callable[[str, Weights], None] | None = None
         self._orders: dict[int, list[int]] = {}  # by caller: units in the order of its last root call
         self._expected: list[int] = []  # that of the caller of the root call under way
         self._place = 0
@@ -85,7 +86,7 @@ class Root:
         known = 0 <= number < len(self._names)
         return f"unit {number} ({self._names[number]!r})" if known else f"unknown unit {number}"
 
-    def notify(self, event: str, unit: Unit) -> None:
+    def notify(self, event: str, unit: Weights) -> None:
         """Tell whoever listens (tests, recorders) that a gather was issued or awaited."""
         if self.observer is not None:
             self.observer(event, unit)
@@ -276,7 +277,7 @@ class Root:
 
     # -- ranks that diverge --------------------------------------------------------------------------------------
 
-    def announce_gather(self, unit: Unit) -> Callable[[], None] | None:
+    def announce_gather(self, unit: Weights) -> Callable[[], None] | None:
         """What is to be called before a gather of ``unit``, when nothing can fail on this rank alone any more."""
         if self.comm.exchanges:
             return lambda: self._agree(GATHER, unit.number, unit.gather_nbytes)

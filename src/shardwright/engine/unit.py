@@ -1,8 +1,8 @@
-"""A unit: the parameters that one ``fully_shard`` call owns, gathered together and released together.
+"""A unit: the parameters that one ``fully_shard`` call owns, and what its hooks do with them.
 
-Here is what can be done with a unit (gather, show, release, reduce) and what its hooks do. In which order units are
-prefetched and what happens at the ends of forward and backward is the root's (``root.py``); how its memory is made is
-told in ``construct.py``. docs/engine.md has the states of a unit and what moves it between them.
+What can be done with the weights is told in ``weights.py``. In which order units are prefetched and what happens at the
+ends of forward and backward is the root's (``root.py``). docs/engine.md has the states of a unit and what moves it
+between them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardwright._torch import address_of, annotate, in_backward, increment_version, local_of
-from shardwright.comm import Communicator, Pending, plan_division
+from shardwright._torch import address_of, annotate, in_backward, local_of, next_sequence_number
+from shardwright.comm import Communicator, plan_division
 from shardwright.engine import construct
 from shardwright.engine.construct import ShardPlacementFn
 from shardwright.engine.gradients import Reduction
@@ -34,9 +34,10 @@ from shardwright.engine.hooks import (
     opaque_or_mutable,
     refuse_opaque,
 )
-from shardwright.engine.parameter import ManagedParameter, unit_of
+from shardwright.engine.parameter import FullParameter, ManagedParameter, unit_of
 from shardwright.engine.visit import Frame, Visit
-from shardwright.layout import UnitLayout, plan_packing, plan_unit
+from shardwright.engine.weights import Weights
+from shardwright.layout import UnitLayout, plan_packing
 from shardwright.memory import Slab
 
 if TYPE_CHECKING:
@@ -44,10 +45,8 @@ if TYPE_CHECKING:
 
 _serials = itertools.count()
 
-HEADER = 2  #: int64 words that travel with every gather: the unit's number, and one spare that keeps 16 bytes
 
-
-class Unit:
+class Unit(Weights):
     """See the module docstring. ``parameters`` may be empty: then nothing is ever issued for this unit."""
 
     def __init__(
@@ -62,11 +61,12 @@ class Unit:
         ignored: Iterable[nn.Parameter],
         attach: Callable[[nn.Module], Root],
     ) -> None:
+        super().__init__(comm)
         self.serial = next(_serials)  #: in the order of the fully_shard calls
         self.attach = attach
         self.modules = [weakref.ref(m) for m in modules]
+        self.name = type(modules[0]).__name__
         self.mesh = mesh
-        self.comm = comm
         self.policy = policy
         self.placement_fn = placement_fn
         self.ignored = [weakref.ref(p) for p in ignored]
@@ -76,26 +76,21 @@ class Unit:
         self.requires_sync = True
         self.force_sum = False
         self.divide_factor: float | None = None
-        self.root: Root | None = None
-        self.number = -1
-        self.name = type(modules[0]).__name__
-        self.range_name = ""  #: in profiles, where the root has none
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
-        self.parameters: list[ManagedParameter] = []
         self.lenders: list[Unit] = []  #: units that own weights which this one's modules hold, too
         self.borrowed: list[tuple[nn.Parameter, construct.Slot]] = []
-        self.reductions: list[Reduction] = []
         self.visits: set[Visit] = set()  #: whose backward is under way
-        self.build = 0  #: how often the memory was made; graphs over earlier memory can't be run any more
+        self.entered = False  #: whether the backward now running has reached this unit
         self.calls = 0  #: forward calls under way, of this unit or of others that read its weights
-        self.exposed = False  #: a parameter's ``.data`` was handed out, so edits may come unseen
         self._to_run: set[int] = set()
-        self._full_shown = False
         self._registries: list[dict[str, nn.Parameter | None]] = []
         self._children: list[dict[str, nn.Module | None]] = []
         self._stash = StashedTensors([])
-        self.own(plan_unit([], comm.world_size), {}, Slab(0, comm.device), [])
+        self.reductions: list[Reduction] = []
+        self.holds = False  #: whether earlier micro-batches have left sums, on this rank or on another
+        self._held_before = False  #: whether the reduction under way has taken up such sums
+        self._trainable: tuple[bool, ...] | None = None
 
     def own(
         self,
@@ -104,85 +99,12 @@ class Unit:
         slab: Slab,
         parameters: list[ManagedParameter],
     ) -> None:
-        """Take the parameters and the memory they view; ``shards[i]`` is this rank's chunk of the i-th, padded."""
-        self.layout = layout
-        self.shards = shards
-        self.slab = slab
-        self.parameters = parameters
-        self.build += 1
-        self._pending: Pending | None = None
-        self._issuing = False
-        self.generation = -1  #: of the root call (or backward) for which the slab was filled
-        self.kept = False  #: whether the slab is kept beyond its root call, on purpose
-        self.entered = False  #: whether the backward now running has reached this unit
-        #: Version counters that move with edits of a parameter: its own and its local tensor's.
-        self.lends_over = False  #: whether tensors that are no parameters stand in the place of some
-        self.index_slots()
-        self._watched = [(p.sharded, p.local) for p in parameters]
-        self._fulls = [p.full for p in parameters]
-        self.gather_nbytes = slab.nbytes
-        self._extended = [p for p in parameters if p.extension is not None]
-        self._versions = [p._version + q._version for p, q in self._watched]
-        self._slab_versions: list[int] | None = None
-        self._full_versions: list[int] = []
-        device, n = self.comm.device, self.comm.world_size
-        self._header = torch.zeros(HEADER, dtype=torch.int64, device=device)
-        self._prepare_gather(n, device)
-        self.holds = False  #: whether earlier micro-batches have left sums, on this rank or on another
-        self._held_before = False  #: whether the reduction under way has taken up such sums
-        self._trainable: tuple[bool, ...] | None = None
+        """Take the parameters and their memory; gradients begin anew."""
+        self.hold_memory(layout, shards, slab, parameters)
+        self.entered = self.holds = self._held_before = False
+        self._trainable = None
         self.reductions = []
         self.follow_requires_grad()
-
-    def _prepare_gather(self, n: int, device: torch.device) -> None:
-        """Make, once, every view that a gather needs: inputs over the shards (or their cast), outputs over the slab."""
-        layout = self.layout
-        self._cast = Slab(
-            sum(r.shard_numel * r.compute_dtype.itemsize for r in layout.runs if r.is_cast), device
-        )
-        self._cast.lease()
-        self._casts: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # destinations and sources
-        self._inputs, self._outputs = [], []
-        cast_bytes = 0
-        for run in layout.runs:
-            if run.extended:
-                continue
-            size = run.compute_dtype.itemsize
-            for s in run.segments:
-                if not s.chunk:
-                    continue
-                payload = self.shards[s.index]
-                if run.is_cast:
-                    offset = cast_bytes // size + s.shard_offset
-                    target = self._cast.view(run.compute_dtype, offset, (s.chunk,))
-                    self._casts[0].append(target)
-                    self._casts[1].append(payload)
-                    payload = target
-                self._inputs.append(payload.view(torch.uint8))
-                offset = run.slab_bytes + s.slab_offset * size
-                self._outputs.append(self.slab.byte_view(offset, n * s.chunk * size))
-            if run.is_cast:
-                cast_bytes += run.shard_numel * size
-        self._cast.release()
-        self._inputs.append(self._header.view(torch.uint8))
-
-    def join_root(self, root: Root, number: int, name: str, headers: torch.Tensor) -> None:
-        """Become unit ``number`` of ``root``; ``headers`` receives every rank's number with each gather."""
-        if self.root is not None and self.parameters:
-            self.release()
-        self.root = root
-        self.number = number
-        self.name = name
-        self.range_name = name if number else ""
-        self._headers = headers
-        self.rejoin_root()
-
-    def rejoin_root(self) -> None:
-        """After the unit's memory was made: put in what its root has given it."""
-        if self.parameters and self.root is not None:
-            self._header[0] = self.number
-            self._expected_headers = [self.number, 0] * self.comm.world_size
-            self._outputs[len(self._inputs) - 1 :] = [self._headers.view(torch.uint8)]
 
     def retire(self) -> None:
         """Before the unit's memory is made anew: give the old one back."""
@@ -211,18 +133,6 @@ class Unit:
         self._child_ids = self._ids_of_children()
         self._empty = [(r, name) for r in self._registries for name, p in r.items() if p is None]
         self._stash = StashedTensors(modules)
-
-    def index_slots(self) -> None:
-        """Remember where modules hold the parameters, for the loops of every forward and backward."""
-        self._plain_slots = [
-            (slot.registry, slot.name, p.sharded, p.full)
-            for p in self.parameters
-            for slot in p.slots
-            if slot.registry is not None
-        ]
-        self._other_slots = [p for p in self.parameters if any(slot.registry is None for slot in p.slots)]
-        self._shardeds = [p.sharded for p in self.parameters]
-        self._locals = [p.local for p in self.parameters]
 
     def untouched(self) -> bool:
         """Whether the modules hold the sharded parameters, over their shards: nothing to settle, told at once."""
@@ -258,177 +168,8 @@ class Unit:
         if not self._full_shown and not self.calls and not self.visits:
             construct.settle(self)
 
-    def managed(self, sharded: torch.Tensor | None) -> ManagedParameter | None:
-        """The parameter whose sharded form this is."""
-        return next((p for p in self.parameters if p.sharded is sharded), None)
-
     def assign_data(self, sharded: nn.Parameter, value: torch.Tensor) -> None:
         construct.assign_data(self, sharded, value)
-
-    def notice_edits(self) -> None:
-        """Pass changes of the sharded parameters on to the full ones' version counters.
-
-        Then autograd refuses a backward over weights that have changed since its forward, as it does without us.
-        """
-        versions = [p._version + q._version for p, q in self._watched]
-        if versions != self._versions:
-            changed = [
-                full
-                for full, new, old in zip(self._fulls, versions, self._versions, strict=True)
-                if new != old
-            ]
-            increment_version(changed)
-            self._versions = versions
-            if self._full_shown:
-                self._full_versions = [p._version for p in self._fulls]
-
-    # -- gather, show, release -------------------------------------------------------------------------------------
-
-    @property
-    def gathered(self) -> bool:
-        """Whether the slab is leased: filled, or being filled."""
-        return self.slab.leased
-
-    def issue(self, generation: int) -> None:
-        """Lease the slab if it is not, and start filling it from the shards, for the given root call or backward."""
-        root = self.root
-        assert root is not None
-        if self._pending is not None:
-            self.wait()
-        self.notice_edits()
-        root.gathered.add(self.number)  # first, so that a lease that fails is released with the rest
-        self.slab.lease()
-        if self._casts[0]:
-            self._cast.lease()
-        self.generation, self._slab_versions = generation, self._versions
-        self.kept = False
-        root.notify("issue", self)
-        self._issuing = True
-        try:
-            with annotate("all_gather", self.range_name):
-                outputs, inputs = self._outputs, self._inputs
-                if self._extended:
-                    outputs, inputs = self._with_extensions()
-                self._pending = self.comm.all_gather(
-                    outputs, inputs, self._casts, self._cast.release, root.announce_gather(self)
-                )
-        except (
-            Exception
-        ):  # out of memory, ranks that diverge: nothing was begun. An interrupt may come later.
-            self._issuing = False
-            self._slab_versions = None
-            raise
-        self._issuing = False
-
-    def wait(self) -> None:
-        """Order the computation after the gather under way, if there is one."""
-        if self._pending is None:
-            return
-        assert self.root is not None
-        self.root.notify("wait", self)
-        self._pending.wait()
-        self._pending = None
-        if self.comm.streams.asynchronous:
-            self.check_headers()
-        if self._extended:
-            self._finish_extensions()
-
-    def _with_extensions(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What a gather receives and sends, with that of parameters whose tensors decide it themselves."""
-        outputs, inputs = self._outputs[:-1], self._inputs[:-1]
-        with torch.no_grad():
-            for p in self._extended:
-                assert p.extension is not None
-                received, sent = p.extension.begin(p.local, self.comm.exchanges)
-                outputs += received
-                inputs += sent
-        self.gather_nbytes = sum(t.numel() for t in outputs)
-        return [*outputs, self._outputs[-1]], [*inputs, self._inputs[-1]]
-
-    @property
-    def extended_kinds(self) -> str:
-        """Classes of the tensors that decide themselves what is gathered of them."""
-        return ", ".join(dict.fromkeys(type(p.local).__name__ for p in self._extended))
-
-    def _finish_extensions(self) -> None:
-        for p in self._extended:
-            assert p.extension is not None
-            full = p.extension.finish(p.local, p.full)
-            if full is not None:
-                p.adopt_full(full, construct.gradient_listener(self))
-        self._fulls = [p.full for p in self.parameters]
-        self.index_slots()
-
-    def check_headers(self) -> None:
-        """Raise if another rank gathered another unit. Reads the headers: on an accelerator the host waits."""
-        found = self._headers.tolist()
-        if found == self._expected_headers:
-            return
-        assert self.root is not None
-        self.root.diverged_gathers(found[::HEADER])
-
-    def show_full(self) -> None:
-        if not self._full_shown:
-            self._full_shown = True  # before the first: a loop that is interrupted is undone as a whole
-            if self.lends_over:
-                for p in self.parameters:
-                    p.show(p.full)
-            else:
-                for registry, name, _, full in self._plain_slots:
-                    registry[name] = full
-                for p in self._other_slots:
-                    p.show(p.full)
-            self._full_versions = [p._version for p in self._fulls]
-
-    def show_sharded(self) -> None:
-        if self._full_shown:
-            versions = [p._version for p in self._fulls]
-            if versions != self._full_versions:
-                self._write_back(versions)
-            if self.lends_over:
-                for p in self.parameters:
-                    p.show(p.sharded)
-            else:
-                for registry, name, sharded, _ in self._plain_slots:
-                    registry[name] = sharded
-                for p in self._other_slots:
-                    p.show(p.sharded)
-            self._full_shown = False
-
-    def _write_back(self, versions: list[int]) -> None:
-        """Weights were edited in place while they were full: the edit goes into the shard, as it would without us."""
-        if not self.slab.leased or self._pending is not None:
-            return
-        for p, new, old in zip(self.parameters, versions, self._full_versions, strict=True):
-            if new != old:
-                p.write_back()
-        # The slab has the edit, and the full parameters' counters have moved with it.
-        fresh = self._slab_versions is self._versions
-        self._versions = [p._version + q._version for p, q in self._watched]
-        self._slab_versions = self._versions if fresh else None
-
-    def release(self) -> None:
-        """Show the sharded parameters and give the slab's memory back."""
-        self.show_sharded()
-        if self.slab.leased:
-            self.wait()
-            self.generation, self.kept, self._slab_versions = -1, False, None
-            if self._issuing:
-                # An interrupt left a gather that may still write: the memory stays until the next one.
-                return
-            self.slab.release()
-            for p in self._extended:
-                assert p.extension is not None
-                p.extension.release()
-            if self.root is not None:
-                self.root.gathered.discard(self.number)
-
-    def valid_for(self, generation: int) -> bool:
-        """Whether the slab may be read by the given root call without filling it again."""
-        if not self.slab.leased or not (self.generation == generation or (self.kept and not self.exposed)):
-            return False
-        self.notice_edits()
-        return self._slab_versions is self._versions
 
     # -- requires_grad and gradients -------------------------------------------------------------------------------
 
@@ -561,9 +302,7 @@ class Unit:
         frame.containers = opaque_or_mutable(args, kwargs)
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
-            args, kwargs = map_arguments(
-                lambda t: t.to(dtype) if t.is_floating_point() else t, args, kwargs
-            )
+            args, kwargs = map_arguments(lambda t: t.to(dtype) if t.is_floating_point() else t, args, kwargs)
         if (self.lenders or not self.parameters) and not recomputing:
             self.settle()
         if self.parameters:
@@ -574,6 +313,7 @@ class Unit:
                 if host is not None and host not in visit.hosts:
                     visit.hosts.append(host)
                 args, kwargs, marked, frame.entry = mark_inputs(visit, args, kwargs)
+                frame.begun = next_sequence_number()
                 visit.calls += 1
                 visit.endless |= not marked
         for lender in self.lenders:
@@ -651,7 +391,8 @@ class Unit:
             if found_or_hidden:
                 self._refuse_weights(found_or_hidden, module)
             stashed = mark_made(visit, found, frame.entry)
-            if not mark_outputs(visit, output, frame.entry) and not stashed:
+            marked = mark_outputs(visit, output, frame.entry) or stashed
+            if not marked and next_sequence_number() > frame.begun:
                 refuse_opaque(output, f"unit {self.name!r} ({type(module).__name__})")
             visit.end = root.tick()
             for stay in visit.guests:
@@ -725,7 +466,7 @@ class Unit:
         end = start + self.slab.nbytes
 
         def check(tensor: torch.Tensor) -> torch.Tensor:
-            if type(tensor) in (torch.Tensor, nn.Parameter) and start <= address_of(tensor) < end:
+            if type(tensor) in (torch.Tensor, FullParameter) and start <= address_of(tensor) < end:
                 return tensor.clone()
             return tensor
 

@@ -54,11 +54,14 @@ class Visit:
 class Frame:
     """A call of a unit that is under way."""
 
-    __slots__ = ("containers", "entry", "guests", "unit", "visit")
+    __slots__ = ("begun", "containers", "entry", "guests", "unit", "visit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.visit: Visit | None = None
-        self.entry = -1  #: number of the first autograd node that this call may have made
+        self.entry = (
+            -1
+        )  #: number of the first autograd node that this call may have made, perhaps the engine's
+        self.begun = -1  #: number of the first autograd node that the module itself makes, if it makes one
         self.containers: list[Any] = []  #: inputs that the call may have put tensors into
         self.guests: list[Unit] = []

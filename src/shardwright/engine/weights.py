@@ -1,0 +1,328 @@
+"""A unit's weights: their memory, and what can be done with it. Gather, show, release, and notice edits.
+
+When any of this happens is decided elsewhere: by a unit's hooks (``unit.py``) and the model's order (``root.py``).
+How the memory is made is told in ``construct.py``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwright._torch import annotate, increment_version
+from shardwright.comm import Communicator, Pending
+from shardwright.engine.parameter import ManagedParameter
+from shardwright.layout import UnitLayout, plan_unit
+from shardwright.memory import Slab
+
+if TYPE_CHECKING:
+    from shardwright.engine.root import Root
+
+HEADER = 2  #: int64 words that travel with every gather: the unit's number, and one spare that keeps 16 bytes
+
+
+class Weights:
+    """The parameters of a unit, gathered together and released together. There may be none."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.root: Root | None = None
+        self.number = -1
+        self.name = ""
+        self.range_name = ""  #: in profiles, where the root has none
+        self.parameters: list[ManagedParameter] = []
+        self.build = 0  #: how often the memory was made; graphs over earlier memory can't be run any more
+        self.exposed = False  #: a parameter's ``.data`` was handed out, so edits may come unseen
+        self._full_shown = False
+        self.hold_memory(plan_unit([], comm.world_size), {}, Slab(0, comm.device), [])
+
+    def hold_memory(
+        self,
+        layout: UnitLayout,
+        shards: dict[int, torch.Tensor],
+        slab: Slab,
+        parameters: list[ManagedParameter],
+    ) -> None:
+        """Take the memory that the parameters view; ``shards[i]`` is this rank's chunk of the i-th, padded."""
+        self.layout = layout
+        self.shards = shards
+        self.slab = slab
+        self.parameters = parameters
+        self.build += 1
+        self._pending: Pending | None = None
+        self._issuing = False
+        self.generation = -1  #: of the root call (or backward) for which the slab was filled
+        self.kept = False  #: whether the slab is kept beyond its root call, on purpose
+        self.lends_over = False  #: whether tensors that are no parameters stand in the place of some
+        self.index_slots()
+        #: Their version counters move with edits: a parameter's own, or its local tensor's.
+        self._watched = [(p.sharded, p.local) for p in parameters]
+        self._fulls = [p.full for p in parameters]
+        self.gather_nbytes = slab.nbytes
+        self._extended = [p for p in parameters if p.extension is not None]
+        self._versions = [p._version + q._version for p, q in self._watched]
+        self._slab_versions: list[int] | None = None
+        self._full_versions = [p._version for p in self._fulls]  #: move with edits while shown
+        self._lent_data: set[int] = set()  #: full parameters whose ``.data`` was handed out while shown
+        device, n = self.comm.device, self.comm.world_size
+        self._header = torch.zeros(HEADER, dtype=torch.int64, device=device)
+        self._prepare_gather(n, device)
+
+    def join_root(self, root: Root, number: int, name: str, headers: torch.Tensor) -> None:
+        """Become unit ``number`` of ``root``; ``headers`` receives every rank's number with each gather."""
+        if self.root is not None and self.parameters:
+            self.release()
+        self.root = root
+        self.number = number
+        self.name = name
+        self.range_name = name if number else ""
+        self._headers = headers
+        self.rejoin_root()
+
+    def rejoin_root(self) -> None:
+        """After the unit's memory was made: put in what its root has given it."""
+        if self.parameters and self.root is not None:
+            self._header[0] = self.number
+            self._expected_headers = [self.number, 0] * self.comm.world_size
+            self._outputs[len(self._inputs) - 1 :] = [self._headers.view(torch.uint8)]
+
+    def gradient_listener(self) -> Callable[[torch.Tensor], None]:
+        """What a full parameter calls with its gradient. It holds this unit weakly, which holds the parameter."""
+        ref = weakref.ref(self)
+
+        def on_gradient(parameter: torch.Tensor) -> None:
+            owner = ref()
+            if owner is not None:
+                owner.on_gradient()
+
+        return on_gradient
+
+    def data_listener(self) -> Callable[[torch.Tensor], None]:
+        """What a full parameter calls when its ``.data`` is handed out: nothing else tells of what is written there."""
+        ref = weakref.ref(self)
+
+        def on_data(parameter: torch.Tensor) -> None:
+            owner = ref()
+            if owner is not None:
+                owner._lent_data.add(id(parameter))
+
+        return on_data
+
+    def on_gradient(self) -> None:
+        """A parameter's full gradient is complete for this backward."""
+        raise NotImplementedError
+
+    def _prepare_gather(self, n: int, device: torch.device) -> None:
+        """Make, once, every view that a gather needs: inputs over the shards (or their cast), outputs over the slab."""
+        layout = self.layout
+        self._cast = Slab(
+            sum(r.shard_numel * r.compute_dtype.itemsize for r in layout.runs if r.is_cast), device
+        )
+        self._cast.lease()
+        self._casts: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # destinations and sources
+        self._inputs, self._outputs = [], []
+        cast_bytes = 0
+        for run in layout.runs:
+            if run.extended:
+                continue
+            size = run.compute_dtype.itemsize
+            for s in run.segments:
+                if not s.chunk:
+                    continue
+                payload = self.shards[s.index]
+                if run.is_cast:
+                    offset = cast_bytes // size + s.shard_offset
+                    target = self._cast.view(run.compute_dtype, offset, (s.chunk,))
+                    self._casts[0].append(target)
+                    self._casts[1].append(payload)
+                    payload = target
+                self._inputs.append(payload.view(torch.uint8))
+                offset = run.slab_bytes + s.slab_offset * size
+                self._outputs.append(self.slab.byte_view(offset, n * s.chunk * size))
+            if run.is_cast:
+                cast_bytes += run.shard_numel * size
+        self._cast.release()
+        self._inputs.append(self._header.view(torch.uint8))
+
+    def index_slots(self) -> None:
+        """Remember where modules hold the parameters, for the loops of every forward and backward."""
+        self._plain_slots = [
+            (slot.registry, slot.name, p.sharded, p.full)
+            for p in self.parameters
+            for slot in p.slots
+            if slot.registry is not None
+        ]
+        self._other_slots = [p for p in self.parameters if any(slot.registry is None for slot in p.slots)]
+        self._shardeds = [p.sharded for p in self.parameters]
+        self._locals = [p.local for p in self.parameters]
+
+    def managed(self, sharded: torch.Tensor | None) -> ManagedParameter | None:
+        """The parameter whose sharded form this is."""
+        return next((p for p in self.parameters if p.sharded is sharded), None)
+
+    def notice_edits(self) -> None:
+        """Pass changes of the sharded parameters on to the full ones' version counters.
+
+        Then autograd refuses a backward over weights that have changed since its forward, as it does without us.
+        """
+        versions = [p._version + q._version for p, q in self._watched]
+        if versions != self._versions:
+            changed = [
+                full
+                for full, new, old in zip(self._fulls, versions, self._versions, strict=True)
+                if new != old
+            ]
+            increment_version(changed)
+            self._versions = versions
+            self._full_versions = [p._version for p in self._fulls]
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the slab is leased: filled, or being filled."""
+        return self.slab.leased
+
+    def issue(self, generation: int) -> None:
+        """Lease the slab if it is not, and start filling it from the shards, for the given root call or backward."""
+        root = self.root
+        assert root is not None
+        if self._pending is not None:
+            self.wait()
+        self.notice_edits()
+        root.gathered.add(self.number)  # first, so that a lease that fails is released with the rest
+        self.slab.lease()
+        if self._casts[0]:
+            self._cast.lease()
+        self.generation, self._slab_versions = generation, self._versions
+        self.kept = False
+        root.notify("issue", self)
+        self._issuing = True
+        try:
+            with annotate("all_gather", self.range_name):
+                outputs, inputs = self._outputs, self._inputs
+                if self._extended:
+                    outputs, inputs = self._with_extensions()
+                self._pending = self.comm.all_gather(
+                    outputs, inputs, self._casts, self._cast.release, root.announce_gather(self)
+                )
+        except (
+            Exception
+        ):  # out of memory, ranks that diverge: nothing was begun. An interrupt may come later.
+            self._issuing = False
+            self._slab_versions = None
+            raise
+        self._issuing = False
+
+    def wait(self) -> None:
+        """Order the computation after the gather under way, if there is one."""
+        if self._pending is None:
+            return
+        assert self.root is not None
+        self.root.notify("wait", self)
+        self._pending.wait()
+        self._pending = None
+        if self.comm.streams.asynchronous:
+            self.check_headers()
+        if self._extended:
+            self._finish_extensions()
+
+    def _with_extensions(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What a gather receives and sends, with that of parameters whose tensors decide it themselves."""
+        outputs, inputs = self._outputs[:-1], self._inputs[:-1]
+        with torch.no_grad():
+            for p in self._extended:
+                assert p.extension is not None
+                received, sent = p.extension.begin(p.local, self.comm.exchanges)
+                outputs += received
+                inputs += sent
+        self.gather_nbytes = sum(t.numel() for t in outputs)
+        return [*outputs, self._outputs[-1]], [*inputs, self._inputs[-1]]
+
+    @property
+    def extended_kinds(self) -> str:
+        """Classes of the tensors that decide themselves what is gathered of them."""
+        return ", ".join(dict.fromkeys(type(p.local).__name__ for p in self._extended))
+
+    def _finish_extensions(self) -> None:
+        for p in self._extended:
+            assert p.extension is not None
+            full = p.extension.finish(p.local, p.full)
+            if full is not None:
+                p.adopt_full(full, self.gradient_listener())
+        self._fulls = [p.full for p in self.parameters]
+        self._full_versions = [p._version for p in self._fulls]
+        self.index_slots()
+
+    def check_headers(self) -> None:
+        """Raise if another rank gathered another unit. Reads the headers: on an accelerator the host waits."""
+        found = self._headers.tolist()
+        if found == self._expected_headers:
+            return
+        assert self.root is not None
+        self.root.diverged_gathers(found[::HEADER])
+
+    def show_full(self) -> None:
+        if not self._full_shown:
+            self._full_shown = True  # before the first: a loop that is interrupted is undone as a whole
+            if self.lends_over:
+                for p in self.parameters:
+                    p.show(p.full)
+            else:
+                for registry, name, _, full in self._plain_slots:
+                    registry[name] = full
+                for p in self._other_slots:
+                    p.show(p.full)
+
+    def show_sharded(self) -> None:
+        if self._full_shown:
+            versions = [p._version for p in self._fulls]
+            if versions != self._full_versions or self._lent_data:
+                self._write_back(versions)
+            if self.lends_over:
+                for p in self.parameters:
+                    p.show(p.sharded)
+            else:
+                for registry, name, sharded, _ in self._plain_slots:
+                    registry[name] = sharded
+                for p in self._other_slots:
+                    p.show(p.sharded)
+            self._full_shown = False
+
+    def _write_back(self, versions: list[int]) -> None:
+        """Weights were edited in place while they were full: the edit goes into the shard, as it would without us."""
+        known, self._full_versions = self._full_versions, versions
+        lent, self._lent_data = self._lent_data, set()
+        if not self.slab.leased or self._pending is not None:
+            return
+        for p, new, old in zip(self.parameters, versions, known, strict=True):
+            if new != old or id(p.full) in lent:
+                p.write_back()
+        # The slab has the edit, and the full parameters' counters have moved with it.
+        fresh = self._slab_versions is self._versions
+        self._versions = [p._version + q._version for p, q in self._watched]
+        self._slab_versions = self._versions if fresh else None
+
+    def release(self) -> None:
+        """Show the sharded parameters and give the slab's memory back."""
+        self.show_sharded()
+        if self.slab.leased:
+            self.wait()
+            self.generation, self.kept, self._slab_versions = -1, False, None
+            if self._issuing:
+                # An interrupt left a gather that may still write: the memory stays until the next one.
+                return
+            self.slab.release()
+            for p in self._extended:
+                assert p.extension is not None
+                p.extension.release()
+            if self.root is not None:
+                self.root.gathered.discard(self.number)
+
+    def valid_for(self, generation: int) -> bool:
+        """Whether the slab may be read by the given root call without filling it again."""
+        if not self.slab.leased or not (self.generation == generation or (self.kept and not self.exposed)):
+            return False
+        self.notice_edits()
+        return self._slab_versions is self._versions
