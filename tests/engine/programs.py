@@ -614,6 +614,7 @@ class Interpreter:
         self.model = shard(plain, self.spec) if sharded else plain
         #: Of gradients. In bfloat16 autograd's own sums depend on their order, in which the engine's nodes take part.
         self.tolerance = 2e-2 if self.spec.precision == "bf16" else 1e-5
+        self.slack = 0.0  #: a larger tolerance, once
         self.step = 0
         self.wrong: list[str] = []
         self.make_optimizers()
@@ -626,7 +627,8 @@ class Interpreter:
             self.compare(f"step {self.step}, {show(instruction)}")
 
     def compare(self, where: str) -> None:
-        found = differences(self.model, self.reference.model, self.tolerance, self.wrong)
+        tolerance, self.slack = max(self.tolerance, self.slack), 0.0
+        found = differences(self.model, self.reference.model, tolerance, self.wrong)
         self.wrong = []
         if found:
             raise Mismatch(f"after {where}:\n" + "\n".join(found))
@@ -956,9 +958,9 @@ class Interpreter:
         if update.clip:
             mine = sw.clip_grad_norm_(self.model.parameters(), 0.5)
             theirs = torch.nn.utils.clip_grad_norm_(self.reference.model.parameters(), 0.5)
-            self.expect(
-                [full(mine)], [theirs], "norm", max(self.tolerance, 1e-3 if self.has_bfloat16 else 0.0)
-            )
+            # A sum over ranks of bfloat16 gradients rounds in the third digit, and the norm scales all of them.
+            self.slack = 1e-3 if self.has_bfloat16 else 0.0
+            self.expect([full(mine)], [theirs], "norm", max(self.tolerance, self.slack))
         self.optimizer.step()
         self.expected.step()
         if update.zero != "no":
