@@ -310,6 +310,9 @@ def remake(unit: Unit) -> None:
         owned.slots.extend(slot for sharded, slot in lent if sharded is owned.parameter)
     before = unit.parameters
     held = unit.reductions if unit.holds else []
+    known = {id(p.sharded) for p in before}
+    if not any(id(owned.parameter) in known for owned in found.owned):
+        held = []  # it belongs to parameters that are the model's no more, as a plain parameter's .grad would
     if held and not _same_parameters(before, found):
         raise RuntimeError(
             f"Parameters of unit {unit.name!r} were replaced by others while gradients of earlier micro-batches are "
