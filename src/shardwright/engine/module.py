@@ -75,7 +75,8 @@ class _AtRest(_UnitHook):
     def __call__(self, *_: Any) -> None:
         unit = self._unit()
         if unit is not None:
-            unit.settle()
+            if not (unit.holds and len(unit.modules) > 1):  # else other modules of the unit may come yet
+                unit.settle()
             self.show_sharded(unit)
 
     @staticmethod
