@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         share_comm_ctx,
     )
+    from shardwright.layout import Strategy
     from shardwright.optim import clip_grad_norm_, fully_shard_optimizer
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Strategy",
     "UnshardHandle",
     "clip_grad_norm_",
     "fully_shard",
@@ -55,6 +57,7 @@ _HOMES = {
     "FSDPModule": "shardwright.engine",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",
+    "Strategy": "shardwright.layout",
     "UnshardHandle": "shardwright.engine",
     "clip_grad_norm_": "shardwright.optim",
     "fully_shard": "shardwright.engine",
@@ -67,7 +70,6 @@ _HOMES = {
 #: Names of later versions and of torch's module that are not there yet: asking for one says so.
 _LATER = {
     "Ragged",
-    "Strategy",
     "deferred_init",
     "load_checkpoint",
     "load_pretrained",

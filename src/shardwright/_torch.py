@@ -43,6 +43,7 @@ else:
 
 
 AllgatherOptions = _probe(_c10d, "AllgatherOptions")
+AllreduceOptions = _probe(_c10d, "AllreduceOptions")
 AllToAllOptions = _probe(_c10d, "AllToAllOptions")
 ReduceScatterOptions = _probe(_c10d, "ReduceScatterOptions")
 
@@ -64,15 +65,18 @@ foreach_copy_ = _probe(torch, "_foreach_copy_")
 foreach_mul_ = _probe(torch, "_foreach_mul_")
 foreach_norm = _probe(torch, "_foreach_norm")
 
+#: A tensor subclass with this goes by its ``__torch_dispatch__`` alone.
+disabled_torch_function = _probe(torch._C, "_disabled_torch_function_impl")
+
 
 def annotate(name: str, unit: str = "") -> AbstractContextManager[Any]:
     """A range in the profiler's trace, named as FSDP2 names it; nothing while no profiler runs."""
     if not _profiler_enabled():
-        return _NOTHING
+        return NOTHING
     return torch.profiler.record_function(f"FSDP::{name} ({unit})" if unit else f"FSDP::{name}")
 
 
-_NOTHING: AbstractContextManager[Any] = nullcontext()
+NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def hide_from_dynamo(*modules: str) -> None:

@@ -83,7 +83,7 @@ def _run(arguments: list[str]) -> int:
         near = difflib.get_close_matches(command, commands, 1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(commands)}"
         raise UserError(f"unknown command {command}; {hint}")
-    given, overrides = _split_overrides(arguments) if command == "train" else (arguments, [])
+    given, overrides = _split_overrides(arguments) if command in ("train", "layout") else (arguments, [])
     try:
         options, unknown = parser.parse_known_args(given)
     except SystemExit as leaving:  # --help and --version leave this way.
@@ -96,6 +96,8 @@ def _run(arguments: list[str]) -> int:
         return _compare(options)
     if options.command == "generate":
         return _generate(options)
+    if options.command == "layout":
+        return _layout(options, overrides)
     parser.print_help()
     return 0
 
@@ -141,6 +143,21 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _layout(options: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+    # Not left to argparse, which would name what is missing before a misspelt option.
+    for name, value in (("CONFIG.toml", options.config), ("--world-size N[,N...]", options.world_size)):
+        if value is None:
+            raise UserError(f"layout: expected {name}, found none; see shardwright layout --help")
+
+    from shardwright.train.config import load_config
+
+    config = load_config(Path(options.config), overrides)
+
+    from shardwright.train.layouts import layout
+
+    return layout(config, options.world_size)
+
+
 # ------------------------------------------------------------------------------
 # Parsing
 
@@ -176,6 +193,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
         ("train", _add_train, "train the model a configuration describes"),
         ("compare", _add_compare, "put the losses, speeds and memory of runs side by side"),
         ("generate", _add_generate, "let a trained model go on with a text"),
+        ("layout", _add_layout, "show what each layout of the shards costs, for any number of ranks"),
     ):
         command = subparsers.add_parser(
             name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False
@@ -230,6 +248,35 @@ def _add_generate(parser: _Parser) -> None:
     parser.add_argument(
         "--seed", metavar="N", type=_integer(0, 2**63 - 1), default=0, help="seed of the draws (default 0)"
     )
+
+
+def _add_layout(parser: _Parser) -> None:
+    parser.usage = (
+        "shardwright layout CONFIG.toml --world-size N[,N...]\n"
+        "                          [--section.key value ...] [--debug]"
+    )
+    parser.add_argument(
+        "config", metavar="CONFIG.toml", nargs="?", help="the job, in TOML; nothing of it is run"
+    )
+    parser.add_argument(
+        "--world-size", metavar="N[,N...]", type=_integers(1),
+        help="ranks over which to spread the model, as in 64,256,1024; none of them is started",
+    )  # fmt: skip
+
+
+def _integers(least: int) -> Callable[[str], list[int]]:
+    def parse(text: str) -> list[int]:
+        try:
+            values = [int(part) for part in text.split(",")]
+        except ValueError:
+            values = []
+        if not values or min(values) < least:
+            raise argparse.ArgumentTypeError(
+                f"expected integers >= {least} with commas between, found {text!r}"
+            )
+        return list(dict.fromkeys(values))
+
+    return parse
 
 
 def _integer(least: int, most: int | None = None) -> Callable[[str], int]:

@@ -631,19 +631,21 @@ class Interpreter:
         synchronise(self.model, self.reference.model)
 
     @property
-    def tolerance(self) -> float:
-        """Of gradients.
+    def has_bfloat16(self) -> bool:
+        """Whether some layer is bfloat16: then a last bit of what comes into it may become its last bit."""
+        return any(p.dtype is torch.bfloat16 for p in self.reference.parameters)
 
-        In bfloat16 autograd's own sums depend on their order, in which the engine's nodes take part. Where one layer
-        is bfloat16, a last bit of what comes into it may become its last bit, and its gradients' sum over ranks rounds.
-        """
-        if self.spec.precision == "bf16":
-            return 2e-2
-        return 1e-3 if any(p.dtype is torch.bfloat16 for p in self.reference.parameters) else 1e-5
+    @property
+    def tolerance(self) -> float:
+        """Of gradients. In bfloat16 sums of autograd depend on their order, in which the engine takes part."""
+        return 2e-2 if self.spec.precision == "bf16" else 1e-3 if self.has_bfloat16 else 1e-5
 
     def expect(
-        self, mine: list[torch.Tensor], theirs: list[torch.Tensor], what: str, tolerance: float = 1e-5
+        self, mine: list[torch.Tensor], theirs: list[torch.Tensor], what: str, tolerance: float | None = None
     ) -> None:
+        if tolerance is None:
+            # A layer's kernel may round otherwise where its weights lie otherwise in memory (cut along another dimension).
+            tolerance = 4e-3 if self.has_bfloat16 or self.spec.precision == "bf16" else 1e-5
         if len(mine) != len(theirs):
             self.wrong.append(f"{what}: {len(mine)} tensors, expected {len(theirs)}")
         for i, (a, b) in enumerate(zip(mine, theirs, strict=False)):
@@ -1112,7 +1114,7 @@ def write_part(flat: torch.Tensor, tensor: torch.Tensor, rank: int) -> None:
 def differences(model: nn.Module, plain: nn.Module, tolerance: float, wrong: Sequence[str] = ()) -> list[str]:
     """How parameters and gradients of ``model`` differ from those of ``plain``; the same verdict on every rank.
 
-    An error counts relative to the largest element, of a gradient to at least 1e-2: what is smaller came about by
+    An error counts relative to the largest element, of a gradient to at least 2e-2: what is smaller came about by
     cancellation of terms of that size.
     """
     found = list(wrong)
@@ -1137,7 +1139,7 @@ def differences(model: nn.Module, plain: nn.Module, tolerance: float, wrong: Seq
             allowed = max(tolerance, 3e-2) if q.dtype is torch.bfloat16 else tolerance
             found += too_far(name, value, q, 1.0, allowed)
             if q.grad is not None and has == 1.0:
-                found += too_far(f"gradient of {name}", gradient, q.grad, 1e-2, allowed)
+                found += too_far(f"gradient of {name}", gradient, q.grad, 2e-2, allowed)
     return found
 
 

@@ -194,7 +194,7 @@ def test_generate_prints_the_text(capsys: Capture, calls: list[dict[str, Any]]) 
     ("command", "expected"),
     [
         ("trian", "unknown command trian; did you mean train?"),
-        ("fly", "unknown command fly; the commands are train, compare, generate"),
+        ("fly", "unknown command fly; the commands are train, compare, generate, layout"),
         ("--versoin", "unknown option --versoin; did you mean --version?"),
         ("train", "train: expected CONFIG.toml, found none; examples are in the folder examples/"),
         ("train none.toml", "none.toml: expected a configuration file, found nothing there"),

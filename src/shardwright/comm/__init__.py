@@ -1,6 +1,15 @@
 """Collectives over bytes, the division of gradients, streams and events. Knows nothing of units."""
 
-from shardwright.comm.collectives import Communicator, Division, Pending, plan_division
+from shardwright.comm.collectives import Communicator, Division, Pending, plan_division, separate
 from shardwright.comm.streams import DeviceStreams, HostStreams, Streams
 
-__all__ = ["Communicator", "DeviceStreams", "Division", "HostStreams", "Pending", "Streams", "plan_division"]
+__all__ = [
+    "Communicator",
+    "DeviceStreams",
+    "Division",
+    "HostStreams",
+    "Pending",
+    "Streams",
+    "plan_division",
+    "separate",
+]

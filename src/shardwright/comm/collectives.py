@@ -5,6 +5,7 @@ A :class:`Communicator` moves bytes for one process group on one device. It know
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from shardwright._torch import (
     AllgatherOptions,
+    AllreduceOptions,
     AllToAllOptions,
     ReduceScatterOptions,
     backend_for,
@@ -73,6 +75,11 @@ class Pending:
         self._keep = keep
         self._finish = finish
 
+    @property
+    def mark(self) -> Any:
+        """What others on the device may be ordered after."""
+        return self._mark
+
     def wait(self) -> None:
         # Forgotten only after success: an interrupted wait can be repeated, and buffers outlive the collective.
         if self._work is not None:
@@ -92,17 +99,23 @@ RECORD = 5  #: integers that ranks show each other before a collective
 
 
 class Communicator:
-    """Collectives of one process group. Makes no communicator: the group's own is created at its first collective."""
+    """Collectives of one process group. Makes no communicator: the group's own is created at its first collective.
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    Without a group it is for this rank alone: a gather copies, and a reduction has nothing to do.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group = group
         self.device = device
-        self.world_size = group.size()
-        self.rank = group.rank()
+        self.ranks = dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
+        self.world_size = len(self.ranks)
+        self.rank = group.rank() if group is not None else 0
         self.streams = streams_for(device)
         # gloo's reduce-scatter is slow: an all-to-all and a local sum took 0.33 / 0.48 / 5.5 ms where it took
         # 0.66 / 3.8 / 12 ms for 64 KiB / 1 MiB / 12 MiB on two ranks; the local sum also rounds only once.
-        self._gloo = device.type == "cpu" and backend_for(group, device).name() == "gloo"
+        self._gloo = (
+            group is not None and device.type == "cpu" and backend_for(group, device).name() == "gloo"
+        )
         self._gather_options = AllgatherOptions()
         self._gather_options.asyncOp = self.streams.asynchronous
         #: Whether :meth:`exchange` does anything: where unequal sizes would abort the process.
@@ -112,7 +125,7 @@ class Communicator:
 
     def number_of_model(self) -> int:
         """A number for one more model over this group, the same on every rank if all make theirs in one order."""
-        name = self.group.group_name
+        name = self.group.group_name if self.group is not None else ""
         _models[name] += 1
         return _models[name]
 
@@ -151,6 +164,9 @@ class Communicator:
         with self.streams.fork("gather"):
             if casts[0]:
                 foreach_copy_(*casts)
+            if self.group is None:
+                foreach_copy_(outputs, inputs)
+                return Pending(self.streams, None, self.streams.mark("gather"), finish=on_done)
             if self._gloo:
                 return self._gather_on_gloo(outputs, inputs, on_done, announce)
             work = self.group.allgather_into_tensor_coalesced(outputs, inputs, self._gather_options)
@@ -174,6 +190,7 @@ class Communicator:
         gathered = torch.empty(self.world_size * flat.numel(), dtype=torch.uint8, device=self.device)
         if announce is not None:
             announce()
+        assert self.group is not None
         work = self.group._allgather_base(gathered, flat, self._gather_options)
 
         def finish() -> None:
@@ -190,27 +207,62 @@ class Communicator:
         packed: torch.Tensor,
         division: Division,
         announce: Callable[[], None] | None = None,
+        after: Pending | None = None,
     ) -> Pending:
         """Sum ``packed`` (world_size rows, rank-major) over the ranks; ``output`` receives this rank's row, divided.
 
-        ``announce`` is called last before the collective, as in :meth:`all_gather`.
+        ``announce`` is called last before the collective, as in :meth:`all_gather`. On an accelerator it is queued
+        after the collective ``after``, or after the computation so far.
         """
-        with self.streams.fork("reduce"):
+        streams = self.streams
+        with streams.fork("reduce") if after is None else streams.beside("reduce", after.mark):
             if division.before != 1.0:
                 packed.div_(division.before)
+            if self.group is None:
+                output.copy_(packed.view(-1))
+                _divide(output, division.after)
+                return Pending(streams, None, streams.mark("reduce"), keep=packed)
             if self._gloo:
                 return self._reduce_by_all_to_all(output, packed, division, announce)
             options = ReduceScatterOptions()
             options.reduceOp = dist.ReduceOp.AVG if division.average else dist.ReduceOp.SUM
-            options.asyncOp = self.streams.asynchronous
+            options.asyncOp = streams.asynchronous
             work = self.group._reduce_scatter_base(output, packed.view(-1), options)
-            if division.after != 1.0:
-                if self.streams.asynchronous:
-                    return Pending(
-                        self.streams, work, None, keep=packed, finish=lambda: _divide(output, division.after)
-                    )
-                output.div_(division.after)
-        return Pending(self.streams, work, self.streams.mark("reduce"), keep=packed)
+            return self._divided(work, "reduce", output, division, packed)
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        division: Division,
+        announce: Callable[[], None] | None = None,
+        after: Pending | None = None,
+    ) -> Pending:
+        """Sum ``tensor`` over the ranks in place, divided; queued as in :meth:`reduce_scatter`, on its own stream."""
+        assert self.group is not None
+        streams = self.streams
+        with streams.fork("all_reduce") if after is None else streams.beside("all_reduce", after.mark):
+            if division.before != 1.0:
+                tensor.div_(division.before)
+            if announce is not None:
+                announce()
+            options = AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.AVG if division.average else dist.ReduceOp.SUM
+            options.asyncOp = streams.asynchronous
+            work = self.group.allreduce([tensor], options)
+            return self._divided(work, "all_reduce", tensor, division, None)
+
+    def _divided(
+        self, work: Any, stream: str, output: torch.Tensor, division: Division, keep: Any
+    ) -> Pending:
+        """What is under way, with the division that follows the collective."""
+        if division.after == 1.0:
+            return Pending(self.streams, work, self.streams.mark(stream), keep=keep)
+        if self.streams.asynchronous:
+            return Pending(
+                self.streams, work, None, keep=keep, finish=lambda: _divide(output, division.after)
+            )
+        output.div_(division.after)
+        return Pending(self.streams, work, self.streams.mark(stream), keep=keep)
 
     def _reduce_by_all_to_all(
         self,
@@ -232,6 +284,20 @@ class Communicator:
                 _divide(output, division.after)
 
         return Pending(self.streams, work, None, keep=(packed, received), finish=finish)
+
+
+_separate: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
+
+
+def separate(comm: Communicator) -> Communicator:
+    """A communicator of a new process group over the same ranks, made once. Every rank of the group must call it."""
+    if comm.group is None:
+        return comm
+    if comm.group not in _separate:
+        backend = backend_for(comm.group, comm.device).name()
+        group = dist.new_group(comm.ranks, backend=backend, use_local_synchronization=True)
+        _separate[comm.group] = Communicator(group, comm.device)
+    return _separate[comm.group]
 
 
 def _divide(tensor: torch.Tensor, divisor: float) -> None:

@@ -10,6 +10,7 @@ stream. A fork orders the side stream after the lease; a buffer is released only
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -22,10 +23,10 @@ class Streams(Protocol):
     asynchronous: bool
 
     def fork(self, name: str) -> AbstractContextManager[None]:
-        """Queue on the side stream ``name`` ("gather" or "reduce") what is issued inside."""
+        """Queue on the side stream ``name`` ("gather", "reduce" or "all_reduce") what is issued inside."""
 
-    def beside(self, name: str) -> AbstractContextManager[None]:
-        """Queue on the side stream what is issued inside, after nothing but that stream's own work."""
+    def beside(self, name: str, after: Any = None) -> AbstractContextManager[None]:
+        """Queue on the side stream what is issued inside, after the mark and that stream's own work alone."""
 
     def mark(self, name: str) -> Any:
         """A mark after everything that has been queued on side stream ``name``."""
@@ -46,7 +47,7 @@ class HostStreams:
     def fork(self, name: str) -> AbstractContextManager[None]:
         return self._nothing
 
-    def beside(self, name: str) -> AbstractContextManager[None]:
+    def beside(self, name: str, after: Any = None) -> AbstractContextManager[None]:
         return self._nothing
 
     def mark(self, name: str) -> None:
@@ -60,7 +61,7 @@ class HostStreams:
 
 
 class DeviceStreams:
-    """CUDA and its like: one high-priority stream for gathers and one for reductions, ordered by events.
+    """CUDA and its like: high-priority streams for gathers, for reductions and for all-reduces, ordered by events.
 
     Collectives are issued without ``async_op``, so c10d queues them on the stream that is current: ours.
     """
@@ -70,7 +71,8 @@ class DeviceStreams:
     def __init__(self, device: torch.device) -> None:
         self._api = torch.get_device_module(device)
         self._device = device
-        self._side = {name: self._api.Stream(device=device, priority=-1) for name in ("gather", "reduce")}
+        names = ("gather", "reduce", "all_reduce")
+        self._side = {name: self._api.Stream(device=device, priority=-1) for name in names}
 
     @contextmanager
     def fork(self, name: str) -> Iterator[None]:
@@ -80,7 +82,9 @@ class DeviceStreams:
             yield
 
     @contextmanager
-    def beside(self, name: str) -> Iterator[None]:
+    def beside(self, name: str, after: Any = None) -> Iterator[None]:
+        if after is not None:
+            self._side[name].wait_event(after)
         with self._api.stream(self._side[name]):
             yield
 
@@ -94,5 +98,7 @@ class DeviceStreams:
         self._side["gather"].wait_event(event)
 
 
+@functools.cache
 def streams_for(device: torch.device) -> Streams:
+    """One set for each device: whatever its process group, what is queued on a side stream stays in order."""
     return HostStreams() if device.type == "cpu" else DeviceStreams(device)

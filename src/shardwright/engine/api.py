@@ -25,8 +25,10 @@ from shardwright.engine.construct import (
     own_parameters,
 )
 from shardwright.engine.module import FSDPModule, install
+from shardwright.engine.ranks import Ranks
 from shardwright.engine.root import attach, hook_optimizers
 from shardwright.engine.unit import Unit
+from shardwright.layout import Strategy, resolve
 
 _M = TypeVar("_M", bound="nn.Module | list[nn.Module]")
 
@@ -41,13 +43,13 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-    strategy: str = "zero3",
+    strategy: str | Strategy | None = None,
     layout: str = "per_parameter",
     memory: str = "dynamic",
     prefetch: int = 1,
     strict: bool = False,
 ) -> _M:
-    """Shard the parameters of ``module`` over a device mesh, in place: ZeRO-3, also called FSDP.
+    """Shard the parameters of ``module`` over a device mesh, in place: ZeRO-3, also called FSDP, unless told otherwise.
 
     The parameters below ``module`` that no earlier call owns become one *unit*: gathered together before the
     module's forward, released after it, gathered again for backward, their gradients reduced together. Call it
@@ -59,14 +61,17 @@ def fully_shard(
 
     Args:
         module: a module, or a list of modules that form one unit (say the final norm and the output layer).
-        mesh: 1-D ``DeviceMesh``. Default: all ranks, on the accelerator if there is one, else on the CPU.
+        mesh: ``DeviceMesh`` of one dimension, or of two: replicas outside, shards inside (HSDP). Default: all ranks,
+            on the accelerator if there is one, else on the CPU.
         reshard_after_forward: True: release the full parameters after forward and gather them again for backward.
             False: keep them. None: True, but False for the root.
         shard_placement_fn: ``Shard(dim)`` for a parameter, or None for ``Shard(0)``. Any dimension, even or not.
         mp_policy: dtypes of computation, reduction and outputs. Default: none is changed.
         offload_policy: only ``OffloadPolicy()``, which offloads nothing.
         ignored_params: parameters that are left as they are, everywhere.
-        dp_mesh_dims, strategy, layout, memory, prefetch, strict: only their defaults in this version.
+        strategy: what is sharded over each axis of the mesh: a :class:`Strategy`, or "ddp", "zero1", "zero2", "zero3",
+            "hsdp", "hfsdp". Default: "zero3" on one axis, "hsdp" on two.
+        dp_mesh_dims, layout, memory, prefetch, strict: only their defaults in this version.
 
     Returns:
         The same module (or list), whose class is now a subclass ``FSDP<Class>`` of it and of :class:`FSDPModule`.
@@ -78,7 +83,7 @@ def fully_shard(
     The signature is that of ``torch.distributed.fsdp.fully_shard`` in torch 2.13.
     """
     _refuse_later_options(
-        reshard_after_forward, offload_policy, dp_mesh_dims, strategy, layout, memory, prefetch, strict
+        reshard_after_forward, offload_policy, dp_mesh_dims, layout, memory, prefetch, strict
     )
     for name, value, expected in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
@@ -92,13 +97,17 @@ def fully_shard(
     modules = _check_modules(module)
     mesh = mesh if mesh is not None else _default_mesh()
     _check_mesh(mesh)
-    device = _device_of(mesh)
+    ranks = _ranks(mesh, resolve(strategy, mesh.ndim))
+    if reshard_after_forward is True and ranks.keeps_full:
+        raise ValueError(
+            f"reshard_after_forward=True releases full parameters, and strategy {strategy!r} replicates them until the "
+            "optimizer's step. Leave it at None, or shard the parameters."
+        )
     ignored = ignored_params or set()
     found = find_parameters(modules, ignored, mesh)
     unit = Unit(
         modules,
-        mesh=mesh,
-        comm=_communicator(mesh.get_group(), device),
+        ranks=ranks,
         policy=mp_policy,
         reshard_after_forward=cast("bool | None", reshard_after_forward),
         placement_fn=shard_placement_fn,
@@ -108,7 +117,7 @@ def fully_shard(
     if found.owned:
         own_parameters(unit, found)
     borrow_parameters(unit, found)
-    _move_buffers(modules, device)
+    _move_buffers(modules, ranks.device)
     hook_optimizers()
     install(unit, modules)
     return module
@@ -121,7 +130,6 @@ def _refuse_later_options(
     reshard_after_forward: Any,
     offload_policy: Any,
     dp_mesh_dims: Any,
-    strategy: Any,
     layout: Any,
     memory: Any,
     prefetch: Any,
@@ -130,7 +138,6 @@ def _refuse_later_options(
     later = {
         "offload_policy=CPUOffloadPolicy()": isinstance(offload_policy, CPUOffloadPolicy),
         "dp_mesh_dims": dp_mesh_dims is not None,
-        f"strategy={strategy!r}": strategy != "zero3",
         f"layout={layout!r}": layout != "per_parameter",
         f"memory={memory!r}": memory != "dynamic",
         f"prefetch={prefetch!r}": prefetch != 1,
@@ -183,14 +190,10 @@ def _default_mesh() -> DeviceMesh:
 def _check_mesh(mesh: DeviceMesh) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
-    if mesh.ndim == 2:
-        raise NotImplementedError(
-            f"fully_shard does not support a 2-D mesh (HSDP), here of shape {tuple(mesh.shape)}, in this version. "
-            "Pass a 1-D mesh, such as mesh['shard']."
-        )
-    if mesh.ndim != 1:
+    if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"fully_shard expects a 1-D mesh, got {mesh.ndim} dimensions of shape {tuple(mesh.shape)}"
+            f"fully_shard expects a mesh of one dimension, or of two with replicas outside, got {mesh.ndim} dimensions "
+            f"of shape {tuple(mesh.shape)}. Pass the data-parallel part of it, such as mesh['replicate', 'shard']."
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}")
@@ -207,9 +210,16 @@ _communicators: weakref.WeakValueDictionary[tuple[str, torch.device], Communicat
 )
 
 
-def _communicator(group: dist.ProcessGroup, device: torch.device) -> Communicator:
-    """One per group and device, so that the units of a model share their side streams; units keep it alive."""
-    key = (group.group_name, device)
+def _ranks(mesh: DeviceMesh, strategy: Strategy) -> Ranks:
+    device = _device_of(mesh)
+    return Ranks(
+        mesh, strategy, lambda axis: _communicator(mesh.get_group(axis) if axis is not None else None, device)
+    )
+
+
+def _communicator(group: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+    """One per group and device; units keep it alive."""
+    key = (group.group_name if group is not None else "", device)
     comm = _communicators.get(key)
     if (
         comm is None or comm.group is not group

@@ -26,6 +26,7 @@ from shardwright.engine.parameter import (
     Taken,
     as_dtensor,
     build,
+    dim_of,
     full_view,
     local_view,
     part_of,
@@ -190,10 +191,10 @@ def _memory_order(parameter: nn.Parameter, dim: int) -> tuple[int, ...]:
 @torch.inference_mode(False)
 def own_parameters(unit: Unit, found: Found) -> None:
     """Cut each parameter, make both of its forms, put the sharded one into the modules, and give all to ``unit``."""
-    comm, device = unit.comm, unit.comm.device
+    ranks, device = unit.ranks, unit.ranks.device
     owned = found.owned
     specs = [_spec_of(name, parameter, unit) for name, parameter, _ in owned]
-    layout = plan_unit(specs, comm.world_size)
+    layout = plan_unit(specs, ranks.parts)
     slab = Slab(layout.slab_nbytes, device)
     slab.lease()  # views are made over memory that is there
     on_gradient, on_data = unit.gradient_listener(), unit.data_listener()
@@ -203,9 +204,9 @@ def own_parameters(unit: Unit, found: Found) -> None:
         for run in layout.runs:
             for segment in run.segments:
                 spec, (_, original, slots) = specs[segment.index], owned[segment.index]
-                mine = segment.rows_of(comm.rank)
-                rows = (min(comm.rank * segment.rows, segment.size), mine)
-                part = part_of(original, unit.mesh, spec, rows)
+                mine = segment.rows_of(ranks.part)
+                rows = (min(ranks.part * segment.rows, segment.size), mine)
+                part = part_of(original, ranks.mesh, ranks.placements(dim_of(spec)), spec, rows)
                 if run.extended:
                     local = part.clone()
                     full = torch.empty(0, dtype=spec.compute_dtype, device=device)  # until the first gather
@@ -220,7 +221,7 @@ def own_parameters(unit: Unit, found: Found) -> None:
                     original,
                     spec,
                     slots,
-                    mesh=unit.mesh,
+                    ranks=ranks,
                     local=local,
                     full=full,
                     rows=rows,
@@ -229,7 +230,7 @@ def own_parameters(unit: Unit, found: Found) -> None:
                 )
                 module = slots[0].module()
                 if run.extended and module is not None:
-                    p.extension = Extension(spec, unit.mesh, module, unit.policy)
+                    p.extension = Extension(spec, ranks, module, unit.policy)
     slab.release()
     parameters = [p for p in managed if p is not None]
     unit.own(layout, shards, slab, parameters)
@@ -288,10 +289,12 @@ def assign_data(unit: Unit, sharded: nn.Parameter, value: torch.Tensor) -> None:
         return
     spec = _spec_of(p.name, nn.Parameter(value, requires_grad=False), unit)
     size = spec.shape[spec.dim] if spec.shape else 1
-    rows = -(-size // unit.comm.world_size)
-    start = min(unit.comm.rank * rows, size)
-    part = part_of(value, unit.mesh, spec, (start, min(rows, size - start)))
-    rebind(sharded, as_dtensor(part, unit.mesh, spec))  # type: ignore[arg-type]
+    ranks = unit.ranks
+    rows = -(-size // ranks.parts)
+    start = min(ranks.part * rows, size)
+    placements = ranks.placements(dim_of(spec))
+    part = part_of(value, ranks.mesh, placements, spec, (start, min(rows, size - start)))
+    rebind(sharded, as_dtensor(part, ranks, spec))  # type: ignore[arg-type]
 
 
 def remake(unit: Unit) -> None:

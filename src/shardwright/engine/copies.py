@@ -36,6 +36,7 @@ _SETTINGS = (
     "reshard_after_backward",
     "unshard_in_backward",
     "requires_sync",
+    "requires_all_reduce",
     "force_sum",
     "divide_factor",
 )
@@ -47,12 +48,15 @@ def deepcopy_module(module: nn.Module, memo: dict[Any, Any], original: type, ins
     units: dict[int, Unit] = memo.setdefault(_UNITS, {})
     unit: Unit = module.__dict__[UNIT]
     unit.settle()
+    in_use = unit.shown
     unit.show_sharded()
     units[id(unit)] = unit
     result: nn.Module = object.__new__(original)
     memo[id(module)] = result
     state = {key: _without(unit, value) for key, value in module.__dict__.items() if key != UNIT}
     result.__dict__.update(copy.deepcopy(state, memo))
+    if in_use:
+        unit.show_full()
     if outermost:
         # Inner units first, as fully_shard was called; a list unit waits until the last of its modules is there.
         del memo[_UNITS]
@@ -77,8 +81,7 @@ def _without(unit: Unit, value: Any) -> Any:
 def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], install: Install) -> None:
     new = Unit(
         modules,
-        mesh=old.mesh,
-        comm=old.comm,
+        ranks=old.ranks,
         policy=old.policy,
         reshard_after_forward=old.reshard_after_forward,
         placement_fn=old.placement_fn,
@@ -146,7 +149,7 @@ def _convert_parameter(p: ManagedParameter, unit: Unit, fn: Callable[[torch.Tens
     if new.dtype == p.local.dtype:
         p.local.copy_(new)
     else:
-        rebind(p.sharded, as_dtensor(new, unit.mesh, p.spec))  # type: ignore[arg-type]
+        rebind(p.sharded, as_dtensor(new, unit.ranks, p.spec))  # type: ignore[arg-type]
     if new_gradient is not None:
-        p.sharded.grad = as_dtensor(new_gradient, unit.mesh, p.spec)
+        p.sharded.grad = as_dtensor(new_gradient, unit.ranks, p.spec)
     return new.dtype != p.local.dtype

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from shardwright.engine.ranks import Ranks
 from shardwright.layout import TensorSpec
 from shardwright.memory import Slab
 
@@ -37,10 +37,10 @@ class Extension:
     """What one extended parameter sends and receives in each gather of its unit."""
 
     def __init__(
-        self, spec: TensorSpec, mesh: DeviceMesh, module: nn.Module, policy: MixedPrecisionPolicy
+        self, spec: TensorSpec, ranks: Ranks, module: nn.Module, policy: MixedPrecisionPolicy
     ) -> None:
         self._spec = spec
-        self._mesh = mesh
+        self._mesh = ranks.shard_mesh(spec.name)
         self._module = weakref.ref(module)  # it holds the unit, which holds this
         self._policy = policy
         self._metadata: Any = None

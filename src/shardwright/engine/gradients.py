@@ -6,12 +6,12 @@ collective, and shows the result as DTensors made once. It does not decide when 
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import (
@@ -21,8 +21,9 @@ from shardwright._torch import (
     post_accumulate_grad_hooks,
     storage_use_count,
 )
-from shardwright.comm import Communicator, Division, Pending
+from shardwright.comm import Communicator, Division, Pending, plan_division
 from shardwright.engine.parameter import ManagedParameter, as_dtensor, local_view
+from shardwright.engine.ranks import Ranks
 from shardwright.layout import GradientPart, Packing, Segment, UnitLayout
 from shardwright.memory import Slab
 
@@ -39,9 +40,7 @@ class GradientShard:
         packing: Packing,
         segments: dict[int, Segment],
         layout: UnitLayout,
-        mesh: DeviceMesh,
-        rank: int,
-        device: torch.device,
+        ranks: Ranks,
     ) -> None:
         self.slabs: list[Slab] = []
         self.flats: list[torch.Tensor] = []
@@ -49,7 +48,7 @@ class GradientShard:
         self.direct = len(packing.spans) == 1 and packing.spans[0].storage_dtype == packing.reduce_dtype
         for span in packing.spans:
             numel = packing.numel if self.direct else span.stop - span.start
-            slab = Slab(numel * span.storage_dtype.itemsize, device)
+            slab = Slab(numel * span.storage_dtype.itemsize, ranks.device)
             slab.lease()
             self.slabs.append(slab)
             self.flats.append(slab.view(span.storage_dtype, 0, (numel,), (1,)))
@@ -59,8 +58,8 @@ class GradientShard:
             for part in packing.parts:
                 segment, spec = segments[part.index], layout.specs[part.index]
                 offset = part.offset - packing.spans[part.span].start
-                view = local_view(self.flats[part.span], offset, segment.rows_of(rank), segment, spec)
-                self.dtensors.append(as_dtensor(view, mesh, spec))
+                view = local_view(self.flats[part.span], offset, segment.rows_of(ranks.part), segment, spec)
+                self.dtensors.append(as_dtensor(view, ranks, spec))
                 self.locals.append(local_of(self.dtensors[-1]))
         del view
         self._alone = [storage_use_count(flat.untyped_storage()) for flat in self.flats]
@@ -99,6 +98,37 @@ class GradientShard:
         return counts == self._alone
 
 
+class Sum:
+    """Gradients that were added up and are not handed over yet, and for which parameters there were any."""
+
+    def __init__(self, parameters: int) -> None:
+        self.value: torch.Tensor | None = None
+        self._present = [False] * parameters
+
+    def add(self, value: torch.Tensor, present: list[bool] | None) -> None:
+        """``value`` becomes the sum, or is added to it; ``present`` None means all parameters."""
+        self.value = value if self.value is None else self.value.add_(value)
+        self._present = [before or (present is None or present[i]) for i, before in enumerate(self._present)]
+
+    def take(self, other: Sum) -> None:
+        if other.value is not None:
+            self.add(other.value, other._present)
+
+    def clear(self) -> None:
+        self.__init__(len(self._present))  # type: ignore[misc]
+
+    def with_present(self, present: list[bool] | None) -> list[bool] | None:
+        """For which parameters there are gradients in this and in another sum; None means all."""
+        if present is None:
+            return None
+        both = [a or b for a, b in zip(present, self._present, strict=True)]
+        return None if all(both) else both
+
+
+#: Given a communicator and the bytes sent: what to call before the collective.
+Announcer = Callable[[Communicator, int], "Callable[[], None] | None"]
+
+
 class Reduction:
     """The gradients of one packing, through one backward after another."""
 
@@ -107,17 +137,15 @@ class Reduction:
         packing: Packing,
         layout: UnitLayout,
         parameters: Sequence[ManagedParameter],
-        comm: Communicator,
-        mesh: DeviceMesh,
+        ranks: Ranks,
     ) -> None:
         self.packing = packing
         self._layout = layout
         self._segments = {s.index: s for run in layout.runs for s in run.segments}
         self._parameters = [parameters[part.index] for part in packing.parts]
         self._shardeds = [p.sharded for p in self._parameters]
-        self._comm = comm
-        self._mesh = mesh
-        n, device = comm.world_size, comm.device
+        self._ranks = ranks
+        n, device = ranks.parts, ranks.device
         # _chunk_cat wants one input dtype. Gradients come in the parameters' compute dtypes; where those differ,
         # each gradient is cast on its own before.
         dtypes = {layout.specs[part.index].compute_dtype for part in packing.parts}
@@ -140,12 +168,22 @@ class Reduction:
         self._packed_view = self._packed.view(packing.reduce_dtype, 0, (n, packing.numel))
         self._packed.release()
         self._shard: GradientShard | None = None
-        self._held: torch.Tensor | None = None
-        self._held_present = [False] * len(packing.parts)
-        #: What was held and is in the reduction under way, until that has succeeded.
-        self._merged: tuple[torch.Tensor, list[bool]] | None = None
+        self._held = Sum(len(packing.parts))  #: whole gradients that were not reduced
+        self._partial = Sum(
+            len(packing.parts)
+        )  #: sums over the ranks that shard gradients, not yet over the others
+        #: What was held and is in the reduction under way, until that has succeeded, by the attribute it was in.
+        self._merged: dict[str, Sum] = {}
+        self._way = [*ranks.scatters, *ranks.late, *ranks.replicas]
         self._pending: Pending | None = None
-        self._output: torch.Tensor | None = None
+        self._todo: list[Communicator] = []  #: over which the reduction under way is to go on
+        self._division = Division()
+        self._announcer: Announcer = (
+            _nothing  # refers to the unit while a reduction is under way, and then no more
+        )
+        self._last = True
+        self._value = self._flags  #: the result so far
+        self._output: torch.Tensor | None = None  #: where it is to end
         self._present: list[bool] | None = None
         self._fresh = False
 
@@ -175,7 +213,7 @@ class Reduction:
             if self._plain:
                 tensors.append(gradient)
             elif spec.replicated:
-                tensors.append(gradient.expand(self._comm.world_size, 1))
+                tensors.append(gradient.expand(self._ranks.parts, 1))
             elif gradient.numel():
                 tensors.append(gradient.permute(spec.order))
             gap = self._gaps[i]
@@ -195,13 +233,10 @@ class Reduction:
     def hold(self) -> None:
         """Keep this micro-batch's gradients, full and in the reduce dtype, without communication."""
         tensors, present = self._take()
-        n = self._comm.world_size
-        packed = torch.empty(n, self.packing.numel, dtype=self.packing.reduce_dtype, device=self._comm.device)
+        n, device = self._ranks.parts, self._ranks.device
+        packed = torch.empty(n, self.packing.numel, dtype=self.packing.reduce_dtype, device=device)
         chunk_cat(tensors, 0, n, out=packed)
-        self._held_present = [
-            before or (present is None or present[i]) for i, before in enumerate(self._held_present)
-        ]
-        self._held = packed if self._held is None else self._held.add_(packed)
+        self._held.add(packed, present)
 
     def discard(self) -> None:
         """Forget a backward that failed: its full gradients and a pending reduction's result, not what came before."""
@@ -210,60 +245,135 @@ class Reduction:
         if self._pending is not None:
             self._pending.wait()
             self._pending = self._output = None
+            self._announcer = _nothing
+            self._todo.clear()
             self._packed.release()
-        if self._merged is not None:
-            (self._held, self._held_present), self._merged = self._merged, None
+        for name, held in self._merged.items():
+            setattr(self, name, held)
+        self._merged.clear()
 
     def take_held(self, other: Reduction) -> None:
         """Hold what ``other``, of the same packing, held, too."""
-        if other._held is not None:
-            self._held = other._held if self._held is None else self._held.add_(other._held)
-            present = zip(self._held_present, other._held_present, strict=True)
-            self._held_present = [a or b for a, b in present]
+        self._held.take(other._held)
+        self._partial.take(other._partial)
 
     def drop_held(self) -> None:
         """Forget the sums of earlier micro-batches."""
-        self._held = None
-        self._held_present = [False] * len(self._parameters)
+        self._held.clear()
+        self._partial.clear()
+
+    def _merge(self, name: str) -> None:
+        """Add to the result what was held before."""
+        held: Sum = getattr(self, name)
+        if held.value is not None:
+            self._value.view(-1).add_(held.value.view(-1))
+            self._present = held.with_present(self._present)
+            self._merged[name] = held
+            setattr(self, name, Sum(len(self._parameters)))
 
     # -- reduce --------------------------------------------------------------------------------------------------
 
-    def start(self, division: Division, announce: Callable[[], None] | None = None) -> None:
-        """Pack and issue the reduce-scatter. :meth:`finish` hands over its result."""
-        tensors, present = self._take()
-        self._packed.lease()
-        packed = self._packed_view
-        chunk_cat(tensors, 0, self._comm.world_size, out=packed)
-        tensors.clear()
-        if self._held is not None:
-            packed.add_(self._held)
-            if present is not None:
-                present = [a or b for a, b in zip(present, self._held_present, strict=True)]
-                present = None if all(present) else present
-            self._merged = self._held, self._held_present
-            self.drop_held()
-        self._present = present
-        self._fresh = self._has_no_gradients()
-        shard = self._fresh_shard() if self._fresh else None
-        if shard is not None and shard.direct:
-            output = shard.flats[0]
-        else:
-            output = torch.empty(
-                self.packing.numel, dtype=self.packing.reduce_dtype, device=self._comm.device
-            )
-        self._output = output
-        self._pending = self._comm.reduce_scatter(output, packed, division, announce)
+    def start(self, last: bool, factor: float | None, force_sum: bool, announcer: Announcer) -> None:
+        """Pack and issue the first collective. :meth:`go_on` issues the others, :meth:`finish` hands over the result.
 
-    def finish(self) -> None:
+        ``last`` False: the sum stays with the ranks that shard gradients until a later call with True, or
+        :meth:`start_late`.
+        """
+        ranks, numel = self._ranks, self.packing.numel
+        self._begin(last, factor, force_sum, announcer)
+        tensors, self._present = self._take()
+        if ranks.parts > 1:
+            self._packed.lease()
+            self._value = self._packed_view
+        else:
+            self._value = (self._new(numel) if self._output is None else self._output).view(1, numel)
+        chunk_cat(tensors, 0, ranks.parts, out=self._value)
+        tensors.clear()
+        self._merge("_held")
+        self._todo = self._way[:] if last else ranks.scatters[:]
+        if self._todo:
+            self._next(None)
+        else:
+            _scale(self._value, self._division)
+
+    def start_late(self, factor: float | None, force_sum: bool, announcer: Announcer) -> None:
+        """The rest of the way for what the ranks that shard gradients have summed up already."""
+        self._begin(True, factor, force_sum, announcer)
+        self._todo = [*self._ranks.late, *self._ranks.replicas]
+        self._present = [False] * len(self._parameters)
+        late = math.prod(c.world_size for c in self._ranks.late)
+        assert self._output is not None
+        self._value = (self._output if late == 1 else self._new(late * self.packing.numel)).zero_()
+        self._merge("_partial")
+        self._next(None)
+
+    def _begin(self, last: bool, factor: float | None, force_sum: bool, announcer: Announcer) -> None:
+        size, dtype = self._ranks.size, self.packing.reduce_dtype
+        self._last, self._announcer = last, announcer
+        self._division = plan_division(dtype, size, factor, force_sum or len(self._way) != 1)
+        self._pending = Pending(self._ranks.local.streams, None, None)
+        self._output = None
+        if last:
+            self._fresh = self._has_no_gradients()
+            shard = self._fresh_shard() if self._fresh else None
+            direct = shard is not None and shard.direct
+            self._output = shard.flats[0] if shard is not None and direct else self._new(self.packing.numel)
+
+    def _new(self, numel: int) -> torch.Tensor:
+        return torch.empty(numel, dtype=self.packing.reduce_dtype, device=self._ranks.device)
+
+    def _next(self, after: Pending | None) -> None:
+        """Issue the next collective of the way, after another, or after the computation so far."""
+        comm, value, whole = self._todo.pop(0), self._value, self._division
+        announce = self._announcer(comm, value.numel() * value.element_size())
+        division = Division(
+            whole.average,
+            whole.before if comm is self._way[0] else 1.0,
+            whole.after if comm is self._way[-1] else 1.0,
+        )
+        if comm in self._ranks.replicas:
+            self._pending = comm.all_reduce(value, division, announce, after)
+            return
+        rest = value.numel() // comm.world_size
+        into = self._output if self._output is not None and rest == self.packing.numel else self._new(rest)
+        self._value = into
+        self._pending = comm.reduce_scatter(
+            into, value.view(comm.world_size, rest), division, announce, after
+        )
+
+    def go_on(self) -> None:
+        """Issue the rest of the way: the first collective is to be done by now."""
+        while self._todo:
+            assert self._pending is not None
+            self._pending.wait()
+            self._packed.release()
+            after: Pending | None = self._pending
+            if self._todo[0] not in self._ranks.scatters and self._partial.value is not None:
+                self._merge("_partial")
+                after = None  # but after the addition
+            self._next(after)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether collectives are left to issue."""
+        return bool(self._todo)
+
+    def finish(self, hook: Callable[[torch.Tensor], None] | None = None) -> None:
         """Order the computation after the reduction and set or add to every used parameter's ``.grad``."""
         if self._pending is None:
             return
+        self.go_on()
         self._pending.wait()
-        self._pending = None
-        self._merged = None
+        self._pending, self._announcer = None, _nothing
+        self._merged.clear()
         self._packed.release()
         output, self._output = self._output, None
-        assert output is not None
+        if output is None:
+            self._partial.add(self._value.view(-1), self._present)
+            return
+        if hook is not None:
+            hook(output)
+        self._value = self._flags
         used: list[bool] | None = None
         if self._present is not None:
             # Only a rank that lacks a gradient has to look at what the others had; the host waits for it.
@@ -283,8 +393,8 @@ class Reduction:
         for i, p in enumerate(self._shardeds):
             hooks = post_accumulate_grad_hooks(p)
             if hooks and (used is None or used[i]):
-                for hook in list(hooks.values()):
-                    hook(p)
+                for post in list(hooks.values()):
+                    post(p)
 
     def _has_no_gradients(self) -> bool:
         return all([p.grad is None for p in self._shardeds])
@@ -300,8 +410,7 @@ class Reduction:
 
     @torch.inference_mode(False)
     def _new_shard(self) -> GradientShard:
-        comm = self._comm
-        return GradientShard(self.packing, self._segments, self._layout, self._mesh, comm.rank, comm.device)
+        return GradientShard(self.packing, self._segments, self._layout, self._ranks)
 
     def _hand_over(self, output: torch.Tensor, used: list[bool] | None) -> None:
         shard = self._shard
@@ -323,14 +432,14 @@ class Reduction:
 
     def _add_one_by_one(self, output: torch.Tensor, used: list[bool] | None) -> None:
         """Parameter by parameter: the user set, dropped or hooks into gradients, or some parameters were unused."""
-        rank = self._comm.rank
+        part_ = self._ranks.part
         with torch.no_grad():
             for i, (parameter, part) in enumerate(self._pairs()):
                 if used is not None and not used[i]:
                     continue
                 segment, spec = self._segments[part.index], self._layout.specs[part.index]
-                local = local_view(output, part.offset, segment.rows_of(rank), segment, spec)
-                new: torch.Tensor = as_dtensor(local.to(spec.storage_dtype, copy=True), self._mesh, spec)
+                local = local_view(output, part.offset, segment.rows_of(part_), segment, spec)
+                new: torch.Tensor = as_dtensor(local.to(spec.storage_dtype, copy=True), self._ranks, spec)
                 for hook in list((gradient_hooks(parameter.sharded) or {}).values()):
                     changed = hook(new)
                     new = new if changed is None else changed
@@ -352,3 +461,14 @@ class Reduction:
             shard.release()
         else:
             self._shard = None
+
+
+def _scale(tensor: torch.Tensor, division: Division) -> None:
+    """What a reduction over no other rank does."""
+    divisor = division.before * division.after
+    if divisor != 1.0:
+        tensor.div_(divisor)
+
+
+def _nothing(comm: Communicator, nbytes: int) -> None:
+    return None

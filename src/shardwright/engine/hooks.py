@@ -140,10 +140,10 @@ def mark_outputs(visit: Visit, output: Any, entry: int) -> bool:
     nodes: list[Any] = []
 
     def find(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.grad_fn is not None:
+        # What is handed through or kept from an earlier call was made before this one, and is none of its business.
+        if tensor.grad_fn is not None and sequence_number(tensor) >= entry:
             nodes.append(tensor.grad_fn)
             # An in-place operation on a view rebuilds the view's node and drops hooks on it, not those on its base.
-            # The base of an input that is handed through was made before the unit ran, and is none of its business.
             base = tensor._base if tensor._is_view() else None
             if base is not None and base.grad_fn is not None and sequence_number(base) > entry:
                 nodes.append(base.grad_fn)
@@ -151,10 +151,7 @@ def mark_outputs(visit: Visit, output: Any, entry: int) -> bool:
 
     map_tensors(find, output)
     for tensor in hidden_tensors(output):
-        if (
-            tensor.grad_fn is not None and sequence_number(tensor) >= entry
-        ):  # older ones are none of its business
-            find(tensor)
+        find(tensor)
 
     def before(gradients: Any) -> None:
         visit.before_backward()
@@ -236,8 +233,9 @@ class StashedTensors:
             attributes = module.__dict__
             size, names = self._known[i]
             if size != len(attributes):
-                settings = getattr(type(module), "__constants__", ())  # such as in_features
-                names = tuple(n for n in attributes if n not in _OF_EVERY_MODULE and n not in settings)
+                constants = getattr(type(module), "__constants__", ())  # such as in_features
+                settings = _OF_EVERY_MODULE.union((constants,) if isinstance(constants, str) else constants)
+                names = tuple(name for name in attributes if name not in settings)
                 self._known[i] = (len(attributes), names)
             for name in names:
                 value: Any = attributes.get(name)
@@ -257,8 +255,7 @@ class StashedTensors:
 
 def mark_made(visit: Visit, tensors: list[torch.Tensor], entry: int) -> bool:
     """Mark those of the tensors that the call has made, by their number. Returns whether there were any."""
-    fresh = [t for t in tensors if t.grad_fn is not None and sequence_number(t) >= entry]
-    return mark_outputs(visit, fresh, entry) if fresh else False
+    return bool(tensors) and mark_outputs(visit, tensors, entry)
 
 
 class _Box:
@@ -279,8 +276,8 @@ _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"_shardwright_unit"}
 def refuse_opaque(output: Any, where: str) -> None:
     """Raise if ``output``, in which no graph was found, may hide one in an object that cannot be looked into."""
     for item in opaque_objects(output):
-        if any(True for _ in hidden_tensors(item)):
-            continue  # tensors, and none of them has a graph
+        if type(item).__module__ == "numpy" or any(True for _ in hidden_tensors(item)):
+            continue  # numbers, or tensors of which none has a graph
         raise TypeError(
             f"The output of {where} must be tensors, in tuples, lists, dicts or dataclasses, so that backward can "
             f"be followed; found a {type(item).__name__}. Return its tensors, or make it a dataclass."

@@ -6,6 +6,7 @@ The methods set what units do; the units do it. Methods of later versions are re
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardwright._torch import hide_from_dynamo
 from shardwright.engine.construct import UNIT, own_modules
 from shardwright.engine.copies import convert, deepcopy_module
+from shardwright.engine.lending import Lending
 from shardwright.engine.parameter import ShardedParameter, as_dtensor, part_of, unit_of
 from shardwright.engine.root import Root
 from shardwright.engine.unit import Unit
@@ -27,14 +29,15 @@ _classes: dict[tuple[type, bool], type] = {}
 
 @functools.cache
 def _hide_engine() -> None:
-    hide_from_dynamo("shardwright.engine", "shardwright.comm", "shardwright.memory", "shardwright._torch")
+    rooms = ("shardwright.engine.", "shardwright.comm.", "shardwright.memory.", "shardwright._torch")
+    hide_from_dynamo(*(name for name in sys.modules if name.startswith(rooms) and name != Lending.__module__))
 
 
 def install(unit: Unit, modules: list[nn.Module]) -> None:
     """Let the modules call the unit: hooks, state dicts, and a class in front of each module's own."""
     _hide_engine()
     for module in modules:
-        setattr(module, UNIT, unit)
+        module.__dict__[UNIT] = unit  # not through setattr, which wrappers pass on to what they wrap
         module.register_forward_pre_hook(unit.before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(unit.after_forward)
         for _, child in own_modules(module):
@@ -49,14 +52,14 @@ def fsdp_class(cls: type, reads_own: bool) -> type:
     """``FSDP<Class>``; with ``reads_own`` other modules may read its parameters, so reading is noticed."""
     key = (cls, reads_own)
     if key not in _classes:
-        bases = (_LendingModule if reads_own else FSDPModule, cls)
+        bases = (Lending, FSDPModule, cls) if reads_own else (FSDPModule, cls)
         _classes[key] = type(f"FSDP{cls.__name__}", bases, {})
     return _classes[key]
 
 
 def original_class(cls: type) -> type:
     """The class that :func:`fsdp_class` was put in front of."""
-    return next(c for c in cls.__mro__[1:] if not issubclass(c, FSDPModule))
+    return next(c for c in cls.__mro__[1:] if not issubclass(c, (FSDPModule, Lending)))
 
 
 class _UnitHook:
@@ -104,8 +107,8 @@ class _CutToShards(_AtRest):
                 continue
             p = owner.managed(parameter)
             if p is not None and value.shape == p.spec.shape and not value.is_meta:
-                local = part_of(value, owner.mesh, p.spec, p.rows).to(p.local.device)
-                state[prefix + name] = as_dtensor(local, owner.mesh, p.spec)
+                local = part_of(value, owner.mesh, p.placements, p.spec, p.rows).to(p.local.device)
+                state[prefix + name] = as_dtensor(local, owner.ranks, p.spec)
 
 
 class UnshardHandle:
@@ -203,10 +206,53 @@ class FSDPModule:
             unit.requires_sync = requires_gradient_sync
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted for torch's sake and without effect: every backward leaves all gradients complete.
+        """With False, backward leaves undone what its strategy does once per step: sums over replicas above all.
 
-        What torch saves by it, waiting for the last reduction, is a wait on the device only.
+        Gradient accumulation by the strategy's own rule: where gradients are sharded (zero2, zero3) every backward
+        reduces them; sums over replicas (hsdp), and gradients that are replicated (ddp, zero1), wait for a backward
+        with True, or for clipping or an optimizer's step. ``.grad`` lacks them meanwhile. For the whole model.
         """
+        self._root().is_last_backward = is_last_backward
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """With False, gradients are summed over the ranks that shard them and not yet over the replicas.
+
+        Gradient accumulation for 2-D meshes, as :meth:`set_is_last_backward` for the whole model.
+        """
+        for unit in self._fsdp_units(recurse):
+            unit.requires_all_reduce = requires_all_reduce
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook`` with each reduced gradient of this module's own unit before it is added to ``.grad``.
+
+        Args:
+            hook: receives this rank's flat gradient, in the reduce dtype and after all sums and divisions; may change
+                it in place. Ranks that shard get different parts.
+            stream: on an accelerator, run it there; the computation waits for it.
+        """
+        self._fsdp_unit().all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce-scatter in a process group of its own, so that it and gathers can progress at the same time.
+
+        One communicator serialises its collectives. Every rank must call it alike; the group is made once per mesh.
+        Not while gradients of earlier micro-batches are held.
+        """
+        for unit in self._fsdp_units(recurse):
+            unit.separate_scatters(enable)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many packed gradients may be under way at once (default 1), for the whole model.
+
+        More hide a slow reduction behind the next backward, at the price of a buffer of a unit's gradients each.
+        """
+        if (
+            isinstance(max_input_buffers, bool)
+            or not isinstance(max_input_buffers, int)
+            or max_input_buffers < 1
+        ):
+            raise ValueError(f"max_input_buffers must be an integer of at least 1, got {max_input_buffers!r}")
+        self._root().max_input_buffers = max_input_buffers
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward`` from now on."""
@@ -262,7 +308,7 @@ class FSDPModule:
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's gathers wait for ``event`` (recorded after the optimizer), on an accelerator."""
-        self._root().comm.streams.gather_after(event)
+        self._root().streams.gather_after(event)
 
     def reset_iter_state(self) -> None:
         """Drop what an exception in forward or backward left behind. The next forward does so by itself."""
@@ -297,20 +343,6 @@ class FSDPModule:
         units = [u for u in self._fsdp_units(recurse) if u.parameters]
         convert(cast(nn.Module, self), units, fn, recurse)
         return self
-
-
-class _LendingModule(FSDPModule):
-    """A sharded module with parameters of its own: another unit's forward may read them without calling it.
-
-    ``nn.MultiheadAttention`` does so with its ``out_proj``, tied output layers with their embedding.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)  # type: ignore[misc]
-        if type(value) is ShardedParameter and (unit := unit_of(value)) is not None:
-            unit.lend_if_called()
-            return super().__getattr__(name)  # type: ignore[misc]
-        return value
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -378,16 +410,23 @@ def _refuse_later(name: str) -> Callable[..., NoReturn]:
 
 
 for _name in (
-    "set_all_reduce_hook",
     "set_allocate_memory_from_process_group_for_comm",
     "set_custom_all_gather",
     "set_custom_reduce_scatter",
-    "set_reduce_scatter_max_input_buffers",
-    "set_requires_all_reduce",
-    "set_separate_reduce_scatter_group",
     "set_symm_mem_for_comm",
 ):
     setattr(FSDPModule, _name, _refuse_later(_name))
+
+
+def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
+    def run(gradient: torch.Tensor) -> None:
+        api = torch.get_device_module(gradient.device)
+        stream.wait_stream(api.current_stream(gradient.device))
+        with api.stream(stream):
+            hook(gradient)
+        api.current_stream(gradient.device).wait_stream(stream)
+
+    return run
 
 
 def _units_of(modules: list[FSDPModule]) -> list[Unit]:

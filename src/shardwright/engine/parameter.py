@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement
 
-from shardwright._torch import local_of, rebind, share_gradient_hooks
+from shardwright._torch import increment_version, local_of, rebind, share_gradient_hooks
 from shardwright.engine.extension import Extension
+from shardwright.engine.ranks import Ranks
 from shardwright.layout import Run, Segment, TensorSpec
 from shardwright.memory import Slab
 
@@ -44,6 +45,14 @@ class ShardedParameter(DTensor):
     """
 
     __slots__ = ()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if func.__name__.startswith("_foreach") and func._schema.is_mutable:
+            # Unlike the operations on one tensor, these move no version counter of a wrapper.
+            increment_version([t for t in args[0] if isinstance(t, ShardedParameter)])
+        return result
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -96,7 +105,16 @@ class FullParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        self.data.copy_(value)  # its memory is the slab's, and other tensors than this one view that
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise RuntimeError(
+                f"A full weight of shape {tuple(self.shape)} and {self.dtype} cannot become one of shape "
+                f"{tuple(value.shape)} and {value.dtype} while its unit is in use. Assign to the sharded parameter "
+                "between steps."
+            )
+        with torch.no_grad():
+            self.copy_(
+                value
+            )  # its memory is the slab's, which graphs made before view, too, and must now refuse
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -104,7 +122,8 @@ class FullParameter(nn.Parameter):
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+        # A copy, since torch saves the whole memory that a tensor views.
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
 
 
 def unit_of(parameter: torch.Tensor) -> Any:
@@ -189,6 +208,11 @@ class ManagedParameter:
         return next((t for t in held if t is not None and not isinstance(t, nn.Parameter)), None)
 
     @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Of the sharded form."""
+        return self.sharded.placements  # type: ignore[attr-defined,no-any-return]
+
+    @property
     def replaced(self) -> bool:
         """Whether the module's parameter is no longer the one whose shard is gathered."""
         if local_of(self.sharded) is not self.local:  # type: ignore[arg-type]
@@ -197,35 +221,52 @@ class ManagedParameter:
 
     def take_values(self, source: torch.Tensor) -> None:
         """Copy this rank's part of ``source``, of this shape and sharded or not, into the shard."""
-        self.local.copy_(part_of(source, self.sharded.device_mesh, self.spec, self.rows))  # type: ignore[attr-defined]
+        sharded: Any = self.sharded
+        self.local.copy_(part_of(source, sharded.device_mesh, sharded.placements, self.spec, self.rows))
 
     def adopt_full(self, tensor: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """An extended parameter was gathered for the first time: this is its full form from now on."""
         self.full = listen(nn.Parameter(tensor), on_gradient, self.sharded.requires_grad)
 
     def write_back(self) -> None:
-        """The full form was changed in place while it was shown: keep this rank's part of it."""
+        """The full form may have been changed in place while it was shown: keep what is new in this rank's part.
+
+        What is as it was gathered stays as it is, since the gather may have rounded it.
+        """
         if self.extension is not None:
-            return
+            raise RuntimeError(
+                f"Parameter {self.name!r} was changed in place while it was full, and {type(self.local).__name__} "
+                "decides itself what is gathered of it, so the change cannot be kept. Change it between steps."
+            )
         full = self.full.detach()
         if not self.spec.replicated:
             full = full.narrow(self.spec.dim, *self.rows)
+        same = full == self.local.to(full.dtype)
+        if same.all():
+            return
         with torch.no_grad():
-            self.local.copy_(full)
+            self.local.copy_(torch.where(same, self.local, full))
 
 
-def part_of(source: torch.Tensor, mesh: DeviceMesh, spec: TensorSpec, rows: tuple[int, int]) -> torch.Tensor:
+def part_of(
+    source: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    spec: TensorSpec,
+    rows: tuple[int, int],
+) -> torch.Tensor:
     """This rank's part of ``source``, which is whole, or a DTensor. Communicates only for one placed otherwise."""
     source = source.detach()
     if isinstance(source, DTensor):
-        if source.device_mesh == mesh and source.placements == (placement_of(spec),):
+        if source.device_mesh == mesh and source.placements == placements:
             return local_of(source)
         source = source.full_tensor()
     return source if spec.replicated else source.narrow(spec.dim, *rows)
 
 
-def placement_of(spec: TensorSpec) -> Placement:
-    return Replicate() if spec.replicated else Shard(spec.dim)
+def dim_of(spec: TensorSpec) -> int | None:
+    """The dimension along which a parameter is cut, None if every rank keeps it whole."""
+    return None if spec.replicated else spec.dim
 
 
 def local_view(
@@ -247,12 +288,12 @@ def full_view(slab: Slab, run: Run, segment: Segment, spec: TensorSpec) -> torch
     return view if spec.is_natural else view.permute(spec.inverse)
 
 
-def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, spec: TensorSpec) -> DTensor:
+def as_dtensor(local: torch.Tensor, ranks: Ranks, spec: TensorSpec) -> DTensor:
     """``local`` as a DTensor of the parameter's global shape, without any communication."""
     return DTensor.from_local(
         local,
-        mesh,
-        [placement_of(spec)],
+        ranks.mesh,
+        ranks.placements(dim_of(spec)),
         run_check=False,
         shape=torch.Size(spec.shape),
         stride=spec.stride,
@@ -264,7 +305,7 @@ def build(
     spec: TensorSpec,
     slots: list[Slot],
     *,
-    mesh: DeviceMesh,
+    ranks: Ranks,
     local: torch.Tensor,
     full: torch.Tensor,
     rows: tuple[int, int],
@@ -275,7 +316,7 @@ def build(
 
     A parameter that is a DTensor already stays the same object, since optimizers may hold it.
     """
-    sharded: Any = nn.Parameter(as_dtensor(local, mesh, spec), requires_grad=original.requires_grad)
+    sharded: Any = nn.Parameter(as_dtensor(local, ranks, spec), requires_grad=original.requires_grad)
     if isinstance(original, DTensor):
         rebind(original, sharded)
         sharded = original

@@ -15,8 +15,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright._torch import annotate, queue_callback
+from shardwright.comm import Communicator
 from shardwright.engine.construct import UNIT
-from shardwright.engine.gradients import Reduction
+from shardwright.engine.gradients import Announcer, Reduction
 from shardwright.engine.hooks import map_arguments
 from shardwright.engine.parameter import unit_of
 from shardwright.engine.unit import Unit
@@ -49,7 +50,12 @@ class Root:
         self.open_visits: list[Visit] = []  #: whose backward is under way
         self.backward = False
         self._task: weakref.ref[_Task] | None = None
-        self.reducing: int | None = None
+        self.is_last_backward = True
+        self.max_input_buffers = 1
+        self.scattering: list[
+            int
+        ] = []  #: units whose gradients' reduce-scatter is under way, the oldest first
+        self._summing: list[int] = []  #: units whose gradients are being summed over the replicas
         self.observer: Callable[[str, Weights], None] | None = None
         self._orders: dict[int, list[int]] = {}  # by caller: units in the order of its last root call
         self._expected: list[int] = []  # that of the caller of the root call under way
@@ -58,21 +64,23 @@ class Root:
         self._left: list[int] = []
         self._visits: dict[int, Visit] = {}
         self._clock = 0
-        self.comm = units[0].comm
-        self.serial = self.comm.number_of_model()
+        self.ranks = units[0].ranks
+        self.streams = self.ranks.comm.streams
+        self.serial = (*self.ranks.every, self.ranks.local)[0].number_of_model()
         self._make_headers(units)
 
     def _make_headers(self, units: list[Unit]) -> None:
-        """One row per unit for the numbers that come with its gathers, so that one call compares them all."""
+        """A place for the numbers that come with each unit's gathers, so that one call compares them all."""
         self._flag: torch.Tensor | None = None
         self._flag_mark: Any = None
         self._reduced = 0  #: stands for the reductions of the backward under way, in their order
-        comm = self.comm
-        rows = [[number, 0] * comm.world_size for number in range(len(units))]
-        self._wanted_headers = torch.tensor(rows, dtype=torch.int64, device=comm.device)
+        rows = [[number, 0] * unit.comm.world_size for number, unit in enumerate(units)]
+        wanted = torch.tensor([word for row in rows for word in row], dtype=torch.int64)
+        self._wanted_headers = wanted.to(self.ranks.device)
         self._headers = self._wanted_headers.clone()
-        for number, unit in enumerate(units):
-            unit.join_root(self, number, self._names[number], self._headers[number])
+        parts = self._headers.split([len(row) for row in rows])
+        for number, (unit, headers) in enumerate(zip(units, parts, strict=True)):
+            unit.join_root(self, number, self._names[number], headers)
 
     @property
     def top(self) -> Unit | None:
@@ -185,7 +193,7 @@ class Root:
             elif unit.number not in used and not unit.kept:
                 unit.release()
         self._orders[caller.number] = self._seen
-        self._agree(END_FORWARD, caller.number)
+        self._agree_all(END_FORWARD, caller.number)
 
     def abandon(self) -> None:
         """The outermost call has failed: nothing of it is kept, and its order is no guess for the next."""
@@ -208,7 +216,7 @@ class Root:
         self.frames.clear()
         self.open_visits.clear()
         self.backward = False
-        self.reducing = None
+        self.scattering, self._summing = [], []
         self._reduced = 0
         self._visits = {}
         for unit in self.units():
@@ -254,10 +262,32 @@ class Root:
             if other.parameters and other.root is self and not other.gathered and other.unshard_in_backward:
                 other.issue(self.generation)
 
+    def make_room(self) -> None:
+        """At most ``max_input_buffers`` packed buffers are alive, and one sum over the replicas is under way."""
+        while len(self.scattering) >= self.max_input_buffers:
+            number = self.scattering.pop(0)
+            unit = self._units[number]()
+            if unit is None:
+                continue
+            self._finish_sums()
+            if unit.continue_reduction():
+                self._summing.append(number)
+            else:
+                unit.finish_reduction()
+
+    def _finish_sums(self) -> None:
+        while self._summing:
+            if (unit := self._units[self._summing.pop(0)]()) is not None:
+                unit.finish_reduction()
+
     def finish_reductions(self) -> None:
-        """At most one unit's gradients are under way, so one packed buffer is alive."""
-        number, self.reducing = self.reducing, None
-        if number is not None and (unit := self._units[number]()) is not None:
+        """Everything that is under way is waited for and handed over."""
+        numbers, self.scattering = self.scattering, []
+        units = [u for number in numbers if (u := self._units[number]()) is not None]
+        for unit in units:
+            unit.continue_reduction()
+        self._finish_sums()
+        for unit in units:
             unit.finish_reduction()
 
     def _end_backward(self) -> None:
@@ -272,60 +302,72 @@ class Root:
                 unit.release()
         self.backward = False
         self.generation += 1
-        self._agree(END_BACKWARD, 0)
+        self._agree_all(END_BACKWARD, 0)
         self._compare_headers()
 
     # -- ranks that diverge --------------------------------------------------------------------------------------
 
-    def announce_gather(self, unit: Weights) -> Callable[[], None] | None:
+    def announce_gather(self, unit: Weights, comm: Communicator, nbytes: int) -> Callable[[], None] | None:
         """What is to be called before a gather of ``unit``, when nothing can fail on this rank alone any more."""
-        if self.comm.exchanges:
-            return lambda: self._agree(GATHER, unit.number, unit.gather_nbytes)
+        if comm.exchanges:
+            return lambda: self._agree(comm, GATHER, unit.number, nbytes)
         return None
 
-    def announce_reduction(self, unit: Unit, reduction: Reduction) -> Callable[[], None] | None:
-        """The same before a reduction."""
-        if self.comm.exchanges:
-            return lambda: self._agree(REDUCE, unit.number, reduction.nbytes, reduction.fingerprint)
-        self._reduced = hash((self._reduced, unit.number, reduction.fingerprint))
-        return None
+    def announcer(self, unit: Unit, reduction: Reduction) -> Announcer:
+        """What tells what is to be called before a collective of a reduction."""
+
+        def announce(comm: Communicator, nbytes: int) -> Callable[[], None] | None:
+            if comm.exchanges:
+                return lambda: self._agree(comm, REDUCE, unit.number, nbytes, reduction.fingerprint)
+            self._reduced = hash((self._reduced, unit.number, reduction.fingerprint, comm.world_size))
+            return None
+
+        return announce
 
     def agree_on_clipping(self) -> None:
         """The gradients' norm is about to be summed over the ranks."""
-        self._agree(CLIP, 0)
+        self._agree_all(CLIP, 0)
 
-    def _agree(self, event: int, number: int, nbytes: int = 0, detail: int = 0) -> None:
+    def _agree_all(self, event: int, number: int) -> None:
+        """Agree with every rank of the mesh, axis by axis."""
+        for comm in self.ranks.every:
+            self._agree(comm, event, number)
+
+    def _agree(self, comm: Communicator, event: int, number: int, nbytes: int = 0, detail: int = 0) -> None:
         """Raise if another rank is about to do something else. On gloo, where a wrong pairing would abort or hang."""
-        if not self.comm.exchanges:
+        if not comm.exchanges:
             return
         try:
-            records = self.comm.exchange((event, number, nbytes, detail, self.serial))
+            records = comm.exchange((event, number, nbytes, detail, self.serial))
         except RuntimeError as error:
             raise RuntimeError(
-                f"Rank {self.comm.rank} {_DOING[event][0]} {self.name_of(number)} and another rank did not come: it "
-                "ended, or waits in another collective, or is later than the group's timeout. "
+                f"Rank {comm.ranks[comm.rank]} {_DOING[event][0]} {self.name_of(number)} and another rank did not "
+                "come: it ended, or waits in another collective, or is later than the group's timeout. "
                 f"({type(error).__name__}: {error})"
             ) from error
         if records is not None:
-            self._refuse_divergence({rank: (r[0], r[1], r[2], r[4]) for rank, r in enumerate(records)})
+            told = zip(comm.ranks, records, strict=True)
+            self._refuse_divergence({rank: (r[0], r[1], r[2], r[4]) for rank, r in told})
 
-    def diverged_gathers(self, numbers: list[int]) -> NoReturn:
+    def diverged_gathers(self, comm: Communicator, numbers: list[int]) -> NoReturn:
         """The ranks gathered units of these numbers."""
         self._headers.copy_(self._wanted_headers)
-        self._refuse_divergence({rank: (GATHER, n, 0, self.serial) for rank, n in enumerate(numbers)})
+        told = zip(comm.ranks, numbers, strict=True)
+        self._refuse_divergence({rank: (GATHER, n, 0, self.serial) for rank, n in told})
 
     def _refuse_divergence(self, found: dict[int, tuple[int, int, int, int]]) -> NoReturn:
         """Raise, given each rank's event, unit number, bytes and model."""
+        first = next(iter(found.values()))
         same_place = len({(event, number, model) for event, number, _, model in found.values()}) == 1
         if same_place and len({nbytes for _, _, nbytes, _ in found.values()}) == 1:
             raise RuntimeError(
                 f"The ranks have diverged: they reduce gradients of different parameters of "
-                f"{self.name_of(found[0][1])}. requires_grad must be the same on every rank."
+                f"{self.name_of(first[1])}. requires_grad must be the same on every rank."
             )
         one_model = len({model for _, _, _, model in found.values()}) == 1
         ranks: dict[tuple[int, str], list[int]] = {}
         for rank, (event, number, nbytes, model) in found.items():
-            root = next((r for r in _roots if r.serial == model and r.comm is self.comm), self)
+            root = next((r for r in _roots if r.serial == model and r.ranks.same(self.ranks)), self)
             what = root.name_of(number)
             if not one_model:
                 what += f" of the group's model {model} ({root._names[0]!r})"
@@ -337,8 +379,8 @@ class Root:
             else f"ranks {', '.join(map(str, r))} {_DOING[event][1]} {what}"
             for (event, what), r in ranks.items()
         )
-        unit = self._units[found[0][1]]() if same_place else None
-        if same_place and found[0][0] == REDUCE:
+        unit = self._units[first[1]]() if same_place else None
+        if same_place and first[0] == REDUCE:
             told += " (of other parameters: requires_grad must be the same on every rank)"
         elif unit is not None and unit.extended_kinds:
             told += f" (fsdp_pre_all_gather of {unit.extended_kinds} must return equal sizes on every rank)"
@@ -349,11 +391,13 @@ class Root:
 
     def _compare_headers(self) -> None:
         """On an accelerator: compare on the device, beside the computation; the host looks before the next step."""
-        streams = self.comm.streams
+        streams = self.streams
         if not streams.asynchronous:
             with streams.beside("gather"):
-                order = self.comm.gather_number(self._reduced)
-                self._flag = (self._headers != self._wanted_headers).any() | (order != order[0]).any()
+                self._flag = (self._headers != self._wanted_headers).any()
+                for comm in self.ranks.every:
+                    order = comm.gather_number(self._reduced)
+                    self._flag = self._flag | (order != order[0]).any()
             self._flag_mark = streams.mark("gather")
         self._reduced = 0
 
@@ -362,7 +406,7 @@ class Root:
         flag, self._flag = self._flag, None
         if flag is None:
             return
-        self.comm.streams.join(self._flag_mark)
+        self.streams.join(self._flag_mark)
         if flag.item():
             for unit in self.units():
                 if unit.parameters:
@@ -407,7 +451,7 @@ def attach(module: nn.Module) -> Root:
             "Call fully_shard on the whole model, too, and call that."
         )
     for unit, name in zip(units, names, strict=True):
-        if unit.comm is not units[0].comm:
+        if not unit.ranks.same(units[0].ranks):
             raise NotImplementedError(
                 f"Unit {name!r} is sharded over ranks {unit.mesh.mesh.tolist()} and {type(module).__name__} over "
                 f"{units[0].mesh.mesh.tolist()}. In this version all units of a model must be on one mesh."
@@ -433,8 +477,8 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     for root in list(_roots):
         root.check_divergence()
         root.recover_if_failed()
-        for unit in root._gathered_units():
-            unit.kept = False  # some kernels write without moving a version counter
+        for unit in root.units():
+            unit.drop_kept()  # some kernels write without moving a version counter
     reduce_held(p for group in optimizer.param_groups for p in group["params"])
 
 
@@ -444,5 +488,5 @@ def reduce_held(parameters: Iterable[torch.Tensor]) -> None:
         return
     held = {id(u): u for p in parameters if (u := unit_of(p)) is not None and u.holds}
     for unit in held.values():
-        unit.reduce(synchronise=True)
-        unit.finish_reduction()
+        unit.reduce(now=True)
+        unit.root.finish_reductions()

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardwright._torch import address_of, annotate, in_backward, local_of, next_sequence_number
-from shardwright.comm import Communicator, plan_division
+from shardwright._torch import NOTHING, address_of, annotate, in_backward, local_of, next_sequence_number
+from shardwright.comm import separate
 from shardwright.engine import construct
 from shardwright.engine.construct import ShardPlacementFn
 from shardwright.engine.gradients import Reduction
@@ -35,6 +34,7 @@ from shardwright.engine.hooks import (
     refuse_opaque,
 )
 from shardwright.engine.parameter import FullParameter, ManagedParameter, unit_of
+from shardwright.engine.ranks import Ranks
 from shardwright.engine.visit import Frame, Visit
 from shardwright.engine.weights import Weights
 from shardwright.layout import UnitLayout, plan_packing
@@ -53,20 +53,20 @@ class Unit(Weights):
         self,
         modules: Sequence[nn.Module],
         *,
-        mesh: DeviceMesh,
-        comm: Communicator,
+        ranks: Ranks,
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
         placement_fn: ShardPlacementFn | None,
         ignored: Iterable[nn.Parameter],
         attach: Callable[[nn.Module], Root],
     ) -> None:
-        super().__init__(comm)
+        super().__init__(ranks)
         self.serial = next(_serials)  #: in the order of the fully_shard calls
         self.attach = attach
         self.modules = [weakref.ref(m) for m in modules]
         self.name = type(modules[0]).__name__
-        self.mesh = mesh
+        self.mesh = ranks.mesh
+        self.scatter_ranks = ranks
         self.policy = policy
         self.placement_fn = placement_fn
         self.ignored = [weakref.ref(p) for p in ignored]
@@ -74,6 +74,8 @@ class Unit(Weights):
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.requires_sync = True
+        self.requires_all_reduce = True
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.force_sum = False
         self.divide_factor: float | None = None
         self.forward_prefetch: list[weakref.ref[Unit]] = []
@@ -89,7 +91,8 @@ class Unit(Weights):
         self._stash = StashedTensors([])
         self.reductions: list[Reduction] = []
         self.holds = False  #: whether earlier micro-batches have left sums, on this rank or on another
-        self._held_before = False  #: whether the reduction under way has taken up such sums
+        self._holds_whole = False  #: whether some of them are whole gradients, not yet summed over any ranks
+        self._held_before = False, False  #: both, before the reduction under way took up such sums
         self._trainable: tuple[bool, ...] | None = None
 
     def own(
@@ -101,7 +104,8 @@ class Unit(Weights):
     ) -> None:
         """Take the parameters and their memory; gradients begin anew."""
         self.hold_memory(layout, shards, slab, parameters)
-        self.entered = self.holds = self._held_before = False
+        self.entered = self.holds = self._holds_whole = False
+        self._held_before = False, False
         self._trainable = None
         self.reductions = []
         self.follow_requires_grad()
@@ -194,7 +198,7 @@ class Unit(Weights):
         dtypes = [spec.compute_dtype for spec in self.layout.specs]
         reduce = [(self.policy.reduce_dtype or t) if t.is_floating_point else t for t in dtypes]
         return [
-            Reduction(packing, self.layout, self.parameters, self.comm, self.mesh)
+            Reduction(packing, self.layout, self.parameters, self.scatter_ranks)
             for packing in plan_packing(self.layout, trainable, reduce)
         ]
 
@@ -217,45 +221,79 @@ class Unit(Weights):
         if self.visits:
             for visit in list(self.visits):
                 self.close(visit)
-        elif (self.holds and self.requires_sync) or any(r.has_gradients() for r in self.reductions):
+        elif any(r.has_gradients() for r in self.reductions):
             self.reduce()
+        elif self.holds and self.requires_sync and (self.is_last or not self.ranks.finishes_late):
+            self.reduce(now=True)
         self.entered = False
 
-    def reduce(self, synchronise: bool | None = None) -> None:
+    def reduce(self, now: bool = False) -> None:
         """Reduce the gradients, zeros where there are none, or hold them while communication is switched off.
 
         Whether to reduce depends only on which units ran, never on which gradients this rank has: the ranks must
-        issue the same reductions in the same order.
+        issue the same reductions in the same order. ``now``: no backward has come here since, but what is held is
+        needed.
         """
-        root = self.root
+        root, ranks = self.root, self.ranks
         assert root is not None
-        if not (self.requires_sync if synchronise is None else synchronise):
-            self.holds = True
+        last = now or self.is_last or not (ranks.finishes_late or ranks.waits)
+        if not now and not (self.requires_sync and (last or ranks.finishes_late)):
+            self.holds = self._holds_whole = True
             for reduction in self.reductions:
                 if reduction.has_gradients():
                     reduction.hold()
             return
-        self._held_before = self.holds
-        self.holds = False
+        whole = self._holds_whole or not now
+        self._held_before = self.holds, self._holds_whole
+        self.holds, self._holds_whole = bool(self.reductions) and not last and ranks.finishes_late, False
         if not self.reductions:
             return
-        root.finish_reductions()
+        root.make_room()
         with annotate("post_backward_reduce", self.range_name):
             for reduction in self.reductions:
-                dtype = reduction.packing.reduce_dtype
-                division = plan_division(dtype, self.comm.world_size, self.divide_factor, self.force_sum)
-                reduction.start(division, root.announce_reduction(self, reduction))
-        root.reducing = self.number
+                announcer = root.announcer(self, reduction)
+                if whole or not ranks.finishes_late:
+                    reduction.start(last, self.divide_factor, self.force_sum, announcer)
+                else:
+                    reduction.start_late(self.divide_factor, self.force_sum, announcer)
+        root.scattering.append(self.number)
+
+    def separate_scatters(self, enable: bool) -> None:
+        """Reduce-scatter in process groups of their own, or in those of the gathers."""
+        if self.holds:
+            raise RuntimeError(
+                f"Unit {self.name!r} holds gradients of earlier micro-batches; change its process group between "
+                "optimizer steps."
+            )
+        self.finish_reduction()
+        self.scatter_ranks = self.ranks.with_scatters(separate) if enable else self.ranks
+        self._trainable = None
+        self.reductions = []
+        self.follow_requires_grad()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the backward under way is the last of its step for this unit's gradients."""
+        assert self.root is not None
+        return self.root.is_last_backward and self.requires_all_reduce
+
+    def continue_reduction(self) -> bool:
+        """Issue what follows the reduce-scatter. Returns whether that was anything."""
+        goes_on = any(reduction.goes_on for reduction in self.reductions)
+        with annotate("all_reduce", self.range_name) if goes_on else NOTHING:
+            for reduction in self.reductions:
+                reduction.go_on()
+        return goes_on
 
     def finish_reduction(self) -> None:
         for reduction in self.reductions:
-            reduction.finish()
-        self._held_before = False
+            reduction.finish(self.all_reduce_hook)
+        self._held_before = False, False
         self._drop_retired()
 
     def _drop_retired(self) -> None:
-        """Nothing is held any more, so reductions planned for an earlier requires_grad have done their part."""
-        if any(r.retired for r in self.reductions):
+        """If nothing is held any more, reductions planned for an earlier requires_grad have done their part."""
+        if not self.holds and any(r.retired for r in self.reductions):
             self.reductions = [r for r in self.reductions if not r.retired]
 
     def forget_gradients(self, among: set[int] | None = None) -> None:
@@ -263,19 +301,19 @@ class Unit(Weights):
         if self.holds and (among is None or all(id(p.sharded) in among for p in self.parameters)):
             for reduction in self.reductions:
                 reduction.drop_held()
-            self.holds = False
+            self.holds = self._holds_whole = False
             self._drop_retired()
         self.release_unused_gradients()
 
     def take_held(self, others: list[Reduction]) -> None:
         """Hold what the reductions of the memory before this one held, for the same parameters."""
-        self.holds = True
+        self.holds = self._holds_whole = True
         self.reductions = [r for r in self.reductions if not r.retired]
         packings = {r.packing: r for r in self.reductions}
         for other in others:
             mine = packings.get(other.packing)
             if mine is None:
-                mine = Reduction(other.packing, self.layout, self.parameters, self.comm, self.mesh)
+                mine = Reduction(other.packing, self.layout, self.parameters, self.scatter_ranks)
                 mine.retired = True
                 self.reductions.append(mine)
             mine.take_held(other)
@@ -297,7 +335,7 @@ class Unit(Weights):
             root.enter_backward()
         elif root.caller is None:
             args, kwargs = root.begin(self, args, kwargs)
-        frame = Frame(self)
+        frame = Frame(self, next_sequence_number())
         root.frames.append(frame)  # taken off by after_forward or forward_failed
         frame.containers = opaque_or_mutable(args, kwargs)
         dtype = self.policy.param_dtype
@@ -307,15 +345,15 @@ class Unit(Weights):
             self.settle()
         if self.parameters:
             self._use(root, recomputing)
-            if self._is_marked(recomputing):
-                visit = frame.visit = root.visit(self, recomputing)
-                host = root.host_of(frame)
-                if host is not None and host not in visit.hosts:
-                    visit.hosts.append(host)
-                args, kwargs, marked, frame.entry = mark_inputs(visit, args, kwargs)
-                frame.begun = next_sequence_number()
-                visit.calls += 1
-                visit.endless |= not marked
+        if (self.parameters or self.lenders) and self._is_marked(recomputing):
+            visit = frame.visit = root.visit(self, recomputing)
+            host = root.host_of(frame)
+            if host is not None and host not in visit.hosts:
+                visit.hosts.append(host)
+            args, kwargs, marked, frame.entry = mark_inputs(visit, args, kwargs)
+            frame.begun = next_sequence_number()
+            visit.calls += 1
+            visit.endless |= not marked
         for lender in self.lenders:
             lender.lend(frame)
         return args, kwargs
@@ -452,6 +490,9 @@ class Unit(Weights):
             self.release()
 
     def _keeps_after_forward(self, root: Root) -> bool:
+        if self.ranks.keeps_full:
+            self.kept = True
+            return True
         reshard = self.reshard_after_forward
         if torch.is_grad_enabled():
             return not (root.top is not self if reshard is None else reshard)
@@ -539,7 +580,7 @@ class Unit(Weights):
         self.root.close_visits_begun_after(visit.begin)
         if not self.visits and self.parameters:
             if not self.calls:  # else this backward ran inside the unit's own forward
-                self.kept = not self.reshard_after_backward
+                self.kept = self.ranks.keeps_full or not self.reshard_after_backward
                 if self.kept:
                     self.show_sharded()
                 else:
@@ -557,6 +598,7 @@ class Unit(Weights):
             self.entered = False
             for reduction in self.reductions:
                 reduction.discard()
-            self.holds |= self._held_before
-            self._held_before = False
+            before, whole = self._held_before
+            self.holds, self._holds_whole = self.holds or before, self._holds_whole or whole
+            self._held_before = False, False
             self.release()

@@ -56,12 +56,12 @@ class Frame:
 
     __slots__ = ("begun", "containers", "entry", "guests", "unit", "visit")
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, entry: int) -> None:
         self.unit = unit
         self.visit: Visit | None = None
-        self.entry = (
-            -1
-        )  #: number of the first autograd node that this call may have made, perhaps the engine's
-        self.begun = -1  #: number of the first autograd node that the module itself makes, if it makes one
+        #: Number of the first autograd node that this call may have made, perhaps the engine's.
+        self.entry = entry
+        #: Number of the first that the module itself makes, if it makes one.
+        self.begun = entry
         self.containers: list[Any] = []  #: inputs that the call may have put tensors into
         self.guests: list[Unit] = []

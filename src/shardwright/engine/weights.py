@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,11 +16,25 @@ import torch
 from shardwright._torch import annotate, increment_version
 from shardwright.comm import Communicator, Pending
 from shardwright.engine.parameter import ManagedParameter
+from shardwright.engine.ranks import Ranks
 from shardwright.layout import UnitLayout, plan_unit
 from shardwright.memory import Slab
 
 if TYPE_CHECKING:
     from shardwright.engine.root import Root
+
+
+@dataclass(eq=False)
+class Hop:
+    """One of the collectives of a gather: from what a rank has, over one mesh axis, into ``slab``."""
+
+    comm: Communicator
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    slab: Slab
+    kept: bool  #: whether the result serves until the weights change
+    versions: list[int] | None = None  #: those of the weights that are kept here
+
 
 HEADER = 2  #: int64 words that travel with every gather: the unit's number, and one spare that keeps 16 bytes
 
@@ -27,8 +42,9 @@ HEADER = 2  #: int64 words that travel with every gather: the unit's number, and
 class Weights:
     """The parameters of a unit, gathered together and released together. There may be none."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.comm = ranks.comm
         self.root: Root | None = None
         self.number = -1
         self.name = ""
@@ -37,7 +53,7 @@ class Weights:
         self.build = 0  #: how often the memory was made; graphs over earlier memory can't be run any more
         self.exposed = False  #: a parameter's ``.data`` was handed out, so edits may come unseen
         self._full_shown = False
-        self.hold_memory(plan_unit([], comm.world_size), {}, Slab(0, comm.device), [])
+        self.hold_memory(plan_unit([], ranks.parts), {}, Slab(0, ranks.device), [])
 
     def hold_memory(
         self,
@@ -53,6 +69,7 @@ class Weights:
         self.parameters = parameters
         self.build += 1
         self._pending: Pending | None = None
+        self._under_way: list[Pending] = []  #: earlier hops of the gather under way
         self._issuing = False
         self.generation = -1  #: of the root call (or backward) for which the slab was filled
         self.kept = False  #: whether the slab is kept beyond its root call, on purpose
@@ -66,10 +83,11 @@ class Weights:
         self._versions = [p._version + q._version for p, q in self._watched]
         self._slab_versions: list[int] | None = None
         self._full_versions = [p._version for p in self._fulls]  #: move with edits while shown
-        self._lent_data: set[int] = set()  #: full parameters whose ``.data`` was handed out while shown
-        device, n = self.comm.device, self.comm.world_size
-        self._header = torch.zeros(HEADER, dtype=torch.int64, device=device)
-        self._prepare_gather(n, device)
+        self._data_given: set[int] = (
+            set()
+        )  #: full parameters whose ``.data`` was handed out: edits may come unseen
+        self._header = torch.zeros(HEADER, dtype=torch.int64, device=self.ranks.device)
+        self._prepare_gather()
 
     def join_root(self, root: Root, number: int, name: str, headers: torch.Tensor) -> None:
         """Become unit ``number`` of ``root``; ``headers`` receives every rank's number with each gather."""
@@ -87,7 +105,8 @@ class Weights:
         if self.parameters and self.root is not None:
             self._header[0] = self.number
             self._expected_headers = [self.number, 0] * self.comm.world_size
-            self._outputs[len(self._inputs) - 1 :] = [self._headers.view(torch.uint8)]
+            last = self._hops[-1]
+            last.outputs[len(last.inputs) - 1 :] = [self._headers.view(torch.uint8)]
 
     def gradient_listener(self) -> Callable[[torch.Tensor], None]:
         """What a full parameter calls with its gradient. It holds this unit weakly, which holds the parameter."""
@@ -107,7 +126,7 @@ class Weights:
         def on_data(parameter: torch.Tensor) -> None:
             owner = ref()
             if owner is not None:
-                owner._lent_data.add(id(parameter))
+                owner._data_given.add(id(parameter))
 
         return on_data
 
@@ -115,15 +134,16 @@ class Weights:
         """A parameter's full gradient is complete for this backward."""
         raise NotImplementedError
 
-    def _prepare_gather(self, n: int, device: torch.device) -> None:
-        """Make, once, every view that a gather needs: inputs over the shards (or their cast), outputs over the slab."""
-        layout = self.layout
+    def _prepare_gather(self) -> None:
+        """Make, once, every view that a gather needs: of the shards (or their cast), the slab and what lies between."""
+        layout, device = self.layout, self.ranks.device
         self._cast = Slab(
             sum(r.shard_numel * r.compute_dtype.itemsize for r in layout.runs if r.is_cast), device
         )
         self._cast.lease()
         self._casts: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # destinations and sources
-        self._inputs, self._outputs = [], []
+        pieces: list[torch.Tensor] = []  #: this rank's, as bytes
+        places: list[tuple[int, int]] = []  #: offset in the slab and bytes of one rank's piece
         cast_bytes = 0
         for run in layout.runs:
             if run.extended:
@@ -139,13 +159,30 @@ class Weights:
                     self._casts[0].append(target)
                     self._casts[1].append(payload)
                     payload = target
-                self._inputs.append(payload.view(torch.uint8))
-                offset = run.slab_bytes + s.slab_offset * size
-                self._outputs.append(self.slab.byte_view(offset, n * s.chunk * size))
+                pieces.append(payload.view(torch.uint8))
+                places.append((run.slab_bytes + s.slab_offset * size, s.chunk * size))
             if run.is_cast:
                 cast_bytes += run.shard_numel * size
         self._cast.release()
-        self._inputs.append(self._header.view(torch.uint8))
+        self._hops: list[Hop] = []
+        comms = [*self.ranks.once, *self.ranks.gathers] or [self.ranks.local]
+        for i, comm in enumerate(comms):
+            last = i == len(comms) - 1
+            places = [(offset, nbytes * comm.world_size) for offset, nbytes in places]
+            if last:
+                slab = self.slab
+            else:
+                sizes = [nbytes for _, nbytes in places]
+                places = list(zip([sum(sizes[:k]) for k in range(len(sizes))], sizes, strict=True))
+                slab = Slab(sum(sizes), device)
+                slab.lease()
+            outputs = [slab.byte_view(offset, nbytes) for offset, nbytes in places]
+            kept = i == len(self.ranks.once) - 1 and not last
+            self._hops.append(Hop(comm, pieces, outputs, slab, kept))
+            if not last:
+                slab.release()
+            pieces = outputs
+        self._hops[-1].inputs = [*self._hops[-1].inputs, self._header.view(torch.uint8)]
 
     def index_slots(self) -> None:
         """Remember where modules hold the parameters, for the loops of every forward and backward."""
@@ -180,6 +217,11 @@ class Weights:
             self._full_versions = [p._version for p in self._fulls]
 
     @property
+    def shown(self) -> bool:
+        """Whether the modules hold the full parameters."""
+        return self._full_shown
+
+    @property
     def gathered(self) -> bool:
         """Whether the slab is leased: filled, or being filled."""
         return self.slab.leased
@@ -191,6 +233,8 @@ class Weights:
         if self._pending is not None:
             self.wait()
         self.notice_edits()
+        if self._full_shown:
+            self._keep_edits()  # which this gather would undo
         root.gathered.add(self.number)  # first, so that a lease that fails is released with the rest
         self.slab.lease()
         if self._casts[0]:
@@ -201,12 +245,7 @@ class Weights:
         self._issuing = True
         try:
             with annotate("all_gather", self.range_name):
-                outputs, inputs = self._outputs, self._inputs
-                if self._extended:
-                    outputs, inputs = self._with_extensions()
-                self._pending = self.comm.all_gather(
-                    outputs, inputs, self._casts, self._cast.release, root.announce_gather(self)
-                )
+                self._pending = self._gather(root)
         except (
             Exception
         ):  # out of memory, ranks that diverge: nothing was begun. An interrupt may come later.
@@ -214,6 +253,28 @@ class Weights:
             self._slab_versions = None
             raise
         self._issuing = False
+
+    def _gather(self, root: Root) -> Pending:
+        casts, on_done = self._casts, self._cast.release
+        for hop in self._hops[:-1]:
+            if hop.kept and hop.versions is self._versions and not self.exposed:
+                casts = [], []
+                continue
+            hop.slab.lease()
+            hop.versions = None
+            announce = root.announce_gather(self, hop.comm, hop.slab.nbytes)
+            pending = hop.comm.all_gather(hop.outputs, hop.inputs, casts, on_done, announce)
+            if self.comm.streams.asynchronous:
+                pending.wait()  # on an accelerator the stream keeps the order
+            self._under_way.append(pending)
+            hop.versions = self._versions
+            casts = [], []
+        last = self._hops[-1]
+        outputs, inputs = last.outputs, last.inputs
+        if self._extended:
+            outputs, inputs = self._with_extensions()
+        announce = root.announce_gather(self, last.comm, self.gather_nbytes)
+        return last.comm.all_gather(outputs, inputs, casts, on_done, announce)
 
     def wait(self) -> None:
         """Order the computation after the gather under way, if there is one."""
@@ -223,6 +284,11 @@ class Weights:
         self.root.notify("wait", self)
         self._pending.wait()
         self._pending = None
+        if len(self._hops) > 1:
+            self._under_way.clear()
+            for hop in self._hops[:-1]:
+                if not hop.kept:
+                    hop.slab.release()
         if self.comm.streams.asynchronous:
             self.check_headers()
         if self._extended:
@@ -230,7 +296,8 @@ class Weights:
 
     def _with_extensions(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What a gather receives and sends, with that of parameters whose tensors decide it themselves."""
-        outputs, inputs = self._outputs[:-1], self._inputs[:-1]
+        last = self._hops[-1]
+        outputs, inputs = last.outputs[:-1], last.inputs[:-1]
         with torch.no_grad():
             for p in self._extended:
                 assert p.extension is not None
@@ -238,7 +305,7 @@ class Weights:
                 outputs += received
                 inputs += sent
         self.gather_nbytes = sum(t.numel() for t in outputs)
-        return [*outputs, self._outputs[-1]], [*inputs, self._inputs[-1]]
+        return [*outputs, last.outputs[-1]], [*inputs, last.inputs[-1]]
 
     @property
     def extended_kinds(self) -> str:
@@ -261,43 +328,39 @@ class Weights:
         if found == self._expected_headers:
             return
         assert self.root is not None
-        self.root.diverged_gathers(found[::HEADER])
+        self.root.diverged_gathers(self.comm, found[::HEADER])
 
     def show_full(self) -> None:
+        """Where a module holds something else than the sharded parameter, the user has put it there: it stays."""
         if not self._full_shown:
             self._full_shown = True  # before the first: a loop that is interrupted is undone as a whole
-            if self.lends_over:
-                for p in self.parameters:
-                    p.show(p.full)
-            else:
-                for registry, name, _, full in self._plain_slots:
+            for registry, name, sharded, full in self._plain_slots:
+                if registry.get(name) is sharded:
                     registry[name] = full
-                for p in self._other_slots:
-                    p.show(p.full)
+            for p in self._other_slots:
+                p.show(p.full)
 
     def show_sharded(self) -> None:
+        """As :meth:`show_full`. What the full weights have of the user's edits is kept."""
         if self._full_shown:
-            versions = [p._version for p in self._fulls]
-            if versions != self._full_versions or self._lent_data:
-                self._write_back(versions)
-            if self.lends_over:
-                for p in self.parameters:
-                    p.show(p.sharded)
-            else:
-                for registry, name, sharded, _ in self._plain_slots:
+            self._keep_edits()
+            for registry, name, sharded, full in self._plain_slots:
+                if registry.get(name) is full:
                     registry[name] = sharded
-                for p in self._other_slots:
-                    p.show(p.sharded)
+            for p in self._other_slots:
+                p.show(p.sharded)
             self._full_shown = False
 
-    def _write_back(self, versions: list[int]) -> None:
-        """Weights were edited in place while they were full: the edit goes into the shard, as it would without us."""
+    def _keep_edits(self) -> None:
+        """Weights may have been edited while they were full: the edits go into the shard, as they would without us."""
+        versions = [p._version for p in self._fulls]
+        if versions == self._full_versions and not self._data_given:
+            return
         known, self._full_versions = self._full_versions, versions
-        lent, self._lent_data = self._lent_data, set()
         if not self.slab.leased or self._pending is not None:
             return
         for p, new, old in zip(self.parameters, versions, known, strict=True):
-            if new != old or id(p.full) in lent:
+            if new != old or id(p.full) in self._data_given:
                 p.write_back()
         # The slab has the edit, and the full parameters' counters have moved with it.
         fresh = self._slab_versions is self._versions
@@ -319,6 +382,16 @@ class Weights:
                 p.extension.release()
             if self.root is not None:
                 self.root.gathered.discard(self.number)
+
+    def drop_kept(self) -> None:
+        """The weights are about to change: keep no copy of them."""
+        if self.kept and not self._full_shown:
+            self.release()
+        self.kept = False
+        for hop in self._hops[:-1]:
+            if self._pending is None:
+                hop.versions = None
+                hop.slab.release()
 
     def valid_for(self, generation: int) -> bool:
         """Whether the slab may be read by the given root call without filling it again."""

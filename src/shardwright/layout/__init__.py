@@ -1,5 +1,6 @@
 """Where every element of a sharded model lives. Pure data and pure functions; nothing here touches a device."""
 
+from shardwright.layout.planner import Layout, Member, Ragged, plan
 from shardwright.layout.segments import (
     ALIGNMENT,
     GradientPart,
@@ -12,16 +13,24 @@ from shardwright.layout.segments import (
     plan_packing,
     plan_unit,
 )
+from shardwright.layout.strategy import NAMES, Strategy, resolve
 
 __all__ = [
     "ALIGNMENT",
+    "NAMES",
     "GradientPart",
+    "Layout",
+    "Member",
     "Packing",
+    "Ragged",
     "Run",
     "Segment",
     "Span",
+    "Strategy",
     "TensorSpec",
     "UnitLayout",
+    "plan",
     "plan_packing",
     "plan_unit",
+    "resolve",
 ]

@@ -50,7 +50,7 @@ def clip_grad_norm_(
     parameters = list(parameters)
     reduce_held(parameters)
     plain: list[torch.Tensor] = []
-    sharded: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+    sharded: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}  # by the groups that cut them
     unit = None
     for p in parameters:
         unit = unit or unit_of(p)
@@ -58,15 +58,15 @@ def clip_grad_norm_(
         if gradient is None:
             continue
         if isinstance(gradient, DTensor):
-            if gradient.device_mesh.ndim != 1:
-                raise NotImplementedError("clip_grad_norm_ supports gradients on 1-D meshes in this version")
             local = local_of(gradient)
-            if gradient.placements[0].is_partial():
+            if any(p.is_partial() for p in gradient.placements):
                 raise ValueError(
                     "clip_grad_norm_ got a gradient that is a partial sum on each rank; reduce it first"
                 )
-            if gradient.placements[0].is_shard():
-                sharded.setdefault(gradient.device_mesh.get_group(), []).append(local)
+            mesh = gradient.device_mesh
+            axes = [axis for axis, placement in enumerate(gradient.placements) if placement.is_shard()]
+            if axes:
+                sharded.setdefault(tuple(mesh.get_group(axis) for axis in axes), []).append(local)
             else:
                 plain.append(local)
         else:
@@ -79,12 +79,14 @@ def clip_grad_norm_(
     device = everything[0].device
     largest = math.isinf(norm_type)
     norms = _norms(plain, norm_type, device)
-    for group, tensors in sharded.items():
-        # One all-reduce of one number per parameter, which rounds as DTensor does: per-parameter norms come first.
+    for groups, tensors in sharded.items():
+        # One all-reduce per axis of one number per parameter: rounds as DTensor does, per-parameter norms come first.
         part = _norms(tensors, norm_type, device)
         assert part is not None
         part = part if largest else part.pow_(norm_type)
-        dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        for group in groups:
+            if group.size() > 1:
+                dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
         part = part if largest else part.pow_(1.0 / norm_type)
         norms = part if norms is None else torch.cat([norms, part])
     norm = torch.linalg.vector_norm(norms, norm_type)

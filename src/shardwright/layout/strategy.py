@@ -1,0 +1,112 @@
+"""What is sharded over which axis of a data-parallel mesh: parameters, gradients, optimizer state.
+
+Pure: nothing here knows ranks. How a strategy becomes process groups is in ``engine/ranks.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Placement = Literal["shard", "replicate"]
+_KINDS = ("parameters", "gradients", "optimizer")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """For each data-parallel mesh axis, from the outermost to the innermost: what is sharded and what replicated.
+
+        sw.Strategy(parameters="shard", gradients="shard", optimizer="shard")                      # zero3, one axis
+        sw.Strategy(parameters=("replicate", "shard"), gradients=("replicate", "shard"),
+                    optimizer=("shard", "shard"))                                                  # hfsdp, two axes
+
+    *Parameters* are the copy that computes, *gradients* what is kept of them between the micro-batches of a step, and
+    *optimizer* its state together with the weights it updates. What is sharded less needs fewer collectives and more
+    memory: replicated parameters are gathered once per step, replicated gradients reduced once per step.
+
+    Attributes:
+        parameters, gradients, optimizer: "shard" or "replicate", or one of them for each axis.
+
+    Raises:
+        ValueError: another word, unequal lengths, or a row that makes no sense: parameters may be sharded only where
+            gradients are, and those only where the optimizer state is.
+    """
+
+    parameters: Placement | Sequence[Placement]
+    gradients: Placement | Sequence[Placement]
+    optimizer: Placement | Sequence[Placement]
+
+    def __post_init__(self) -> None:
+        for kind in _KINDS:
+            given = getattr(self, kind)
+            axes = (given,) if isinstance(given, str) else tuple(given)
+            wrong = [a for a in axes if a not in ("shard", "replicate")]
+            if wrong or not axes:
+                raise ValueError(
+                    f'Strategy({kind}={given!r}): expected "shard" or "replicate" for each mesh axis'
+                )
+            object.__setattr__(self, kind, axes)
+        if len({len(getattr(self, kind)) for kind in _KINDS}) > 1:
+            raise ValueError(f"{self}: parameters, gradients and optimizer must name as many axes")
+        for axis in range(self.ndim):
+            sharded = [getattr(self, kind)[axis] == "shard" for kind in _KINDS]
+            if sharded != sorted(sharded):
+                more, less = (
+                    ("parameters", "gradients")
+                    if sharded[0] and not sharded[1]
+                    else ("gradients", "the optimizer state")
+                )
+                if sharded[0] and not sharded[2]:
+                    more, less = "parameters", "the optimizer state"
+                raise ValueError(
+                    f"{self}: axis {axis} shards {more} but not {less}. Each rank would then update or keep more than "
+                    f"it computes with: shard {less} there, too, or replicate {more}."
+                )
+
+    @property
+    def ndim(self) -> int:
+        """Number of mesh axes."""
+        return len(self.optimizer)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """By axis, the ZeRO stage: 0 nothing is sharded, 1 the optimizer state, 2 gradients, too, 3 parameters, too."""
+        return tuple(
+            sum(getattr(self, kind)[axis] == "shard" for kind in _KINDS) for axis in range(self.ndim)
+        )
+
+    @classmethod
+    def of_stages(cls, *stages: int) -> Strategy:
+        """The strategy with these ZeRO stages, from the outermost axis to the innermost."""
+        rows = [tuple("shard" if stage >= least else "replicate" for stage in stages) for least in (3, 2, 1)]
+        return cls(*rows)  # type: ignore[arg-type]
+
+
+#: By name: the ZeRO stage of each axis.
+NAMES = {"ddp": (0,), "zero1": (1,), "zero2": (2,), "zero3": (3,), "hsdp": (0, 3), "hfsdp": (1, 3)}
+
+
+def resolve(strategy: str | Strategy | None, ndim: int) -> Strategy:
+    """The strategy of this name for a mesh of ``ndim`` axes; None means zero3, or hsdp on two axes.
+
+    A name for one axis holds for both of two: ``zero1`` shards the optimizer state over all their ranks.
+
+    Raises:
+        ValueError: no such name, or a strategy for another number of axes.
+    """
+    if strategy is None:
+        strategy = "zero3" if ndim == 1 else "hsdp"
+    if isinstance(strategy, Strategy):
+        found = strategy
+    elif strategy in NAMES:
+        stages = NAMES[strategy]
+        found = Strategy.of_stages(*(stages * ndim if len(stages) == 1 else stages))
+    else:
+        raise ValueError(f"strategy must be a Strategy or one of {', '.join(NAMES)}, got {strategy!r}")
+    if found.ndim != ndim:
+        raise ValueError(
+            f"strategy {strategy!r} is for a mesh of {found.ndim} dimensions, and this mesh has {ndim}. "
+            + ("Pass a 2-D mesh, replicas outside." if found.ndim == 2 else "Say what each axis does.")
+        )
+    return found
