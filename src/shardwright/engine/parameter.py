@@ -38,21 +38,49 @@ class Taken(NamedTuple):
     sharded: nn.Parameter
 
 
-class ShardedParameter(DTensor):
-    """A DTensor that knows its unit, so that what is done through ``.data`` is neither lost nor overlooked.
+class ShardedTensor(DTensor):
+    """A sharded parameter, or a view of one, of which every edit moves the version counter that they share.
 
-    Operations on it give plain DTensors, and so do copies and pickles of it.
+    Other operations on it give plain DTensors, and so do copies and pickles of it.
     """
 
     __slots__ = ()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs or {})
-        if func.__name__.startswith("_foreach") and func._schema.is_mutable:
-            # Unlike the operations on one tensor, these move no version counter of a wrapper.
-            increment_version([t for t in args[0] if isinstance(t, ShardedParameter)])
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        result = DTensor.__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[arg-type]
+        if func.is_view:
+            if type(result) is DTensor:
+                result.__class__ = ShardedTensor
+        elif func._schema.is_mutable and func.__name__.startswith("_foreach"):
+            # Unlike the operations on one tensor, these move no counter of a wrapper.
+            increment_version([t for t in args[0] if isinstance(t, ShardedTensor)])
         return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self._as_dtensor(clone=True)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._as_dtensor().__reduce_ex__(protocol)
+
+    def _as_dtensor(self, clone: bool = False) -> DTensor:
+        local = local_of(self).detach()
+        return DTensor.from_local(
+            local.clone() if clone else local,
+            self.device_mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride(),
+        )
+
+
+class ShardedParameter(ShardedTensor):
+    """A sharded parameter, which knows its unit, so that what is done through ``.data`` is not lost."""
+
+    __slots__ = ()
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -83,16 +111,10 @@ class ShardedParameter(DTensor):
         plain = nn.Parameter(self._as_dtensor(), requires_grad=self.requires_grad)
         return plain.__reduce_ex__(protocol)
 
-    def _as_dtensor(self, clone: bool = False) -> DTensor:
-        local = local_of(self).detach()
-        return DTensor.from_local(
-            local.clone() if clone else local,
-            self.device_mesh,
-            self.placements,
-            run_check=False,
-            shape=self.shape,
-            stride=self.stride(),
-        )
+
+# torch's stager of asynchronous checkpoints copies what a class itself names in its slots, and nothing else.
+for _cls in (ShardedTensor, ShardedParameter):
+    _cls.__slots__ = DTensor.__slots__  # type: ignore[assignment]
 
 
 class FullParameter(nn.Parameter):

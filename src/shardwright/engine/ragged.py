@@ -1,0 +1,799 @@
+"""The sharded tensor of ragged layouts: global shape outside, a flat range of its elements on each rank.
+
+What may be done with one is a table of operations below; all else raises. Units, slabs and optimizers are not known
+here. A wrong answer made from the local piece alone is the one thing that must never come out of this file.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from shardwright._torch import disabled_torch_function, foreach_norm
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class RaggedSpec:
+    """Where a tensor of ``shape`` lies: whole from element ``offset`` of a segment cut every ``chunk`` elements.
+
+    Rank r along the last mesh dimension owns ``[r * chunk, (r + 1) * chunk)`` of the segment; along the others the
+    tensor is replicated. ``granule`` elements, counted from the tensor's first, are never cut.
+
+    Raises:
+        ValueError: the tensor has no dimension, does not fit the segment, or a granule is cut.
+    """
+
+    shape: torch.Size
+    offset: int
+    chunk: int
+    mesh: DeviceMesh
+    granule: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.shape or self.offset < 0 or self.chunk < 1 or self.granule < 1:
+            raise ValueError(
+                "A ragged tensor needs at least one dimension, offset >= 0, chunk >= 1 and granule >= 1, got "
+                f"{tuple(self.shape)}, {self.offset}, {self.chunk}, {self.granule}. Replicate 0-d parameters."
+            )
+        if self.offset + self.numel > self.world_size * self.chunk:
+            raise ValueError(
+                f"A tensor of {self.numel} elements at offset {self.offset} does not fit a segment of "
+                f"{self.world_size} chunks of {self.chunk}."
+            )
+        if not self._cuts_are_multiples_of(self.granule):
+            raise ValueError(
+                f"Chunks of {self.chunk} elements cut a tensor of shape {tuple(self.shape)} at offset {self.offset} "
+                f"inside its granules of {self.granule}."
+            )
+
+    @functools.cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @functools.cached_property
+    def world_size(self) -> int:
+        return self.mesh.size(self.mesh.ndim - 1)
+
+    @functools.cached_property
+    def rank(self) -> int:
+        return self.mesh.get_local_rank(self.mesh.ndim - 1)
+
+    @functools.cached_property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group(self.mesh.ndim - 1)
+
+    def range_of(self, rank: int) -> tuple[int, int]:
+        """First and last + 1 of the tensor's elements, in memory order, that ``rank`` owns."""
+        start, stop = rank * self.chunk - self.offset, (rank + 1) * self.chunk - self.offset
+        return min(max(start, 0), self.numel), min(max(stop, 0), self.numel)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """``(rows, last dimension)`` where no rank cuts a row, else ``(elements,)``; as many dimensions everywhere."""
+        start, stop = self.range_of(rank)
+        return ((stop - start) // self.shape[-1], self.shape[-1]) if self.by_rows else (stop - start,)
+
+    @functools.cached_property
+    def ranges(self) -> list[tuple[int, int]]:
+        return [self.range_of(rank) for rank in range(self.world_size)]
+
+    @functools.cached_property
+    def by_rows(self) -> bool:
+        return len(self.shape) > 1 and self.numel > 0 and self._cuts_are_multiples_of(self.shape[-1])
+
+    def _cuts_are_multiples_of(self, granule: int) -> bool:
+        first = self.chunk - self.offset % self.chunk  # the cuts are here and every chunk from here
+        if first >= self.numel:
+            return True
+        return first % granule == 0 and (first + self.chunk >= self.numel or self.chunk % granule == 0)
+
+    @functools.cached_property
+    def boxes(self) -> list[tuple[torch.Size, torch.Size]]:
+        """This rank's range as rectangles (offsets, sizes), in memory order."""
+        if not self.numel:  # one empty rectangle, or checkpoints would not know of the tensor
+            return [(torch.Size([0] * len(self.shape)), self.shape)]
+        found = boxes_of(tuple(self.shape), *self.ranges[self.rank])
+        return [(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in found]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedSpec:
+        return self
+
+
+def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[tuple[list[int], list[int]]]:
+    """Cut elements ``[start, stop)`` of a contiguous tensor into rectangles: at most 2 * dimensions - 1 of them."""
+    if start >= stop:
+        return []
+    if len(shape) == 1:
+        return [([start], [stop - start])]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # both ends in the same row
+        return _in_row(shape, last, start, stop)
+    found = _in_row(shape, first - 1, start, first * row)
+    if first < last:
+        found.append(([first] + [0] * (len(shape) - 1), [last - first, *shape[1:]]))
+    return found + _in_row(shape, last, last * row, stop)
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[tuple[list[int], list[int]]]:
+    before = row * math.prod(shape[1:])
+    return [([row, *o], [1, *s]) for o, s in boxes_of(shape[1:], start - before, stop - before)]
+
+
+class RaggedTensor(torch.Tensor):
+    """A tensor of global shape of which this rank holds a contiguous range, possibly none, possibly all.
+
+    Element-wise operations among tensors of equal spec, 0-d tensors and numbers run on the local tensors without
+    communication. Norms, ``sum``, ``mean``, ``max``, ``min``, ``any``, ``all`` and ``equal`` are global: one
+    all-reduce, so every rank must call them. ``copy_`` takes its part of a whole tensor, and of one sharded
+    otherwise, for which every rank must call it. All else raises NotImplementedError.
+    """
+
+    __slots__ = ("_local_tensor", "spec")
+    _local_tensor: torch.Tensor
+    spec: RaggedSpec
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, spec: RaggedSpec, requires_grad: bool = False) -> RaggedTensor:
+        """Wrap ``local``, of ``spec.local_shape`` for this rank, contiguous and without graph; it is not copied."""
+        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, spec.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+        )
+        self._local_tensor = local
+        self.spec = spec
+        return self  # type: ignore[no-any-return]
+
+    def __init_subclass__(cls) -> None:
+        # torch's stager of asynchronous checkpoints copies what ``__slots__`` names on the class itself, and would
+        # write uninitialised memory for a subclass that names none.
+        cls.__slots__ = RaggedTensor.__slots__
+
+    __torch_function__ = disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _HANDLERS.get(func, _refused)(func, args, kwargs or {})
+
+    @classmethod
+    def from_full(cls, source: torch.Tensor, spec: RaggedSpec) -> RaggedTensor:
+        """A copy of this rank's part of ``source``, which is whole, a DTensor or a RaggedTensor.
+
+        Communicates, on every rank, only for one that is sharded and not as ``spec`` says.
+        """
+        return cls(part_of(source, spec).clone(memory_format=torch.contiguous_format), spec)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return self.spec.mesh
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's elements: the very tensor, so what is written to it is written to this one."""
+        return self._local_tensor
+
+    @torch.no_grad()
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, without graph, on this one's device. Every rank of the shard group must call it."""
+        local, spec = self._local_tensor.detach().reshape(-1), self.spec
+        if local.is_meta:
+            return local.new_empty(spec.shape)
+        width = max(stop - start for start, stop in spec.ranges)
+        mine = local.new_empty(width, device=_device_of(spec, local))
+        mine[: local.numel()].copy_(local)
+        # As bytes: backends do not know every dtype.
+        gathered = mine.new_empty(spec.world_size, width)
+        dist.all_gather(list(gathered.view(torch.uint8).unbind()), mine.view(torch.uint8), group=spec.group)
+        pieces = [
+            piece[: stop - start]
+            for piece, (start, stop) in zip(gathered, spec.ranges, strict=True)
+            if stop > start
+        ]
+        return (torch.cat(pieces) if pieces else mine).view(spec.shape).to(local.device)
+
+    @torch.no_grad()
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
+    ) -> DTensor:
+        """A DTensor with these values on the same mesh. Every rank must call it.
+
+        Args:
+            device_mesh: this tensor's own, as in ``DTensor.redistribute``.
+            placements: ``Replicate()`` on every mesh dimension, which gathers (the default), or on all but the last
+                and ``Shard(0)`` there, which moves every element to its new owner and no further.
+
+        Raises:
+            NotImplementedError: other placements, or another mesh.
+        """
+        mesh, ndim = self.spec.mesh, self.spec.mesh.ndim
+        placements = tuple(placements) if placements is not None else (Replicate(),) * ndim
+        if placements == (Replicate(),) * ndim:
+            local = self.full_tensor()
+        elif placements == (Replicate(),) * (ndim - 1) + (Shard(0),):
+            rows, row = _ranges_by_rows(self.spec), self.spec.shape[1:]
+            local = _exchange(self._local_tensor, self.spec, self.spec.ranges, rows)
+            start, stop = rows[self.spec.rank]
+            local = local.view((stop - start) // max(math.prod(row), 1) if self.spec.numel else 0, *row)
+        else:
+            raise NotImplementedError(
+                "A ragged tensor redistributes to Replicate() or Shard(0) on the last mesh dimension and Replicate() "
+                f"on the others, not to {placements}; redistribute the result."
+            )
+        if device_mesh is not None and device_mesh != mesh:
+            raise NotImplementedError(
+                f"A ragged tensor redistributes on its own mesh {mesh}, not on {device_mesh}."
+            )
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=self.shape, stride=self.stride()
+        )
+
+    def as_dtensor(self) -> RaggedDTensor:
+        """This tensor in a state dict: a DTensor that torch's state-dict functions gather and load. Not a copy."""
+        placements = (Replicate(),) * self.spec.mesh.ndim
+        with torch.inference_mode(self.is_inference()):  # what is loaded into later must not become one
+            result: Any = DTensor.from_local(
+                self.detach(),
+                self.spec.mesh,
+                placements,
+                run_check=False,
+                shape=self.shape,
+                stride=self.stride(),
+            )
+        result.__class__ = RaggedDTensor
+        return result  # type: ignore[no-any-return]
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, RaggedTensor) or value.shape != self.shape:
+            raise NotImplementedError(
+                f"The data of a ragged tensor of shape {tuple(self.shape)} can be set to a RaggedTensor of that shape, "
+                f"not to a {type(value).__name__} of shape {tuple(value.shape)}. Use copy_, under no_grad."
+            )
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # this is the outside only
+        self._local_tensor, self.spec = value._local_tensor, value.spec
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedTensor:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only ragged tensors that are leaves of the graph can be deep-copied; detach it first."
+            )
+        result: Any = RaggedTensor(self._local_tensor.clone(), self.spec, self.requires_grad)
+        memo[id(self)] = result
+        if self.grad is not None and not isinstance(self, nn.Parameter):
+            result.grad = copy.deepcopy(self.grad, memo)  # copies of parameters have no gradient
+        result.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return result  # type: ignore[no-any-return]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        start, stop = self.spec.ranges[self.spec.rank]
+        kind = "Parameter containing:\n" if isinstance(self, nn.Parameter) else ""
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"{kind}{type(self).__name__}(shape={tuple(self.shape)}, elements {start}:{stop} of {self.spec.numel} on "
+            f"rank {self.spec.rank} of {self.spec.world_size}, local={self._local_tensor}{grad})"
+        )
+
+    # -- ways around the dispatcher ------------------------------------------------------------------------------------
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        # Gathering would hang where only rank 0 saves, which is how torch.save is mostly called.
+        raise NotImplementedError(
+            f"A ragged tensor of shape {tuple(self.shape)} cannot be pickled or given to torch.save: this rank has a "
+            "piece of it. Save .full_tensor(), called on every rank, or the state dict with "
+            'torch.distributed.checkpoint, or shard with layout="per_parameter".'
+        )
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        _refuse("numpy")
+
+    def __array__(self, dtype: Any = None) -> NoReturn:
+        _refuse("numpy")
+
+    def tolist(self) -> NoReturn:
+        _refuse("tolist")
+
+    def share_memory_(self) -> NoReturn:
+        _refuse("share_memory_")  # there is no memory behind the wrapper: torch's own crashes the process
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("__dlpack__")
+
+    # -- torch.distributed.checkpoint: this rank's rectangles ----------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.spec.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in self.spec.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        flat, start = self._local_tensor.detach().view(-1), 0
+        for offsets, sizes in self.spec.boxes:
+            if offsets == index.offset:
+                return flat[start : start + sizes.numel()].view(sizes)
+            start += sizes.numel()
+        raise ValueError(
+            f"Rank {self.spec.rank} has no part of {index.fqn!r} that begins at {index.offset}; its parts are "
+            f"{self.spec.boxes}."
+        )
+
+
+class RaggedDTensor(DTensor):
+    """A ragged tensor in a state dict: a DTensor, replicated, whose local tensor is the ragged one.
+
+    ``torch.distributed.checkpoint.state_dict`` knows sharded tensors by ``isinstance(value, DTensor)`` alone. What
+    it then calls does the right thing here: ``redistribute`` and ``full_tensor`` gather, ``to_local().copy_(whole)``
+    takes this rank's part, and saving and loading go by the ragged tensor's rectangles.
+    """
+
+    __slots__ = ()
+
+    @property
+    def ragged(self) -> RaggedTensor:
+        return self._local_tensor  # type: ignore[return-value]
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        return self.ragged
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        return self.ragged.full_tensor()
+
+    def redistribute(  # type: ignore[override]
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> DTensor:
+        return self.ragged.redistribute(device_mesh, placements)
+
+    # Torch's own would give a plain DTensor, which says it is replicated and gathers no more.
+
+    def to(self, *args: Any, **kwargs: Any) -> RaggedDTensor:  # type: ignore[override]
+        moved = self.ragged.to(*args, **kwargs)
+        return self if moved is self.ragged else moved.as_dtensor()  # type: ignore[attr-defined,no-any-return]
+
+    def cpu(self) -> RaggedDTensor:  # type: ignore[override]
+        return self.to("cpu")
+
+    def detach(self) -> RaggedDTensor:
+        return self.ragged.as_dtensor()
+
+    def clone(self, **kwargs: Any) -> RaggedDTensor:  # type: ignore[override]
+        return self.ragged.clone(**kwargs).as_dtensor()  # type: ignore[attr-defined,no-any-return]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
+        if id(self) not in memo:
+            memo[id(self)] = copy.deepcopy(self.ragged, memo).as_dtensor()
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.ragged.__reduce_ex__(protocol)
+        raise AssertionError
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"RaggedDTensor({self.ragged!r})"
+
+
+RaggedDTensor.__slots__ = tuple(DTensor.__slots__)  # type: ignore[assignment]  # for the stager, too; adds no slot
+
+
+# -- values from elsewhere ---------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def part_of(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
+    """This rank's part of ``source``, in its local shape; may be a view. See :meth:`RaggedTensor.from_full`."""
+    rank = spec.rank
+    if isinstance(source, RaggedDTensor):
+        source = source.ragged
+    if source.shape != spec.shape:
+        source = _expanded(source, spec)
+    if isinstance(source, RaggedTensor):
+        if source.spec == spec:
+            return source._local_tensor.detach()
+        if source.spec.mesh == spec.mesh:
+            local = _exchange(source._local_tensor, spec, source.spec.ranges, spec.ranges)
+            return local.view(spec.local_shape(rank))
+        source = source.full_tensor()
+    elif isinstance(source, DTensor):
+        by_rows = (Replicate(),) * (spec.mesh.ndim - 1) + (Shard(0),)
+        if source.device_mesh == spec.mesh and source.placements == by_rows:
+            local = _exchange(source.to_local(), spec, _ranges_by_rows(spec), spec.ranges)
+            return local.view(spec.local_shape(rank))
+        source = source.full_tensor()
+    start, stop = spec.ranges[rank]
+    return source.detach().reshape(-1)[start:stop].view(spec.local_shape(rank))
+
+
+def _expanded(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
+    if isinstance(source, (RaggedTensor, DTensor)):
+        raise ValueError(
+            f"A ragged tensor of shape {tuple(spec.shape)} takes values from a sharded tensor of that shape, found "
+            f"{tuple(source.shape)}."
+        )
+    return source.expand(spec.shape)
+
+
+def _ranges_by_rows(spec: RaggedSpec) -> list[tuple[int, int]]:
+    """The flat ranges of ``Shard(0)``, which cuts as torch.chunk does."""
+    width = -(-spec.shape[0] // spec.world_size) * math.prod(spec.shape[1:])
+    return [(min(r * width, spec.numel), min((r + 1) * width, spec.numel)) for r in range(spec.world_size)]
+
+
+def _exchange(
+    local: torch.Tensor, spec: RaggedSpec, have: list[tuple[int, int]], want: list[tuple[int, int]]
+) -> torch.Tensor:
+    """Flat ranges of one cut into those of another over ``spec``'s group: one all-to-all, each element once at most."""
+    size, flat = local.dtype.itemsize, local.detach().reshape(-1)
+    mine, wanted = have[spec.rank], want[spec.rank]
+    send = [size * _overlap(mine, other) for other in want]
+    receive = [size * _overlap(wanted, other) for other in have]
+    device = _device_of(spec, local)
+    result = flat.new_empty(wanted[1] - wanted[0], device=device)
+    source = flat.to(device).view(torch.uint8)  # all of it is wanted somewhere: both cut the whole tensor
+    dist.all_to_all_single(result.view(torch.uint8), source, receive, send, group=spec.group)
+    return result.to(local.device)
+
+
+def _overlap(a: tuple[int, int], b: tuple[int, int]) -> int:
+    return max(0, min(a[1], b[1]) - max(a[0], b[0]))
+
+
+def _device_of(spec: RaggedSpec, local: torch.Tensor) -> torch.device:
+    """Where the group communicates: tensors that were offloaded go there and back."""
+    kind = spec.mesh.device_type
+    return local.device if local.device.type == kind else torch.device(kind)
+
+
+# -- the operations that are allowed -----------------------------------------------------------------------------------
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _refuse(name: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"{name} is not supported on a ragged tensor, of which each rank has a range of elements: it would give a "
+        "result of this rank's alone. Use .full_tensor(), called on every rank, or "
+        'shard with layout="per_parameter".'
+    )
+
+
+def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # In inference mode operations arrive that are made of others.
+    with torch.no_grad():
+        result = func.decompose(*args, **kwargs)
+    return result if result is not NotImplemented else _refuse(func)
+
+
+def _mixed(func: Any, spec: RaggedSpec | None, found: torch.Tensor) -> NoReturn:
+    what = f"a {type(found).__name__} of shape {tuple(found.shape)}"
+    if isinstance(found, RaggedTensor) and spec is not None:
+        what += f" and {found.spec}"
+    raise NotImplementedError(
+        f"{func} expects ragged tensors that are all cut alike, 0-d tensors and numbers, found {what} beside "
+        f"{spec or 'plain tensors'}. Bring it into the same cut with RaggedTensor.from_full(tensor, like.spec), "
+        "or use .full_tensor() of both."
+    )
+
+
+def _unwrap(func: Any, spec: RaggedSpec | None, arg: Any) -> Any:
+    if isinstance(arg, RaggedTensor):
+        if arg.spec is spec or arg.spec == spec:
+            return arg._local_tensor
+    elif not isinstance(arg, torch.Tensor) or spec is None or arg.dim() == 0:
+        return arg
+    return _mixed(func, spec, arg)
+
+
+def _spec_of(args: Sequence[Any]) -> RaggedSpec | None:
+    for arg in args:
+        if isinstance(arg, RaggedTensor):
+            return arg.spec
+    return None
+
+
+def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    spec = _spec_of(args)
+    if spec is None:
+        _refuse(func)
+    return RaggedTensor(
+        func(
+            *[_unwrap(func, spec, arg) for arg in args],
+            **{key: _unwrap(func, spec, arg) for key, arg in kwargs.items()},
+        ),
+        spec,
+    )
+
+
+def _pointwise_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In place, or into ``out``."""
+    target = kwargs.get("out", args[0])
+    if not isinstance(target, RaggedTensor):
+        _mixed(func, None, _first_ragged(args))
+    spec = target.spec
+    func(
+        *[_unwrap(func, spec, arg) for arg in args],
+        **{key: _unwrap(func, spec, arg) for key, arg in kwargs.items()},
+    )
+    return target
+
+
+def _first_ragged(args: Sequence[Any]) -> RaggedTensor:
+    return next(arg for arg in args if isinstance(arg, RaggedTensor))
+
+
+def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Lists, of which plain tensors may be a part, and the fused steps of optimizers."""
+    lists = next(arg for arg in args if isinstance(arg, (list, tuple)))
+    specs = [t.spec if isinstance(t, RaggedTensor) else None for t in lists]
+
+    def unwrap(arg: Any) -> Any:
+        if not isinstance(arg, (list, tuple)):
+            return _unwrap(func, None, arg)  # one tensor for all of them cannot be ragged
+        if len(arg) != len(specs):  # torch raises for it, if it is not an empty list that is left out
+            return [_unwrap(func, None, a) for a in arg]
+        return [_unwrap(func, spec, a) for a, spec in zip(arg, specs, strict=True)]
+
+    result = func(*[unwrap(arg) for arg in args], **{key: unwrap(arg) for key, arg in kwargs.items()})
+    if result is None:  # in place
+        return None
+    return [t if spec is None else RaggedTensor(t, spec) for t, spec in zip(result, specs, strict=True)]
+
+
+def _foreach_copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for target, source in zip(args[0], args[1], strict=True):
+        target.copy_(source, *args[2:], **kwargs)
+
+
+def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    if not isinstance(target, RaggedTensor):
+        _refuse(f"{func} into a {type(target).__name__} of shape {tuple(target.shape)}")
+    func(target._local_tensor, part_of(source, target.spec), *args[2:], **kwargs)
+    return target
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, size = args
+    if list(size) != list(tensor.shape):
+        _refuse(f"{func} to {list(size)}")
+    return RaggedTensor(tensor._local_tensor, tensor.spec)
+
+
+def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    if torch.is_inference_mode_enabled() and not tensor.is_inference():
+        # A tensor made now would be an inference tensor, which cannot share a version counter (DTensor fails so).
+        with torch.inference_mode(False):
+            return RaggedTensor(tensor._local_tensor, tensor.spec)
+    return RaggedTensor(tensor._local_tensor, tensor.spec)
+
+
+def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``new_zeros`` and its kin: of this tensor's shape cut like it, of another shape plain."""
+    tensor, size = args[0], args[1]
+    if list(size) != list(tensor.shape):
+        return func(tensor._local_tensor, *args[1:], **kwargs)
+    return RaggedTensor(
+        func(tensor._local_tensor, tensor._local_tensor.shape, *args[2:], **kwargs), tensor.spec
+    )
+
+
+def _masked_assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``tensor[mask] = number``, as Rprop has it, which is element-wise."""
+    target, indices, values = args[0], args[1], args[2]
+    one = len(indices) == 1 and isinstance(indices[0], RaggedTensor) and indices[0].dtype == torch.bool
+    if not one or not isinstance(target, RaggedTensor) or values.dim() or args[3:] or kwargs:
+        _refuse(func)
+    target._local_tensor.masked_fill_(_unwrap(func, target.spec, indices[0]), values)
+    return target
+
+
+def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A question about memory, answered for the local tensor."""
+    return func(args[0]._local_tensor, *args[1:], **kwargs)
+
+
+def _reduce(value: torch.Tensor, op: Any, spec: RaggedSpec) -> torch.Tensor:
+    """All-reduce over the shard group, in place where possible."""
+    moved = value.to(_device_of(spec, value))
+    dist.all_reduce(moved, op, group=spec.group)
+    return moved.to(value.device)
+
+
+def _everything(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
+    """The tensor of a reduction that is over all dimensions."""
+    tensor: RaggedTensor = args[0]
+    dims = args[1] if len(args) > 1 else kwargs.get("dim")
+    if (
+        (dims and {d % tensor.dim() for d in dims} != set(range(tensor.dim())))
+        or args[2:]
+        or kwargs.get("keepdim")
+    ):
+        _refuse(func)
+    return tensor
+
+
+def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    tensor = _everything(func, args, kwargs)
+    local = tensor._local_tensor
+    floating = local.dtype.is_floating_point or local.dtype.is_complex
+    dtype = kwargs.get("dtype") or (local.dtype if floating else torch.int64)
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    total = _reduce(local.sum(dtype=wide), dist.ReduceOp.SUM, tensor.spec)
+    return (total / tensor.spec.numel if func in _MEANS else total).to(dtype)
+
+
+def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    tensor = _everything(func, args, kwargs)
+    local, largest = tensor._local_tensor, func in _LARGEST
+    if not tensor.spec.numel:
+        raise IndexError(f"{func} of a tensor without elements")
+    floating = local.dtype.is_floating_point
+    wide = torch.promote_types(local.dtype, torch.float32) if floating else torch.int64
+    if local.numel():
+        mine = (local.amax() if largest else local.amin()).to(wide)
+    else:
+        bound = math.inf if floating else torch.iinfo(wide).max
+        mine = torch.tensor(-bound if largest else bound, dtype=wide, device=local.device)
+    return _extremes(mine[None], largest, tensor.spec)[0].to(local.dtype)
+
+
+def _extremes(values: torch.Tensor, largest: bool, spec: RaggedSpec) -> torch.Tensor:
+    """All-reduce to the largest or smallest; not a number where any is, which the collectives' own would drop."""
+    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN
+    if not values.dtype.is_floating_point:
+        return _reduce(values, op, spec)
+    nan = values.isnan()
+    flags = nan.to(values.dtype) if largest else -nan.to(values.dtype)
+    known = values.masked_fill(nan, -math.inf if largest else math.inf)
+    known, flags = _reduce(torch.stack([known, flags]), op, spec)
+    return known.masked_fill(flags != 0, math.nan)
+
+
+def _any(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    tensor = _everything(func, args, kwargs)
+    mine = func(tensor._local_tensor).to(torch.int32)
+    op = dist.ReduceOp.MAX if func is aten.any.default else dist.ReduceOp.MIN
+    return _reduce(mine, op, tensor.spec).bool()
+
+
+def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    spec = _spec_of(args)
+    assert spec is not None
+    same = func(*[_unwrap(func, spec, arg) for arg in args], **kwargs)
+    device = _first_ragged(args).device
+    return bool(_reduce(torch.tensor(int(same), device=device), dist.ReduceOp.MIN, spec))
+
+
+def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    order = args[1] if len(args) > 1 else kwargs.pop("ord", 2)
+    _everything(func, (args[0], *args[2:]), kwargs)
+    return _norms([args[0]], float(order), kwargs.get("dtype"))[0]
+
+
+def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    return _norms(list(args[0]), float(order), args[2] if len(args) > 2 else kwargs.get("dtype"))
+
+
+def _norms(tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """The global norm of each, by one all-reduce per shard group; of plain tensors among them their own."""
+    found = [t._local_tensor if isinstance(t, RaggedTensor) else t for t in tensors]
+    wide = functools.reduce(torch.promote_types, {t.dtype for t in found}, torch.float32)
+    filled = [t for t in found if t.numel()]
+    known = iter(foreach_norm(filled, order, wide) if filled else ())
+    empty = math.inf if order == -math.inf else 0.0  # torch has no extreme of nothing
+    norms = [next(known).double() if t.numel() else t.new_full((), empty, dtype=torch.float64) for t in found]
+    groups: dict[dist.ProcessGroup, list[int]] = {}
+    for i, t in enumerate(tensors):
+        if isinstance(t, RaggedTensor):
+            groups.setdefault(t.spec.group, []).append(i)
+    for members in groups.values():
+        spec = tensors[members[0]].spec  # type: ignore[attr-defined]
+        stacked = torch.stack([norms[i] for i in members])  # doubles: powers and roots round no more
+        if math.isinf(order):
+            stacked = _extremes(stacked, order > 0, spec)
+        elif order == 0:
+            stacked = _reduce(stacked, dist.ReduceOp.SUM, spec)
+        else:
+            stacked = _reduce(stacked.pow_(order), dist.ReduceOp.SUM, spec).pow_(1 / order)
+        for i, norm in zip(members, stacked, strict=True):
+            norms[i] = norm
+    return [n.to((dtype or t.dtype).to_real()) for n, t in zip(norms, tensors, strict=True)]
+
+
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """GradScaler: what one rank finds not to be finite, all ranks must know."""
+    tensors, found, scale = args
+    func([_unwrap(func, t.spec, t) if isinstance(t, RaggedTensor) else t for t in tensors], found, scale)
+    for spec in {t.spec.group: t.spec for t in tensors if isinstance(t, RaggedTensor)}.values():
+        found.copy_(_reduce(found, dist.ReduceOp.MAX, spec))
+
+
+#: Each element of the result depends on that element of the arguments alone; so do the in-place and multi-tensor forms.
+_ELEMENTWISE = """
+    abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil
+    clamp clamp_max clamp_min copysign cos cosh deg2rad div eq erf erfc erfinv exp exp2 expm1 fill floor floor_divide
+    fmax fmin fmod frac ge gt heaviside hypot isinf isnan isneginf isposinf le lerp lgamma log log10 log1p log2
+    logaddexp logical_and logical_not logical_or logical_xor lt masked_fill maximum minimum mul nan_to_num ne neg
+    nextafter pow rad2deg reciprocal relu remainder round rsqrt rsub sgn sigmoid sign signbit sin sinh sqrt square sub
+    tan tanh trunc where xlogy zero
+    clone _to_copy empty_like zeros_like ones_like full_like _pin_memory
+"""
+_FUSED = "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
+_MEANS = {aten.mean.default, aten.mean.dim}
+_LARGEST = {aten.max.default, aten.amax.default}
+
+
+def _overloads(name: str) -> list[Any]:
+    packet = getattr(aten, name, None)
+    return [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+
+
+def _table() -> dict[Any, Handler]:
+    table: dict[Any, Handler] = {}
+    for name in _ELEMENTWISE.split():
+        for func in _overloads(name) + _overloads(f"{name}_"):
+            table[func] = _pointwise_into if func._schema.is_mutable else _pointwise
+        for func in _overloads(f"_foreach_{name}") + _overloads(f"_foreach_{name}_"):
+            table[func] = _foreach
+    for name in _FUSED.split():
+        table.update(dict.fromkeys(_overloads(name), _foreach))
+    table.pop(aten.where.default, None)  # this one gives indices
+    for name in ("new_empty", "new_zeros", "new_ones", "new_full"):
+        table[getattr(aten, name).default] = _new
+    return table | {
+        aten.detach.default: _alias,
+        aten.alias.default: _alias,
+        aten.view.default: _view,
+        aten.is_pinned.default: _local,
+        aten.copy_.default: _copy_,
+        aten._foreach_copy_.default: _foreach_copy_,
+        aten.index_put_.default: _masked_assign,
+        aten.sum.default: _sum,
+        aten.sum.dim_IntList: _sum,
+        aten.mean.default: _sum,
+        aten.mean.dim: _sum,
+        aten.max.default: _extreme,
+        aten.min.default: _extreme,
+        aten.amax.default: _extreme,
+        aten.amin.default: _extreme,
+        aten.any.default: _any,
+        aten.all.default: _any,
+        aten.equal.default: _equal,
+        aten.allclose.default: _equal,
+        aten.linalg_vector_norm.default: _vector_norm,
+        aten._foreach_norm.Scalar: _foreach_norm,
+        aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    }
+
+
+_HANDLERS = _table()
