@@ -92,7 +92,7 @@ def backend_for(group: Any, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
-def local_of(dtensor: DTensor) -> torch.Tensor:
+def local_of(dtensor: Any) -> torch.Tensor:
     """The local tensor itself. ``to_local`` of a parameter makes a new view at every call."""
     return dtensor._local_tensor
 

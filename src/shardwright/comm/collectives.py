@@ -203,32 +203,34 @@ class Communicator:
 
     def reduce_scatter(
         self,
-        output: torch.Tensor,
-        packed: torch.Tensor,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
         division: Division,
         announce: Callable[[], None] | None = None,
         after: Pending | None = None,
     ) -> Pending:
-        """Sum ``packed`` (world_size rows, rank-major) over the ranks; ``output`` receives this rank's row, divided.
+        """Sum each of ``inputs`` over the ranks; ``outputs[i]`` receives this rank's piece of the i-th, divided.
 
-        ``announce`` is called last before the collective, as in :meth:`all_gather`. On an accelerator it is queued
-        after the collective ``after``, or after the computation so far.
+        All are flat; an input is its pieces, rank after rank. ``announce`` is called last before the collective, as in
+        :meth:`all_gather`. On an accelerator it is queued after the collective ``after``, or after the computation so
+        far.
         """
         streams = self.streams
         with streams.fork("reduce") if after is None else streams.beside("reduce", after.mark):
             if division.before != 1.0:
-                packed.div_(division.before)
-            if self.group is None:
-                output.copy_(packed.view(-1))
-                _divide(output, division.after)
-                return Pending(streams, None, streams.mark("reduce"), keep=packed)
+                for tensor in inputs:
+                    tensor.div_(division.before)
             if self._gloo:
-                return self._reduce_by_all_to_all(output, packed, division, announce)
+                return self._reduce_by_all_to_all(outputs, inputs, division, announce)
+            assert self.group is not None
             options = ReduceScatterOptions()
             options.reduceOp = dist.ReduceOp.AVG if division.average else dist.ReduceOp.SUM
             options.asyncOp = streams.asynchronous
-            work = self.group._reduce_scatter_base(output, packed.view(-1), options)
-            return self._divided(work, "reduce", output, division, packed)
+            if len(inputs) == 1:
+                work = self.group._reduce_scatter_base(outputs[0], inputs[0], options)
+            else:
+                work = self.group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
+            return self._divided(work, "reduce", outputs, division, inputs)
 
     def all_reduce(
         self,
@@ -249,39 +251,43 @@ class Communicator:
             options.reduceOp = dist.ReduceOp.AVG if division.average else dist.ReduceOp.SUM
             options.asyncOp = streams.asynchronous
             work = self.group.allreduce([tensor], options)
-            return self._divided(work, "all_reduce", tensor, division, None)
+            return self._divided(work, "all_reduce", [tensor], division, None)
 
     def _divided(
-        self, work: Any, stream: str, output: torch.Tensor, division: Division, keep: Any
+        self, work: Any, stream: str, outputs: list[torch.Tensor], division: Division, keep: Any
     ) -> Pending:
         """What is under way, with the division that follows the collective."""
         if division.after == 1.0:
             return Pending(self.streams, work, self.streams.mark(stream), keep=keep)
         if self.streams.asynchronous:
             return Pending(
-                self.streams, work, None, keep=keep, finish=lambda: _divide(output, division.after)
+                self.streams, work, None, keep=keep, finish=lambda: _divide(outputs, division.after)
             )
-        output.div_(division.after)
+        _divide(outputs, division.after)
         return Pending(self.streams, work, self.streams.mark(stream), keep=keep)
 
     def _reduce_by_all_to_all(
         self,
-        output: torch.Tensor,
-        packed: torch.Tensor,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
         division: Division,
         announce: Callable[[], None] | None,
     ) -> Pending:
+        n = self.world_size
+        packed = inputs[0].view(n, -1) if len(inputs) == 1 else torch.cat([t.view(n, -1) for t in inputs], 1)
         received = torch.empty_like(packed)
         if announce is not None:
             announce()
         work = dist.all_to_all_single(received, packed, group=self.group, async_op=True)
 
         def finish() -> None:
-            if division.average:
-                torch.mean(received, dim=0, out=output)
-            else:
-                torch.sum(received, dim=0, out=output)
-                _divide(output, division.after)
+            parts = received.split([t.numel() for t in outputs], dim=1) if len(outputs) > 1 else (received,)
+            for output, part in zip(outputs, parts, strict=True):
+                if division.average:
+                    torch.mean(part, dim=0, out=output)
+                else:
+                    torch.sum(part, dim=0, out=output)
+            _divide([] if division.average else outputs, division.after)
 
         return Pending(self.streams, work, None, keep=(packed, received), finish=finish)
 
@@ -300,6 +306,7 @@ def separate(comm: Communicator) -> Communicator:
     return _separate[comm.group]
 
 
-def _divide(tensor: torch.Tensor, divisor: float) -> None:
+def _divide(tensors: list[torch.Tensor], divisor: float) -> None:
     if divisor != 1.0:
-        tensor.div_(divisor)
+        for tensor in tensors:
+            tensor.div_(divisor)

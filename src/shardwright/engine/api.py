@@ -28,7 +28,7 @@ from shardwright.engine.module import FSDPModule, install
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.root import attach, hook_optimizers
 from shardwright.engine.unit import Unit
-from shardwright.layout import Strategy, resolve
+from shardwright.layout import Ragged, Strategy, resolve
 
 _M = TypeVar("_M", bound="nn.Module | list[nn.Module]")
 
@@ -44,7 +44,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     strategy: str | Strategy | None = None,
-    layout: str = "per_parameter",
+    layout: str | Ragged = "per_parameter",
     memory: str = "dynamic",
     prefetch: int = 1,
     strict: bool = False,
@@ -71,7 +71,9 @@ def fully_shard(
         ignored_params: parameters that are left as they are, everywhere.
         strategy: what is sharded over each axis of the mesh: a :class:`Strategy`, or "ddp", "zero1", "zero2", "zero3",
             "hsdp", "hfsdp". Default: "zero3" on one axis, "hsdp" on two.
-        dp_mesh_dims, layout, memory, prefetch, strict: only their defaults in this version.
+        layout: "per_parameter" (each along its own dimension, as FSDP2 does), or "ragged", :class:`Ragged`: parameters
+            share segments that are cut between rows, blocks of rows or elements, with hardly any padding.
+        dp_mesh_dims, memory, prefetch, strict: only their defaults in this version.
 
     Returns:
         The same module (or list), whose class is now a subclass ``FSDP<Class>`` of it and of :class:`FSDPModule`.
@@ -82,9 +84,7 @@ def fully_shard(
 
     The signature is that of ``torch.distributed.fsdp.fully_shard`` in torch 2.13.
     """
-    _refuse_later_options(
-        reshard_after_forward, offload_policy, dp_mesh_dims, layout, memory, prefetch, strict
-    )
+    _refuse_later_options(reshard_after_forward, offload_policy, dp_mesh_dims, memory, prefetch, strict)
     for name, value, expected in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
         ("offload_policy", offload_policy, OffloadPolicy),
@@ -111,6 +111,7 @@ def fully_shard(
         policy=mp_policy,
         reshard_after_forward=cast("bool | None", reshard_after_forward),
         placement_fn=shard_placement_fn,
+        layout=_layout(layout, ranks),
         ignored=ignored,
         attach=attach,
     )
@@ -130,7 +131,6 @@ def _refuse_later_options(
     reshard_after_forward: Any,
     offload_policy: Any,
     dp_mesh_dims: Any,
-    layout: Any,
     memory: Any,
     prefetch: Any,
     strict: Any,
@@ -138,7 +138,6 @@ def _refuse_later_options(
     later = {
         "offload_policy=CPUOffloadPolicy()": isinstance(offload_policy, CPUOffloadPolicy),
         "dp_mesh_dims": dp_mesh_dims is not None,
-        f"layout={layout!r}": layout != "per_parameter",
         f"memory={memory!r}": memory != "dynamic",
         f"prefetch={prefetch!r}": prefetch != 1,
         f"strict={strict!r}": strict is not False,
@@ -215,6 +214,16 @@ def _ranks(mesh: DeviceMesh, strategy: Strategy) -> Ranks:
     return Ranks(
         mesh, strategy, lambda axis: _communicator(mesh.get_group(axis) if axis is not None else None, device)
     )
+
+
+def _layout(layout: str | Ragged, ranks: Ranks) -> Ragged | None:
+    if layout == "per_parameter":
+        return None
+    if layout == "ragged":
+        layout = Ragged("row")
+    if not isinstance(layout, Ragged):
+        raise ValueError(f'layout must be "per_parameter", "ragged" or a Ragged, got {layout!r}')
+    return layout
 
 
 def _communicator(group: dist.ProcessGroup | None, device: torch.device) -> Communicator:

@@ -15,21 +15,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwright._torch import local_of, rebind
+from shardwright._torch import local_of
+from shardwright.engine.cut import cut_alone, make_cut
 from shardwright.engine.extension import Extension, is_extended
 from shardwright.engine.parameter import (
     TAKEN,
     UNIT_OF,
+    Managed,
     ManagedParameter,
-    ShardedParameter,
     Slot,
     Taken,
-    as_dtensor,
+    become,
     build,
-    dim_of,
-    full_view,
-    local_view,
-    part_of,
     unit_of,
 )
 from shardwright.layout import TensorSpec, plan_unit
@@ -110,7 +107,7 @@ def _lent_by_another(
 ) -> nn.Parameter | None:
     """The sharded parameter of another unit that ``parameter`` is, or was before that unit took it."""
     taken: Taken | None = getattr(parameter, TAKEN, None)
-    sharded = parameter if isinstance(parameter, ShardedParameter) or taken is None else taken.sharded
+    sharded = parameter if isinstance(parameter, Managed) or taken is None else taken.sharded
     owner = unit_of(sharded)
     if owner is None or owner is unit:
         return None
@@ -149,6 +146,13 @@ def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter, mesh
 
 def _spec_of(name: str, parameter: nn.Parameter, unit: Unit) -> TensorSpec:
     dim = _placement_dim(unit.placement_fn, name, parameter)
+    shares = unit.layout_kind is not None or len(unit.ranks.axes) > 1
+    if shares and dim:
+        how = f"layout {unit.layout_kind}" if unit.layout_kind is not None else str(unit.ranks.strategy)
+        raise ValueError(
+            f"shard_placement_fn asks for dimension {dim} of parameter {name!r}, but {how} cuts parameters by the "
+            "order of their elements. Return None or Shard(0)."
+        )
     storage = parameter.dtype
     compute = (unit.policy.param_dtype or storage) if parameter.is_floating_point() else storage
     extended = is_extended(local_of(parameter) if isinstance(parameter, DTensor) else parameter)
@@ -157,7 +161,7 @@ def _spec_of(name: str, parameter: nn.Parameter, unit: Unit) -> TensorSpec:
             f"parameter {name!r} decides itself what is gathered of it ({type(parameter).__name__} has "
             "fsdp_pre_all_gather), so it must be sharded along dimension 0"
         )
-    order = _memory_order(parameter, dim)
+    order = () if shares else _memory_order(parameter, dim)
     return TensorSpec(name, tuple(parameter.shape), storage, compute, dim, order, extended)
 
 
@@ -194,43 +198,38 @@ def own_parameters(unit: Unit, found: Found) -> None:
     ranks, device = unit.ranks, unit.ranks.device
     owned = found.owned
     specs = [_spec_of(name, parameter, unit) for name, parameter, _ in owned]
-    layout = plan_unit(specs, ranks.parts)
+    trainable = [parameter.requires_grad for _, parameter, _ in owned]
+    layout = plan_unit(specs, ranks.parts, unit.layout_kind, trainable)
     slab = Slab(layout.slab_nbytes, device)
     slab.lease()  # views are made over memory that is there
     on_gradient, on_data = unit.gradient_listener(), unit.data_listener()
     managed: list[ManagedParameter | None] = [None] * len(owned)
-    shards: dict[int, torch.Tensor] = {}
+    shards: list[torch.Tensor] = []
     with torch.no_grad():
         for run in layout.runs:
             for segment in run.segments:
-                spec, (_, original, slots) = specs[segment.index], owned[segment.index]
-                mine = segment.rows_of(ranks.part)
-                rows = (min(ranks.part * segment.rows, segment.size), mine)
-                part = part_of(original, ranks.mesh, ranks.placements(dim_of(spec)), spec, rows)
-                if run.extended:
-                    local = part.clone()
-                    full = torch.empty(0, dtype=spec.compute_dtype, device=device)  # until the first gather
-                else:
-                    # A storage of its own: torch takes a DTensor whose local tensor begins further on in one for a
-                    # plain tensor, and can neither save nor copy it.
-                    flat = torch.zeros(segment.chunk, dtype=run.storage_dtype, device=device)
-                    shards[segment.index] = flat
-                    local = local_view(flat, 0, mine, segment, spec).copy_(part)
-                    full = full_view(slab, run, segment, spec)
-                managed[segment.index] = p = build(
-                    original,
-                    spec,
-                    slots,
-                    ranks=ranks,
-                    local=local,
-                    full=full,
-                    rows=rows,
-                    on_gradient=on_gradient,
-                    on_data=on_data,
-                )
-                module = slots[0].module()
-                if run.extended and module is not None:
-                    p.extension = Extension(spec, ranks, module, unit.policy)
+                # A storage of its own: torch takes a DTensor whose local tensor begins further on in one for a plain
+                # tensor, and can neither save nor copy it.
+                numel = 0 if run.extended else segment.chunk
+                shards.append(torch.zeros(numel, dtype=run.storage_dtype, device=device))
+                for member in segment.members:
+                    _, original, slots = owned[member.index]
+                    cut = make_cut(ranks, specs[member.index], segment, member)
+                    part = cut.part_of(original)
+                    if run.extended:
+                        local = part.clone()
+                        full = torch.empty(
+                            0, dtype=run.compute_dtype, device=device
+                        )  # until the first gather
+                    else:
+                        local = cut.local_view(shards[-1], 0).copy_(part)
+                        full = cut.full_view(slab, run)
+                    p = managed[member.index] = build(
+                        original, cut, slots, local=local, full=full, on_gradient=on_gradient, on_data=on_data
+                    )
+                    module = slots[0].module()
+                    if run.extended and module is not None:
+                        p.extension = Extension(specs[member.index], ranks, module, unit.policy)
     slab.release()
     parameters = [p for p in managed if p is not None]
     unit.own(layout, shards, slab, parameters)
@@ -288,13 +287,8 @@ def assign_data(unit: Unit, sharded: nn.Parameter, value: torch.Tensor) -> None:
         p.take_values(value)
         return
     spec = _spec_of(p.name, nn.Parameter(value, requires_grad=False), unit)
-    size = spec.shape[spec.dim] if spec.shape else 1
-    ranks = unit.ranks
-    rows = -(-size // ranks.parts)
-    start = min(ranks.part * rows, size)
-    placements = ranks.placements(dim_of(spec))
-    part = part_of(value, ranks.mesh, placements, spec, (start, min(rows, size - start)))
-    rebind(sharded, as_dtensor(part, ranks, spec))  # type: ignore[arg-type]
+    cut = p.cut if spec.shape == p.spec.shape else cut_alone(unit.ranks, spec, p.cut)
+    become(sharded, cut.wrap(cut.part_of(value)))
 
 
 def remake(unit: Unit) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import local_of, rebind
+from shardwright._torch import local_of
 from shardwright.engine.construct import (
     UNIT,
     borrow_parameters,
@@ -25,7 +25,8 @@ from shardwright.engine.construct import (
     remake,
     settle,
 )
-from shardwright.engine.parameter import ManagedParameter, as_dtensor
+from shardwright.engine.parameter import ManagedParameter, become
+from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.unit import Unit
 
 Install = Callable[[Unit, list[nn.Module]], None]
@@ -85,6 +86,7 @@ def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], instal
         policy=old.policy,
         reshard_after_forward=old.reshard_after_forward,
         placement_fn=old.placement_fn,
+        layout=old.layout_kind,
         ignored=[memo.get(id(p), p) for p in old.living_ignored()],
         attach=old.attach,
     )
@@ -144,12 +146,12 @@ def _convert_parameter(p: ManagedParameter, unit: Unit, fn: Callable[[torch.Tens
     gradient = p.sharded.grad
     new_gradient = None
     if gradient is not None:
-        new_gradient = fn(local_of(gradient) if isinstance(gradient, DTensor) else gradient)
+        new_gradient = fn(local_of(gradient) if isinstance(gradient, (DTensor, RaggedTensor)) else gradient)
         p.sharded.grad = None
     if new.dtype == p.local.dtype:
         p.local.copy_(new)
     else:
-        rebind(p.sharded, as_dtensor(new, unit.ranks, p.spec))  # type: ignore[arg-type]
+        become(p.sharded, p.cut.wrap(new))
     if new_gradient is not None:
-        p.sharded.grad = as_dtensor(new_gradient, unit.ranks, p.spec)
+        p.sharded.grad = p.cut.wrap(new_gradient)
     return new.dtype != p.local.dtype

@@ -22,9 +22,10 @@ from shardwright._torch import (
     storage_use_count,
 )
 from shardwright.comm import Communicator, Division, Pending, plan_division
-from shardwright.engine.parameter import ManagedParameter, as_dtensor, local_view
+from shardwright.engine.parameter import ManagedParameter
+from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.ranks import Ranks
-from shardwright.layout import GradientPart, Packing, Segment, UnitLayout
+from shardwright.layout import GradientPart, Packing, UnitLayout
 from shardwright.memory import Slab
 
 
@@ -38,9 +39,8 @@ class GradientShard:
     def __init__(
         self,
         packing: Packing,
-        segments: dict[int, Segment],
-        layout: UnitLayout,
-        ranks: Ranks,
+        parameters: Sequence[ManagedParameter],
+        device: torch.device,
     ) -> None:
         self.slabs: list[Slab] = []
         self.flats: list[torch.Tensor] = []
@@ -48,18 +48,17 @@ class GradientShard:
         self.direct = len(packing.spans) == 1 and packing.spans[0].storage_dtype == packing.reduce_dtype
         for span in packing.spans:
             numel = packing.numel if self.direct else span.stop - span.start
-            slab = Slab(numel * span.storage_dtype.itemsize, ranks.device)
+            slab = Slab(numel * span.storage_dtype.itemsize, device)
             slab.lease()
             self.slabs.append(slab)
             self.flats.append(slab.view(span.storage_dtype, 0, (numel,), (1,)))
         self.locals: list[torch.Tensor] = []
         self.dtensors: list[DTensor] = []
         with torch.no_grad():
-            for part in packing.parts:
-                segment, spec = segments[part.index], layout.specs[part.index]
+            for part, parameter in zip(packing.parts, parameters, strict=True):
                 offset = part.offset - packing.spans[part.span].start
-                view = local_view(self.flats[part.span], offset, segment.rows_of(ranks.part), segment, spec)
-                self.dtensors.append(as_dtensor(view, ranks, spec))
+                view = parameter.cut.local_view(self.flats[part.span], offset)
+                self.dtensors.append(parameter.cut.wrap(view))
                 self.locals.append(local_of(self.dtensors[-1]))
         del view
         self._alone = [storage_use_count(flat.untyped_storage()) for flat in self.flats]
@@ -125,6 +124,8 @@ class Sum:
         return None if all(both) else both
 
 
+#: What is packed: the number of a parameter, zeros, or numbers of 0-d parameters and the elements they take.
+Item = int | torch.Tensor | tuple[tuple[int, ...], int]
 #: Given a communicator and the bytes sent: what to call before the collective.
 Announcer = Callable[[Communicator, int], "Callable[[], None] | None"]
 
@@ -140,8 +141,6 @@ class Reduction:
         ranks: Ranks,
     ) -> None:
         self.packing = packing
-        self._layout = layout
-        self._segments = {s.index: s for run in layout.runs for s in run.segments}
         self._parameters = [parameters[part.index] for part in packing.parts]
         self._shardeds = [p.sharded for p in self._parameters]
         self._ranks = ranks
@@ -151,12 +150,13 @@ class Reduction:
         dtypes = {layout.specs[part.index].compute_dtype for part in packing.parts}
         self._input_dtype = dtypes.pop() if len(dtypes) == 1 else None
         dtype = self._input_dtype or packing.reduce_dtype
-        self._gaps = [
-            torch.zeros(n, p.gap, dtype=dtype, device=device) if p.gap else None for p in packing.parts
-        ]
         self._flags = torch.zeros(n, packing.flag_slots, dtype=dtype, device=device)
         self._flags[:, : len(packing.parts)] = 1
-        self._plain = all(p.spec.is_natural and p.spec.shape and part.chunk for p, part in self._pairs())
+        self._items = self._plan_items(dtype)
+        #: Whether gradients are packed as they are.
+        self._plain = bool(packing.shared) or all(
+            p.spec.is_natural and p.spec.shape and part.chunk for p, part in self._pairs()
+        )
         self.nbytes = n * packing.numel * packing.reduce_dtype.itemsize
         #: Tells packings of equal size and different parameters apart; the same number on every rank.
         self.fingerprint = hash(tuple(part.index for part in packing.parts)) % (1 << 31)
@@ -194,9 +194,9 @@ class Reduction:
 
     def _take(self) -> tuple[list[torch.Tensor], list[bool] | None]:
         """Take the full gradients off the parameters, in packing order; and which there are, None meaning all."""
-        tensors: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
         present: list[bool] | None = None
-        dtype = self._input_dtype
+        dtype, n = self._input_dtype, self._ranks.parts
         for i, parameter in enumerate(self._parameters):
             full, spec = parameter.full, parameter.spec
             gradient = full.grad
@@ -210,21 +210,66 @@ class Reduction:
                 gradient = torch.zeros(spec.shape, dtype=self._flags.dtype, device=self._flags.device)
             elif gradient.dtype != dtype:
                 gradient = gradient.to(self._flags.dtype)
-            if self._plain:
-                tensors.append(gradient)
-            elif spec.replicated:
-                tensors.append(gradient.expand(self._ranks.parts, 1))
-            elif gradient.numel():
-                tensors.append(gradient.permute(spec.order))
-            gap = self._gaps[i]
-            if gap is not None:
-                tensors.append(gap)
+            if not self._plain:
+                gradient = gradient.expand(n, 1) if spec.replicated else gradient.permute(spec.order)
+            gradients.append(gradient)
+        tensors = [self._packed_item(item, gradients) for item in self._items]
         flags = self._flags
         if present is not None:
             flags = flags.clone()
             flags[:, [i for i, there in enumerate(present) if not there]] = 0
         tensors.append(flags)
         return tensors, present
+
+    def _plan_items(self, dtype: torch.dtype) -> list[Item]:
+        """What is packed behind one another: numbers of parameters, zeros, and 0-d parameters that share a segment."""
+        n, device, packing = self._ranks.parts, self._ranks.device, self.packing
+        items: list[Item] = []
+
+        def zeros(*shape: int) -> None:
+            if 0 not in shape:
+                items.append(torch.zeros(shape, dtype=dtype, device=device))
+
+        if not packing.shared:
+            for i, part in enumerate(packing.parts):
+                if part.chunk:
+                    items.append(i)
+                zeros(n, part.gap)
+            return items
+        places = {part.index: i for i, part in enumerate(packing.parts)}
+        for segment in packing.shared:
+            if segment.replicated:
+                items.append((tuple(places.get(m.index, -1) for m in segment.members), segment.chunk))
+                continue
+            end = 0
+            for member in sorted(segment.members, key=lambda m: m.offset):
+                zeros(member.offset - end)
+                if member.index not in places:
+                    zeros(member.numel)
+                elif member.numel:
+                    items.append(places[member.index])
+                end = member.stop
+            zeros(n * segment.chunk - end)
+        return items
+
+    def _packed_item(self, item: Item, gradients: list[torch.Tensor]) -> torch.Tensor:
+        if type(item) is int:
+            return gradients[item]
+        if isinstance(item, torch.Tensor):
+            return item
+        places, chunk = item  # type: ignore[misc]
+        row = self._flags.new_zeros(chunk)
+        for k, place in enumerate(places):
+            if place >= 0:
+                row[k] = gradients[place]
+        return row.expand(self._ranks.parts, chunk)
+
+    def _pack(self, tensors: list[torch.Tensor], out: torch.Tensor) -> None:
+        """One pass that casts and copies: rank-major, or one segment after another."""
+        if self.packing.shared:
+            chunk_cat(tensors, 0, 1, out=out.view(1, -1))
+        else:
+            chunk_cat(tensors, 0, self._ranks.parts, out=out)
 
     def has_gradients(self) -> bool:
         """Whether a full gradient waits."""
@@ -235,7 +280,7 @@ class Reduction:
         tensors, present = self._take()
         n, device = self._ranks.parts, self._ranks.device
         packed = torch.empty(n, self.packing.numel, dtype=self.packing.reduce_dtype, device=device)
-        chunk_cat(tensors, 0, n, out=packed)
+        self._pack(tensors, packed)
         self._held.add(packed, present)
 
     def discard(self) -> None:
@@ -287,7 +332,7 @@ class Reduction:
             self._value = self._packed_view
         else:
             self._value = (self._new(numel) if self._output is None else self._output).view(1, numel)
-        chunk_cat(tensors, 0, ranks.parts, out=self._value)
+        self._pack(tensors, self._value)
         tensors.clear()
         self._merge("_held")
         self._todo = self._way[:] if last else ranks.scatters[:]
@@ -337,9 +382,16 @@ class Reduction:
         rest = value.numel() // comm.world_size
         into = self._output if self._output is not None and rest == self.packing.numel else self._new(rest)
         self._value = into
-        self._pending = comm.reduce_scatter(
-            into, value.view(comm.world_size, rest), division, announce, after
-        )
+        outputs, inputs = self._tensors(into), self._tensors(value)
+        self._pending = comm.reduce_scatter(outputs, inputs, division, announce, after)
+
+    def _tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors that are reduced, as views of their memory, for however many parts that holds."""
+        flat, chunks = flat.view(-1), self.packing.chunks
+        if len(chunks) == 1:
+            return [flat]
+        parts = flat.numel() // self.packing.numel
+        return list(flat.split([chunk * parts for chunk in chunks]))
 
     def go_on(self) -> None:
         """Issue the rest of the way: the first collective is to be done by now."""
@@ -410,7 +462,7 @@ class Reduction:
 
     @torch.inference_mode(False)
     def _new_shard(self) -> GradientShard:
-        return GradientShard(self.packing, self._segments, self._layout, self._ranks)
+        return GradientShard(self.packing, self._parameters, self._ranks.device)
 
     def _hand_over(self, output: torch.Tensor, used: list[bool] | None) -> None:
         shard = self._shard
@@ -432,14 +484,12 @@ class Reduction:
 
     def _add_one_by_one(self, output: torch.Tensor, used: list[bool] | None) -> None:
         """Parameter by parameter: the user set, dropped or hooks into gradients, or some parameters were unused."""
-        part_ = self._ranks.part
         with torch.no_grad():
             for i, (parameter, part) in enumerate(self._pairs()):
                 if used is not None and not used[i]:
                     continue
-                segment, spec = self._segments[part.index], self._layout.specs[part.index]
-                local = local_view(output, part.offset, segment.rows_of(part_), segment, spec)
-                new: torch.Tensor = as_dtensor(local.to(spec.storage_dtype, copy=True), self._ranks, spec)
+                local = parameter.cut.local_view(output, part.offset)
+                new: torch.Tensor = parameter.cut.wrap(local.to(parameter.spec.storage_dtype, copy=True))
                 for hook in list((gradient_hooks(parameter.sharded) or {}).values()):
                     changed = hook(new)
                     new = new if changed is None else changed
@@ -447,8 +497,9 @@ class Reduction:
                 if old is None:
                     parameter.sharded.grad = new
                 else:
-                    target = local_of(old) if isinstance(old, DTensor) else old
-                    target.add_(local_of(new) if isinstance(new, DTensor) else new)
+                    kinds = (DTensor, RaggedTensor)
+                    target = local_of(old) if isinstance(old, kinds) else old
+                    target.add_(local_of(new) if isinstance(new, kinds) else new)
 
     def release_unused(self) -> None:
         """Give the gradients' memory back once every ``.grad`` is None again."""

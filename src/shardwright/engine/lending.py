@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwright.engine.parameter import ShardedParameter, unit_of
+from shardwright.engine.parameter import Managed, unit_of
 
 
 class Lending:
@@ -19,7 +19,7 @@ class Lending:
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # type: ignore[misc]
-        if type(value) is ShardedParameter and (unit := unit_of(value)) is not None:
+        if isinstance(value, Managed) and (unit := unit_of(value)) is not None:
             unit.lend_if_called()
             return super().__getattr__(name)  # type: ignore[misc]
         return value

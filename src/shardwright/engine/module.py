@@ -20,7 +20,7 @@ from shardwright._torch import hide_from_dynamo
 from shardwright.engine.construct import UNIT, own_modules
 from shardwright.engine.copies import convert, deepcopy_module
 from shardwright.engine.lending import Lending
-from shardwright.engine.parameter import ShardedParameter, as_dtensor, part_of, unit_of
+from shardwright.engine.parameter import Managed, ShardedParameter, unit_of
 from shardwright.engine.root import Root
 from shardwright.engine.unit import Unit
 
@@ -102,13 +102,14 @@ class _CutToShards(_AtRest):
         self.show_sharded(unit)
         for name, parameter in module._parameters.items():
             value = state.get(prefix + name)
-            owner: Unit | None = unit_of(parameter) if isinstance(parameter, ShardedParameter) else None
-            if owner is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            owner: Unit | None = unit_of(parameter) if isinstance(parameter, Managed) else None
+            if owner is None or not isinstance(value, torch.Tensor):
                 continue
+            if isinstance(value, DTensor) and isinstance(parameter, ShardedParameter):
+                continue  # the parameter takes it as it is
             p = owner.managed(parameter)
             if p is not None and value.shape == p.spec.shape and not value.is_meta:
-                local = part_of(value, owner.mesh, p.placements, p.spec, p.rows).to(p.local.device)
-                state[prefix + name] = as_dtensor(local, owner.ranks, p.spec)
+                state[prefix + name] = p.cut.wrap(p.cut.part_of(value).to(p.local.device))
 
 
 class UnshardHandle:

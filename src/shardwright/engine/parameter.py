@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from shardwright._torch import increment_version, local_of, rebind, share_gradient_hooks
+from shardwright.engine.cut import Cut
 from shardwright.engine.extension import Extension
-from shardwright.engine.ranks import Ranks
-from shardwright.layout import Run, Segment, TensorSpec
-from shardwright.memory import Slab
+from shardwright.engine.ragged import RaggedTensor
 
 #: Set on a parameter that a unit has taken over, so that tied weights and optimizers built too early are noticed.
 TAKEN = "_shardwright_taken_by"
@@ -77,10 +75,11 @@ class ShardedTensor(DTensor):
         )
 
 
-class ShardedParameter(ShardedTensor):
+class Managed(torch.Tensor):
     """A sharded parameter, which knows its unit, so that what is done through ``.data`` is not lost."""
 
     __slots__ = ()
+    _copy: Callable[[], torch.Tensor]  #: without graph and without a unit
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -93,7 +92,7 @@ class ShardedParameter(ShardedTensor):
     def data(self, value: torch.Tensor) -> None:
         unit = unit_of(self)
         if unit is None:
-            rebind(self, value)  # type: ignore[arg-type]
+            become(self, value)
             return
         with torch.no_grad():
             unit.assign_data(self, value)
@@ -101,15 +100,41 @@ class ShardedParameter(ShardedTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
-        memo[id(self)] = result = nn.Parameter(self._as_dtensor(clone=True), requires_grad=self.requires_grad)
+        memo[id(self)] = result = nn.Parameter(self._copy(), requires_grad=self.requires_grad)
         for key, value in self.__dict__.items():
             if key != UNIT_OF:
                 result.__dict__[key] = copy.deepcopy(value, memo)
         return result  # without gradient, as copies of plain parameters are
 
+
+class ShardedParameter(Managed, ShardedTensor):
+    """The parameter that is cut in rows."""
+
+    __slots__ = ()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = nn.Parameter(self._as_dtensor(), requires_grad=self.requires_grad)
         return plain.__reduce_ex__(protocol)
+
+    def _copy(self) -> torch.Tensor:
+        return self._as_dtensor(clone=True)
+
+
+class RaggedParameter(Managed, RaggedTensor):  # type: ignore[misc]
+    """The parameter that is cut between granules."""
+
+    __slots__ = ()
+
+    def _copy(self) -> torch.Tensor:
+        return RaggedTensor(self._local_tensor.detach().clone(), self.spec)
+
+
+def become(sharded: Any, new: Any) -> None:
+    """Make ``sharded``, the same object, what ``new`` is, which is sharded in the same manner."""
+    if isinstance(new, RaggedTensor):
+        RaggedTensor.data.fset(sharded, new)  # type: ignore[attr-defined]
+    else:
+        rebind(sharded, new)
 
 
 # torch's stager of asynchronous checkpoints copies what a class itself names in its slots, and nothing else.
@@ -192,30 +217,30 @@ class ManagedParameter:
 
     Attributes:
         name: the qualified name, for messages.
-        sharded: ``nn.Parameter`` over a DTensor in the storage dtype; views the unit's shard.
+        sharded: ``nn.Parameter`` over a DTensor or RaggedTensor in the storage dtype; views the unit's shard.
+        cut: how it is cut.
         local: the plain local tensor behind ``sharded``.
         full: ``nn.Parameter`` in the compute dtype; views the unit's slab, readable only while that is leased.
         slots: where modules hold it; other units may add some that borrow it.
     """
 
-    __slots__ = ("extension", "full", "lent_over", "local", "name", "rows", "sharded", "slots", "spec")
+    __slots__ = ("cut", "extension", "full", "lent_over", "local", "name", "sharded", "slots", "spec")
 
     def __init__(
         self,
-        spec: TensorSpec,
+        cut: Cut,
         slots: list[Slot],
         sharded: nn.Parameter,
         local: torch.Tensor,
         full: nn.Parameter,
-        rows: tuple[int, int],
     ) -> None:
-        self.name = spec.name
-        self.spec = spec
+        self.name = cut.spec.name
+        self.spec = cut.spec
+        self.cut = cut
         self.slots = slots
         self.sharded = sharded
         self.local = local
         self.full = full
-        self.rows = rows  #: first row of the sharded dimension that this rank owns, and how many
         self.extension: Extension | None = None
         self.lent_over = False  #: a tensor that is no parameter stands in its place for now
 
@@ -230,11 +255,6 @@ class ManagedParameter:
         return next((t for t in held if t is not None and not isinstance(t, nn.Parameter)), None)
 
     @property
-    def placements(self) -> tuple[Placement, ...]:
-        """Of the sharded form."""
-        return self.sharded.placements  # type: ignore[attr-defined,no-any-return]
-
-    @property
     def replaced(self) -> bool:
         """Whether the module's parameter is no longer the one whose shard is gathered."""
         if local_of(self.sharded) is not self.local:  # type: ignore[arg-type]
@@ -243,8 +263,7 @@ class ManagedParameter:
 
     def take_values(self, source: torch.Tensor) -> None:
         """Copy this rank's part of ``source``, of this shape and sharded or not, into the shard."""
-        sharded: Any = self.sharded
-        self.local.copy_(part_of(source, sharded.device_mesh, sharded.placements, self.spec, self.rows))
+        self.local.copy_(self.cut.part_of(source))
 
     def adopt_full(self, tensor: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """An extended parameter was gathered for the first time: this is its full form from now on."""
@@ -260,9 +279,7 @@ class ManagedParameter:
                 f"Parameter {self.name!r} was changed in place while it was full, and {type(self.local).__name__} "
                 "decides itself what is gathered of it, so the change cannot be kept. Change it between steps."
             )
-        full = self.full.detach()
-        if not self.spec.replicated:
-            full = full.narrow(self.spec.dim, *self.rows)
+        full = self.cut.of_full(self.full.detach())
         same = full == self.local.to(full.dtype)
         if same.all():
             return
@@ -270,67 +287,13 @@ class ManagedParameter:
             self.local.copy_(torch.where(same, self.local, full))
 
 
-def part_of(
-    source: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    spec: TensorSpec,
-    rows: tuple[int, int],
-) -> torch.Tensor:
-    """This rank's part of ``source``, which is whole, or a DTensor. Communicates only for one placed otherwise."""
-    source = source.detach()
-    if isinstance(source, DTensor):
-        if source.device_mesh == mesh and source.placements == placements:
-            return local_of(source)
-        source = source.full_tensor()
-    return source if spec.replicated else source.narrow(spec.dim, *rows)
-
-
-def dim_of(spec: TensorSpec) -> int | None:
-    """The dimension along which a parameter is cut, None if every rank keeps it whole."""
-    return None if spec.replicated else spec.dim
-
-
-def local_view(
-    flat: torch.Tensor, offset: int, rows: int, segment: Segment, spec: TensorSpec
-) -> torch.Tensor:
-    """The rows that a rank owns, as a view of its flat shard with the dimensions back in their places."""
-    if spec.replicated:
-        return flat[offset : offset + 1].view(())
-    view = flat[offset : offset + rows * segment.row].view(rows, *spec.row_shape)
-    return view if spec.is_natural else view.permute(spec.inverse)
-
-
-def full_view(slab: Slab, run: Run, segment: Segment, spec: TensorSpec) -> torch.Tensor:
-    """The whole parameter as a view of the slab, its dimensions in memory as the spec orders them."""
-    offset = run.slab_bytes // run.compute_dtype.itemsize + segment.slab_offset
-    if spec.replicated:
-        return slab.view(run.compute_dtype, offset, (), ())
-    view = slab.view(run.compute_dtype, offset, (segment.size, *spec.row_shape))
-    return view if spec.is_natural else view.permute(spec.inverse)
-
-
-def as_dtensor(local: torch.Tensor, ranks: Ranks, spec: TensorSpec) -> DTensor:
-    """``local`` as a DTensor of the parameter's global shape, without any communication."""
-    return DTensor.from_local(
-        local,
-        ranks.mesh,
-        ranks.placements(dim_of(spec)),
-        run_check=False,
-        shape=torch.Size(spec.shape),
-        stride=spec.stride,
-    )
-
-
 def build(
     original: nn.Parameter,
-    spec: TensorSpec,
+    cut: Cut,
     slots: list[Slot],
     *,
-    ranks: Ranks,
     local: torch.Tensor,
     full: torch.Tensor,
-    rows: tuple[int, int],
     on_gradient: Callable[[torch.Tensor], None],
     on_data: Callable[[torch.Tensor], None],
 ) -> ManagedParameter:
@@ -338,13 +301,14 @@ def build(
 
     A parameter that is a DTensor already stays the same object, since optimizers may hold it.
     """
-    sharded: Any = nn.Parameter(as_dtensor(local, ranks, spec), requires_grad=original.requires_grad)
-    if isinstance(original, DTensor):
-        rebind(original, sharded)
+    sharded: Any = nn.Parameter(cut.wrap(local), requires_grad=original.requires_grad)
+    kind = RaggedParameter if isinstance(sharded, RaggedTensor) else ShardedParameter
+    if isinstance(original, DTensor if kind is ShardedParameter else RaggedTensor):
+        become(original, sharded)
         sharded = original
     else:
         share_gradient_hooks(original, sharded)
-    sharded.__class__ = ShardedParameter
+    sharded.__class__ = kind
     full_parameter: Any = nn.Parameter(full, requires_grad=original.requires_grad)
     for form in (sharded, full_parameter):
         for key, value in original.__dict__.items():
@@ -354,7 +318,7 @@ def build(
         listen(full_parameter, on_gradient, original.requires_grad)
     full_parameter.__dict__[ON_DATA] = on_data
     full_parameter.__class__ = FullParameter
-    return ManagedParameter(spec, slots, sharded, local_of(sharded), full_parameter, rows)
+    return ManagedParameter(cut, slots, sharded, local_of(sharded), full_parameter)
 
 
 def listen(

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -21,7 +23,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardwright._torch import disabled_torch_function, foreach_norm
+from shardwright._torch import disabled_torch_function, foreach_norm, increment_version
 
 aten = torch.ops.aten
 
@@ -30,8 +32,9 @@ aten = torch.ops.aten
 class RaggedSpec:
     """Where a tensor of ``shape`` lies: whole from element ``offset`` of a segment cut every ``chunk`` elements.
 
-    Rank r along the last mesh dimension owns ``[r * chunk, (r + 1) * chunk)`` of the segment; along the others the
-    tensor is replicated. ``granule`` elements, counted from the tensor's first, are never cut.
+    Rank r along the mesh dimension ``axes`` owns ``[r * chunk, (r + 1) * chunk)`` of the segment; along the others the
+    tensor is replicated. Of several axes the first counts most. ``granule`` elements, counted from the tensor's first,
+    are never cut.
 
     Raises:
         ValueError: the tensor has no dimension, does not fit the segment, or a granule is cut.
@@ -42,6 +45,7 @@ class RaggedSpec:
     chunk: int
     mesh: DeviceMesh
     granule: int = 1
+    axes: tuple[int, ...] = (-1,)
 
     def __post_init__(self) -> None:
         if not self.shape or self.offset < 0 or self.chunk < 1 or self.granule < 1:
@@ -66,15 +70,46 @@ class RaggedSpec:
 
     @functools.cached_property
     def world_size(self) -> int:
-        return self.mesh.size(self.mesh.ndim - 1)
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @functools.cached_property
     def rank(self) -> int:
-        return self.mesh.get_local_rank(self.mesh.ndim - 1)
+        here = self.mesh.get_coordinate()
+        assert here is not None
+        return self._number(here)
 
     @functools.cached_property
     def group(self) -> dist.ProcessGroup:
-        return self.mesh.get_group(self.mesh.ndim - 1)
+        if len(self.axes) == 1:
+            return self.mesh.get_group(self.axes[0] % self.mesh.ndim)
+        return _group_of(self.mesh)
+
+    @functools.cached_property
+    def order(self) -> list[int]:
+        """Which rank, in the sense of this class, each rank of ``group`` is."""
+        if len(self.axes) == 1:
+            return list(range(self.world_size))
+        places = {
+            int(self.mesh.mesh[place]): self._number(place)
+            for place in itertools.product(*map(range, self.mesh.shape))
+        }
+        return [places[rank] for rank in dist.get_process_group_ranks(self.group)]
+
+    def _number(self, place: Sequence[int]) -> int:
+        number = 0
+        for axis in self.axes:
+            number = number * self.mesh.shape[axis] + place[axis]
+        return number
+
+    @property
+    def cuts_last(self) -> bool:
+        """Whether it is the last mesh dimension alone that cuts."""
+        return self.is_plain and self.axes[0] % self.mesh.ndim == self.mesh.ndim - 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether ranks are numbered as those of the group are."""
+        return len(self.axes) == 1
 
     def range_of(self, rank: int) -> tuple[int, int]:
         """First and last + 1 of the tensor's elements, in memory order, that ``rank`` owns."""
@@ -110,6 +145,18 @@ class RaggedSpec:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedSpec:
         return self
+
+
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """A group of all ranks of a mesh of several dimensions, made when first needed; all of them come here together."""
+    known = mesh.get_group(0)
+    if known not in _groups:
+        ranks = sorted(mesh.mesh.flatten().tolist())
+        _groups[known] = dist.new_group(ranks, use_local_synchronization=True)
+    return _groups[known]
 
 
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[tuple[list[int], list[int]]]:
@@ -197,11 +244,8 @@ class RaggedTensor(torch.Tensor):
         # As bytes: backends do not know every dtype.
         gathered = mine.new_empty(spec.world_size, width)
         dist.all_gather(list(gathered.view(torch.uint8).unbind()), mine.view(torch.uint8), group=spec.group)
-        pieces = [
-            piece[: stop - start]
-            for piece, (start, stop) in zip(gathered, spec.ranges, strict=True)
-            if stop > start
-        ]
+        by_rank = dict(zip(spec.order, gathered, strict=True))
+        pieces = [by_rank[r][: stop - start] for r, (start, stop) in enumerate(spec.ranges) if stop > start]
         return (torch.cat(pieces) if pieces else mine).view(spec.shape).to(local.device)
 
     @torch.no_grad()
@@ -222,7 +266,7 @@ class RaggedTensor(torch.Tensor):
         placements = tuple(placements) if placements is not None else (Replicate(),) * ndim
         if placements == (Replicate(),) * ndim:
             local = self.full_tensor()
-        elif placements == (Replicate(),) * (ndim - 1) + (Shard(0),):
+        elif placements == (Replicate(),) * (ndim - 1) + (Shard(0),) and self.spec.cuts_last:
             rows, row = _ranges_by_rows(self.spec), self.spec.shape[1:]
             local = _exchange(self._local_tensor, self.spec, self.spec.ranges, rows)
             start, stop = rows[self.spec.rank]
@@ -418,13 +462,13 @@ def part_of(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
     if isinstance(source, RaggedTensor):
         if source.spec == spec:
             return source._local_tensor.detach()
-        if source.spec.mesh == spec.mesh:
+        if source.spec.mesh == spec.mesh and source.spec.axes == spec.axes and spec.is_plain:
             local = _exchange(source._local_tensor, spec, source.spec.ranges, spec.ranges)
             return local.view(spec.local_shape(rank))
         source = source.full_tensor()
     elif isinstance(source, DTensor):
         by_rows = (Replicate(),) * (spec.mesh.ndim - 1) + (Shard(0),)
-        if source.device_mesh == spec.mesh and source.placements == by_rows:
+        if source.device_mesh == spec.mesh and source.placements == by_rows and spec.cuts_last:
             local = _exchange(source.to_local(), spec, _ranges_by_rows(spec), spec.ranges)
             return local.view(spec.local_shape(rank))
         source = source.full_tensor()
@@ -562,7 +606,8 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return [_unwrap(func, spec, a) for a, spec in zip(arg, specs, strict=True)]
 
     result = func(*[unwrap(arg) for arg in args], **{key: unwrap(arg) for key, arg in kwargs.items()})
-    if result is None:  # in place
+    if result is None:  # in place, of which no counter of a wrapper tells
+        increment_version([t for t in lists if isinstance(t, RaggedTensor)])
         return None
     return [t if spec is None else RaggedTensor(t, spec) for t, spec in zip(result, specs, strict=True)]
 

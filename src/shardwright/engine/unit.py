@@ -37,7 +37,7 @@ from shardwright.engine.parameter import FullParameter, ManagedParameter, unit_o
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.visit import Frame, Visit
 from shardwright.engine.weights import Weights
-from shardwright.layout import UnitLayout, plan_packing
+from shardwright.layout import Ragged, UnitLayout, plan_packing
 from shardwright.memory import Slab
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Unit(Weights):
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
         placement_fn: ShardPlacementFn | None,
+        layout: Ragged | None,
         ignored: Iterable[nn.Parameter],
         attach: Callable[[nn.Module], Root],
     ) -> None:
@@ -69,6 +70,7 @@ class Unit(Weights):
         self.scatter_ranks = ranks
         self.policy = policy
         self.placement_fn = placement_fn
+        self.layout_kind = layout
         self.ignored = [weakref.ref(p) for p in ignored]
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
@@ -98,7 +100,7 @@ class Unit(Weights):
     def own(
         self,
         layout: UnitLayout,
-        shards: dict[int, torch.Tensor],
+        shards: list[torch.Tensor],
         slab: Slab,
         parameters: list[ManagedParameter],
     ) -> None:

@@ -53,16 +53,16 @@ class Weights:
         self.build = 0  #: how often the memory was made; graphs over earlier memory can't be run any more
         self.exposed = False  #: a parameter's ``.data`` was handed out, so edits may come unseen
         self._full_shown = False
-        self.hold_memory(plan_unit([], ranks.parts), {}, Slab(0, ranks.device), [])
+        self.hold_memory(plan_unit([], ranks.parts), [], Slab(0, ranks.device), [])
 
     def hold_memory(
         self,
         layout: UnitLayout,
-        shards: dict[int, torch.Tensor],
+        shards: list[torch.Tensor],
         slab: Slab,
         parameters: list[ManagedParameter],
     ) -> None:
-        """Take the memory that the parameters view; ``shards[i]`` is this rank's chunk of the i-th, padded."""
+        """Take the memory that the parameters view; ``shards`` are this rank's chunks of the segments, padded."""
         self.layout = layout
         self.shards = shards
         self.slab = slab
@@ -145,14 +145,13 @@ class Weights:
         pieces: list[torch.Tensor] = []  #: this rank's, as bytes
         places: list[tuple[int, int]] = []  #: offset in the slab and bytes of one rank's piece
         cast_bytes = 0
+        shards = iter(self.shards)
         for run in layout.runs:
-            if run.extended:
-                continue
             size = run.compute_dtype.itemsize
             for s in run.segments:
-                if not s.chunk:
+                payload = next(shards)
+                if run.extended or not s.chunk:
                     continue
-                payload = self.shards[s.index]
                 if run.is_cast:
                     offset = cast_bytes // size + s.shard_offset
                     target = self._cast.view(run.compute_dtype, offset, (s.chunk,))

@@ -1,19 +1,18 @@
 """Where every element of a sharded model lives. Pure data and pure functions; nothing here touches a device."""
 
 from shardwright.layout.planner import Layout, Member, Ragged, plan
-from shardwright.layout.segments import (
-    ALIGNMENT,
+from shardwright.layout.planner import Segment as RaggedSegment
+from shardwright.layout.segments import ALIGNMENT, Segment, TensorSpec
+from shardwright.layout.strategy import NAMES, Strategy, resolve
+from shardwright.layout.units import (
     GradientPart,
     Packing,
     Run,
-    Segment,
     Span,
-    TensorSpec,
     UnitLayout,
     plan_packing,
     plan_unit,
 )
-from shardwright.layout.strategy import NAMES, Strategy, resolve
 
 __all__ = [
     "ALIGNMENT",
@@ -23,6 +22,7 @@ __all__ = [
     "Member",
     "Packing",
     "Ragged",
+    "RaggedSegment",
     "Run",
     "Segment",
     "Span",

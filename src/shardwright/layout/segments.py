@@ -1,4 +1,4 @@
-"""Where every element of a unit lives: segments, runs, and the rank-major packing of gradients.
+"""What the planners of layouts know of a parameter, and where one lies that is cut in rows.
 
 Pure planning on shapes and dtypes: no tensor is made, no process group is asked, so it is tested without either.
 Offsets and lengths are in elements unless a name says bytes.
@@ -6,8 +6,6 @@ Offsets and lengths are in elements unless a name says bytes.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,136 +100,11 @@ class Segment:
     def chunk(self) -> int:
         return self.rows * self.row
 
+    @property
+    def members(self) -> tuple[Segment, ...]:
+        """What lies in it: the one parameter."""
+        return (self,)
+
     def rows_of(self, rank: int) -> int:
         """Rows that ``rank`` really owns, without padding."""
         return max(0, min(self.rows, self.size - rank * self.rows))
-
-
-@dataclass(frozen=True)
-class Run:
-    """Segments of one storage dtype and one compute dtype: cast together, in one call. Or of extended parameters.
-
-    Element offsets count from the start of the run, which lies at ``slab_bytes`` in the slab.
-    """
-
-    storage_dtype: torch.dtype
-    compute_dtype: torch.dtype
-    segments: tuple[Segment, ...]
-    shard_numel: int
-    slab_numel: int
-    slab_bytes: int
-    extended: bool = False
-
-    @property
-    def is_cast(self) -> bool:
-        return self.storage_dtype != self.compute_dtype and not self.extended
-
-
-@dataclass(frozen=True)
-class UnitLayout:
-    """The layout of one unit: its runs, and the bytes of its slab."""
-
-    world_size: int
-    specs: tuple[TensorSpec, ...]
-    runs: tuple[Run, ...]
-    slab_nbytes: int
-
-
-def plan_unit(specs: Sequence[TensorSpec], world_size: int) -> UnitLayout:
-    """Lay out parameters whole and contiguous, each cut into ``world_size`` chunks of ``ceil(size / world_size)`` rows.
-
-    Chunks follow :func:`torch.chunk`, which is what ``Shard`` of DTensor means.
-    """
-    if world_size < 1:
-        raise ValueError(f"world_size is {world_size}, expected at least 1")
-    order: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
-    for i, spec in enumerate(specs):
-        order.setdefault((spec.storage_dtype, spec.compute_dtype, spec.extended), []).append(i)
-    runs: list[Run] = []
-    slab_bytes = 0
-    for (storage, compute, extended), indices in order.items():
-        align = alignment_elements(storage, compute)
-        shard = slab = 0
-        segments = []
-        for i in indices:
-            spec = specs[i]
-            if spec.replicated:
-                size, row = world_size, 1
-            else:
-                size, row = spec.shape[spec.dim], math.prod(spec.row_shape)
-            segment = Segment(i, size, row, -(-size // world_size), slab, shard)
-            segments.append(segment)
-            shard += round_up(segment.chunk, align)
-            slab += round_up(segment.chunk * world_size, align)
-        if extended:
-            shard = slab = 0
-        runs.append(Run(storage, compute, tuple(segments), shard, slab, slab_bytes, extended))
-        slab_bytes = round_up(slab_bytes + slab * compute.itemsize, ALIGNMENT)
-    return UnitLayout(world_size, tuple(specs), tuple(runs), slab_bytes)
-
-
-@dataclass(frozen=True)
-class GradientPart:
-    """One parameter in a packed reduction: ``chunk`` elements per rank from ``offset``, then ``gap`` zeros."""
-
-    index: int
-    offset: int
-    chunk: int
-    gap: int
-    span: int  #: which of the packing's spans it lies in
-
-
-@dataclass(frozen=True)
-class Span:
-    """A stretch of a reduction whose parameters are stored in one dtype; one cast call fills its gradients."""
-
-    storage_dtype: torch.dtype
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Packing:
-    """One reduce-scatter: the gradients of one reduce dtype, rank-major, and behind them one flag per parameter.
-
-    A flag says whether this rank has a gradient for the parameter. Summed over the ranks it tells a parameter that
-    nobody used (its gradient stays ``None``) from one that only this rank did not use (zeros count here).
-    """
-
-    reduce_dtype: torch.dtype
-    parts: tuple[GradientPart, ...]
-    spans: tuple[Span, ...]
-    flags: int  #: offset of the flags
-    numel: int  #: elements per rank, flags and padding included
-
-    @property
-    def flag_slots(self) -> int:
-        return self.numel - self.flags
-
-
-def plan_packing(
-    layout: UnitLayout, trainable: Sequence[bool], reduce_dtypes: Sequence[torch.dtype]
-) -> tuple[Packing, ...]:
-    """Pack the gradients of the trainable parameters: one packing per reduce dtype, in the order of the shard."""
-    packings = []
-    for reduce_dtype in dict.fromkeys(reduce_dtypes):
-        offset = 0
-        parts: list[GradientPart] = []
-        spans: list[Span] = []
-        for run in layout.runs:
-            start = offset
-            align = alignment_elements(reduce_dtype, run.storage_dtype, run.compute_dtype)
-            for s in run.segments:
-                if not trainable[s.index] or reduce_dtypes[s.index] != reduce_dtype:
-                    continue
-                gap = (
-                    round_up(max(s.chunk, 1), align) - s.chunk
-                )  # a parameter without elements has a flag, too
-                parts.append(GradientPart(s.index, offset, s.chunk, gap, len(spans)))
-                offset += s.chunk + gap
-            if offset > start:
-                spans.append(Span(run.storage_dtype, start, offset))
-        if parts:
-            flags = round_up(len(parts), ALIGNMENT // reduce_dtype.itemsize)
-            packings.append(Packing(reduce_dtype, tuple(parts), tuple(spans), offset, offset + flags))
-    return tuple(packings)

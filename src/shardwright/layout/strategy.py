@@ -99,7 +99,7 @@ def resolve(strategy: str | Strategy | None, ndim: int) -> Strategy:
         strategy = "zero3" if ndim == 1 else "hsdp"
     if isinstance(strategy, Strategy):
         found = strategy
-    elif strategy in NAMES:
+    elif isinstance(strategy, str) and strategy in NAMES:
         stages = NAMES[strategy]
         found = Strategy.of_stages(*(stages * ndim if len(stages) == 1 else stages))
     else:

@@ -1,0 +1,146 @@
+"""How one parameter is cut over the ranks: which part of it is this rank's, and what its sharded form is.
+
+Two ways: in rows along a dimension, as ``Shard`` of DTensor means, and in a range of elements wherever the end of a
+rank's part happens to fall. The rest of the engine asks a :class:`Cut` and does not know which.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwright._torch import local_of
+from shardwright.engine import ragged
+from shardwright.engine.ragged import RaggedSpec, RaggedTensor
+from shardwright.engine.ranks import Ranks
+from shardwright.layout import RaggedSegment, Run, Segment, TensorSpec
+from shardwright.memory import Slab
+
+
+class Cut(Protocol):
+    spec: TensorSpec
+
+    def wrap(self, local: torch.Tensor) -> Any:
+        """``local`` as the sharded tensor of the parameter's global shape, without any communication."""
+
+    def part_of(self, source: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``source``, whole or sharded. Communicates only for one that is sharded otherwise."""
+
+    def of_full(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor, as a view."""
+
+    def local_view(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
+        """This rank's part as a view of its flat shard, whose segment begins at ``offset``."""
+
+    def full_view(self, slab: Slab, run: Run) -> torch.Tensor:
+        """The whole parameter as a view of the slab."""
+
+
+class RowCut:
+    """Rows of one dimension, as ``torch.chunk`` cuts; a 0-d parameter whole on every rank. Its form is a DTensor."""
+
+    def __init__(self, ranks: Ranks, spec: TensorSpec, segment: Any, member: Any) -> None:
+        self.spec = spec
+        self._ranks = ranks
+        self._placements = ranks.placements(None if spec.replicated else spec.dim)
+        if spec.replicated:
+            self._rows = 0, 1
+            self._behind = member.offset if isinstance(segment, RaggedSegment) else 0
+        else:
+            self._rows = min(ranks.part * segment.rows, segment.size), segment.rows_of(ranks.part)
+            self._behind = 0
+        self._slab_offset = segment.slab_offset + self._behind
+
+    def wrap(self, local: torch.Tensor) -> DTensor:
+        return DTensor.from_local(
+            local,
+            self._ranks.mesh,
+            self._placements,
+            run_check=False,
+            shape=torch.Size(self.spec.shape),
+            stride=self.spec.stride,
+        )
+
+    def part_of(self, source: torch.Tensor) -> torch.Tensor:
+        source = source.detach()
+        if isinstance(source, DTensor):
+            if source.device_mesh == self._ranks.mesh and source.placements == self._placements:
+                return local_of(source)
+            source = source.full_tensor()
+        elif isinstance(source, RaggedTensor):
+            source = source.full_tensor()
+        return self.of_full(source)
+
+    def of_full(self, full: torch.Tensor) -> torch.Tensor:
+        return full if self.spec.replicated else full.narrow(self.spec.dim, *self._rows)
+
+    def local_view(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
+        spec, offset = self.spec, offset + self._behind
+        if spec.replicated:
+            return flat[offset : offset + 1].view(())
+        rows = self._rows[1]
+        view = flat[offset : offset + rows * math.prod(spec.row_shape)].view(rows, *spec.row_shape)
+        return view if spec.is_natural else view.permute(spec.inverse)
+
+    def full_view(self, slab: Slab, run: Run) -> torch.Tensor:
+        spec, dtype = self.spec, run.compute_dtype
+        offset = run.slab_bytes // dtype.itemsize + self._slab_offset
+        if spec.replicated:
+            return slab.view(dtype, offset, (), ())
+        view = slab.view(dtype, offset, (spec.shape[spec.dim], *spec.row_shape))
+        return view if spec.is_natural else view.permute(spec.inverse)
+
+
+class RaggedCut:
+    """A range of elements in memory order. Its form is a RaggedTensor."""
+
+    def __init__(self, ranks: Ranks, spec: TensorSpec, chunk: int, offset: int, slab_offset: int) -> None:
+        self.spec = spec
+        self._ragged = RaggedSpec(torch.Size(spec.shape), offset, chunk, ranks.mesh, axes=ranks.axes)
+        start, stop = self._ragged.range_of(ranks.part)
+        self._range = start, stop
+        self._behind = max(offset - ranks.part * chunk, 0) if stop > start else 0
+        self._slab_offset = slab_offset
+
+    def wrap(self, local: torch.Tensor) -> RaggedTensor:
+        return RaggedTensor(local, self._ragged)
+
+    def part_of(self, source: torch.Tensor) -> torch.Tensor:
+        return ragged.part_of(source, self._ragged)
+
+    def of_full(self, full: torch.Tensor) -> torch.Tensor:
+        start, stop = self._range
+        return full.reshape(-1)[start:stop].view(self._ragged.local_shape(self._ragged.rank))
+
+    def local_view(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
+        start, stop = self._range
+        offset += self._behind
+        return flat[offset : offset + stop - start].view(self._ragged.local_shape(self._ragged.rank))
+
+    def full_view(self, slab: Slab, run: Run) -> torch.Tensor:
+        offset = run.slab_bytes // run.compute_dtype.itemsize + self._slab_offset
+        return slab.view(run.compute_dtype, offset, self.spec.shape)
+
+
+def make_cut(ranks: Ranks, spec: TensorSpec, segment: Segment | RaggedSegment, member: Any) -> Cut:
+    """The cut of a parameter that is a ``member`` of this segment."""
+    if spec.replicated:
+        return RowCut(ranks, spec, segment, member)
+    if isinstance(segment, RaggedSegment):
+        return RaggedCut(ranks, spec, segment.chunk, member.offset, segment.slab_offset + member.offset)
+    if len(ranks.axes) > 1:  # no DTensor says that the inner axis cuts first
+        return RaggedCut(ranks, spec, segment.chunk, 0, segment.slab_offset)
+    return RowCut(ranks, spec, segment, member)
+
+
+def cut_alone(ranks: Ranks, spec: TensorSpec, like: Cut) -> Cut:
+    """A cut in the manner of ``like`` for a parameter of another shape or dtype, until its unit is made anew."""
+    if isinstance(like, RaggedCut) and not spec.replicated:
+        numel = math.prod(spec.shape)
+        return RaggedCut(ranks, spec, max(-(-numel // ranks.parts), 1), 0, 0)
+    size = spec.shape[spec.dim] if spec.shape else ranks.parts
+    segment = Segment(0, size, math.prod(spec.row_shape), -(-size // ranks.parts), 0, 0)
+    return RowCut(ranks, spec, segment, segment)

@@ -1,0 +1,578 @@
+"""What users do to weights while they are full or while a backward is to come: edits, copies, pickles, replacements.
+
+Everything is compared with a copy of the plain model that was made before sharding, on which the same is done. Ranks
+have different data, edits are the same on all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+import shardwright as sw
+from tests.engine.models import full
+from tests.engine.test_surface import HalfGathered, Stored, check, gradients, straight_through, wrapped
+from tests.engine.test_surface import backward as backward_of_wrapped
+from tests.engine.test_surface import data as data_of_wrapped
+from tests.support import multirank
+
+REFUSED = "modified by an inplace operation"  # torch's own words
+
+
+# -- the plain model and the sharded one -------------------------------------------------------------------------------
+
+
+def twins(
+    make: Callable[[], nn.Module], *units: str, poison: bool = True, **options: Any
+) -> tuple[Any, Any]:
+    """A plain model, and a copy of it that is sharded, with the modules of these names as units."""
+    os.environ["SHARDWRIGHT_POISON"] = "1" if poison else "0"
+    torch.manual_seed(0)
+    plain = make()
+    model = copy.deepcopy(plain)
+    for name in units:
+        sw.fully_shard(model.get_submodule(name), **options)
+    return plain, sw.fully_shard(model, **options)
+
+
+def data(step: int = 0) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(step * 100 + dist.get_rank()))
+
+
+def loss_of(model: nn.Module, step: int = 0) -> torch.Tensor:
+    return model(data(step)).square().sum()
+
+
+def average(plain: nn.Module) -> None:
+    """The plain model's gradients over all ranks, which must agree on which parameters have one."""
+    for p in plain.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+
+def check_same(plain: nn.Module, model: nn.Module, gradients: bool = True) -> None:
+    """The sums over ranks are taken in another order, hence the tolerance."""
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(p.detach()), q.detach(), rtol=1e-5, atol=1e-6, msg=f"value of {name}")
+        if gradients:
+            assert (p.grad is None) == (q.grad is None), name
+            if q.grad is not None:
+                torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-5, atol=1e-6, msg=f"gradient of {name}")
+
+
+def step_both(plain: nn.Module, model: nn.Module, step: int = 0, evaluate: bool = False) -> None:
+    """A step of SGD, with optimizers made for the parameters of now."""
+    for m in (plain, model):
+        m.zero_grad()
+        loss_of(m, step).backward()
+    average(plain)
+    check_same(plain, model)
+    for m in (plain, model):
+        torch.optim.SGD(m.parameters(), lr=0.1).step()
+    if evaluate:
+        with torch.no_grad():
+            torch.testing.assert_close(model(data(step)), plain(data(step)), rtol=1e-5, atol=1e-6)
+        check_same(plain, model)
+
+
+def outcome(loss: torch.Tensor) -> str:
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        assert REFUSED in str(error)
+        return "refused"
+    return "done"
+
+
+class Touched(nn.Module):
+    """A linear layer to which something is done before and after it is used."""
+
+    def __init__(self, before: str = "nothing", after: str = "nothing") -> None:
+        super().__init__()
+        self.linear, self.before, self.after = nn.Linear(4, 4), before, after
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        TOUCHES[self.before](self.linear)
+        y = self.linear(x)
+        TOUCHES[self.after](self.linear)
+        return torch.tanh(y)
+
+
+def set_data(linear: nn.Linear) -> None:
+    linear.weight.data = linear.weight.data * 0.9
+
+
+@torch.no_grad()
+def multiply(linear: nn.Linear) -> None:
+    linear.weight.mul_(0.9)
+
+
+def replace(linear: nn.Linear) -> None:
+    linear.weight = nn.Parameter(linear.weight.detach() * 0.9)
+
+
+ALIASES: dict[int, torch.Tensor] = {}
+
+
+def multiply_alias(linear: nn.Linear) -> None:
+    if id(linear) not in ALIASES:
+        ALIASES[id(linear)] = linear.weight.data
+    ALIASES[id(linear)].mul_(0.9)
+
+
+TOUCHES: dict[str, Callable[[nn.Linear], Any]] = {
+    "nothing": lambda linear: None,
+    "read": lambda linear: [linear.weight.data.norm(), linear.bias.data.norm()],
+    "multiply data": lambda linear: linear.weight.data.mul_(0.9),
+    "multiply alias": multiply_alias,
+    "multiply": multiply,
+    "set data": set_data,
+    "replace": replace,
+}
+
+
+def touched(**touches: str) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(Touched(**touches), nn.Linear(4, 4), Touched(**touches))
+
+
+def untouch(*models: nn.Module) -> None:
+    for module in (m for model in models for m in model.modules() if isinstance(m, Touched)):
+        module.before = module.after = "nothing"
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+# -- .data of full weights -----------------------------------------------------------------------------------------------
+
+
+class Logged(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.norm(), self.bias.data.norm()
+        return super().forward(x)
+
+
+@multirank(2)
+def test_reading_data_does_not_round_the_weights(rank: int, world_size: int) -> None:
+    policy = sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plain, model = twins(lambda: Logged(4, 4), mp_policy=policy)
+    x = torch.arange(8.0).view(2, 4) + rank
+    with torch.no_grad():
+        model(x)
+    torch.testing.assert_close(full(model.weight.detach()), plain.weight.detach(), rtol=0, atol=0)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-4) for m in (plain, model)]
+    for _ in range(20):
+        for m in (plain, model):
+            m.zero_grad()
+            m(x).sum().backward()  # gradients are small integers, which bfloat16 holds
+        average(plain)
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(p.detach()), q.detach(), rtol=0, atol=0)
+
+
+@multirank(2)
+def test_reading_data_beside_a_loss_of_the_local_shards(rank: int, world_size: int) -> None:
+    plain, model = twins(touched(before="read"), "0", "2")
+    decay = model[0].linear.weight.to_local().square().sum()
+    (decay + loss_of(model)).backward()
+    (plain[0].linear.weight.square().sum() + loss_of(plain)).backward()
+    average(plain)
+    check_same(plain, model)
+
+
+@multirank(2)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("touch", ["read", "multiply data", "multiply", "multiply alias", "set data"])
+def test_touched_before_use(rank: int, world_size: int, touch: str, keep: bool) -> None:
+    plain, model = twins(touched(before=touch), "0", "2", reshard_after_forward=not keep)
+    for step in range(3):
+        step_both(plain, model, step, evaluate=True)
+
+
+@multirank(2)
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_alias_of_data_outlives_the_memory_that_it_views(rank: int, world_size: int, keep: bool) -> None:
+    """As above, where released memory is really given back."""
+    plain, model = twins(
+        touched(before="multiply alias"), "0", "2", poison=False, reshard_after_forward=not keep
+    )
+    for step in range(3):
+        step_both(plain, model, step, evaluate=True)
+
+
+@multirank(2)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_data_set_after_use_is_refused(rank: int, world_size: int, by_hand: bool, keep: bool) -> None:
+    """Plain PyTorch goes on with the memory of before, which is the slab's here."""
+    plain, model = twins(
+        touched() if by_hand else touched(after="set data"), "0", "2", reshard_after_forward=not keep
+    )
+    loss = loss_of(model)
+    loss_of(plain)
+    if by_hand:
+        model[2].unshard()
+        set_data(model[2].linear)  # the first layer's weight is not read in backward
+        set_data(plain[2].linear)
+    assert outcome(loss) == "refused"
+    model.zero_grad()
+    check_same(plain, model)
+    untouch(plain, model)
+    step_both(plain, model, 1)
+
+
+@multirank(2)
+@pytest.mark.parametrize("other", ["shape", "dtype"])
+def test_data_of_another_shape_or_dtype_is_refused(rank: int, world_size: int, other: str) -> None:
+    plain, model = twins(mlp, "0")
+    model.unshard()
+    model[0].unshard()
+    for m, value in ((model[0], torch.ones(1)), (model[2], torch.ones(4, 4, dtype=torch.float64))):
+        with pytest.raises(RuntimeError, match=r"full weight.*of shape \(4, 4\) and torch\.float32.*cannot become"):
+            m.weight.data = value
+    step_both(plain, model)
+
+
+@multirank(2)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("exposed", [False, True])
+@pytest.mark.parametrize("then", ["backward", "reshard", "forward", "state_dict"])
+@pytest.mark.parametrize("touch", ["multiply data", "multiply", "set data"])
+def test_edits_by_hand_are_kept(
+    rank: int, world_size: int, touch: str, then: str, exposed: bool, keep: bool
+) -> None:
+    plain, model = twins(mlp, "0", "2", reshard_after_forward=not keep)
+    losses = [loss_of(m) for m in (plain, model)]
+    if exposed:
+        assert all(p.data.shape for p in model.parameters())
+    model[2].unshard()
+    for m in (plain, model):
+        TOUCHES[touch](m[2])
+    if then == "backward" and touch != "set data":
+        assert outcome(losses[0]) == outcome(losses[1]) == ("refused" if touch == "multiply" else "done")
+        if touch != "multiply":
+            average(plain)
+            check_same(plain, model)
+        model.zero_grad()
+    elif then == "reshard":
+        model[2].reshard()
+    elif then == "forward":
+        with torch.no_grad():
+            torch.testing.assert_close(model(data()), plain(data()), rtol=1e-5, atol=1e-6)
+    elif then == "state_dict":
+        for key, value in model.state_dict().items():
+            assert isinstance(value, DTensor)
+            torch.testing.assert_close(value.full_tensor(), plain.state_dict()[key])
+    check_same(plain, model, gradients=False)
+    step_both(plain, model, 1, evaluate=True)
+
+
+# -- extended parameters -------------------------------------------------------------------------------------------------
+
+
+class Counted(HalfGathered):
+    """Fills ``out`` by an operation that moves its version counter, as forward may not see between two uses."""
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        if out is None:
+            return super().fsdp_post_all_gather(outputs, metadata, param_dtype)
+        out.copy_(outputs[0][: out.size(0)])
+        return None
+
+
+@multirank(2)
+@pytest.mark.parametrize(("kind", "keep"), [(HalfGathered, False), (HalfGathered, True), (Counted, True)])
+def test_extended_parameters_that_nobody_edits_train(
+    rank: int, world_size: int, kind: type[Stored], keep: bool
+) -> None:
+    model, plain = wrapped("shardwright", kind, reshard_after_forward=not keep)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for micro in range(4):
+        expected = straight_through(kind, plain, world_size, micro)
+        backward_of_wrapped(model, rank, micro)
+        check(gradients(model), expected, tol=2e-5)
+        for name, p in plain.named_parameters():
+            p.grad = expected[name]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@multirank(2)
+@pytest.mark.parametrize("where", ["forward", "by hand"])
+@pytest.mark.parametrize("touch", ["multiply", "multiply data"])
+def test_edits_of_full_extended_parameters_are_refused(
+    rank: int, world_size: int, touch: str, where: str
+) -> None:
+    model, _ = wrapped("shardwright", HalfGathered)
+    with pytest.raises(RuntimeError, match=r"'first\.weight' was changed in place.*HalfGathered"):
+        if where == "forward":
+            model.first.register_forward_pre_hook(lambda m, _: TOUCHES[touch](m) and None)
+            model(data_of_wrapped(rank))
+        else:
+            model.first.unshard()
+            TOUCHES[touch](model.first)
+            model.first.reshard()
+
+
+# -- edits of sharded parameters -----------------------------------------------------------------------------------------
+
+FOREACH: dict[str, Callable[[list[Any]], None]] = {
+    "mul": lambda tensors: torch._foreach_mul_(tensors, 0.9),
+    "lerp": lambda tensors: torch._foreach_lerp_(tensors, [t.detach() * 0.5 for t in tensors], 0.5),
+}
+
+
+def foreach(model: nn.Module, edit: str, detach: bool) -> None:
+    with torch.no_grad():
+        FOREACH[edit]([p.detach() if detach else p for p in model.parameters()])
+
+
+@multirank(2)
+@pytest.mark.parametrize("detach", [False, True])
+@pytest.mark.parametrize("edit", list(FOREACH))
+def test_foreach_is_seen_by_kept_weights(rank: int, world_size: int, edit: str, detach: bool) -> None:
+    plain, model = twins(mlp, "2", reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    for step in range(2):  # the second time after a backward, which keeps, too
+        with torch.no_grad():
+            model(data())
+            for m in (plain, model):
+                foreach(m, edit, detach)
+            torch.testing.assert_close(model(data()), plain(data()), rtol=1e-5, atol=1e-6)
+        for m in (plain, model):
+            m.zero_grad()
+            loss_of(m, step).backward()
+            foreach(m, edit, detach)
+        average(plain)
+        check_same(plain, model)
+        torch.testing.assert_close(loss_of(model), loss_of(plain), rtol=1e-5, atol=1e-6)
+
+
+@multirank(2)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("edit", [*FOREACH, "mul of views", "SGD", "AdamW"])
+def test_foreach_between_forward_and_backward_is_refused(
+    rank: int, world_size: int, edit: str, keep: bool
+) -> None:
+    plain, model = twins(mlp, "2", reshard_after_forward=not keep)
+    for m in (plain, model):
+        loss_of(m).backward()
+        loss = loss_of(m, 1)
+        if edit in ("SGD", "AdamW"):
+            getattr(torch.optim, edit)(m.parameters(), lr=0.1, foreach=True).step()
+        else:
+            foreach(m, edit.split()[0], edit.endswith("views"))
+        assert outcome(loss) == "refused"
+
+
+@multirank(2)
+def test_averages_of_weights_are_seen_in_evaluation(rank: int, world_size: int) -> None:
+    results = []
+    for m in twins(mlp, "0", reshard_after_forward=False):
+        average_of = AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        average_of.update_parameters(m)
+        with torch.no_grad():
+            average_of.module(data())
+            for p in m.parameters():
+                p.mul_(0.5)
+            average_of.update_parameters(m)
+            results.append(average_of.module(data()))
+    torch.testing.assert_close(results[1], results[0])
+
+
+# -- replaced, copied and written inside forward -----------------------------------------------------------------------
+
+
+@multirank(2)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_parameter_replaced_inside_forward(rank: int, world_size: int, when: str) -> None:
+    plain, model = twins(touched(**{when: "replace"}), "0", "2")
+    for step in range(4):
+        step_both(plain, model, step)
+
+
+COPIES: list[nn.Module] = []
+
+
+class Snapshot(Touched):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        COPIES.append(copy.deepcopy(self))
+        return y + super().forward(x + 1)
+
+
+@multirank(2)
+def test_a_module_that_copies_itself_inside_forward(rank: int, world_size: int) -> None:
+    plain, model = twins(lambda: nn.Sequential(Snapshot(), nn.Linear(4, 4), Snapshot()), "0", "2")
+    for step in range(2):
+        expected = copy.deepcopy(plain[2])
+        step_both(plain, model, step)
+        copied = COPIES[-1]
+        assert isinstance(copied, sw.FSDPModule) and not isinstance(COPIES[-3], sw.FSDPModule)
+        torch.testing.assert_close(copied(data()), expected(data()))
+        COPIES.clear()
+
+
+class Scaled(nn.Module):
+    """A block with a parameter of its own, and with children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(4, 6), nn.Linear(6, 4), nn.Parameter(torch.rand(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x))) * self.scale
+
+
+@multirank(2)
+@pytest.mark.parametrize("how", ["wrapped before", "in place before", "in place after"])
+def test_a_unit_with_parameters_of_its_own_is_compiled(rank: int, world_size: int, how: str) -> None:
+    os.environ["SHARDWRIGHT_POISON"] = "1"
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = nn.Sequential(Scaled(), Scaled())
+    model = copy.deepcopy(plain)
+    backend = CompileCounterWithBackend("aot_eager")
+    for i in range(2):
+        if how == "wrapped before":
+            model[i] = torch.compile(model[i], backend=backend)
+        elif how == "in place before":
+            model[i].compile(backend=backend)
+        sw.fully_shard(model[i])
+        if how == "in place after":
+            model[i].compile(backend=backend)
+    sw.fully_shard(model)
+    for step in range(3):
+        step_both(plain, model, step)
+    assert backend.frame_count >= 1 and backend.op_count >= 3  # three layers' worth at least
+    torch._dynamo.reset()
+
+
+class Writes(nn.Module):
+    """Writes one of its weights in forward, and returns numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Linear(300, 300), nn.Linear(4, 4)
+        self.written: dict[str, bytes] = {}
+
+    def forward(self, x: torch.Tensor) -> np.ndarray:
+        file = io.BytesIO()
+        torch.save(self.small.weight, file)
+        self.written = {"save": file.getvalue(), "pickle": pickle.dumps(self.small.weight)}
+        return self.small(x).detach().numpy()
+
+
+@multirank(2)
+def test_a_full_weight_is_written_alone(rank: int, world_size: int) -> None:
+    plain, model = twins(Writes)
+    np.testing.assert_allclose(model(data()), plain(data()), rtol=1e-6)  # an output that is no tensor, by the way
+    for how, expected in plain.written.items():
+        assert len(model.written[how]) <= len(expected) + 100
+    for parameter in (
+        pickle.loads(model.written["pickle"]),
+        torch.load(io.BytesIO(model.written["save"]), weights_only=False),
+    ):
+        assert type(parameter) is nn.Parameter
+        torch.testing.assert_close(parameter.detach(), plain.small.weight.detach())
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------------
+
+
+@multirank(2)
+@pytest.mark.parametrize("what", ["state_dict", "named_parameters"])
+def test_asynchronous_checkpoints(rank: int, world_size: int, what: str, tmp_path: Path) -> None:
+    plain, model = twins(mlp, "0")
+    loss_of(model).backward()
+    model.zero_grad()
+    saved = dcp.async_save(dict(getattr(model, what)()), checkpoint_id=tmp_path)  # both are of pairs
+    saved.result()
+    found = {key: torch.zeros_like(value) for key, value in plain.state_dict().items()}
+    dcp.load(found, checkpoint_id=tmp_path)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=0)
+
+
+@multirank(2)
+def test_copies_of_state_dicts_are_plain_dtensors(rank: int, world_size: int) -> None:
+    plain, model = twins(mlp, "0")
+    state = model.state_dict()
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    copied, loaded = copy.deepcopy(state), torch.load(file, weights_only=False)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    for form in (copied, loaded):
+        assert form.keys() == plain.state_dict().keys()
+        for key, value in plain.state_dict().items():
+            assert type(form[key]) is DTensor
+            torch.testing.assert_close(form[key].full_tensor(), value, rtol=0, atol=0)
+
+
+# -- borrowed weights under checkpointing --------------------------------------------------------------------------------
+
+
+class Borrows(nn.Module):
+    """A block all of whose weights are another's; it may leave them unused and return its input."""
+
+    def __init__(self, lender: nn.Linear) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.linear.weight, self.linear.bias = lender.weight, lender.bias
+
+    def forward(self, x: torch.Tensor, used: bool) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) if used else x
+
+
+class Lends(nn.Module):
+    def __init__(self, lender_first: bool) -> None:
+        super().__init__()
+        self.lender_first, self.skipped_on = lender_first, 1
+        self.first, self.lender, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.block = Borrows(self.lender)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        used = dist.get_rank() != self.skipped_on
+        x = torch.tanh(self.first(x))
+        if self.lender_first:
+            x = torch.tanh(self.lender(x))
+        x = checkpoint(self.block, x, used, use_reentrant=True)
+        return self.last(x if self.lender_first else torch.tanh(self.lender(x)))
+
+
+@multirank(2)
+@pytest.mark.parametrize("skipped_on", [0, 1])
+@pytest.mark.parametrize("lender_first", [False, True])
+def test_borrowed_weights_unused_on_one_rank(
+    rank: int, world_size: int, lender_first: bool, skipped_on: int
+) -> None:
+    plain, model = twins(lambda: Lends(lender_first), "first", "lender", "block", "last")
+    plain.skipped_on = model.skipped_on = skipped_on
+    for step in range(3):
+        step_both(plain, model, step, evaluate=True)

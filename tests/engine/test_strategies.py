@@ -1,0 +1,982 @@
+"""Strategies on meshes of one and two axes, against the plain model: numbers, collectives, bytes, refusals.
+
+Every rank has its own data, and each compares its own part of every parameter and gradient with the plain model's, so
+that a replica that drifts is found. What is sharded over two axes is in the data and waits for ``SHARDED_AXES``.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import itertools
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+import shardwright as sw
+from shardwright.comm import Communicator
+from shardwright.engine.root import UNIT
+from shardwright.layout import NAMES, resolve
+from tests.engine.models import Model, Reference, build, loss_of, shard, tokens
+from tests.support import CaseFailed, WorkerPools, world_mesh
+
+SHARDED_AXES = 1  #: over how many axes of one mesh the engine shards; 2 switches on the rest of this file
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+Stages = tuple[int, ...]
+Shape = tuple[int, ...]
+
+STAGES: dict[int, list[Stages]] = {n: list(itertools.product(range(4), repeat=n)) for n in (1, 2)}
+SHAPES: dict[int, list[Shape]] = {1: [(1,), (2,), (3,), (4,)], 2: [(2, 2), (1, 2), (2, 1), (4, 1)]}
+#: Names by the stages that they stand for.
+NAMED = {
+    resolve(name, ndim).stages: name
+    for name, own in NAMES.items()
+    for ndim in (1, 2)
+    if len(own) in (1, ndim)
+}
+
+
+def works(stages: Stages) -> bool:
+    """Whether the engine has this strategy yet."""
+    return sum(stage > 0 for stage in stages) <= SHARDED_AXES
+
+
+def strategy_of(stages: Stages) -> str | sw.Strategy:
+    """The name where there is one, so that both ways of saying it are used."""
+    return NAMED.get(stages) or sw.Strategy.of_stages(*stages)
+
+
+class On(NamedTuple):
+    """A strategy on a mesh."""
+
+    stages: Stages
+    shape: Shape
+
+    def __str__(self) -> str:
+        return f"{NAMED.get(self.stages) or '-'.join(map(str, self.stages))}@{'x'.join(map(str, self.shape))}"
+
+    @property
+    def strategy(self) -> str | sw.Strategy:
+        return strategy_of(self.stages)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return world_mesh(*self.shape, names=("replicate", "shard")[-len(self.shape) :])
+
+    @property
+    def parts(self) -> int:
+        """Into how many shards parameters are cut."""
+        return math.prod(size for size, stage in zip(self.shape, self.stages, strict=True) if stage)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return tuple(Shard(0) if stage else Replicate() for stage in self.stages)
+
+    @property
+    def reshards(self) -> tuple[bool | None, ...]:
+        """Legal values of reshard_after_forward: True has no meaning where full parameters are kept for the step."""
+        return (None, False) if max(self.stages) in (1, 2) else (None, True, False)
+
+
+def on(name: str, *shapes: Shape) -> list[On]:
+    """The strategy of this name, or of stages like "0-2", on each of these meshes, where the engine has it."""
+    given = [(tuple(map(int, name.split("-"))) if name[0].isdigit() else None, shape) for shape in shapes]
+    found = [On(stages or resolve(name, len(shape)).stages, shape) for stages, shape in given]
+    return [each for each in found if works(each.stages)]
+
+
+EVERYWHERE = [
+    On(stages, shape) for n in (1, 2) for stages in STAGES[n] for shape in SHAPES[n] if works(stages)
+]
+#: Each kind of step once.
+SOME = [
+    *on("ddp", (2,)),
+    *on("zero1", (2,), (2, 2)),
+    *on("zero2", (3,), (2, 2)),
+    *on("zero3", (2,), (2, 2)),
+    *on("hsdp", (2, 2), (1, 2), (2, 1)),
+    *on("hfsdp", (2, 2)),
+    *on("0-1", (2, 2)),
+    *on("0-2", (2, 2)),
+    *on("2-0", (2, 2)),
+]
+
+
+def on_meshes(where: list[Any], timeout: float = 30.0) -> Callable[[Callable[..., Any]], Any]:
+    """As ``multirank``, with as many ranks as each mesh has; items of ``where`` are an `On` or begin with one."""
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+        names = [n for n in inspect.signature(body).parameters if n not in ("rank", "world_size")]
+        first = names[: 1 if isinstance(where[0], On) else len(where[0])]
+
+        @functools.wraps(body)
+        def case(worker_pools: WorkerPools, **arguments: Any) -> None:
+            ranks = math.prod(arguments[first[0]].shape)
+            try:
+                worker_pools.run(body, ranks, timeout=timeout, **arguments)
+            except CaseFailed as failure:
+                pytest.fail(str(failure), pytrace=False)
+
+        keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        case.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(n, keyword) for n in ("worker_pools", *names)]
+        )
+        case.multirank_body = body  # type: ignore[attr-defined]
+        values = [(w,) if isinstance(w, On) else tuple(w) for w in where]
+        rows = [pytest.param(*v, id="-".join(map(str, v))) for v in values]
+        return pytest.mark.multirank(pytest.mark.parametrize(tuple(first), rows)(case))
+
+    return decorate
+
+
+def sharded(at: On, plain: Model | None = None, **options: Any) -> Model:
+    """Two blocks, a list of the last norm and the head, and the rest: four units."""
+    return shard(plain or build(), head_unit=True, mesh=at.mesh, strategy=at.strategy, **options)
+
+
+UNITS = 4
+
+
+def units_of(model: nn.Module) -> list[Any]:
+    return list(dict.fromkeys(u for m in model.modules() if (u := getattr(m, UNIT, None)) is not None))
+
+
+def modules_of(model: nn.Module) -> list[sw.FSDPModule]:
+    """One module of each unit."""
+    return [unit.modules[0]() for unit in units_of(model)]
+
+
+def set_micro(model: Model, sync: bool, last: bool) -> None:
+    model.set_requires_gradient_sync(sync)
+    model.set_is_last_backward(last)
+
+
+def backward(model: Model, rank: int, step: int = 0, micro: int = 0) -> float:
+    batch = tokens(step, micro, rank)
+    loss = loss_of(model(batch), batch)
+    loss.backward()
+    return loss.item()
+
+
+def part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This rank's part of a plain tensor, by torch's own arithmetic of placements."""
+    sizes, starts = compute_local_shape_and_global_offset(whole.shape, like.device_mesh, like.placements)
+    return whole[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
+
+
+def check(name: str, found: DTensor, expected: torch.Tensor, tolerance: float) -> None:
+    """This rank's part, relative to the largest element of the whole."""
+    assert found.shape == expected.shape and found.dtype == expected.dtype == FP32
+    mine, theirs = found.to_local().detach(), part_of(expected.detach(), found)
+    assert mine.shape == theirs.shape, name
+    if mine.numel():
+        error = (mine - theirs).abs().max().item() / max(expected.abs().max().item(), 1e-3)
+        assert error <= tolerance, f"{name} is off by {error:.2e} of its largest element"
+
+
+def check_gradients(model: nn.Module, expected: list[torch.Tensor | None], tolerance: float = 1e-5) -> None:
+    for (name, p), gradient in zip(model.named_parameters(), expected, strict=True):
+        assert (p.grad is None) == (gradient is None), f"{name}.grad is {p.grad}"
+        if gradient is not None:
+            assert p.grad.placements == p.placements and p.grad.device_mesh == p.device_mesh
+            check(f"gradient of {name}", p.grad, gradient, tolerance)
+
+
+def expected_gradients(world_size: int, micros: int = 1, step: int = 0, seed: int = 0) -> list[torch.Tensor]:
+    reference = Reference(build(seed), FP32, FP32)
+    reference.backward(world_size, [[tokens(step, m, r) for r in range(world_size)] for m in range(micros)])
+    return [p.grad for p in reference.model.parameters()]
+
+
+@torch.no_grad()
+def synchronise(model: nn.Module, plain: nn.Module) -> None:
+    """Copy the parameters, which were compared just now, into ``plain``: then rounding does not add up over steps,
+    nor flip the rounding of a low-precision copy. One collective, which counts what every replica has."""
+    flats = [torch.zeros(2, *p.shape, dtype=torch.float64) for p in plain.parameters()]
+    for flat, p in zip(flats, model.parameters(), strict=True):
+        part_of(flat[0], p).add_(p.to_local())
+        part_of(flat[1], p).add_(1.0)
+    everything = torch.cat([flat.view(-1) for flat in flats])
+    dist.all_reduce(everything)
+    for flat, p in zip(everything.split([f.numel() for f in flats]), plain.parameters(), strict=True):
+        total, count = flat.view(2, *p.shape)
+        p.copy_(total / count)
+
+
+# -- the matrix ------------------------------------------------------------------------------------------------------
+
+#: (compute, reduce, tolerance): fp32 sums differ in order only; lower reduce dtypes round the sum itself once or twice.
+PRECISIONS = {"fp32": (FP32, FP32, 1e-5), "bf16": (BF16, FP32, 1e-5), "fp16": (FP16, FP16, 1e-2)}
+#: For each micro-batch whether its gradients may be communicated, and whether it is said to be the last of the step.
+ACCUMULATIONS = {
+    "single": [(True, True)],
+    "each": [(True, True), (True, True)],
+    "hold": [(False, True), (True, True)],
+    "late": [(True, False), (True, False), (True, True)],
+    "left": [(True, False), (True, False)],  # for clipping to complete
+    "mixed": [(False, True), (True, False), (True, True)],
+}
+
+
+class Row(NamedTuple):
+    at: On
+    accumulation: str
+    precision: str
+    reshard: bool | None
+
+
+def rows(coverage: str) -> Iterator[Row]:
+    """Every combination, or two for every strategy and mesh, rotated so that every pair of settings occurs."""
+    for n in (1, 2):
+        strategies = [stages for stages in STAGES[n] if works(stages)]
+        for (s, stages), (m, shape) in itertools.product(enumerate(strategies), enumerate(SHAPES[n])):
+            at = On(stages, shape)
+            reshards = at.reshards
+            if coverage == "all":
+                for rest in itertools.product(ACCUMULATIONS, PRECISIONS, reshards):
+                    yield Row(at, *rest)
+                continue
+            for k in range(2):  # factors found by trial; a test below says that they do
+                accumulation = list(ACCUMULATIONS)[(5 * s + 2 * m + 3 * k) % len(ACCUMULATIONS)]
+                precision = list(PRECISIONS)[(2 * s + m) % len(PRECISIONS)]
+                reshard = reshards[(s + 3 * m + 4 * k + m // 2) % len(reshards)]
+                yield Row(at, accumulation, precision, reshard)
+
+
+ROWS = list(rows(os.environ.get("SHARDWRIGHT_MATRIX", "some")))
+
+
+@on_meshes(ROWS)
+def test_training_equals_the_plain_model(
+    rank: int, world_size: int, at: On, accumulation: str, precision: str, reshard: bool | None
+) -> None:
+    os.environ["SHARDWRIGHT_POISON"] = "1"
+    compute, reduce, tolerance = PRECISIONS[precision]
+    plain = build()
+    reference = Reference(plain, compute, reduce)
+    policy = sw.MixedPrecisionPolicy(
+        param_dtype=None if compute is FP32 else compute, reduce_dtype=None if reduce is compute else reduce
+    )
+    model = sharded(at, plain, reshard_after_forward=reshard, mp_policy=policy)
+    # AdamW divides by the root of its second moment: eps keeps it from blowing up what cancelled to almost nothing.
+    optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.03, eps=1e-3))
+    expected = torch.optim.AdamW(reference.model.parameters(), lr=0.03, eps=1e-3)
+    micros = ACCUMULATIONS[accumulation]
+    for step in range(3):
+        batches = [[tokens(step, m, r) for r in range(world_size)] for m in range(len(micros))]
+        wanted = reference.backward(world_size, batches)
+        for micro, flags in enumerate(micros):
+            set_micro(model, *flags)
+            loss = backward(model, rank, step, micro)
+            if rank == 0:
+                assert loss == pytest.approx(wanted[micro], rel=tolerance)
+        if accumulation != "left":
+            check_gradients(model, [p.grad for p in reference.model.parameters()], tolerance)
+        norm = sw.clip_grad_norm_(model.parameters(), 0.2)
+        wanted_norm = nn.utils.clip_grad_norm_(reference.model.parameters(), 0.2)
+        assert wanted_norm > 0.2
+        assert norm.item() == pytest.approx(wanted_norm.item(), rel=tolerance)
+        check_gradients(model, [p.grad for p in reference.model.parameters()], tolerance)
+        optimizer.step()
+        expected.step()
+        optimizer.zero_grad()
+        expected.zero_grad()
+        for (name, p), q in zip(model.named_parameters(), reference.model.parameters(), strict=True):
+            assert p.placements == at.placements
+            check(name, p, q, tolerance)
+        synchronise(model, reference.model)
+
+
+def test_rows_cover_pairs_of_settings() -> None:
+    chosen = list(rows("some"))
+    full = list(rows("all"))
+    for one, two in itertools.combinations(range(5), 2):
+
+        def pair(row: Row, one: int = one, two: int = two) -> tuple[Any, Any]:
+            fields = (row.at.stages, row.at.shape, *row[1:])
+            return fields[one], fields[two]
+
+        missing = {pair(row) for row in full} - {pair(row) for row in chosen}
+        assert not missing, missing
+
+
+# -- evaluation and edits --------------------------------------------------------------------------------------------
+
+
+@on_meshes(SOME)
+def test_evaluation_after_training_twice_in_a_row(rank: int, world_size: int, at: On) -> None:
+    """What a step keeps is neither stale nor of the wrong shape: between backward and the optimizer, and after it."""
+    os.environ["SHARDWRIGHT_POISON"] = "1"
+    plain = build()
+    seen: list[torch.Size] = []
+    model = sharded(at)
+    for block in model.blocks:
+        block.up.register_forward_hook(lambda m, a, o: seen.append(m.weight.shape))
+    optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3))
+    expected = torch.optim.AdamW(plain.parameters(), lr=0.1, eps=1e-3)
+
+    def evaluate() -> None:
+        for grad, number in itertools.product((False, True), range(2)):
+            model.eval()
+            with torch.set_grad_enabled(grad):
+                batch = tokens(number, 7, rank)
+                torch.testing.assert_close(model(batch), plain(batch), rtol=1e-5, atol=1e-5)
+        model.train()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert isinstance(p, DTensor) and p.shape == q.shape
+
+    for step in range(3):
+        evaluate()
+        backward(model, rank, step)
+        evaluate()
+        reference = Reference(plain, FP32, FP32)
+        reference.backward(world_size, [[tokens(step, 0, r) for r in range(world_size)]])
+        for p, q in zip(plain.parameters(), reference.model.parameters(), strict=True):
+            p.grad = q.grad
+        check_gradients(model, [p.grad for p in plain.parameters()])
+        optimizer.step()
+        expected.step()
+        evaluate()
+        optimizer.zero_grad()
+        synchronise(model, plain)
+    assert set(seen) == {plain.blocks[0].up.weight.shape}
+
+
+@on_meshes(SOME)
+def test_edits_between_micro_batches_are_seen(rank: int, world_size: int, at: On) -> None:
+    """Copies that are kept for a step are dropped when the weights change, however they change."""
+    model, plain = sharded(at), build()
+    other = build(seed=5)
+
+    @torch.no_grad()
+    def scale_parts(one: nn.Module) -> None:
+        for p in one.parameters():
+            (p.to_local() if isinstance(p, DTensor) else p).mul_(1.25)
+
+    @torch.no_grad()
+    def scale_by_foreach(one: nn.Module) -> None:
+        torch._foreach_mul_([p.to_local() if isinstance(p, DTensor) else p for p in one.parameters()], 0.5)
+
+    @torch.no_grad()
+    def scale_through_data(one: nn.Module) -> None:
+        for p in one.parameters():
+            p.data.mul_(1.5)
+
+    @torch.no_grad()
+    def load(one: nn.Module) -> None:
+        state = {name: q.clone() for name, q in other.state_dict().items()}
+        if one is model:
+            state = {name: cut(q, one.get_parameter(name)) for name, q in state.items()}
+        one.load_state_dict(state)
+
+    def cut(q: torch.Tensor, like: DTensor) -> DTensor:
+        part = part_of(q, like).clone()
+        return DTensor.from_local(
+            part, like.device_mesh, like.placements, run_check=False, shape=q.shape, stride=q.stride()
+        )
+
+    for number, edit in enumerate((scale_parts, scale_by_foreach, scale_through_data, load)):
+        backward(model, rank, number)  # leaves what the strategy keeps
+        model.zero_grad()
+        edit(model)
+        edit(plain)
+        batch = tokens(number, 3, rank)
+        torch.testing.assert_close(model(batch), plain(batch), rtol=1e-5, atol=1e-5, msg=edit.__name__)
+
+
+@on_meshes([each for each in SOME if max(each.stages) < 3])
+def test_what_was_left_is_reduced_by_the_optimizers_step(rank: int, world_size: int, at: On) -> None:
+    model, plain = sharded(at), build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for micro in range(2):
+        set_micro(model, True, False)
+        backward(model, rank, 0, micro)
+    optimizer.step()
+    gradients = expected_gradients(world_size, micros=2)
+    check_gradients(model, gradients)
+    for (name, p), q, g in zip(model.named_parameters(), plain.parameters(), gradients, strict=True):
+        check(name, p, q - 0.5 * g, 1e-5)
+
+
+@on_meshes(SOME)
+def test_zero_grad_forgets_what_was_left(rank: int, world_size: int, at: On) -> None:
+    model = sharded(at)
+    for sync, last in ((True, False), (False, False)):
+        set_micro(model, sync, last)
+        backward(model, rank, 3)
+        set_micro(model, True, False)
+        backward(model, rank, 4)
+        model.zero_grad()
+        set_micro(model, True, True)
+        backward(model, rank)
+        check_gradients(model, expected_gradients(world_size))
+        model.zero_grad()
+
+
+# -- division --------------------------------------------------------------------------------------------------------
+
+
+class Dot(nn.Module):
+    """Its gradient is its input."""
+
+    def __init__(self, numel: int = 5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+def dot(at: On, reduce: torch.dtype = FP32) -> Any:
+    return sw.fully_shard(
+        Dot(), mesh=at.mesh, strategy=at.strategy, mp_policy=sw.MixedPrecisionPolicy(reduce_dtype=reduce)
+    )
+
+
+@on_meshes(EVERYWHERE)
+def test_gradients_are_divided_once(rank: int, world_size: int, at: On) -> None:
+    """Also where axes have one rank. Sums of these values are exact in every dtype, the division rounds once or twice."""
+    pattern = torch.tensor([1.0, -2.0, 3.0, 0.5, 8.0])
+    total = pattern * sum(range(1, world_size + 1))
+    for reduce, factor, force_sum, micros in itertools.product(
+        (FP32, BF16, FP16), (None, 1.0, 6.0), (False, True), (1, 2)
+    ):
+        if force_sum and micros > 1:
+            continue
+        model = dot(at, reduce)
+        model.set_force_sum_reduction_for_comms(force_sum)
+        if factor is not None:
+            model.set_gradient_divide_factor(factor)
+        for micro in range(micros):
+            model.set_is_last_backward(micro == micros - 1)
+            model(pattern * (rank + 1)).backward()
+        expected = total * micros / (factor or world_size)
+        case = f"{reduce}, factor {factor}, {micros} micro-batches"
+        tolerance = 1e-6 if reduce is FP32 else 2 * torch.finfo(reduce).eps
+        torch.testing.assert_close(
+            model.weight.grad.to_local(),
+            part_of(expected, model.weight.grad),
+            rtol=tolerance,
+            atol=0,
+            msg=lambda m, c=case: f"{c}: {m}",
+        )
+
+
+@on_meshes(EVERYWHERE)
+def test_float16_sums_do_not_overflow(rank: int, world_size: int, at: On) -> None:
+    """Four times 20480 is more than float16 holds, the mean is not; a quarter of that with a factor of sixteen."""
+    for value, factor in ((20480.0, None), (20480.0, 16.0)):
+        model = dot(at, FP16)
+        if factor is not None:
+            model.set_gradient_divide_factor(factor)
+        model(torch.full((5,), value)).backward()
+        found = model.weight.grad.to_local()
+        assert torch.equal(found, torch.full_like(found, value * world_size / (factor or world_size)))
+
+
+# -- switches --------------------------------------------------------------------------------------------------------
+
+
+@on_meshes([each for each in SOME if 0 in each.stages])
+def test_requires_all_reduce(rank: int, world_size: int, at: On) -> None:
+    """Per unit; gradients that wait are None, and complete after a backward with True."""
+    model = sharded(at)
+    for number in range(2):
+        model.set_requires_all_reduce(False)
+        backward(model, rank, number)
+        waits = math.prod(s for s, stage in zip(at.shape, at.stages, strict=True) if stage < 2) > 1
+        assert all((p.grad is None) == waits for p in model.parameters())
+        backward(model, rank, number, 1)
+        model.set_requires_all_reduce(True)
+        model.blocks[0].set_requires_all_reduce(False, recurse=False)
+        backward(model, rank, number, 2)
+        for name, p in model.named_parameters():
+            assert (p.grad is None) == (waits and name.startswith("blocks.0.")), name
+        model.blocks[0].set_requires_all_reduce(True, recurse=False)
+        if waits:
+            sw.clip_grad_norm_(model.parameters(), 1e9)
+        check_gradients(model, expected_gradients(world_size, 3, number))
+        model.zero_grad()
+
+
+@on_meshes(SOME)
+def test_all_reduce_hook(rank: int, world_size: int, at: On) -> None:
+    """Called once for each unit and complete reduction, with what ``.grad`` becomes; its changes count."""
+    model = sharded(at)
+    calls: list[tuple[int, torch.Tensor]] = []
+    for number, module in enumerate(modules_of(model)):
+
+        def hook(flat: torch.Tensor, number: int = number) -> None:
+            calls.append((number, flat.clone()))
+            flat.mul_(2.0)
+
+        module.set_all_reduce_hook(hook)
+    late = [False, False, True]
+    for step in range(2):
+        for micro, last in enumerate(late):
+            set_micro(model, True, last)
+            backward(model, rank, step, micro)
+        complete = 3 if max(at.stages) >= 2 and at.parts == world_size else 1
+        assert sorted(n for n, _ in calls) == sorted([*range(UNITS)] * complete)
+        check_gradients(model, [2.0 * g for g in expected_gradients(world_size, 3, step)])
+        if complete == 1:
+            for number, flat in calls:
+                assert flat.ndim == 1 and flat.dtype == FP32
+                gradients = [p.sharded.grad.to_local().flatten() for p in units_of(model)[number].parameters]
+                mine = torch.cat(gradients) / 2.0
+                torch.testing.assert_close(flat.norm(), mine.norm())
+                torch.testing.assert_close(
+                    flat.sort()[0][flat.sort()[0] != 0], mine.sort()[0][mine.sort()[0] != 0]
+                )
+        calls.clear()
+        model.zero_grad()
+
+
+@on_meshes(SOME)
+def test_a_hook_that_clears_gradients_leaves_zeros(rank: int, world_size: int, at: On) -> None:
+    torch.manual_seed(0)
+    model = Branches().shard(at)
+    model.set_all_reduce_hook(lambda flat: flat.zero_())
+    model(torch.randn(2, 5), rank == 0)
+    model(torch.randn(2, 5), rank == 0).backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None and not p.grad.to_local().any(), name
+
+
+@on_meshes(SOME)
+@pytest.mark.parametrize("switch", ["group", "buffers", "both"])
+def test_other_groups_and_more_buffers_change_no_bit(rank: int, world_size: int, at: On, switch: str) -> None:
+    gradients = []
+    for changed in (False, True):
+        model = sharded(at)
+        if changed and switch != "buffers":
+            model.set_separate_reduce_scatter_group()
+        if changed and switch != "group":
+            model.set_reduce_scatter_max_input_buffers(2)
+        for step in range(2):
+            for micro in range(2):
+                set_micro(model, True, micro == 1)
+                backward(model, rank, step, micro)
+        gradients.append([p.grad.to_local() for p in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+# -- several models, state dicts -------------------------------------------------------------------------------------
+
+
+@on_meshes(on("hsdp", (2, 2)))
+def test_models_of_different_strategies_do_not_see_each_other(rank: int, world_size: int, at: On) -> None:
+    flat, low = (4,), sw.MixedPrecisionPolicy(BF16, reduce_dtype=FP32)
+    others = [*on("zero1", flat), *on("zero3", flat), *on("ddp", flat), *on("0-2", (4, 1))]
+    settings = [(at, FP32), *[(each, BF16 if i == 1 else FP32) for i, each in enumerate(others)]]
+    models = [
+        sharded(each, build(seed), mp_policy=low if dtype is BF16 else sw.MixedPrecisionPolicy())
+        for seed, (each, dtype) in enumerate(settings)
+    ]
+    optimizers = [
+        sw.fully_shard_optimizer(torch.optim.AdamW(m.parameters(), lr=0.1, eps=1e-3)) for m in models
+    ]
+    states = [{n: p.to_local().clone() for n, p in m.state_dict().items()} for m in models]
+    for step in range(2):
+        # Forwards and backwards of all are interleaved; one steps in each turn.
+        batch = tokens(step, 0, rank)
+        losses = [loss_of(model(batch), batch) for model in models]
+        for i in (2, 0, 4, 1, 3):
+            losses[i].backward()
+        for seed, ((_, dtype), model) in enumerate(zip(settings, models, strict=True)):
+            if step == 0:
+                reference = Reference(build(seed), dtype, FP32)
+                reference.backward(world_size, [[tokens(step, 0, r) for r in range(world_size)]])
+                check_gradients(model, [p.grad for p in reference.model.parameters()])
+        optimizers[step].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    for i, (each, model, before) in enumerate(zip([s[0] for s in settings], models, states, strict=True)):
+        for name, value in model.state_dict().items():
+            assert isinstance(value, DTensor) and value.device_mesh == each.mesh
+            assert value.placements == each.placements
+            assert torch.equal(value.to_local(), before[name]) == (i > 1), (i, name)
+
+
+@on_meshes(EVERYWHERE)
+def test_state_dicts_are_dtensors_of_the_mesh(rank: int, world_size: int, at: On) -> None:
+    model, plain = sharded(at), build()
+    optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    backward(model, rank)
+    optimizer.step()
+    state = model.state_dict()
+    assert list(state) == list(plain.state_dict())
+    for name, value in state.items():
+        assert isinstance(value, DTensor) and value.device_mesh == at.mesh, name
+        assert value.placements == at.placements and value.shape == plain.get_parameter(name).shape
+    for moments in optimizer.state_dict()["state"].values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert isinstance(moments[key], DTensor) and moments[key].placements == at.placements
+    if not at.shape[0] == 1 == len(at.shape):
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        for name, value in whole.items():  # replicas are equal: parts of any one are parts of the whole
+            assert torch.equal(part_of(value, state[name]), state[name].to_local()), name
+    copy = sharded(at, build(seed=9))
+    copy.load_state_dict(state)
+    batch = tokens(1, 1, rank)
+    assert torch.equal(copy(batch), model(batch))
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+@on_meshes(on("zero3", (2,)))
+def test_illegal_combinations_are_refused_by_name(rank: int, world_size: int, at: On) -> None:
+    line, square = at.mesh, world_mesh(1, 2, names=("replicate", "shard"))
+    cube = world_mesh(1, 1, 2)
+    cases: list[tuple[dict[str, Any], str]] = [
+        (
+            {"mesh": line, "strategy": "zero1", "reshard_after_forward": True},
+            "reshard_after_forward=True.*'zero1'",
+        ),
+        (
+            {"mesh": line, "strategy": "zero2", "reshard_after_forward": True},
+            "reshard_after_forward=True.*'zero2'",
+        ),
+        ({"mesh": cube}, "one dimension, or of two.* got 3 dimensions of shape"),
+        ({"mesh": cube, "strategy": "zero3"}, "got 3 dimensions"),
+        ({"mesh": line, "strategy": "hsdp"}, "'hsdp' is for a mesh of 2 dimensions, and this mesh has 1"),
+        ({"mesh": square, "strategy": sw.Strategy("shard", "shard", "shard")}, "and this mesh has 2"),
+        ({"mesh": line, "strategy": "fsdp"}, "ddp, zero1, zero2, zero3, hsdp, hfsdp, got 'fsdp'"),
+    ]
+    for options, message in cases:
+        model = nn.Linear(4, 4)
+        with pytest.raises(ValueError, match=message):
+            sw.fully_shard(model, **options)
+        assert type(model) is nn.Linear and type(model.weight) is nn.Parameter
+        sw.fully_shard(model, mesh=line)  # nothing was done to it
+
+
+@on_meshes(on("zero3", (2,)))
+def test_units_of_one_model_are_on_one_mesh(rank: int, world_size: int, at: On) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sw.fully_shard(model[0], mesh=at.mesh)
+    sw.fully_shard(model, mesh=world_mesh(1, 2, names=("replicate", "shard")))
+    with pytest.raises((NotImplementedError, ValueError), match="one mesh"):
+        model(torch.randn(2, 4))
+
+
+@on_meshes([each for each in EVERYWHERE if each.shape in ((1,), (1, 2), (2, 1))])
+def test_what_is_refused_does_not_depend_on_the_number_of_ranks(rank: int, world_size: int, at: On) -> None:
+    if True in at.reshards:
+        sw.fully_shard(nn.Linear(4, 4), mesh=at.mesh, strategy=at.strategy, reshard_after_forward=True)
+        return
+    with pytest.raises(ValueError, match="reshard_after_forward=True"):
+        sw.fully_shard(nn.Linear(4, 4), mesh=at.mesh, strategy=at.strategy, reshard_after_forward=True)
+
+
+# -- exceptions, unused parameters, divergence -----------------------------------------------------------------------
+
+
+@on_meshes(SOME)
+def test_training_goes_on_after_an_exception(rank: int, world_size: int, at: On) -> None:
+    """With sums held: a failed forward is repeated, a failed backward given up with its step."""
+    os.environ["SHARDWRIGHT_POISON"] = "1"
+
+    class Boom(BaseException):  # as KeyboardInterrupt is
+        pass
+
+    def fail(*_: object) -> None:
+        raise Boom
+
+    model = sharded(at)
+    for step, sync in enumerate((True, False)):
+        expected = expected_gradients(world_size, 3, step)
+        set_micro(model, sync, False)
+        backward(model, rank, step, 0)
+        for failing_micro_is_last in (False, True):
+            set_micro(model, True, failing_micro_is_last)
+            handle = model.blocks[1].up.register_forward_hook(fail)
+            with pytest.raises(Boom):
+                backward(model, rank, step, 1)
+            handle.remove()
+        set_micro(model, True, False)
+        backward(model, rank, step, 1)
+        set_micro(model, True, True)
+        backward(model, rank, step, 2)
+        check_gradients(model, expected)
+        model.zero_grad()
+        for failing_micro_is_last in (False, True):
+            set_micro(model, sync, False)
+            backward(model, rank, step, 0)
+            set_micro(model, True, failing_micro_is_last)
+            handle = model.blocks[0].up.register_full_backward_hook(fail)
+            with pytest.raises(Boom):
+                backward(model, rank, step, 1)
+            handle.remove()
+            model.zero_grad()
+            for micro in range(3):
+                set_micro(model, True, micro == 2)
+                backward(model, rank, step, micro)
+            check_gradients(model, expected)
+            model.zero_grad()
+
+
+class Branches(nn.Module):
+    """The second layer is used if asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.maybe = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        x = torch.tanh(self.always(x))
+        return (x.square().sum() + self.maybe(x).square().sum()) if both else x.square().sum()
+
+    def shard(self, at: On) -> Any:
+        return sw.fully_shard(self, mesh=at.mesh, strategy=at.strategy)
+
+
+@on_meshes(SOME)
+def test_parameters_unused_on_some_ranks(rank: int, world_size: int, at: On) -> None:
+    """Zeros where others have gradients, None where nobody has: over ranks of all axes and all micro-batches."""
+    os.environ["SHARDWRIGHT_POISON"] = "1"
+    torch.manual_seed(0)
+    plain = Branches()
+    model = Branches()
+    model.load_state_dict(plain.state_dict())
+    model.shard(at)
+    everyone = set(range(world_size))
+    micro_users: list[list[set[int]]] = [
+        [everyone],
+        [set()],
+        [{0}],
+        [{world_size - 1}],
+        [everyone - {0}],
+        [{0, 1}],
+        [set(), {0}],
+        [{world_size - 1}, set()],
+        [{0}, everyone, set()],
+        [set(), set()],
+    ]
+    for step, users in enumerate(micro_users):
+        for micro, using in enumerate(users):
+            x = [
+                torch.randn(2, 5, generator=torch.Generator().manual_seed(step * 99 + micro * 9 + r))
+                for r in everyone
+            ]
+            set_micro(model, True, micro == len(users) - 1)
+            model(x[rank], rank in using).backward()
+            for r in everyone:
+                (plain(x[r], r in using) / world_size).backward()
+        check_gradients(model, [p.grad for p in plain.parameters()])
+        for one in (model, plain):
+            one.zero_grad()
+
+
+class Choice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+
+    def forward(self, x: torch.Tensor, part: str) -> torch.Tensor:
+        return self.parts[part](x)
+
+
+@on_meshes([each for each in SOME if each.shape[0] == 2])
+def test_replicas_that_diverge_are_named(rank: int, world_size: int, at: On) -> None:
+    """The first half of the ranks runs another unit than the second: where they meet, both are named."""
+    torch.manual_seed(0)
+    model = Choice()
+    for module in (*model.parts.values(), model):
+        sw.fully_shard(module, mesh=at.mesh, strategy=at.strategy)
+    half = world_size // 2
+    one, other = rank % half, rank % half + half
+    gathers = r"gathers unit 1 \('parts.a'\); rank {} gathers unit 2 \('parts.b'\)"
+    reduces = r"reduces the gradients of unit 1 \('parts.a'\); rank {} reduces the gradients of unit 2 \('parts.b'\)"
+    told = gathers if at.stages[0] else reduces
+    with pytest.raises(RuntimeError, match=f"The ranks have diverged: rank {one} " + told.format(other)):
+        model(torch.randn(1, 4), "ab"[rank >= half]).sum().backward()
+
+
+# -- counted: collectives --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Collectives of more than one rank that communicators issue inside."""
+    seen: Counter[str] = Counter()
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    originals = {kind: getattr(Communicator, kind) for kind in kinds}
+
+    def counting(kind: str) -> Callable[..., Any]:
+        @functools.wraps(originals[kind])
+        def method(self: Communicator, *args: Any, **kwargs: Any) -> Any:
+            if self.group is not None:
+                assert self.world_size > 1, "a collective of one rank"
+                seen[kind] += 1
+            return originals[kind](self, *args, **kwargs)
+
+        return method
+
+    try:
+        for kind in kinds:
+            setattr(Communicator, kind, counting(kind))
+        yield seen
+    finally:
+        for kind, original in originals.items():
+            setattr(Communicator, kind, original)
+
+
+THREE = [(True, True)] * 3
+THREE_LATE = [(True, False), (True, False), (True, True)]
+THREE_HELD = [(False, True), (False, True), (True, True)]
+#: For each unit and step: all-gathers, reduce-scatters, all-reduces.
+COLLECTIVES = [
+    (at, name, *numbers)
+    for strategy, shape, name, *numbers in [
+        ("zero3", (2,), "single", 2, 1, 0),
+        ("zero3", (3,), "late", 6, 3, 0),
+        ("zero3", (2,), "hold", 6, 1, 0),
+        ("zero2", (2,), "single", 1, 1, 0),
+        ("zero2", (3,), "late", 1, 3, 0),
+        ("zero2", (2,), "each", 1, 3, 0),
+        ("zero2", (2,), "hold", 1, 1, 0),
+        ("zero1", (2,), "single", 1, 1, 0),
+        ("zero1", (3,), "late", 1, 1, 0),
+        ("zero1", (2,), "each", 1, 3, 0),
+        ("zero1", (2,), "hold", 1, 1, 0),
+        ("ddp", (2,), "single", 0, 0, 1),
+        ("ddp", (3,), "late", 0, 0, 1),
+        ("ddp", (2,), "each", 0, 0, 3),
+        ("ddp", (2,), "hold", 0, 0, 1),
+        ("ddp", (1,), "each", 0, 0, 0),
+        ("hsdp", (2, 2), "single", 2, 1, 1),
+        ("hsdp", (2, 2), "late", 6, 3, 1),
+        ("hsdp", (2, 2), "each", 6, 3, 3),
+        ("hsdp", (2, 2), "hold", 6, 1, 1),
+        ("hsdp", (1, 2), "late", 6, 3, 0),
+        ("hsdp", (2, 1), "late", 0, 0, 1),
+        ("hsdp", (4, 1), "each", 0, 0, 3),
+        ("0-2", (2, 2), "late", 1, 3, 1),
+        ("0-1", (2, 2), "late", 1, 1, 1),
+        ("0-1", (2, 2), "each", 1, 3, 3),
+        ("3-0", (2, 2), "late", 6, 3, 1),
+        # Over two axes: the outer gather fills a copy that lasts for the step, the outer reduce-scatter ends it.
+        ("hfsdp", (2, 2), "single", 3, 2, 0),
+        ("hfsdp", (2, 2), "late", 7, 4, 0),
+        ("hfsdp", (1, 2), "late", 6, 3, 0),
+        ("hfsdp", (2, 1), "late", 1, 1, 0),
+        ("zero1", (2, 2), "late", 2, 2, 0),
+        ("zero2", (2, 2), "late", 2, 6, 0),
+        ("zero3", (2, 2), "late", 12, 6, 0),
+    ]
+    for at in on(strategy, shape)
+]
+
+
+@on_meshes(COLLECTIVES)
+def test_collectives_per_unit_and_step(
+    rank: int, world_size: int, at: On, micros: str, gathers: int, scatters: int, reductions: int
+) -> None:
+    model = sharded(at, reshard_after_forward=True if True in at.reshards else None)
+    optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+    plan = {"single": [(True, True)], "each": THREE, "late": THREE_LATE, "hold": THREE_HELD}[micros]
+    for step in range(3):
+        with counted() as seen:
+            for micro, flags in enumerate(plan):
+                set_micro(model, *flags)
+                backward(model, rank, step, micro)
+            sw.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        found = {kind: seen[kind] / UNITS for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+        assert found == {"all_gather": gathers, "reduce_scatter": scatters, "all_reduce": reductions}
+
+
+@on_meshes(on("hsdp", (2, 2)))
+def test_without_all_reduce_nothing_crosses_the_outer_axis(rank: int, world_size: int, at: On) -> None:
+    model = sharded(at)
+    with counted() as seen:
+        for micro in range(3):
+            model.set_requires_all_reduce(micro == 2)
+            backward(model, rank, 0, micro)
+    assert (seen["reduce_scatter"], seen["all_reduce"]) == (3 * UNITS, UNITS)
+
+
+# -- counted: bytes --------------------------------------------------------------------------------------------------
+
+
+def storages() -> dict[int, int]:
+    """Bytes of every memory that a tensor of this process stands on, by address."""
+    gc.collect()
+    found: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and type(thing) is not DTensor:
+            local = thing.to_local() if isinstance(thing, DTensor) else thing
+            storage = local.untyped_storage()
+            if storage.nbytes():
+                found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def nbytes_on(tensors: list[torch.Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@on_meshes([(at, dtype) for at in EVERYWHERE for dtype in (FP32, BF16)])
+def test_bytes_at_rest(rank: int, world_size: int, at: On, storage: torch.dtype) -> None:
+    """Parameters: ceil(rows / parts) rows each, padding included. AdamW: twice what the rank owns of them.
+
+    Nothing else but tables of a few numbers for each parameter is alive: no gathered copy, no gradient, no buffer.
+    """
+    before = storages()
+    model = sharded(at, build().to(storage))
+    optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+    for step in range(2):
+        for micro, flags in enumerate(THREE_LATE):
+            set_micro(model, *flags)
+            backward(model, rank, step, micro)
+        optimizer.step()
+        optimizer.zero_grad()
+    coordinates = [c for c, stage in zip(at.mesh.get_coordinate(), at.stages, strict=True) if stage]
+    sizes = [s for s, stage in zip(at.shape, at.stages, strict=True) if stage]
+    parameters = states = 0
+    for q in build().parameters():
+        row = q[0].numel()
+        chunk = -(-len(q) // at.parts)
+        parameters += chunk * row * storage.itemsize
+        owned = len(q)
+        if len(sizes) == 1:
+            (part,) = coordinates
+            owned = max(0, min(chunk, len(q) - part * chunk))
+        elif sizes:  # cut over two axes: by torch's arithmetic, whichever part comes first
+            p = next(
+                p
+                for n, p in zip(build().state_dict(), model.parameters(), strict=True)
+                if build().get_parameter(n).shape == q.shape
+            )
+            owned = p.to_local().shape[0]
+        states += 2 * owned * row * storage.itemsize
+    assert nbytes_on([p.to_local() for p in model.parameters()]) == parameters
+    moments = [s[key].to_local() for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    assert sum(t.numel() * t.element_size() for t in moments) == states == nbytes_on(moments)
+    if storage is FP32:
+        others = {a: n for a, n in storages().items() if before.get(a) != n}
+        ours = {
+            t.untyped_storage().data_ptr() for t in [*moments, *(p.to_local() for p in model.parameters())]
+        }
+        rest = sum(n for a, n in others.items() if a not in ours)
+        count = len(list(model.parameters()))
+        # Padding between packed gradients and a flag (16 bytes each at least) for each part, a step for each state.
+        assert rest <= count * (2 * 16 * at.parts * 2 + 64) + UNITS * 64 * (at.parts + 1), rest
