@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         OffloadPolicy,
     )
 
+    from shardwright import layout
     from shardwright.engine import (
         FSDPModule,
         UnshardHandle,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         share_comm_ctx,
     )
-    from shardwright.layout import Strategy
+    from shardwright.layout import Ragged, Strategy
     from shardwright.optim import clip_grad_norm_, fully_shard_optimizer
 
 __version__ = "0.1.0"
@@ -41,11 +42,13 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Ragged",
     "Strategy",
     "UnshardHandle",
     "clip_grad_norm_",
     "fully_shard",
     "fully_shard_optimizer",
+    "layout",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
@@ -57,6 +60,7 @@ _HOMES = {
     "FSDPModule": "shardwright.engine",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",
+    "Ragged": "shardwright.layout",
     "Strategy": "shardwright.layout",
     "UnshardHandle": "shardwright.engine",
     "clip_grad_norm_": "shardwright.optim",
@@ -69,7 +73,6 @@ _HOMES = {
 
 #: Names of later versions and of torch's module that are not there yet: asking for one says so.
 _LATER = {
-    "Ragged",
     "deferred_init",
     "load_checkpoint",
     "load_pretrained",
@@ -81,6 +84,8 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "layout":
+        return importlib.import_module("shardwright.layout")
     if name in _LATER:
         raise NotImplementedError(
             f"shardwright.{name} is not in version {__version__}; it is planned for a later one"

@@ -449,7 +449,7 @@ def dot(at: On, reduce: torch.dtype = FP32) -> Any:
 
 @on_meshes(EVERYWHERE)
 def test_gradients_are_divided_once(rank: int, world_size: int, at: On) -> None:
-    """Also where axes have one rank. Sums of these values are exact in every dtype, the division rounds once or twice."""
+    """Also where axes have one rank. Sums of these values are exact in every dtype; divisions round once or twice."""
     pattern = torch.tensor([1.0, -2.0, 3.0, 0.5, 8.0])
     total = pattern * sum(range(1, world_size + 1))
     for reduce, factor, force_sum, micros in itertools.product(
@@ -474,18 +474,11 @@ def test_gradients_are_divided_once(rank: int, world_size: int, at: On) -> None:
             atol=0,
             msg=lambda m, c=case: f"{c}: {m}",
         )
-
-
-@on_meshes(EVERYWHERE)
-def test_float16_sums_do_not_overflow(rank: int, world_size: int, at: On) -> None:
-    """Four times 20480 is more than float16 holds, the mean is not; a quarter of that with a factor of sixteen."""
-    for value, factor in ((20480.0, None), (20480.0, 16.0)):
-        model = dot(at, FP16)
-        if factor is not None:
-            model.set_gradient_divide_factor(factor)
-        model(torch.full((5,), value)).backward()
-        found = model.weight.grad.to_local()
-        assert torch.equal(found, torch.full_like(found, value * world_size / (factor or world_size)))
+    # Four times 20480 is more than float16 holds; the mean is not.
+    model = dot(at, FP16)
+    model(torch.full((5,), 20480.0)).backward()
+    found = model.weight.grad.to_local()
+    assert torch.equal(found, torch.full_like(found, 20480.0))
 
 
 # -- switches --------------------------------------------------------------------------------------------------------
@@ -551,21 +544,20 @@ def test_a_hook_that_clears_gradients_leaves_zeros(rank: int, world_size: int, a
     torch.manual_seed(0)
     model = Branches().shard(at)
     model.set_all_reduce_hook(lambda flat: flat.zero_())
-    model(torch.randn(2, 5), rank == 0)
     model(torch.randn(2, 5), rank == 0).backward()
     for name, p in model.named_parameters():
         assert p.grad is not None and not p.grad.to_local().any(), name
 
 
 @on_meshes(SOME)
-@pytest.mark.parametrize("switch", ["group", "buffers", "both"])
+@pytest.mark.parametrize("switch", ["group", "buffers"])
 def test_other_groups_and_more_buffers_change_no_bit(rank: int, world_size: int, at: On, switch: str) -> None:
     gradients = []
     for changed in (False, True):
         model = sharded(at)
-        if changed and switch != "buffers":
+        if changed and switch == "group":
             model.set_separate_reduce_scatter_group()
-        if changed and switch != "group":
+        if changed and switch == "buffers":
             model.set_reduce_scatter_max_input_buffers(2)
         for step in range(2):
             for micro in range(2):
@@ -934,7 +926,7 @@ def nbytes_on(tensors: list[torch.Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-@on_meshes([(at, dtype) for at in EVERYWHERE for dtype in (FP32, BF16)])
+@on_meshes([*[(at, FP32) for at in EVERYWHERE], *[(at, BF16) for at in SOME]])
 def test_bytes_at_rest(rank: int, world_size: int, at: On, storage: torch.dtype) -> None:
     """Parameters: ceil(rows / parts) rows each, padding included. AdamW: twice what the rank owns of them.
 
@@ -949,25 +941,11 @@ def test_bytes_at_rest(rank: int, world_size: int, at: On, storage: torch.dtype)
             backward(model, rank, step, micro)
         optimizer.step()
         optimizer.zero_grad()
-    coordinates = [c for c, stage in zip(at.mesh.get_coordinate(), at.stages, strict=True) if stage]
-    sizes = [s for s, stage in zip(at.shape, at.stages, strict=True) if stage]
     parameters = states = 0
-    for q in build().parameters():
-        row = q[0].numel()
-        chunk = -(-len(q) // at.parts)
-        parameters += chunk * row * storage.itemsize
-        owned = len(q)
-        if len(sizes) == 1:
-            (part,) = coordinates
-            owned = max(0, min(chunk, len(q) - part * chunk))
-        elif sizes:  # cut over two axes: by torch's arithmetic, whichever part comes first
-            p = next(
-                p
-                for n, p in zip(build().state_dict(), model.parameters(), strict=True)
-                if build().get_parameter(n).shape == q.shape
-            )
-            owned = p.to_local().shape[0]
-        states += 2 * owned * row * storage.itemsize
+    for p, q in zip(model.parameters(), build().parameters(), strict=True):
+        row = q[0].numel() * storage.itemsize
+        parameters += -(-len(q) // at.parts) * row
+        states += 2 * len(part_of(q, p)) * row
     assert nbytes_on([p.to_local() for p in model.parameters()]) == parameters
     moments = [s[key].to_local() for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     assert sum(t.numel() * t.element_size() for t in moments) == states == nbytes_on(moments)

@@ -21,6 +21,7 @@ from shardwright.engine.construct import UNIT, own_modules
 from shardwright.engine.copies import convert, deepcopy_module
 from shardwright.engine.lending import Lending
 from shardwright.engine.parameter import Managed, ShardedParameter, unit_of
+from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.root import Root
 from shardwright.engine.unit import Unit
 
@@ -42,6 +43,7 @@ def install(unit: Unit, modules: list[nn.Module]) -> None:
         module.register_forward_hook(unit.after_forward)
         for _, child in own_modules(module):
             child.register_state_dict_pre_hook(_AtRest(unit))
+            child.register_state_dict_post_hook(_as_dtensors)
             child.register_load_state_dict_pre_hook(_CutToShards(unit))
         module.register_load_state_dict_post_hook(_AtRest(unit))
         own = any(p is not None for p in module._parameters.values())
@@ -87,6 +89,14 @@ class _AtRest(_UnitHook):
         for each in (unit, *unit.lenders):
             if not each.calls:
                 each.show_sharded()
+
+
+def _as_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Ragged parameters go into a state dict as DTensors, which torch's state-dict functions gather and load."""
+    for name, parameter in module._parameters.items():
+        value = state.get(prefix + name)
+        if isinstance(parameter, RaggedTensor) and isinstance(value, RaggedTensor):
+            state[prefix + name] = value.as_dtensor()
 
 
 class _CutToShards(_AtRest):

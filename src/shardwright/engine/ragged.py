@@ -79,7 +79,9 @@ class RaggedSpec:
         return self._number(here)
 
     @functools.cached_property
-    def group(self) -> dist.ProcessGroup:
+    def group(self) -> dist.ProcessGroup | None:
+        if not self.axes:
+            return None
         if len(self.axes) == 1:
             return self.mesh.get_group(self.axes[0] % self.mesh.ndim)
         return _group_of(self.mesh)
@@ -87,12 +89,13 @@ class RaggedSpec:
     @functools.cached_property
     def order(self) -> list[int]:
         """Which rank, in the sense of this class, each rank of ``group`` is."""
-        if len(self.axes) == 1:
+        if len(self.axes) < 2:
             return list(range(self.world_size))
         places = {
             int(self.mesh.mesh[place]): self._number(place)
             for place in itertools.product(*map(range, self.mesh.shape))
         }
+        assert self.group is not None
         return [places[rank] for rank in dist.get_process_group_ranks(self.group)]
 
     def _number(self, place: Sequence[int]) -> int:
@@ -104,12 +107,7 @@ class RaggedSpec:
     @property
     def cuts_last(self) -> bool:
         """Whether it is the last mesh dimension alone that cuts."""
-        return self.is_plain and self.axes[0] % self.mesh.ndim == self.mesh.ndim - 1
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether ranks are numbered as those of the group are."""
-        return len(self.axes) == 1
+        return len(self.axes) == 1 and self.axes[0] % self.mesh.ndim == self.mesh.ndim - 1
 
     def range_of(self, rank: int) -> tuple[int, int]:
         """First and last + 1 of the tensor's elements, in memory order, that ``rank`` owns."""
@@ -238,6 +236,8 @@ class RaggedTensor(torch.Tensor):
         local, spec = self._local_tensor.detach().reshape(-1), self.spec
         if local.is_meta:
             return local.new_empty(spec.shape)
+        if spec.world_size == 1:
+            return local.clone().view(spec.shape)
         width = max(stop - start for start, stop in spec.ranges)
         mine = local.new_empty(width, device=_device_of(spec, local))
         mine[: local.numel()].copy_(local)
@@ -462,7 +462,7 @@ def part_of(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
     if isinstance(source, RaggedTensor):
         if source.spec == spec:
             return source._local_tensor.detach()
-        if source.spec.mesh == spec.mesh and source.spec.axes == spec.axes and spec.is_plain:
+        if source.spec.mesh == spec.mesh and source.spec.axes == spec.axes and len(spec.axes) == 1:
             local = _exchange(source._local_tensor, spec, source.spec.ranges, spec.ranges)
             return local.view(spec.local_shape(rank))
         source = source.full_tensor()
@@ -668,6 +668,8 @@ def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _reduce(value: torch.Tensor, op: Any, spec: RaggedSpec) -> torch.Tensor:
     """All-reduce over the shard group, in place where possible."""
+    if spec.world_size == 1:
+        return value
     moved = value.to(_device_of(spec, value))
     dist.all_reduce(moved, op, group=spec.group)
     return moved.to(value.device)
@@ -757,7 +759,7 @@ def _norms(tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None 
     known = iter(foreach_norm(filled, order, wide) if filled else ())
     empty = math.inf if order == -math.inf else 0.0  # torch has no extreme of nothing
     norms = [next(known).double() if t.numel() else t.new_full((), empty, dtype=torch.float64) for t in found]
-    groups: dict[dist.ProcessGroup, list[int]] = {}
+    groups: dict[dist.ProcessGroup | None, list[int]] = {}
     for i, t in enumerate(tensors):
         if isinstance(t, RaggedTensor):
             groups.setdefault(t.spec.group, []).append(i)

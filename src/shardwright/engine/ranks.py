@@ -49,12 +49,8 @@ class Ranks:
         sharded = sorted(
             (axis for axis in axes if stages[axis]), key=lambda axis: (-stages[axis], -axis)
         )  # the first counts most
-        #: Mesh axes that cut parameters, the one that counts most first; one of size 1 if there is no other.
-        self.axes = (
-            tuple(sharded)
-            or tuple(axis for axis in range(mesh.ndim) if stages[axis])[-1:]
-            or (mesh.ndim - 1,)
-        )
+        #: Mesh axes that cut parameters, the one that counts most first.
+        self.axes = tuple(sharded)
         self.parts = math.prod(shape[axis] for axis in sharded)
         self.part = 0
         for axis in sharded:

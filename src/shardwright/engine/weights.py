@@ -6,6 +6,7 @@ How the memory is made is told in ``construct.py``.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -165,17 +166,16 @@ class Weights:
         self._cast.release()
         self._hops: list[Hop] = []
         comms = [*self.ranks.once, *self.ranks.gathers] or [self.ranks.local]
+        sizes = [nbytes for _, nbytes in places]
         for i, comm in enumerate(comms):
             last = i == len(comms) - 1
-            places = [(offset, nbytes * comm.world_size) for offset, nbytes in places]
+            sizes = [nbytes * comm.world_size for nbytes in sizes]
             if last:
-                slab = self.slab
+                slab, offsets = self.slab, [offset for offset, _ in places]
             else:
-                sizes = [nbytes for _, nbytes in places]
-                places = list(zip([sum(sizes[:k]) for k in range(len(sizes))], sizes, strict=True))
-                slab = Slab(sum(sizes), device)
+                slab, offsets = Slab(sum(sizes), device), [0, *itertools.accumulate(sizes)][:-1]
                 slab.lease()
-            outputs = [slab.byte_view(offset, nbytes) for offset, nbytes in places]
+            outputs = [slab.byte_view(*place) for place in zip(offsets, sizes, strict=True)]
             kept = i == len(self.ranks.once) - 1 and not last
             self._hops.append(Hop(comm, pieces, outputs, slab, kept))
             if not last:

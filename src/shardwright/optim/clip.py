@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright._torch import foreach_mul_, foreach_norm, local_of
 from shardwright.engine.parameter import unit_of
+from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.root import reduce_held
 
 
@@ -57,7 +58,10 @@ def clip_grad_norm_(
         gradient = p.grad
         if gradient is None:
             continue
-        if isinstance(gradient, DTensor):
+        if isinstance(gradient, RaggedTensor):
+            group = gradient.spec.group
+            (plain if group is None else sharded.setdefault((group,), [])).append(local_of(gradient))
+        elif isinstance(gradient, DTensor):
             local = local_of(gradient)
             if any(p.is_partial() for p in gradient.placements):
                 raise ValueError(

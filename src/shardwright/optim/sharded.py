@@ -16,7 +16,10 @@ from torch.optim import Optimizer
 
 from shardwright._torch import local_of
 from shardwright.engine.parameter import TAKEN, unit_of
+from shardwright.engine.ragged import RaggedTensor, part_of
 from shardwright.engine.root import before_optimizer_step
+
+SHARDED = (DTensor, RaggedTensor)
 
 #: Every element's update depends on that element alone, so a step on a part is a part of the step on the whole.
 ELEMENTWISE = (
@@ -69,13 +72,32 @@ def fully_shard_optimizer(optimizer: O, *, elementwise: bool | None = None) -> O
     for index, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
             taken = getattr(p, TAKEN, None)
-            if taken is not None and not isinstance(p, DTensor):
+            if taken is not None and not isinstance(p, SHARDED):
                 raise ValueError(
                     f"Parameter group {index} holds {taken.label!r} as it was before fully_shard, so the model would "
                     "not be trained. Build the optimizer from model.parameters() after sharding."
                 )
     optimizer.__class__ = _sharded_class(kind)
+    optimizer.register_state_dict_post_hook(_state_as_dtensors)
+    optimizer.register_load_state_dict_post_hook(_state_as_ragged)
     return optimizer
+
+
+def _state_as_dtensors(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """State of ragged parameters goes into a state dict as DTensors, which torch's state-dict functions gather."""
+    state["state"] = {
+        key: {k: v.as_dtensor() if isinstance(v, RaggedTensor) else v for k, v in values.items()}
+        for key, values in state["state"].items()
+    }
+    return state
+
+
+def _state_as_ragged(optimizer: Optimizer) -> None:
+    for p, values in optimizer.state.items():
+        if isinstance(p, RaggedTensor):
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor) and value.shape == p.shape:
+                    values[key] = RaggedTensor.from_full(value, p.spec)
 
 
 class _Entry:
@@ -106,7 +128,7 @@ class _ShardedStep:
         for params in groups:
             stand_ins.append([])
             for p in params:
-                if not isinstance(p, DTensor):
+                if not isinstance(p, SHARDED):
                     stand_ins[-1].append(p)
                     if p in outer:
                         inner[p] = outer[p]
@@ -126,7 +148,7 @@ class _ShardedStep:
             for p, local in zip(params, locals_, strict=True):
                 if local is not p:
                     gradient = p.grad
-                    local.grad = local_of(gradient) if isinstance(gradient, DTensor) else gradient
+                    local.grad = local_of(gradient) if isinstance(gradient, SHARDED) else gradient
             group["params"] = locals_
         self.state = inner
         return groups, outer
@@ -138,7 +160,7 @@ class _ShardedStep:
         for group, params in zip(self.param_groups, groups, strict=True):
             group["params"] = params
             for p in params:
-                if not isinstance(p, DTensor):
+                if not isinstance(p, SHARDED):
                     if p in inner:
                         outer[p] = inner[p]
                     continue
@@ -173,7 +195,7 @@ class _ShardedStep:
             unit.forget_gradients(among)
 
 
-def _refresh(entry: _Entry, state: dict[str, Any], p: DTensor) -> None:
+def _refresh(entry: _Entry, state: dict[str, Any], p: DTensor | RaggedTensor) -> None:
     """Take over what was loaded or changed outside since the last step."""
     seen = entry.seen
     if len(seen) == len(state):
@@ -186,7 +208,11 @@ def _refresh(entry: _Entry, state: dict[str, Any], p: DTensor) -> None:
     entry.seen = dict(state)
 
 
-def _local_state(key: str, value: Any, p: DTensor) -> Any:
+def _local_state(key: str, value: Any, p: DTensor | RaggedTensor) -> Any:
+    if isinstance(p, RaggedTensor):
+        if isinstance(value, torch.Tensor) and value.shape == p.shape:
+            return part_of(value, p.spec)
+        return value
     if isinstance(value, DTensor):
         if value.placements != p.placements:
             raise ValueError(
@@ -202,17 +228,21 @@ def _local_state(key: str, value: Any, p: DTensor) -> Any:
     return value
 
 
-def _publish(entry: _Entry, state: dict[str, Any], p: DTensor) -> None:
-    """Show new state outside, element-wise tensors as DTensors placed like the parameter."""
+def _publish(entry: _Entry, state: dict[str, Any], p: DTensor | RaggedTensor) -> None:
+    """Show new state outside, element-wise tensors sharded like the parameter."""
     seen = entry.seen
     for key, value in entry.inner.items():
         known = seen.get(key)
-        if known is value or (known is not None and isinstance(known, DTensor) and local_of(known) is value):
+        if known is value or (isinstance(known, SHARDED) and local_of(known) is value):
             continue
         if isinstance(value, torch.Tensor) and value.ndim and value.shape == entry.local.shape:
-            shown: Any = DTensor.from_local(
-                value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-            )
+            shown: Any
+            if isinstance(p, RaggedTensor):
+                shown = RaggedTensor(value, p.spec)
+            else:
+                shown = DTensor.from_local(
+                    value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+                )
             entry.inner[key] = local_of(shown)
         else:
             shown = value
