@@ -98,7 +98,7 @@ def fully_shard(
     mesh = mesh if mesh is not None else _default_mesh()
     _check_mesh(mesh)
     ranks = _ranks(mesh, resolve(strategy, mesh.ndim))
-    if reshard_after_forward is True and ranks.keeps_full:
+    if reshard_after_forward is True and ranks.replicates_parameters:
         raise ValueError(
             f"reshard_after_forward=True releases full parameters, and strategy {strategy!r} replicates them until the "
             "optimizer's step. Leave it at None, or shard the parameters."

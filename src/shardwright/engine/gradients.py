@@ -52,6 +52,8 @@ class GradientShard:
             slab.lease()
             self.slabs.append(slab)
             self.flats.append(slab.view(span.storage_dtype, 0, (numel,), (1,)))
+        #: What a coalesced collective writes.
+        self.tensors = list(self.flats[0].split(packing.chunks)) if self.direct and packing.shared else []
         self.locals: list[torch.Tensor] = []
         self.dtensors: list[DTensor] = []
         with torch.no_grad():
@@ -163,11 +165,15 @@ class Reduction:
         self.retired = (
             False  #: whether requires_grad changed since, so that only what is held comes through here
         )
+        self._shard: GradientShard | None = None
         self._packed = Slab(n * packing.numel * packing.reduce_dtype.itemsize, device)
         self._packed.lease()
-        self._packed_view = self._packed.view(packing.reduce_dtype, 0, (n, packing.numel))
+        shape = (1, n * packing.numel) if packing.shared else (n, packing.numel)
+        self._packed_view = self._packed.view(packing.reduce_dtype, 0, shape)
+        self._packed_flat = self._packed.view(packing.reduce_dtype, 0, (n * packing.numel,))
+        self._packed_tensors: list[torch.Tensor] = []
+        self._packed_tensors = self._tensors(self._packed_flat)
         self._packed.release()
-        self._shard: GradientShard | None = None
         self._held = Sum(len(packing.parts))  #: whole gradients that were not reduced
         self._partial = Sum(
             len(packing.parts)
@@ -265,11 +271,8 @@ class Reduction:
         return row.expand(self._ranks.parts, chunk)
 
     def _pack(self, tensors: list[torch.Tensor], out: torch.Tensor) -> None:
-        """One pass that casts and copies: rank-major, or one segment after another."""
-        if self.packing.shared:
-            chunk_cat(tensors, 0, 1, out=out.view(1, -1))
-        else:
-            chunk_cat(tensors, 0, self._ranks.parts, out=out)
+        """One pass that casts and copies: rank-major, a row for each, or one segment after another, all in one row."""
+        chunk_cat(tensors, 0, 1 if self.packing.shared else self._ranks.parts, out=out)
 
     def has_gradients(self) -> bool:
         """Whether a full gradient waits."""
@@ -278,8 +281,8 @@ class Reduction:
     def hold(self) -> None:
         """Keep this micro-batch's gradients, full and in the reduce dtype, without communication."""
         tensors, present = self._take()
-        n, device = self._ranks.parts, self._ranks.device
-        packed = torch.empty(n, self.packing.numel, dtype=self.packing.reduce_dtype, device=device)
+        device = self._ranks.device
+        packed = torch.empty(self._packed_view.shape, dtype=self.packing.reduce_dtype, device=device)
         self._pack(tensors, packed)
         self._held.add(packed, present)
 
@@ -329,10 +332,11 @@ class Reduction:
         tensors, self._present = self._take()
         if ranks.parts > 1:
             self._packed.lease()
-            self._value = self._packed_view
+            self._value = self._packed_flat
+            self._pack(tensors, self._packed_view)
         else:
-            self._value = (self._new(numel) if self._output is None else self._output).view(1, numel)
-        self._pack(tensors, self._value)
+            self._value = self._new(numel) if self._output is None else self._output
+            self._pack(tensors, self._value.view(1, numel))
         tensors.clear()
         self._merge("_held")
         self._todo = self._way[:] if last else ranks.scatters[:]
@@ -387,9 +391,13 @@ class Reduction:
 
     def _tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The tensors that are reduced, as views of their memory, for however many parts that holds."""
-        flat, chunks = flat.view(-1), self.packing.chunks
+        chunks = self.packing.chunks
         if len(chunks) == 1:
             return [flat]
+        if flat is self._packed_flat and self._packed_tensors:
+            return self._packed_tensors
+        if self._shard is not None and flat is self._shard.flats[0]:
+            return self._shard.tensors
         parts = flat.numel() // self.packing.numel
         return list(flat.split([chunk * parts for chunk in chunks]))
 
@@ -424,7 +432,7 @@ class Reduction:
             self._partial.add(self._value.view(-1), self._present)
             return
         if hook is not None:
-            hook(output)
+            hook(output[: self.packing.flags])
         self._value = self._flags
         used: list[bool] | None = None
         if self._present is not None:

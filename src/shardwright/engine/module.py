@@ -270,6 +270,11 @@ class FSDPModule:
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward must be a bool, got {reshard_after_forward!r}")
         for unit in self._fsdp_units(recurse):
+            if reshard_after_forward and unit.ranks.replicates_parameters:
+                raise ValueError(
+                    f"Unit {unit.name!r} has {unit.ranks.strategy}, which replicates parameters until the optimizer's "
+                    "step; they cannot be resharded after forward. Shard the parameters instead."
+                )
             unit.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:

@@ -60,8 +60,10 @@ class Ranks:
         self.scatters = [comms[axis] for axis in sharded if stages[axis] > 1]
         self.late = [comms[axis] for axis in sharded if stages[axis] == 1]
         self.replicas = [comms[axis] for axis in reversed(axes) if not stages[axis]]
-        #: Whether full parameters stay gathered until the weights change.
+        #: Whether full parameters stay gathered until the weights change, since no use of them is gathered anew.
         self.keeps_full = not self.gathers and bool(self.once)
+        #: Whether the strategy says so, whatever the sizes of the mesh.
+        self.replicates_parameters = 3 not in stages and any(stages)
         #: Whether whole gradients wait for the last backward of a step.
         self.waits = not self.scatters and bool(self.late or self.replicas)
         #: Whether sums over the ranks that shard gradients wait for the last backward of a step.

@@ -225,7 +225,7 @@ class Unit(Weights):
                 self.close(visit)
         elif any(r.has_gradients() for r in self.reductions):
             self.reduce()
-        elif self.holds and self.requires_sync and (self.is_last or not self.ranks.finishes_late):
+        elif self.holds and self.requires_sync and self._reduces_all:
             self.reduce(now=True)
         self.entered = False
 
@@ -238,7 +238,7 @@ class Unit(Weights):
         """
         root, ranks = self.root, self.ranks
         assert root is not None
-        last = now or self.is_last or not (ranks.finishes_late or ranks.waits)
+        last = now or self._reduces_all
         if not now and not (self.requires_sync and (last or ranks.finishes_late)):
             self.holds = self._holds_whole = True
             for reduction in self.reductions:
@@ -274,10 +274,13 @@ class Unit(Weights):
         self.follow_requires_grad()
 
     @property
-    def is_last(self) -> bool:
-        """Whether the backward under way is the last of its step for this unit's gradients."""
-        assert self.root is not None
-        return self.root.is_last_backward and self.requires_all_reduce
+    def _reduces_all(self) -> bool:
+        """Whether the backward under way leaves nothing for the last of its step."""
+        root, ranks = self.root, self.ranks
+        assert root is not None
+        return (root.is_last_backward and self.requires_all_reduce) or not (
+            ranks.finishes_late or ranks.waits
+        )
 
     def continue_reduction(self) -> bool:
         """Issue what follows the reduce-scatter. Returns whether that was anything."""
