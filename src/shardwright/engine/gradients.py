@@ -19,6 +19,7 @@ from shardwright._torch import (
     gradient_hooks,
     local_of,
     post_accumulate_grad_hooks,
+    quick_attributes,
     storage_use_count,
 )
 from shardwright.comm import Communicator, Division, Pending, plan_division
@@ -200,32 +201,41 @@ class Reduction:
 
     def _take(self) -> tuple[list[torch.Tensor], list[bool] | None]:
         """Take the full gradients off the parameters, in packing order; and which there are, None meaning all."""
-        gradients: list[torch.Tensor] = []
-        present: list[bool] | None = None
-        dtype, n = self._input_dtype, self._ranks.parts
-        for i, parameter in enumerate(self._parameters):
-            full, spec = parameter.full, parameter.spec
-            gradient = full.grad
-            full.grad = None
-            if (
-                gradient is None or not self._shardeds[i].requires_grad
-            ):  # frozen since forward: as autograd does
-                if present is None:
-                    present = [True] * len(self._parameters)
-                present[i] = False
-                gradient = torch.zeros(spec.shape, dtype=self._flags.dtype, device=self._flags.device)
-            elif gradient.dtype != dtype:
-                gradient = gradient.to(self._flags.dtype)
-            if not self._plain:
-                gradient = gradient.expand(n, 1) if spec.replicated else gradient.permute(spec.order)
-            gradients.append(gradient)
-        tensors = [self._packed_item(item, gradients) for item in self._items]
+        with quick_attributes():
+            gradients, present = self._take_gradients()
+        tensors = [
+            gradients[item] if type(item) is int else self._packed_item(item, gradients)
+            for item in self._items
+        ]
         flags = self._flags
         if present is not None:
             flags = flags.clone()
             flags[:, [i for i, there in enumerate(present) if not there]] = 0
         tensors.append(flags)
         return tensors, present
+
+    def _take_gradients(self) -> tuple[list[torch.Tensor], list[bool] | None]:
+        gradients: list[torch.Tensor] = []
+        present: list[bool] | None = None
+        dtype, n = self._input_dtype, self._ranks.parts
+        for i, parameter in enumerate(self._parameters):
+            full = parameter.full
+            gradient = full.grad
+            full.grad = None
+            # Not what was frozen since forward, as autograd does.
+            if gradient is None or not self._shardeds[i].requires_grad:
+                if present is None:
+                    present = [True] * len(self._parameters)
+                present[i] = False
+                shape = parameter.spec.shape
+                gradient = torch.zeros(shape, dtype=self._flags.dtype, device=self._flags.device)
+            elif gradient.dtype != dtype:
+                gradient = gradient.to(self._flags.dtype)
+            if not self._plain:
+                spec = parameter.spec
+                gradient = gradient.expand(n, 1) if spec.replicated else gradient.permute(spec.order)
+            gradients.append(gradient)
+        return gradients, present
 
     def _plan_items(self, dtype: torch.dtype) -> list[Item]:
         """What is packed behind one another: numbers of parameters, zeros, and 0-d parameters that share a segment."""
@@ -259,8 +269,6 @@ class Reduction:
         return items
 
     def _packed_item(self, item: Item, gradients: list[torch.Tensor]) -> torch.Tensor:
-        if type(item) is int:
-            return gradients[item]
         if isinstance(item, torch.Tensor):
             return item
         places, chunk = item  # type: ignore[misc]
@@ -440,24 +448,28 @@ class Reduction:
             start = self.packing.flags
             used = [flag != 0 for flag in output[start : start + len(self._parameters)].tolist()]
         self._present = None
-        if any([gradient_hooks(p) for p in self._shardeds]):
+        with quick_attributes():
+            hooked = any([gradient_hooks(p) for p in self._shardeds])
+            listeners = [post_accumulate_grad_hooks(p) for p in self._shardeds]
+        if hooked:
             self._add_one_by_one(output, used)
         elif self._fresh and self._has_no_gradients():
-            self._hand_over(output, used)
+            with quick_attributes():
+                self._hand_over(output, used)
         elif self._ours() and used is None:
             assert self._shard is not None
             for flat, span in zip(self._shard.flats, self.packing.spans, strict=True):
                 flat[: span.stop - span.start].add_(output[span.start : span.stop])
         else:
             self._add_one_by_one(output, used)
-        for i, p in enumerate(self._shardeds):
-            hooks = post_accumulate_grad_hooks(p)
-            if hooks and (used is None or used[i]):
-                for post in list(hooks.values()):
-                    post(p)
+        for i, posts in enumerate(listeners):
+            if posts and (used is None or used[i]):
+                for post in list(posts.values()):
+                    post(self._shardeds[i])
 
     def _has_no_gradients(self) -> bool:
-        return all([p.grad is None for p in self._shardeds])
+        with quick_attributes():
+            return all([p.grad is None for p in self._shardeds])
 
     def _fresh_shard(self) -> GradientShard:
         shard = self._shard
@@ -514,8 +526,9 @@ class Reduction:
         shard = self._shard
         if shard is None or not shard.leased or self._pending is not None:
             return
-        if any([p.grad is g for p, g in zip(self._shardeds, shard.dtensors, strict=True)]):
-            return
+        with quick_attributes():
+            if any([p.grad is g for p, g in zip(self._shardeds, shard.dtensors, strict=True)]):
+                return
         if shard.exclusive():
             shard.release()
         else:

@@ -17,7 +17,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardwright._torch import NOTHING, address_of, annotate, in_backward, local_of, next_sequence_number
+from shardwright._torch import (
+    NOTHING,
+    address_of,
+    annotate,
+    in_backward,
+    local_of,
+    next_sequence_number,
+    quick_attributes,
+)
 from shardwright.comm import separate
 from shardwright.engine import construct
 from shardwright.engine.construct import ShardPlacementFn
@@ -181,7 +189,8 @@ class Unit(Weights):
 
     def follow_requires_grad(self) -> None:
         """Take over ``requires_grad`` from the sharded parameters, which users may have changed since."""
-        trainable = tuple([p.sharded.requires_grad for p in self.parameters])
+        with quick_attributes():
+            trainable = tuple([p.requires_grad for p in self._shardeds])
         if trainable == self._trainable:
             return
         for reduction in self.reductions:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwright._torch import annotate, increment_version
+from shardwright._torch import annotate, increment_version, quick_attributes
 from shardwright.comm import Communicator, Pending
 from shardwright.engine.parameter import ManagedParameter
 from shardwright.engine.ranks import Ranks
@@ -204,7 +204,8 @@ class Weights:
 
         Then autograd refuses a backward over weights that have changed since its forward, as it does without us.
         """
-        versions = [p._version + q._version for p, q in self._watched]
+        with quick_attributes():
+            versions = [p._version + q._version for p, q in self._watched]
         if versions != self._versions:
             changed = [
                 full
@@ -352,7 +353,8 @@ class Weights:
 
     def _keep_edits(self) -> None:
         """Weights may have been edited while they were full: the edits go into the shard, as they would without us."""
-        versions = [p._version for p in self._fulls]
+        with quick_attributes():
+            versions = [p._version for p in self._fulls]
         if versions == self._full_versions and not self._data_given:
             return
         known, self._full_versions = self._full_versions, versions
