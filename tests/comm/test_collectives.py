@@ -37,14 +37,16 @@ def test_gather_fills_every_segment_rank_by_rank(rank: int, world_size: int) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("factor", [None, 1.0, 3.0])
 @pytest.mark.parametrize("gloo", [True, False])
+@pytest.mark.parametrize("widths", [(6,), (4, 2)])
 def test_reduction_divides_once(
-    rank: int, world_size: int, dtype: torch.dtype, factor: float | None, gloo: bool
+    rank: int, world_size: int, dtype: torch.dtype, factor: float | None, gloo: bool, widths: tuple[int, ...]
 ) -> None:
     comm = communicator()
     comm._gloo = gloo  # the path of other backends runs on gloo too
     row = torch.arange(world_size * 6, dtype=torch.float32).view(world_size, 6)
     output = torch.empty(6, dtype=dtype)
-    comm.reduce_scatter(output, (row * (rank + 1)).to(dtype), plan_division(dtype, world_size, factor)).wait()
+    inputs = [part.flatten().to(dtype) for part in (row * (rank + 1)).split(widths, dim=1)]
+    comm.reduce_scatter(list(output.split(widths)), inputs, plan_division(dtype, world_size, factor)).wait()
     expected = row[rank] * sum(range(1, world_size + 1)) / (factor or world_size)
     torch.testing.assert_close(
         output.float(), expected, rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-6
@@ -119,7 +121,7 @@ def test_side_streams_follow_the_computation_and_are_joined_by_events(
     api = FakeDevice()
     monkeypatch.setattr(torch, "get_device_module", lambda device: api)
     streams = DeviceStreams(torch.device("cuda", 0))
-    assert api.log == ["made side0", "made side1"]
+    assert api.log == ["made side0", "made side1", "made side2"]
     api.log.clear()
     with streams.fork("gather"):
         api.log.append(f"gather on {api.stack[-1]}")

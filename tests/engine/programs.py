@@ -644,7 +644,7 @@ class Interpreter:
         self, mine: list[torch.Tensor], theirs: list[torch.Tensor], what: str, tolerance: float | None = None
     ) -> None:
         if tolerance is None:
-            # A layer's kernel may round otherwise where its weights lie otherwise in memory (cut along another dimension).
+            # A kernel may round otherwise where weights lie otherwise in memory, cut along another dimension.
             tolerance = 4e-3 if self.has_bfloat16 or self.spec.precision == "bf16" else 1e-5
         if len(mine) != len(theirs):
             self.wrong.append(f"{what}: {len(mine)} tensors, expected {len(theirs)}")

@@ -56,8 +56,6 @@ def test_names_of_later_versions_say_so() -> None:
 LATER = {
     "offload_policy": CPUOffloadPolicy(),
     "dp_mesh_dims": sw.DataParallelMeshDims(shard="x"),
-    "strategy": "zero1",
-    "layout": "ragged",
     "memory": "arena",
     "prefetch": 2,
     "strict": True,
@@ -76,9 +74,8 @@ def test_options_of_later_versions_are_refused(rank: int, world_size: int, optio
 def test_methods_of_later_versions_are_refused(rank: int, world_size: int) -> None:
     model = sw.fully_shard(nn.Linear(2, 2))
     for name in (
-        "set_requires_all_reduce",
         "set_custom_all_gather",
-        "set_all_reduce_hook",
+        "set_custom_reduce_scatter",
         "set_symm_mem_for_comm",
     ):
         with pytest.raises(NotImplementedError, match=f"{name} is not supported in this version"):
@@ -123,7 +120,8 @@ def test_placements_that_cannot_be(rank: int, world_size: int) -> None:
 @multirank(4)
 def test_meshes_that_cannot_be(rank: int, world_size: int) -> None:
     two_d = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    refused(r"2-D mesh \(HSDP\), here of shape \(2, 2\)", NotImplementedError, nn.Linear(2, 2), mesh=two_d)
+    three_d = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
+    refused(r"got 3 dimensions of shape \(2, 1, 2\)", ValueError, nn.Linear(2, 2), mesh=three_d)
     refused("must be a DeviceMesh, got int", ValueError, nn.Linear(2, 2), mesh=2)
     sw.fully_shard(nn.Linear(2, 2), mesh=two_d["b"])
 

@@ -315,6 +315,12 @@ def remake(unit: Unit) -> None:
             f"Parameters of unit {unit.name!r} were replaced by others while gradients of earlier micro-batches are "
             "held. Replace them between optimizer steps."
         )
+    for name, parameter, _ in found.owned:
+        if not isinstance(parameter, Managed) and parameter.grad is not None:
+            raise RuntimeError(
+                f"Parameter {name!r} of unit {unit.name!r} was put in the place of another and has a gradient, that of "
+                "this rank alone. Set its .grad to None, and replace parameters outside of forward."
+            )
     unit.retire()
     own_parameters(unit, found)
     borrow_parameters(unit, found)
