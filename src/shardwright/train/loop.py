@@ -107,7 +107,8 @@ class Trainer:
             inputs_BS, targets_BS = self._micro_batch(number)
             data_seconds += time.perf_counter() - started
             last = number == self.micro_batches - 1
-            with parallel.gradient_sync(self.model, wanted=last or train.accumulate == "communicate"):
+            reduced = last or train.accumulate == "communicate"
+            with parallel.gradient_sync(self.model, wanted=reduced, last=last):
                 summed = self._summed_loss(inputs_BS, targets_BS)
                 # Engines average gradients over the ranks; the sum over all tokens by their global count is wanted.
                 (summed * (self.world.size / step_tokens)).backward()

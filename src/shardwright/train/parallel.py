@@ -128,6 +128,10 @@ def check_ranks(config: Config, ranks: int) -> None:
             f"parallel.reshard_after_forward: engine {parallel.engine} shards nothing, found "
             f"{parallel.reshard_after_forward}; leave it at default"
         )
+    if ranks % parallel.replicas:
+        raise UserError(
+            f"parallel.replicas: expected a divisor of the number of ranks, {ranks}, found {parallel.replicas}"
+        )
     config.train.accumulation_steps(ranks)
     _check_model_fits(config)
 
@@ -178,7 +182,7 @@ def join_world(config: Config) -> Iterator[World]:
     # gloo beside NCCL: checkpoints exchange plain objects, which need not pass through the GPU.
     dist.init_process_group("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", **options)
     try:
-        yield World(rank, size, device, init_device_mesh(kind, (size,), mesh_dim_names=("data",)))
+        yield World(rank, size, device, make_mesh(config.parallel, kind, size))
         dist.barrier()  # Nobody leaves while another still works: a rank that is gone looks like one that died.
     except BaseException:
         # The other ranks may be anywhere: taking NCCL down could wait for them for ever.
@@ -190,6 +194,15 @@ def join_world(config: Config) -> Iterator[World]:
 
 # ---------------------------------------------------------------------------------------------------------------
 # The recipe
+
+
+def make_mesh(config: ParallelConfig, kind: str, size: int) -> DeviceMesh:
+    """All ranks, or with `replicas` a mesh of them outside and of shards inside."""
+    if config.replicas == 1:
+        return init_device_mesh(kind, (size,), mesh_dim_names=("data",))
+    return init_device_mesh(
+        kind, (config.replicas, size // config.replicas), mesh_dim_names=("replicate", "shard")
+    )
 
 
 def parallelize(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> nn.Module:
@@ -231,8 +244,12 @@ def parallelize(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> nn.Mo
     # which blocks receive as arguments, stay float32.
     policy = policy_class(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    if config.engine == "shardwright":
+        layout = sw.Ragged("element") if config.layout == "element" else config.layout
+        options |= {"strategy": config.strategy, "layout": layout}
     # What forward uses last, backward needs first: by default it stays gathered.
-    reshard_blocks = config.reshard_after_forward != "never"
+    keeps = config.reshard_after_forward == "never" or config.strategy in ("zero1", "zero2")
+    reshard_blocks = not keeps
     reshard_last = config.reshard_after_forward == "always"
 
     *blocks, last_block = model.layers
@@ -308,15 +325,17 @@ def clip_gradients(model: nn.Module, config: Config) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def gradient_sync(model: nn.Module, wanted: bool) -> AbstractContextManager[object]:
+def gradient_sync(model: nn.Module, wanted: bool, last: bool) -> AbstractContextManager[object]:
     """Around forward and backward of one micro-batch: whether its gradients are reduced over the ranks.
 
-    Without it they are kept whole on every rank until a micro-batch with it comes.
+    Without it they are kept whole on every rank until a micro-batch with it comes. What a strategy does once per step,
+    such as the sum over replicas, it does in the `last` one.
     """
     if isinstance(model, DistributedDataParallel | FSDP1):
         return nullcontext() if wanted else model.no_sync()
     if hasattr(model, "set_requires_gradient_sync"):
         cast(Any, model).set_requires_gradient_sync(wanted)
+        cast(Any, model).set_is_last_backward(last)
     return nullcontext()
 
 

@@ -239,6 +239,40 @@ class ParallelConfig(Section):
         description="Free gathered weights after the forward pass: all but the root's and the last block's "
         "(default), always, or never (more memory, less communication).",
     )
+    strategy: Literal["zero3", "zero2", "zero1", "ddp", "hsdp", "hfsdp"] = Field(
+        default="zero3",
+        description="What the engine shardwright shards over the ranks, and what it replicates.",
+    )
+    replicas: int = Field(
+        default=1,
+        ge=1,
+        description="Groups of ranks that each hold a whole model between them; hsdp and hfsdp need at least 2.",
+    )
+    layout: Literal["per_parameter", "ragged", "element"] = Field(
+        default="per_parameter",
+        description="Where the engine shardwright cuts parameters: along their first dimension, between rows, or "
+        "anywhere.",
+    )
+
+    @model_validator(mode="after")
+    def _fits_the_engine(self) -> ParallelConfig:
+        for key in ("strategy", "replicas", "layout"):
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if self.engine != "shardwright" and value != default:
+                raise ValueError(
+                    f"{key}: expected {default!r} with engine {self.engine!r}, found {value!r}; only the engine "
+                    "shardwright has others"
+                )
+        if self.strategy in ("hsdp", "hfsdp") and self.replicas < 2:
+            raise ValueError(
+                f"replicas: expected at least 2 with strategy {self.strategy!r}, found {self.replicas}"
+            )
+        if self.strategy in ("zero1", "zero2") and self.reshard_after_forward == "always":
+            raise ValueError(
+                f"reshard_after_forward: strategy {self.strategy!r} keeps parameters whole until the optimizer's step; "
+                "expected 'default' or 'never', found 'always'"
+            )
+        return self
 
 
 class ValidationConfig(Section):
