@@ -227,6 +227,18 @@ def test_missing_file_folder_and_other_bytes_are_refused(tmp_path: Path) -> None
             "train.micro_batch = 5 (that is 5), found 16; nearest that fit: 15 or 20",
         ),
         ("[data]\nvalidation_fraction = 0", "validation.every: expected 0, as data.validation_fraction = 0"),
+        (
+            '[parallel]\nstrategy = "hsdp"',
+            "parallel.replicas: expected at least 2 with strategy 'hsdp', found 1",
+        ),
+        (
+            '[parallel]\nengine = "fsdp2"\nlayout = "ragged"',
+            "parallel.layout: expected 'per_parameter' with engine",
+        ),
+        (
+            '[parallel]\nstrategy = "zero2"\nreshard_after_forward = "always"',
+            "parallel.reshard_after_forward: strategy 'zero2' keeps parameters whole",
+        ),
         ("[model]\ndim = 129", "model.dim: expected a multiple of 2 x n_heads = 8"),
         ("[model]\nn_kv_heads = 3", "model.n_kv_heads: expected a divisor of n_heads = 4, found 3"),
         (

@@ -21,7 +21,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.loop import Trainer
 from shardwright.train.models.llama import build_model
 from shardwright.train.stop import StopRequest
-from tests.support.pool import multirank, world_mesh
+from tests.support.pool import multirank
 from tests.train.jobs import tiny
 
 ENGINES = ["ddp", "fsdp1", "fsdp2", "shardwright"]
@@ -35,7 +35,7 @@ def corpus() -> Corpus:
 
 
 def trainer(config: Config, rank: int, world_size: int) -> Trainer:
-    mesh = world_mesh(world_size, names=("data",))
+    mesh = parallel.make_mesh(config.parallel, "cpu", world_size)
     return Trainer(config, parallel.World(rank, world_size, torch.device("cpu"), mesh), corpus())
 
 
@@ -90,6 +90,35 @@ def test_engine_trains_like_a_plain_model(
     assert expected[0][1] > 0.2, "clipping must be at work"
     found = take_steps(trainer(config, rank, world_size), STEPS)
     # Other orders of summation: float32 rounding, amplified by three steps at a high rate.
+    for (loss, norm), (plain_loss, plain_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(plain_loss, rel=1e-5)
+        assert norm == pytest.approx(plain_norm, rel=1e-4)
+
+
+@multirank(2, 4)
+@pytest.mark.parametrize("accumulate", ["communicate", "hold"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "ddp"},
+        {"strategy": "zero1", "layout": "ragged"},
+        {"strategy": "zero2"},
+        {"layout": "element"},
+        {"strategy": "hsdp", "replicas": 2, "layout": "ragged"},
+        {"strategy": "hfsdp", "replicas": 2},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_strategies_and_layouts_train_like_a_plain_model(
+    rank: int, world_size: int, options: dict[str, Any], accumulate: str
+) -> None:
+    config = tiny(
+        model={"ffn_dim": 62},
+        train={"global_batch": 16, "micro_batch": 2, "accumulate": accumulate, "max_norm": 0.2},
+        parallel={"engine": "shardwright", **options},
+    )
+    expected = plain_steps(config, STEPS)
+    found = take_steps(trainer(config, rank, world_size), STEPS)
     for (loss, norm), (plain_loss, plain_norm) in zip(found, expected, strict=True):
         assert loss == pytest.approx(plain_loss, rel=1e-5)
         assert norm == pytest.approx(plain_norm, rel=1e-4)
