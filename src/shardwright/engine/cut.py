@@ -42,17 +42,12 @@ class Cut(Protocol):
 class RowCut:
     """Rows of one dimension, as ``torch.chunk`` cuts; a 0-d parameter whole on every rank. Its form is a DTensor."""
 
-    def __init__(self, ranks: Ranks, spec: TensorSpec, segment: Any, member: Any) -> None:
+    def __init__(self, ranks: Ranks, spec: TensorSpec, segment: Segment) -> None:
         self.spec = spec
         self._ranks = ranks
         self._placements = ranks.placements(None if spec.replicated else spec.dim)
-        if spec.replicated:
-            self._rows = 0, 1
-            self._behind = member.offset if isinstance(segment, RaggedSegment) else 0
-        else:
-            self._rows = min(ranks.part * segment.rows, segment.size), segment.rows_of(ranks.part)
-            self._behind = 0
-        self._slab_offset = segment.slab_offset + self._behind
+        self._rows = min(ranks.part * segment.rows, segment.size), segment.rows_of(ranks.part)
+        self._slab_offset = segment.slab_offset
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         return DTensor.from_local(
@@ -78,7 +73,7 @@ class RowCut:
         return full if self.spec.replicated else full.narrow(self.spec.dim, *self._rows)
 
     def local_view(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
-        spec, offset = self.spec, offset + self._behind
+        spec = self.spec
         if spec.replicated:
             return flat[offset : offset + 1].view(())
         rows = self._rows[1]
@@ -99,10 +94,14 @@ class RaggedCut:
 
     def __init__(self, ranks: Ranks, spec: TensorSpec, chunk: int, offset: int, slab_offset: int) -> None:
         self.spec = spec
-        self._ragged = RaggedSpec(torch.Size(spec.shape), offset, chunk, ranks.mesh, axes=ranks.axes)
-        start, stop = self._ragged.range_of(ranks.part)
-        self._range = start, stop
-        self._behind = max(offset - ranks.part * chunk, 0) if stop > start else 0
+        if spec.replicated:  # each rank's chunk holds it
+            self._ragged = RaggedSpec(torch.Size(), 0, 1, ranks.mesh, axes=())
+            self._range, self._behind = (0, 1), offset
+        else:
+            self._ragged = RaggedSpec(torch.Size(spec.shape), offset, chunk, ranks.mesh, axes=ranks.axes)
+            start, stop = self._ragged.range_of(ranks.part)
+            self._range = start, stop
+            self._behind = max(offset - ranks.part * chunk, 0) if stop > start else 0
         self._slab_offset = slab_offset
 
     def wrap(self, local: torch.Tensor) -> RaggedTensor:
@@ -127,20 +126,18 @@ class RaggedCut:
 
 def make_cut(ranks: Ranks, spec: TensorSpec, segment: Segment | RaggedSegment, member: Any) -> Cut:
     """The cut of a parameter that is a ``member`` of this segment."""
-    if spec.replicated:
-        return RowCut(ranks, spec, segment, member)
     if isinstance(segment, RaggedSegment):
         return RaggedCut(ranks, spec, segment.chunk, member.offset, segment.slab_offset + member.offset)
     if len(ranks.axes) > 1:  # no DTensor says that the inner axis cuts first
         return RaggedCut(ranks, spec, segment.chunk, 0, segment.slab_offset)
-    return RowCut(ranks, spec, segment, member)
+    return RowCut(ranks, spec, segment)
 
 
 def cut_alone(ranks: Ranks, spec: TensorSpec, like: Cut) -> Cut:
     """A cut in the manner of ``like`` for a parameter of another shape or dtype, until its unit is made anew."""
-    if isinstance(like, RaggedCut) and not spec.replicated:
+    if isinstance(like, RaggedCut):
         numel = math.prod(spec.shape)
         return RaggedCut(ranks, spec, max(-(-numel // ranks.parts), 1), 0, 0)
     size = spec.shape[spec.dim] if spec.shape else ranks.parts
     segment = Segment(0, size, math.prod(spec.row_shape), -(-size // ranks.parts), 0, 0)
-    return RowCut(ranks, spec, segment, segment)
+    return RowCut(ranks, spec, segment)

@@ -52,7 +52,7 @@ class ShardedTensor(DTensor):
                 result.__class__ = ShardedTensor
         elif func._schema.is_mutable and func.__name__.startswith("_foreach"):
             # Unlike the operations on one tensor, these move no counter of a wrapper.
-            increment_version([t for t in args[0] if isinstance(t, ShardedTensor)])
+            increment_version([t for t in args[0] if isinstance(t, ShardedTensor) and not t.is_inference()])
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -33,8 +33,8 @@ class RaggedSpec:
     """Where a tensor of ``shape`` lies: whole from element ``offset`` of a segment cut every ``chunk`` elements.
 
     Rank r along the mesh dimension ``axes`` owns ``[r * chunk, (r + 1) * chunk)`` of the segment; along the others the
-    tensor is replicated. Of several axes the first counts most. ``granule`` elements, counted from the tensor's first,
-    are never cut.
+    tensor is replicated. Of several axes the first counts most; without any it is whole on every rank. ``granule``
+    elements, counted from the tensor's first, are never cut.
 
     Raises:
         ValueError: the tensor has no dimension, does not fit the segment, or a granule is cut.
@@ -48,10 +48,10 @@ class RaggedSpec:
     axes: tuple[int, ...] = (-1,)
 
     def __post_init__(self) -> None:
-        if not self.shape or self.offset < 0 or self.chunk < 1 or self.granule < 1:
+        if (self.axes and not self.shape) or self.offset < 0 or self.chunk < 1 or self.granule < 1:
             raise ValueError(
                 "A ragged tensor needs at least one dimension, offset >= 0, chunk >= 1 and granule >= 1, got "
-                f"{tuple(self.shape)}, {self.offset}, {self.chunk}, {self.granule}. Replicate 0-d parameters."
+                f"{tuple(self.shape)}, {self.offset}, {self.chunk}, {self.granule}. A 0-d one is not cut: axes=()."
             )
         if self.offset + self.numel > self.world_size * self.chunk:
             raise ValueError(
@@ -117,6 +117,8 @@ class RaggedSpec:
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """``(rows, last dimension)`` where no rank cuts a row, else ``(elements,)``; as many dimensions everywhere."""
         start, stop = self.range_of(rank)
+        if not self.shape:
+            return ()
         return ((stop - start) // self.shape[-1], self.shape[-1]) if self.by_rows else (stop - start,)
 
     @functools.cached_property
@@ -161,6 +163,8 @@ def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[tuple[list[int
     """Cut elements ``[start, stop)`` of a contiguous tensor into rectangles: at most 2 * dimensions - 1 of them."""
     if start >= stop:
         return []
+    if not shape:
+        return [([], [])]
     if len(shape) == 1:
         return [([start], [stop - start])]
     row = math.prod(shape[1:])
@@ -607,7 +611,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     result = func(*[unwrap(arg) for arg in args], **{key: unwrap(arg) for key, arg in kwargs.items()})
     if result is None:  # in place, of which no counter of a wrapper tells
-        increment_version([t for t in lists if isinstance(t, RaggedTensor)])
+        increment_version([t for t in lists if isinstance(t, RaggedTensor) and not t.is_inference()])
         return None
     return [t if spec is None else RaggedTensor(t, spec) for t, spec in zip(result, specs, strict=True)]
 
