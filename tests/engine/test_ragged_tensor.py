@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardwright.engine.ragged import RaggedDTensor, RaggedSpec, RaggedTensor, boxes_of
+from shardwright.engine.ragged import RaggedDTensor, RaggedTensor
+from shardwright.engine.ragged_spec import RaggedSpec, boxes_of
 from shardwright.optim.sharded import ELEMENTWISE
 from tests.support import multirank, world_mesh
 

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwright._torch import local_of
 from shardwright.engine import ragged
-from shardwright.engine.ragged import RaggedSpec, RaggedTensor
+from shardwright.engine.ragged import RaggedTensor
+from shardwright.engine.ragged_spec import RaggedSpec
 from shardwright.engine.ranks import Ranks
 from shardwright.layout import RaggedSegment, Run, Segment, TensorSpec
 from shardwright.memory import Slab
