@@ -90,6 +90,16 @@ def hide_from_dynamo(*modules: str) -> None:
         trace_rules.add(name)
 
 
+def _subclasses_dispatch() -> bool:
+    # Elsewhere C++ takes every DTensor past Python, and what stands there only says so.
+    code = DTensor.__torch_dispatch__.__code__
+    return not any("should not actually get called" in str(constant) for constant in code.co_consts)
+
+
+#: Whether subclasses of DTensor are asked about operations on them. In torch 2.11 they are not.
+subclasses_dispatch = _subclasses_dispatch()
+
+
 def backend_for(group: Any, device: torch.device) -> Any:
     """The backend that serves ``device`` in a group, however the group was made."""
     return group._get_backend(device)

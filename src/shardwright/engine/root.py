@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwright._torch import annotate, queue_callback
+from shardwright._torch import annotate, increment_version, queue_callback, subclasses_dispatch
 from shardwright.comm import Communicator
 from shardwright.engine.construct import UNIT
 from shardwright.engine.gradients import Announcer, Reduction
@@ -479,7 +479,10 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
         root.recover_if_failed()
         for unit in root.units():
             unit.drop_kept()  # some kernels write without moving a version counter
-    reduce_held(p for group in optimizer.param_groups for p in group["params"])
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    reduce_held(parameters)
+    if not subclasses_dispatch:  # else those that are written move theirs by themselves
+        increment_version([p for p in parameters if unit_of(p) is not None and p.grad is not None])
 
 
 def reduce_held(parameters: Iterable[torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwright._torch import annotate, increment_version, quick_attributes
+from shardwright._torch import annotate, increment_version, quick_attributes, subclasses_dispatch
 from shardwright.comm import Communicator, Pending
 from shardwright.engine.parameter import ManagedParameter
 from shardwright.engine.ranks import Ranks
@@ -36,6 +36,10 @@ class Hop:
     kept: bool  #: whether the result serves until the weights change
     versions: list[int] | None = None  #: those of the weights that are kept here
 
+
+#: Whether foreach operations on sharded parameters move a version counter (``ShardedTensor``). Where they do not,
+#: nothing that was gathered serves beyond its root call.
+edits_are_seen = subclasses_dispatch
 
 HEADER = 2  #: int64 words that travel with every gather: the unit's number, and one spare that keeps 16 bytes
 
@@ -257,7 +261,7 @@ class Weights:
     def _gather(self, root: Root) -> Pending:
         casts, on_done = self._casts, self._cast.release
         for hop in self._hops[:-1]:
-            if hop.kept and hop.versions is self._versions and not self.exposed:
+            if hop.kept and hop.versions is self._versions and not self.exposed and edits_are_seen:
                 casts = [], []
                 continue
             hop.slab.lease()
@@ -396,7 +400,8 @@ class Weights:
 
     def valid_for(self, generation: int) -> bool:
         """Whether the slab may be read by the given root call without filling it again."""
-        if not self.slab.leased or not (self.generation == generation or (self.kept and not self.exposed)):
+        trusted = self.kept and not self.exposed and edits_are_seen
+        if not self.slab.leased or not (self.generation == generation or trusted):
             return False
         self.notice_edits()
         return self._slab_versions is self._versions
