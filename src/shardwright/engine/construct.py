@@ -29,6 +29,7 @@ from shardwright.engine.parameter import (
     build,
     unit_of,
 )
+from shardwright.engine.ragged import RaggedTensor
 from shardwright.layout import TensorSpec, plan_unit
 from shardwright.memory import Slab
 
@@ -316,7 +317,7 @@ def remake(unit: Unit) -> None:
             "held. Replace them between optimizer steps."
         )
     for name, parameter, _ in found.owned:
-        if not isinstance(parameter, Managed) and parameter.grad is not None:
+        if not isinstance(parameter, (DTensor, RaggedTensor)) and parameter.grad is not None:
             raise RuntimeError(
                 f"Parameter {name!r} of unit {unit.name!r} was put in the place of another and has a gradient, that of "
                 "this rank alone. Set its .grad to None, and replace parameters outside of forward."
