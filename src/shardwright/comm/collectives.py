@@ -301,7 +301,9 @@ def separate(comm: Communicator) -> Communicator:
         return comm
     if comm.group not in _separate:
         backend = backend_for(comm.group, comm.device).name()
-        group = dist.new_group(comm.ranks, backend=backend, use_local_synchronization=True)
+        # Groups of some ranks only are made among those; torch names them by the groups that each rank knows.
+        local = len(comm.ranks) < dist.get_world_size()
+        group = dist.new_group(comm.ranks, backend=backend, use_local_synchronization=local)
         _separate[comm.group] = Communicator(group, comm.device)
     return _separate[comm.group]
 

@@ -142,7 +142,8 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     known = mesh.get_group(0)
     if known not in _groups:
         ranks = sorted(mesh.mesh.flatten().tolist())
-        _groups[known] = dist.new_group(ranks, use_local_synchronization=True)
+        local = len(ranks) < dist.get_world_size()
+        _groups[known] = dist.new_group(ranks, use_local_synchronization=local)
     return _groups[known]
 
 
