@@ -262,16 +262,21 @@ class Root:
             if other.parameters and other.root is self and not other.gathered and other.unshard_in_backward:
                 other.issue(self.generation)
 
-    def make_room(self) -> None:
-        """At most ``max_input_buffers`` packed buffers are alive, and one sum over the replicas is under way."""
+    def make_room(self, number: int) -> None:
+        """At most ``max_input_buffers`` packed buffers are alive, and one sum over the replicas is under way.
+
+        Nothing of unit ``number`` is: it may be reduced twice in one backward, and has one place for the result.
+        """
+        if number in self.scattering or number in self._summing:
+            self.finish_reductions()
         while len(self.scattering) >= self.max_input_buffers:
-            number = self.scattering.pop(0)
-            unit = self._units[number]()
+            oldest = self.scattering.pop(0)
+            unit = self._units[oldest]()
             if unit is None:
                 continue
             self._finish_sums()
             if unit.continue_reduction():
-                self._summing.append(number)
+                self._summing.append(oldest)
             else:
                 unit.finish_reduction()
 

@@ -259,7 +259,7 @@ class Unit(Weights):
         self.holds, self._holds_whole = bool(self.reductions) and not last and ranks.finishes_late, False
         if not self.reductions:
             return
-        root.make_room()
+        root.make_room(self.number)
         with annotate("post_backward_reduce", self.range_name):
             for reduction in self.reductions:
                 announcer = root.announcer(self, reduction)
