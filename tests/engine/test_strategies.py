@@ -1,11 +1,12 @@
 """Strategies on meshes of one and two axes, against the plain model: numbers, collectives, bytes, refusals.
 
 Every rank has its own data, and each compares its own part of every parameter and gradient with the plain model's, so
-that a replica that drifts is found. What is sharded over two axes is in the data and waits for ``SHARDED_AXES``.
+that a replica that drifts is found.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import inspect
@@ -28,12 +29,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import shardwright as sw
 from shardwright.comm import Communicator
+from shardwright.engine.ragged import RaggedDTensor, RaggedTensor
 from shardwright.engine.root import UNIT
 from shardwright.layout import NAMES, resolve
 from tests.engine.models import Model, Reference, build, loss_of, shard, tokens
 from tests.support import CaseFailed, WorkerPools, world_mesh
-
-SHARDED_AXES = 1  #: over how many axes of one mesh the engine shards; 2 switches on the rest of this file
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 Stages = tuple[int, ...]
@@ -48,11 +48,6 @@ NAMED = {
     for ndim in (1, 2)
     if len(own) in (1, ndim)
 }
-
-
-def works(stages: Stages) -> bool:
-    """Whether the engine has this strategy yet."""
-    return sum(stage > 0 for stage in stages) <= SHARDED_AXES
 
 
 def strategy_of(stages: Stages) -> str | sw.Strategy:
@@ -83,8 +78,14 @@ class On(NamedTuple):
         return math.prod(size for size, stage in zip(self.shape, self.stages, strict=True) if stage)
 
     @property
+    def ragged(self) -> bool:
+        """Whether parameters are cut over two axes of more than one rank each, for which DTensor has no word."""
+        return sum(size > 1 and stage > 0 for size, stage in zip(self.shape, self.stages, strict=True)) > 1
+
+    @property
     def placements(self) -> tuple[Placement, ...]:
-        return tuple(Shard(0) if stage else Replicate() for stage in self.stages)
+        """Of what a state dict holds."""
+        return tuple(Shard(0) if stage and not self.ragged else Replicate() for stage in self.stages)
 
     @property
     def reshards(self) -> tuple[bool | None, ...]:
@@ -93,15 +94,12 @@ class On(NamedTuple):
 
 
 def on(name: str, *shapes: Shape) -> list[On]:
-    """The strategy of this name, or of stages like "0-2", on each of these meshes, where the engine has it."""
+    """The strategy of this name, or of stages like "0-2", on each of these meshes."""
     given = [(tuple(map(int, name.split("-"))) if name[0].isdigit() else None, shape) for shape in shapes]
-    found = [On(stages or resolve(name, len(shape)).stages, shape) for stages, shape in given]
-    return [each for each in found if works(each.stages)]
+    return [On(stages or resolve(name, len(shape)).stages, shape) for stages, shape in given]
 
 
-EVERYWHERE = [
-    On(stages, shape) for n in (1, 2) for stages in STAGES[n] for shape in SHAPES[n] if works(stages)
-]
+EVERYWHERE = [On(stages, shape) for n in (1, 2) for stages in STAGES[n] for shape in SHAPES[n]]
 #: Each kind of step once.
 SOME = [
     *on("ddp", (2,)),
@@ -109,10 +107,12 @@ SOME = [
     *on("zero2", (3,), (2, 2)),
     *on("zero3", (2,), (2, 2)),
     *on("hsdp", (2, 2), (1, 2), (2, 1)),
-    *on("hfsdp", (2, 2)),
+    *on("hfsdp", (2, 2), (1, 2), (2, 1)),
     *on("0-1", (2, 2)),
     *on("0-2", (2, 2)),
     *on("2-0", (2, 2)),
+    *on("1-2", (2, 2)),
+    *on("3-1", (2, 2)),
 ]
 
 
@@ -143,12 +143,12 @@ def on_meshes(where: list[Any], timeout: float = 30.0) -> Callable[[Callable[...
     return decorate
 
 
+UNITS = 4  #: of what `sharded` makes
+
+
 def sharded(at: On, plain: Model | None = None, **options: Any) -> Model:
     """Two blocks, a list of the last norm and the head, and the rest: four units."""
     return shard(plain or build(), head_unit=True, mesh=at.mesh, strategy=at.strategy, **options)
-
-
-UNITS = 4
 
 
 def units_of(model: nn.Module) -> list[Any]:
@@ -172,16 +172,38 @@ def backward(model: Model, rank: int, step: int = 0, micro: int = 0) -> float:
     return loss.item()
 
 
-def part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's part of a plain tensor, by torch's own arithmetic of placements."""
+Sharded = DTensor | RaggedTensor
+
+
+def is_cut_as(p: torch.Tensor, at: On) -> bool:
+    """Whether a parameter, a gradient or a moment is of the right kind, on the right mesh."""
+    if at.ragged:
+        return isinstance(p, RaggedTensor) and p.device_mesh == at.mesh
+    return isinstance(p, DTensor) and p.device_mesh == at.mesh and p.placements == at.placements
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's memory of a parameter or of an entry of a state dict; a plain tensor itself."""
+    while isinstance(tensor, DTensor | RaggedTensor):
+        tensor = tensor.to_local()
+    return tensor
+
+
+def part_of(whole: torch.Tensor, like: Sharded) -> torch.Tensor:
+    """This rank's part of a plain tensor: by torch's own arithmetic of placements, over two axes by torch.chunk's."""
+    if isinstance(like, RaggedDTensor):
+        like = like.ragged
+    if isinstance(like, RaggedTensor):
+        chunks, number = whole.chunk(like.spec.world_size), like.spec.rank
+        return chunks[number] if number < len(chunks) else whole[:0]
     sizes, starts = compute_local_shape_and_global_offset(whole.shape, like.device_mesh, like.placements)
     return whole[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
 
 
-def check(name: str, found: DTensor, expected: torch.Tensor, tolerance: float) -> None:
+def check(name: str, found: Sharded, expected: torch.Tensor, tolerance: float) -> None:
     """This rank's part, relative to the largest element of the whole."""
     assert found.shape == expected.shape and found.dtype == expected.dtype == FP32
-    mine, theirs = found.to_local().detach(), part_of(expected.detach(), found)
+    mine, theirs = local_of(found).detach(), part_of(expected.detach(), found)
     assert mine.shape == theirs.shape, name
     if mine.numel():
         error = (mine - theirs).abs().max().item() / max(expected.abs().max().item(), 1e-3)
@@ -192,7 +214,10 @@ def check_gradients(model: nn.Module, expected: list[torch.Tensor | None], toler
     for (name, p), gradient in zip(model.named_parameters(), expected, strict=True):
         assert (p.grad is None) == (gradient is None), f"{name}.grad is {p.grad}"
         if gradient is not None:
-            assert p.grad.placements == p.placements and p.grad.device_mesh == p.device_mesh
+            if isinstance(p, RaggedTensor):
+                assert isinstance(p.grad, RaggedTensor) and p.grad.spec == p.spec, name
+            else:
+                assert p.grad.placements == p.placements and p.grad.device_mesh == p.device_mesh, name
             check(f"gradient of {name}", p.grad, gradient, tolerance)
 
 
@@ -205,15 +230,17 @@ def expected_gradients(world_size: int, micros: int = 1, step: int = 0, seed: in
 @torch.no_grad()
 def synchronise(model: nn.Module, plain: nn.Module) -> None:
     """Copy the parameters, which were compared just now, into ``plain``: then rounding does not add up over steps,
-    nor flip the rounding of a low-precision copy. One collective, which counts what every replica has."""
+    nor flip the rounding of a low-precision copy. One collective, which counts what every replica has: no element is
+    missing, none is on one rank more than the others."""
     flats = [torch.zeros(2, *p.shape, dtype=torch.float64) for p in plain.parameters()]
     for flat, p in zip(flats, model.parameters(), strict=True):
-        part_of(flat[0], p).add_(p.to_local())
+        part_of(flat[0], p).add_(local_of(p))
         part_of(flat[1], p).add_(1.0)
     everything = torch.cat([flat.view(-1) for flat in flats])
     dist.all_reduce(everything)
     for flat, p in zip(everything.split([f.numel() for f in flats]), plain.parameters(), strict=True):
         total, count = flat.view(2, *p.shape)
+        assert count.min() == count.max() >= 1
         p.copy_(total / count)
 
 
@@ -242,8 +269,7 @@ class Row(NamedTuple):
 def rows(coverage: str) -> Iterator[Row]:
     """Every combination, or two for every strategy and mesh, rotated so that every pair of settings occurs."""
     for n in (1, 2):
-        strategies = [stages for stages in STAGES[n] if works(stages)]
-        for (s, stages), (m, shape) in itertools.product(enumerate(strategies), enumerate(SHAPES[n])):
+        for (s, stages), (m, shape) in itertools.product(enumerate(STAGES[n]), enumerate(SHAPES[n])):
             at = On(stages, shape)
             reshards = at.reshards
             if coverage == "all":
@@ -296,7 +322,7 @@ def test_training_equals_the_plain_model(
         optimizer.zero_grad()
         expected.zero_grad()
         for (name, p), q in zip(model.named_parameters(), reference.model.parameters(), strict=True):
-            assert p.placements == at.placements
+            assert is_cut_as(p, at), name
             check(name, p, q, tolerance)
         synchronise(model, reference.model)
 
@@ -312,6 +338,79 @@ def test_rows_cover_pairs_of_settings() -> None:
 
         missing = {pair(row) for row in full} - {pair(row) for row in chosen}
         assert not missing, missing
+
+
+# -- two root calls, one backward ------------------------------------------------------------------------------------
+
+#: A unit that is reduced while its first reduction is under way, in each place where one can be: reduce-scattered, or
+#: summed over the replicas. Of few units and many buffers nothing else waits for the first one before.
+TWICE = [
+    (at, accumulation, buffers, units)
+    for at in (
+        *on("zero3", (2,), (3,)),
+        *on("hsdp", (2, 2), (1, 2)),
+        *on("hfsdp", (2, 2)),
+        *on("zero1", (2,)),
+        *on("zero2", (2,)),
+        *on("3-0", (2, 2)),
+        *on("1-2", (2, 2)),
+    )
+    for accumulation, buffers, units in (
+        ("single", 2, 1),
+        ("single", 1, 2),
+        ("each", 2, 2),
+        ("late", 8, UNITS),
+        ("hold", 2, UNITS),
+        ("mixed", 2, 1),
+    )
+]
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(*sizes) for sizes in ((5, 7), (7, 6), (6, 5), (5, 3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean() + 0.3 * x.sum()
+
+
+@on_meshes(TWICE)
+def test_a_unit_reduced_twice_in_one_backward(
+    rank: int, world_size: int, at: On, accumulation: str, buffers: int, units: int
+) -> None:
+    """Two calls of the root go into one loss: backward ends each unit's visit of the second call, then of the first."""
+    os.environ["SHARDWRIGHT_POISON"] = "1"
+    torch.manual_seed(0)
+    plain = Chain()
+    model: Any = copy.deepcopy(plain)
+    for part in [*model.layers[: units - 1], model]:
+        sw.fully_shard(part, mesh=at.mesh, strategy=at.strategy)
+    model.set_reduce_scatter_max_input_buffers(buffers)
+    collectives = sum(size > 1 for size in at.shape)
+
+    def loss_of_two_calls(one: nn.Module, *place: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(hash(place))
+        # Inputs that need gradients say when backward is through with a call.
+        first, second = (torch.randn(n, 5, generator=generator).requires_grad_() for n in (2, 3))
+        return one(first) + 2.0 * one(second)
+
+    for step in range(2):
+        for micro, flags in enumerate(ACCUMULATIONS[accumulation]):
+            set_micro(model, *flags)
+            loss = loss_of_two_calls(model, step, micro, rank)
+            with counted() as seen:
+                loss.backward()
+            if accumulation in ("single", "each"):
+                reductions = seen["reduce_scatter"] + seen["all_reduce"]
+                assert reductions == 2 * units * collectives, "or this test shows nothing"
+            for r in range(world_size):
+                (loss_of_two_calls(plain, step, micro, r) / world_size).backward()
+        check_gradients(model, [p.grad for p in plain.parameters()])
+        for one in (model, plain):
+            one.zero_grad()
 
 
 # -- evaluation and edits --------------------------------------------------------------------------------------------
@@ -337,7 +436,7 @@ def test_evaluation_after_training_twice_in_a_row(rank: int, world_size: int, at
                 torch.testing.assert_close(model(batch), plain(batch), rtol=1e-5, atol=1e-5)
         model.train()
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-            assert isinstance(p, DTensor) and p.shape == q.shape
+            assert is_cut_as(p, at) and p.shape == q.shape
 
     for step in range(3):
         evaluate()
@@ -365,11 +464,11 @@ def test_edits_between_micro_batches_are_seen(rank: int, world_size: int, at: On
     @torch.no_grad()
     def scale_parts(one: nn.Module) -> None:
         for p in one.parameters():
-            (p.to_local() if isinstance(p, DTensor) else p).mul_(1.25)
+            local_of(p).mul_(1.25)
 
     @torch.no_grad()
     def scale_by_foreach(one: nn.Module) -> None:
-        torch._foreach_mul_([p.to_local() if isinstance(p, DTensor) else p for p in one.parameters()], 0.5)
+        torch._foreach_mul_([local_of(p) for p in one.parameters()], 0.5)
 
     @torch.no_grad()
     def scale_through_data(one: nn.Module) -> None:
@@ -383,8 +482,10 @@ def test_edits_between_micro_batches_are_seen(rank: int, world_size: int, at: On
             state = {name: cut(q, one.get_parameter(name)) for name, q in state.items()}
         one.load_state_dict(state)
 
-    def cut(q: torch.Tensor, like: DTensor) -> DTensor:
+    def cut(q: torch.Tensor, like: Sharded) -> Sharded:
         part = part_of(q, like).clone()
+        if isinstance(like, RaggedTensor):
+            return RaggedTensor(part.view(like.to_local().shape), like.spec)
         return DTensor.from_local(
             part, like.device_mesh, like.placements, run_check=False, shape=q.shape, stride=q.stride()
         )
@@ -484,23 +585,27 @@ def test_gradients_are_divided_once(rank: int, world_size: int, at: On) -> None:
 # -- switches --------------------------------------------------------------------------------------------------------
 
 
-@on_meshes([each for each in SOME if 0 in each.stages])
+def waits(at: On) -> bool:
+    """Whether some reduction is done once per step: over ranks of an axis that keeps whole gradients till then."""
+    return any(size > 1 and stage < 2 for size, stage in zip(at.shape, at.stages, strict=True))
+
+
+@on_meshes([each for each in SOME if min(each.stages) < 2])
 def test_requires_all_reduce(rank: int, world_size: int, at: On) -> None:
     """Per unit; gradients that wait are None, and complete after a backward with True."""
     model = sharded(at)
     for number in range(2):
         model.set_requires_all_reduce(False)
         backward(model, rank, number)
-        waits = math.prod(s for s, stage in zip(at.shape, at.stages, strict=True) if stage < 2) > 1
-        assert all((p.grad is None) == waits for p in model.parameters())
+        assert all((p.grad is None) == waits(at) for p in model.parameters())
         backward(model, rank, number, 1)
         model.set_requires_all_reduce(True)
         model.blocks[0].set_requires_all_reduce(False, recurse=False)
         backward(model, rank, number, 2)
         for name, p in model.named_parameters():
-            assert (p.grad is None) == (waits and name.startswith("blocks.0.")), name
+            assert (p.grad is None) == (waits(at) and name.startswith("blocks.0.")), name
         model.blocks[0].set_requires_all_reduce(True, recurse=False)
-        if waits:
+        if waits(at):
             sw.clip_grad_norm_(model.parameters(), 1e9)
         check_gradients(model, expected_gradients(world_size, 3, number))
         model.zero_grad()
@@ -523,7 +628,7 @@ def test_all_reduce_hook(rank: int, world_size: int, at: On) -> None:
         for micro, last in enumerate(late):
             set_micro(model, True, last)
             backward(model, rank, step, micro)
-        complete = 3 if max(at.stages) >= 2 and at.parts == world_size else 1
+        complete = 1 if waits(at) else 3
         assert sorted(n for n, _ in calls) == sorted([*range(UNITS)] * complete)
         check_gradients(model, [2.0 * g for g in expected_gradients(world_size, 3, step)])
         if complete == 1:
@@ -571,7 +676,7 @@ def test_other_groups_and_more_buffers_change_no_bit(rank: int, world_size: int,
 # -- several models, state dicts -------------------------------------------------------------------------------------
 
 
-@on_meshes(on("hsdp", (2, 2)))
+@on_meshes(on("hsdp", (2, 2)) + on("hfsdp", (2, 2)))
 def test_models_of_different_strategies_do_not_see_each_other(rank: int, world_size: int, at: On) -> None:
     flat, low = (4,), sw.MixedPrecisionPolicy(BF16, reduce_dtype=FP32)
     others = [*on("zero1", flat), *on("zero3", flat), *on("ddp", flat), *on("0-2", (4, 1))]
@@ -583,7 +688,7 @@ def test_models_of_different_strategies_do_not_see_each_other(rank: int, world_s
     optimizers = [
         sw.fully_shard_optimizer(torch.optim.AdamW(m.parameters(), lr=0.1, eps=1e-3)) for m in models
     ]
-    states = [{n: p.to_local().clone() for n, p in m.state_dict().items()} for m in models]
+    states = [{n: local_of(p).clone() for n, p in m.state_dict().items()} for m in models]
     for step in range(2):
         # Forwards and backwards of all are interleaved; one steps in each turn.
         batch = tokens(step, 0, rank)
@@ -602,7 +707,7 @@ def test_models_of_different_strategies_do_not_see_each_other(rank: int, world_s
         for name, value in model.state_dict().items():
             assert isinstance(value, DTensor) and value.device_mesh == each.mesh
             assert value.placements == each.placements
-            assert torch.equal(value.to_local(), before[name]) == (i > 1), (i, name)
+            assert torch.equal(local_of(value), before[name]) == (i > 1), (i, name)
 
 
 @on_meshes(EVERYWHERE)
@@ -622,7 +727,7 @@ def test_state_dicts_are_dtensors_of_the_mesh(rank: int, world_size: int, at: On
     if not at.shape[0] == 1 == len(at.shape):
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         for name, value in whole.items():  # replicas are equal: parts of any one are parts of the whole
-            assert torch.equal(part_of(value, state[name]), state[name].to_local()), name
+            assert torch.equal(part_of(value, state[name]), local_of(state[name])), name
     copy = sharded(at, build(seed=9))
     copy.load_state_dict(state)
     batch = tokens(1, 1, rank)
@@ -869,9 +974,20 @@ COLLECTIVES = [
         ("hfsdp", (2, 2), "late", 7, 4, 0),
         ("hfsdp", (1, 2), "late", 6, 3, 0),
         ("hfsdp", (2, 1), "late", 1, 1, 0),
+        ("hfsdp", (2, 2), "each", 7, 6, 0),
+        ("hfsdp", (2, 2), "hold", 7, 2, 0),
+        ("hfsdp", (4, 1), "each", 1, 3, 0),
         ("zero1", (2, 2), "late", 2, 2, 0),
+        ("zero1", (2, 2), "each", 2, 6, 0),
         ("zero2", (2, 2), "late", 2, 6, 0),
+        ("zero2", (2, 2), "hold", 2, 2, 0),
         ("zero3", (2, 2), "late", 12, 6, 0),
+        ("zero3", (2, 2), "hold", 12, 2, 0),
+        ("1-2", (2, 2), "late", 2, 4, 0),
+        ("2-1", (2, 2), "late", 2, 4, 0),
+        ("2-3", (2, 2), "late", 7, 6, 0),
+        ("3-1", (2, 2), "late", 7, 4, 0),
+        ("3-2", (2, 2), "single", 3, 2, 0),
     ]
     for at in on(strategy, shape)
 ]
@@ -915,8 +1031,7 @@ def storages() -> dict[int, int]:
     found: dict[int, int] = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and type(thing) is not DTensor:
-            local = thing.to_local() if isinstance(thing, DTensor) else thing
-            storage = local.untyped_storage()
+            storage = local_of(thing).untyped_storage()
             if storage.nbytes():
                 found[storage.data_ptr()] = storage.nbytes()
     return found
