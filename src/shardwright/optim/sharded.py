@@ -18,28 +18,14 @@ from shardwright._torch import local_of
 from shardwright.engine.parameter import TAKEN, unit_of
 from shardwright.engine.ragged import RaggedTensor, part_of
 from shardwright.engine.root import before_optimizer_step
+from shardwright.optim.needs import Needs, check, needs_of
 
 SHARDED = (DTensor, RaggedTensor)
-
-#: Every element's update depends on that element alone, so a step on a part is a part of the step on the whole.
-ELEMENTWISE = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
 
-def fully_shard_optimizer(optimizer: O, *, elementwise: bool | None = None) -> O:
+def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
     """Let a torch optimizer step on local shards, in place, and return it.
 
         optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -49,12 +35,15 @@ def fully_shard_optimizer(optimizer: O, *, elementwise: bool | None = None) -> O
 
     Args:
         optimizer: built on the parameters of a sharded model, after sharding. Plain parameters may be among them.
-        elementwise: state that each element's update depends on that element alone. Known for torch's own
-            optimizers; needed for others.
+        needs: what the optimizer needs of a parameter in one piece: 1 for each element alone, n for blocks of n
+            consecutive elements in row-major order from the tensor's first, "tensor" for the whole of it, or a
+            function of the parameter that returns one of these. Not needed for torch's own optimizers and for those
+            with a method ``shard_needs(self, p)``, which is such a function.
 
     Raises:
-        TypeError: not a torch optimizer.
-        ValueError: it was built before ``fully_shard``, or needs whole tensors, or is unknown.
+        TypeError: not a torch optimizer, or ``needs`` is none of these.
+        ValueError: it was built before ``fully_shard``, or is unknown, or a layout cuts what must stay whole; the
+            last also from ``add_param_group``.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
@@ -62,13 +51,7 @@ def fully_shard_optimizer(optimizer: O, *, elementwise: bool | None = None) -> O
         )
     if isinstance(optimizer, _ShardedStep):
         return optimizer
-    kind = type(optimizer)
-    if not (kind in ELEMENTWISE if elementwise is None else elementwise):
-        raise ValueError(
-            f"{kind.__name__} is not known to update each element from that element alone, so a step on local shards "
-            "may be wrong. If it does, pass elementwise=True; if it needs whole tensors, use it without "
-            "fully_shard_optimizer."
-        )
+    need = needs_of(optimizer, needs)
     for index, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
             taken = getattr(p, TAKEN, None)
@@ -77,7 +60,10 @@ def fully_shard_optimizer(optimizer: O, *, elementwise: bool | None = None) -> O
                     f"Parameter group {index} holds {taken.label!r} as it was before fully_shard, so the model would "
                     "not be trained. Build the optimizer from model.parameters() after sharding."
                 )
-    optimizer.__class__ = _sharded_class(kind)
+    if any(n == "tensor" for _, _, n in check(optimizer.param_groups, need)):
+        raise NotImplementedError("whole tensors")
+    optimizer.__dict__["_shardwright_needs"] = need
+    optimizer.__class__ = _sharded_class(type(optimizer))
     optimizer.register_state_dict_post_hook(_state_as_dtensors)
     optimizer.register_load_state_dict_post_hook(_state_as_ragged)
     return optimizer
@@ -186,6 +172,14 @@ class _ShardedStep:
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # the wrapped step runs the hooks; torch must not add them twice
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)  # type: ignore[misc]
+        try:
+            check(self.param_groups[-1:], self.__dict__["_shardwright_needs"])
+        except BaseException:
+            self.param_groups.pop()
+            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)  # type: ignore[misc]

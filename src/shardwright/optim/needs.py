@@ -1,0 +1,150 @@
+"""What an optimizer needs of a parameter in one piece: single elements, blocks of them, or the whole tensor.
+
+Answers that question for an optimizer and refuses layouts that cut what must stay whole. How whole tensors come about
+is in ``owners``; nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwright.engine.parameter import unit_of
+from shardwright.engine.ragged import RaggedTensor
+
+#: Elements in a block, counted in row-major order from the tensor's first (1: each element alone), or the whole tensor.
+Need = int | Literal["tensor"]
+Needs = Need | Callable[[torch.Tensor], Need]
+
+#: torch's own optimizers. The first ones update every element from that element's gradient and state alone.
+KNOWN: dict[type, Need] = {
+    torch.optim.Adadelta: 1,
+    torch.optim.Adagrad: 1,
+    torch.optim.Adam: 1,
+    torch.optim.AdamW: 1,
+    torch.optim.Adamax: 1,
+    torch.optim.ASGD: 1,
+    torch.optim.NAdam: 1,
+    torch.optim.RAdam: 1,
+    torch.optim.RMSprop: 1,
+    torch.optim.Rprop: 1,
+    torch.optim.SGD: 1,
+    torch.optim.Adafactor: "tensor",
+    torch.optim.Muon: "tensor",
+}
+_NEVER = {
+    torch.optim.LBFGS: "its search direction takes inner products over all parameters together, and a step evaluates "
+    "the model several times. Use it without fully_shard_optimizer",
+    torch.optim.SparseAdam: "it takes sparse gradients only, and gradients of sharded parameters are dense. Use "
+    "torch.optim.Adam",
+}
+
+
+def needs_of(optimizer: Optimizer, needs: Needs | None) -> Callable[[torch.Tensor], Need]:
+    """What ``optimizer`` needs of each of its parameters; ``needs`` as in :func:`fully_shard_optimizer`.
+
+    Raises:
+        TypeError: ``needs`` is none of its kinds.
+        ValueError: the optimizer cannot step on a sharded model, or is unknown and ``needs`` is not given.
+    """
+    kind = type(optimizer)
+    for never, reason in _NEVER.items():
+        if isinstance(optimizer, never):
+            raise ValueError(f"{kind.__name__} cannot step on shards: {reason}.")
+    if needs is None:
+        needs = getattr(optimizer, "shard_needs", None) or KNOWN.get(kind)
+        if needs is None:
+            raise ValueError(
+                f"fully_shard_optimizer does not know what {kind.__name__} needs of a parameter in one piece. Pass "
+                'needs=1 if each element is updated from that element alone, needs="tensor" if it takes whole tensors, '
+                "the number of elements if it takes blocks of consecutive ones, or a function of the parameter that "
+                f"returns one of these; or give {kind.__name__} a method shard_needs(self, p) that does."
+            )
+    if callable(needs):
+        return needs
+    constant = _checked(needs, "needs")
+    return lambda p: constant
+
+
+def check(
+    groups: Iterable[dict[str, Any]], needs: Callable[[torch.Tensor], Need]
+) -> list[tuple[str, torch.Tensor, Need]]:
+    """Name, parameter and need of every parameter of these groups.
+
+    Raises:
+        ValueError: a block that must stay whole is cut.
+    """
+    found = []
+    for group in groups:
+        names = group.get("param_names")
+        for index, p in enumerate(group["params"]):
+            name = names[index] if names else name_of(p)
+            need = _checked(needs(p), f"what the optimizer needs of parameter {name!r}")
+            if need != "tensor" and need > 1:
+                _refuse_cut_blocks(name, p, need)
+            found.append((name, p, need))
+    return found
+
+
+def name_of(p: torch.Tensor) -> str:
+    """What messages call it: its name within its unit, or its shape."""
+    unit = unit_of(p)
+    for managed in unit.parameters if unit is not None else ():
+        if managed.sharded is p:
+            return f"{managed.name} of {unit.name}"
+    return f"of shape {tuple(p.shape)}"
+
+
+def _checked(need: Any, what: str) -> Need:
+    if need == "tensor" or (isinstance(need, int) and not isinstance(need, bool) and need >= 1):
+        return need  # type: ignore[no-any-return]
+    raise TypeError(f'{what} must be "tensor" or a number of elements, at least 1, got {need!r}')
+
+
+def _refuse_cut_blocks(name: str, p: torch.Tensor, block: int) -> None:
+    cut = _cut_inside(p, block)
+    if cut is None:
+        return
+    row = (
+        p.shape[-1] if p.dim() > 1 else 256
+    )  # of 1-D parameters Ragged(k) keeps blocks of 256 elements whole
+    rows = block // math.gcd(block, row)
+    if p.dim() > 1:
+        fix = f"layout=sw.Ragged({rows}), whose granules of {rows * row} elements are whole blocks"
+    elif rows == 1:
+        fix = "layout=sw.Ragged(1), which never cuts a 1-D parameter inside 256 elements"
+    else:
+        fix = 'a strategy that replicates it ("ddp", or ignored_params): no layout keeps such blocks of a 1-D one whole'
+    raise ValueError(
+        f"The optimizer needs blocks of {block} consecutive elements of parameter {name!r} of shape {tuple(p.shape)} "
+        f"in one piece, and the layout cuts it before element {cut}, inside a block. Shard its unit with {fix}."
+    )
+
+
+def _cut_inside(p: torch.Tensor, block: int) -> int | None:
+    """The first element of a part that begins inside a block; None if no block is cut."""
+    if isinstance(p, RaggedTensor):
+        cuts = [start for start, stop in p.spec.ranges if 0 < start < stop]
+        return next((cut for cut in cuts if cut % block), None)
+    if not isinstance(p, DTensor):
+        return None
+    for axis, placement in enumerate(p.placements):
+        ranks = p.device_mesh.shape[axis]
+        if not placement.is_shard() or ranks == 1:
+            continue
+        dim = placement.dim  # type: ignore[attr-defined]
+        slices = math.prod(p.shape[dim + 1 :])
+        step = -(-p.shape[dim] // ranks) * slices  # as torch.chunk cuts
+        whole = p.shape[dim] * slices
+        if step >= whole:
+            continue  # all on the first rank
+        if step % block:
+            return step
+        if dim and whole % block:  # blocks reach over several of the stretches that are cut alike
+            return whole
+    return None
