@@ -32,11 +32,12 @@ if TYPE_CHECKING:
         share_comm_ctx,
     )
     from shardwright.layout import Ragged, Strategy
-    from shardwright.optim import clip_grad_norm_, fully_shard_optimizer
+    from shardwright.optim import AdamW8bit, clip_grad_norm_, fully_shard_optimizer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdamW8bit",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
@@ -55,6 +56,7 @@ __all__ = [
 
 #: Public name -> the module that defines it. Imported at first use, so that the command line starts without torch.
 _HOMES = {
+    "AdamW8bit": "shardwright.optim",
     "CPUOffloadPolicy": "torch.distributed.fsdp",
     "DataParallelMeshDims": "shardwright._torch",
     "FSDPModule": "shardwright.engine",

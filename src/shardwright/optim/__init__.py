@@ -1,6 +1,7 @@
 """Optimizers and gradient clipping over local shards."""
 
+from shardwright.optim.adamw8bit import AdamW8bit
 from shardwright.optim.clip import clip_grad_norm_
 from shardwright.optim.sharded import fully_shard_optimizer
 
-__all__ = ["clip_grad_norm_", "fully_shard_optimizer"]
+__all__ = ["AdamW8bit", "clip_grad_norm_", "fully_shard_optimizer"]

@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 from shardwright._torch import local_of
 from shardwright.engine.parameter import TAKEN, unit_of
 from shardwright.engine.ragged import RaggedTensor, part_of
+from shardwright.engine.ragged_spec import RaggedSpec
 from shardwright.engine.root import before_optimizer_step
+from shardwright.optim.blocks import block_spec
 from shardwright.optim.needs import Needs, check, needs_of
 
 SHARDED = (DTensor, RaggedTensor)
@@ -80,10 +82,22 @@ def _state_as_dtensors(optimizer: Optimizer, state: dict[str, Any]) -> dict[str,
 
 def _state_as_ragged(optimizer: Optimizer) -> None:
     for p, values in optimizer.state.items():
-        if isinstance(p, RaggedTensor):
+        if isinstance(p, SHARDED):
             for key, value in values.items():
-                if isinstance(value, torch.Tensor) and value.shape == p.shape:
-                    values[key] = RaggedTensor.from_full(value, p.spec)
+                spec = _ragged_spec(optimizer, p, key, value, p.shape)
+                if spec is not None:
+                    values[key] = RaggedTensor.from_full(value, spec)
+
+
+def _ragged_spec(
+    optimizer: Optimizer, p: DTensor | RaggedTensor, key: str, value: Any, shape: torch.Size
+) -> RaggedSpec | None:
+    """How this state of ``p`` is cut, if outside it is a ragged tensor: per block, or of ``shape``, per element."""
+    if key in getattr(optimizer, "state_per_block", ()):
+        return block_spec(p, optimizer.shard_needs(p))  # type: ignore[attr-defined]
+    if isinstance(p, RaggedTensor) and isinstance(value, torch.Tensor) and value.shape == shape:
+        return p.spec
+    return None
 
 
 class _Entry:
@@ -91,8 +105,9 @@ class _Entry:
 
     __slots__ = ("inner", "local", "seen")
 
-    def __init__(self, local: torch.Tensor) -> None:
+    def __init__(self, local: torch.Tensor, p: DTensor | RaggedTensor) -> None:
         self.local = local
+        local.whole_shape = p.shape  # type: ignore[attr-defined]  # for optimizers that go by the size of the whole
         self.inner: dict[str, Any] = {}
         self.seen: dict[str, Any] = {}  #: key -> the value outside that belongs to ``inner[key]``
 
@@ -122,11 +137,11 @@ class _ShardedStep:
                 local = local_of(p)
                 entry = entries.get(p)
                 if entry is None or entry.local is not local:
-                    entry = entries[p] = _Entry(local)
+                    entry = entries[p] = _Entry(local, p)
                 stand_ins[-1].append(local)
                 state = outer.get(p)
                 if state:
-                    _refresh(entry, state, p)
+                    _refresh(entry, state, p, self)  # type: ignore[arg-type]
                     inner[local] = entry.inner
                 else:
                     entry.inner, entry.seen = {}, {}
@@ -155,7 +170,7 @@ class _ShardedStep:
                 state = inner.get(entry.local)
                 if state is not None:
                     entry.inner = state
-                    _publish(entry, outer[p], p)
+                    _publish(entry, outer[p], p, self)  # type: ignore[arg-type]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -189,7 +204,7 @@ class _ShardedStep:
             unit.forget_gradients(among)
 
 
-def _refresh(entry: _Entry, state: dict[str, Any], p: DTensor | RaggedTensor) -> None:
+def _refresh(entry: _Entry, state: dict[str, Any], p: DTensor | RaggedTensor, optimizer: Optimizer) -> None:
     """Take over what was loaded or changed outside since the last step."""
     seen = entry.seen
     if len(seen) == len(state):
@@ -198,14 +213,15 @@ def _refresh(entry: _Entry, state: dict[str, Any], p: DTensor | RaggedTensor) ->
                 break
         else:
             return
-    entry.inner = {key: _local_state(key, value, p) for key, value in state.items()}
+    entry.inner = {key: _local_state(key, value, p, optimizer) for key, value in state.items()}
     entry.seen = dict(state)
 
 
-def _local_state(key: str, value: Any, p: DTensor | RaggedTensor) -> Any:
+def _local_state(key: str, value: Any, p: DTensor | RaggedTensor, optimizer: Optimizer) -> Any:
+    spec = _ragged_spec(optimizer, p, key, value, p.shape)
+    if spec is not None:
+        return part_of(value, spec)
     if isinstance(p, RaggedTensor):
-        if isinstance(value, torch.Tensor) and value.shape == p.shape:
-            return part_of(value, p.spec)
         return value
     if isinstance(value, DTensor):
         if value.placements != p.placements:
@@ -222,24 +238,24 @@ def _local_state(key: str, value: Any, p: DTensor | RaggedTensor) -> Any:
     return value
 
 
-def _publish(entry: _Entry, state: dict[str, Any], p: DTensor | RaggedTensor) -> None:
-    """Show new state outside, element-wise tensors sharded like the parameter."""
+def _publish(entry: _Entry, state: dict[str, Any], p: DTensor | RaggedTensor, optimizer: Optimizer) -> None:
+    """Show new state outside, tensors of an element for each of the parameter's, or for each block, sharded like it."""
     seen = entry.seen
     for key, value in entry.inner.items():
         known = seen.get(key)
         if known is value or (isinstance(known, SHARDED) and local_of(known) is value):
             continue
-        if isinstance(value, torch.Tensor) and value.ndim and value.shape == entry.local.shape:
-            shown: Any
-            if isinstance(p, RaggedTensor):
-                shown = RaggedTensor(value, p.spec)
-            else:
+        shown: Any = value
+        if isinstance(value, torch.Tensor) and value.ndim:
+            spec = _ragged_spec(optimizer, p, key, value, entry.local.shape)
+            if spec is not None:
+                shown = RaggedTensor(value, spec)
+            elif isinstance(p, DTensor) and value.shape == entry.local.shape:
                 shown = DTensor.from_local(
                     value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
                 )
-            entry.inner[key] = local_of(shown)
-        else:
-            shown = value
+            if shown is not value:
+                entry.inner[key] = local_of(shown)
         state[key] = seen[key] = shown
 
 

@@ -1,0 +1,323 @@
+"""AdamW with its moments in 8 bits: one code per element, one scale per block of consecutive elements.
+
+A plain optimizer that knows nothing of ranks. What it does to a block depends on that block alone, so a tensor cut
+between blocks trains as the whole one does, to the bit; ``sharded.py`` sees to the cuts.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+#: Elements taken at a time: memory beside the state stays below some 30 bytes for each of them.
+CHUNK = 1 << 20
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+#: The code of zero.
+ZERO = {"exp_avg": 127, "exp_avg_sq": 0}
+
+
+class AdamW8bit(Optimizer):
+    """AdamW whose two moments take 2 bytes and 8 / ``block_size`` per element, in place of 8.
+
+        optimizer = sw.AdamW8bit(model.parameters(), lr=1e-3)
+        optimizer = sw.fully_shard_optimizer(sw.AdamW8bit(model.parameters()))  # of a model with layout=sw.Ragged(1)
+
+    A parameter of ``min_size`` elements or more has, for each moment, uint8 codes of its shape and one float32 scale,
+    the largest magnitude, per block of ``block_size`` consecutive elements in row-major order, of which the last may
+    be short. A code names one of 256 values in [-1, 1], for the second moment in [0, 1], which lie the closer the
+    smaller they are (dynamic quantisation: Dettmers et al., arXiv:2110.02861, as in bitsandbytes and torchao). The
+    nearest one is taken, of two the lower. Two things differ from theirs: -1 has a code, or the largest moment of a
+    block would shrink at every step if it is negative; and no positive second moment becomes zero, since the step
+    divides by its root. Smaller parameters have float32 moments, as in AdamW.
+
+    The arithmetic is AdamW's in float32, whatever dtype parameters and gradients have. A moment that is not finite
+    makes those of its whole block not finite.
+
+    Args:
+        params: as for any torch optimizer: tensors, or groups with options of their own. Floating point.
+        lr: learning rate, a number or a tensor of one element.
+        betas: decay of the first and the second moment, in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: decoupled from the gradient, multiplied by ``lr``.
+        maximize: ascend instead of descend.
+        block_size: elements that share a scale, a power of two.
+        min_size: parameters of fewer elements keep float32 moments.
+
+    Raises:
+        ValueError: an option out of range, or a state dict made with another ``block_size`` or another optimizer.
+        TypeError: a parameter that is not of floating point.
+    """
+
+    #: Keys of state that has one element per block of :meth:`shard_needs` elements of its parameter.
+    state_per_block = frozenset(f"{moment}_scales" for moment in MOMENTS)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        block_size: int = 256,
+        min_size: int = 4096,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "block_size": block_size,
+            "min_size": min_size,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            _check_options(self.param_groups[-1])
+        except (TypeError, ValueError):
+            del self.param_groups[-1]
+            raise
+
+    def shard_needs(self, p: Tensor) -> int:
+        """Consecutive elements of ``p``, counted from its first, that must lie on one rank."""
+        for group in self.param_groups:
+            if any(q is p for q in group["params"]):
+                return group["block_size"] if _has_codes(p, group) else 1
+        raise ValueError(f"A parameter of shape {tuple(p.shape)} is not one of this optimizer's.")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state.update(_new_state(p, group))
+                    _update(p, p.grad, state, group)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # torch casts all state to the parameter's dtype, which neither codes nor scales survive. What is no tensor it
+        # lets pass. This hook is the last one, so others see the tensors.
+        handle = self.register_load_state_dict_pre_hook(_checked_and_kept)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for p, values in self.state.items():
+            for key, value in values.items():
+                if isinstance(value, _Kept):
+                    values[key] = value.tensor.to(p.device)
+
+
+class _Kept:
+    """A tensor of a state dict on its way through ``load_state_dict``."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _checked_and_kept(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict whose state fits the optimizer's blocks, its tensors kept, the groups' block and minimum size ours.
+
+    Raises ValueError for one of other blocks or without them, before anything is loaded.
+    """
+    state, groups = dict(state_dict["state"]), []
+    for number, (group, theirs) in enumerate(
+        zip(optimizer.param_groups, state_dict["param_groups"], strict=False)
+    ):
+        if theirs.get("block_size", group["block_size"]) != group["block_size"]:
+            raise _other_blocks(f"Parameter group {number}", theirs["block_size"], group)
+        groups.append({**theirs, "block_size": group["block_size"], "min_size": group["min_size"]})
+        for place, (p, key) in enumerate(zip(group["params"], theirs["params"], strict=False)):
+            values = state.get(key)
+            if values:
+                names = group.get("param_names")
+                name = repr(names[place]) if names else f"number {place} of group {number}"
+                _check_state(f"Parameter {name} of shape {tuple(p.shape)}", p, values, group)
+                state[key] = {
+                    k: _Kept(v) if isinstance(v, Tensor) and k != "step" else v for k, v in values.items()
+                }
+    groups += state_dict["param_groups"][len(groups) :]  # torch says what is wrong with it
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _check_state(what: str, p: Tensor, values: dict[str, Any], group: dict[str, Any]) -> None:
+    coded = _has_codes(p, group)
+    expected = {
+        "step",
+        *(f"{m}{part}" for m in MOMENTS for part in (("_codes", "_scales") if coded else ("",))),
+    }
+    if set(values) != expected:
+        raise ValueError(
+            f"{what}: expected optimizer state {sorted(expected)}, found {sorted(values)}. Load what AdamW8bit with "
+            f"min_size={group['min_size']} has saved, or set min_size as it was."
+        )
+    for key in AdamW8bit.state_per_block if coded else ():
+        blocks = values[key].numel()
+        if blocks != -(-p.numel() // group["block_size"]):
+            raise _other_blocks(
+                what, next((1 << n for n in range(64) if -(-p.numel() >> n) == blocks), 0), group
+            )
+
+
+def _other_blocks(what: str, found: int, group: dict[str, Any]) -> ValueError:
+    return ValueError(
+        f"{what}: expected optimizer state in blocks of {group['block_size']} elements, found blocks of {found}. "
+        f"Build the optimizer with AdamW8bit(..., block_size={found})."
+    )
+
+
+def _check_options(group: dict[str, Any]) -> None:
+    lr, betas, block_size = group["lr"], group["betas"], group["block_size"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr: expected a number or a tensor of one element, found shape {tuple(lr.shape)}")
+    for name in ("lr", "eps", "weight_decay"):
+        if not group[name] >= 0:
+            raise ValueError(f"{name}: expected a number >= 0, found {group[name]}")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas: expected two numbers in [0, 1), found {betas}")
+    # Powers of two, because then the number of scales tells the block size of a stored state.
+    if not isinstance(block_size, int) or block_size < 1 or block_size & (block_size - 1):
+        raise ValueError(f"block_size: expected a power of two, found {block_size}")
+    if not isinstance(group["min_size"], int) or group["min_size"] < 1:
+        raise ValueError(f"min_size: expected a number of elements >= 1, found {group['min_size']}")
+    for p in group["params"]:
+        if not p.is_floating_point():
+            raise TypeError(f"AdamW8bit expects floating-point parameters, found {p.dtype}, {tuple(p.shape)}")
+
+
+def _has_codes(p: Tensor, group: dict[str, Any]) -> bool:
+    # A local tensor that stands in for a sharded parameter goes by the size of the whole one.
+    shape: torch.Size = getattr(p, "whole_shape", p.shape)
+    return shape.numel() >= group["min_size"]
+
+
+def _new_state(p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    state = {
+        "step": torch.tensor(0.0)
+    }  # on the CPU, as torch's optimizers have it: the host asks for its value
+    for moment in MOMENTS:
+        if _has_codes(p, group):
+            blocks = -(-p.numel() // group["block_size"])
+            state[f"{moment}_codes"] = torch.full(p.shape, ZERO[moment], dtype=torch.uint8, device=p.device)
+            state[f"{moment}_scales"] = torch.zeros(blocks, device=p.device)
+        else:
+            state[moment] = torch.zeros(p.shape, device=p.device)
+    return state
+
+
+def _update(p: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    """One step of AdamW. Every operation rounds once, so that no bit depends on where the tensor is cut."""
+    if gradient.is_sparse:
+        raise RuntimeError(
+            "AdamW8bit expects dense gradients, found a sparse one. See torch.optim.SparseAdam."
+        )
+    state["step"] += 1
+    step, (beta1, beta2), lr = state["step"].item(), group["betas"], group["lr"]
+    if isinstance(lr, Tensor):
+        lr = lr.reshape(())
+    decay, rate = 1 - lr * group["weight_decay"], lr / (1 - beta1**step)
+    correction = math.sqrt(1 - beta2**step)
+    flat, gradient = p.reshape(-1), gradient.reshape(-1)
+    chunk = max(CHUNK, group["block_size"])  # both are powers of two
+    for start in range(0, p.numel(), chunk):
+        part = slice(start, start + chunk)
+        g = gradient[part].float()
+        if group["maximize"]:
+            g = -g
+        m, v = (_read(state, moment, part, group["block_size"]) for moment in MOMENTS)
+        m.mul_(beta1).add_(g * (1 - beta1))
+        v.mul_(beta2).add_((g * g).mul_(1 - beta2))
+        for moment, value in zip(MOMENTS, (m, v), strict=True):
+            _write(state, moment, part, group["block_size"], value)
+        change = (m / v.sqrt().div_(correction).add_(group["eps"])).mul_(rate)
+        old = flat[part]
+        flat[part] = (old.float() if old.itemsize < 4 else old).mul(decay).sub_(change)
+    if not p.is_contiguous():
+        p.copy_(flat.view(p.shape))
+
+
+def _read(state: dict[str, Tensor], moment: str, part: slice, block_size: int) -> Tensor:
+    """Elements ``part``, which begins with a block, of a moment, flat. A float32 moment is not copied."""
+    if moment in state:
+        return state[moment].view(-1)[part]
+    codes = state[f"{moment}_codes"].view(-1)[part]
+    values = _values(moment, codes.device).index_select(0, codes.int())
+    scales = state[f"{moment}_scales"][part.start // block_size : -(-part.stop // block_size)]
+    return _blocks(values, block_size).mul_(scales[:, None]).view(-1)[: codes.numel()]
+
+
+def _write(state: dict[str, Tensor], moment: str, part: slice, block_size: int, values: Tensor) -> None:
+    """The reverse of :func:`_read`."""
+    if moment in state:
+        return
+    codes = state[f"{moment}_codes"].view(-1)[part]
+    blocks = _blocks(values, block_size)
+    scales = blocks.abs().amax(1)
+    divisors = torch.where(scales > 0, scales, 1.0)  # 0: nothing to divide; NaN: the scale says it for all
+    codes.copy_(_nearest(moment, blocks / divisors[:, None]).view(-1)[: codes.numel()])
+    state[f"{moment}_scales"][part.start // block_size : -(-part.stop // block_size)] = scales
+
+
+def _blocks(flat: Tensor, block_size: int) -> Tensor:
+    """As rows of ``block_size``, zeros after the last element."""
+    short = -flat.numel() % block_size
+    return (pad(flat, (0, short)) if short else flat).view(-1, block_size)
+
+
+@functools.cache
+def _values(moment: str, device: torch.device) -> Tensor:
+    """What each code stands for, in units of the scale, ascending."""
+    signed = moment == "exp_avg"
+    positive = [1.0]
+    for decade in range(7):  # 10^-7 to 10^-6, ..., 0.1 to 1: each has twice as many values as the one before
+        count = 2 ** (decade if signed else decade + 1)
+        positive += [(0.1 + 0.9 * (i + 0.5) / count) * 10.0 ** (decade - 6) for i in range(count)]
+    negative = [-v for v in positive if v > min(positive)] if signed else []  # one short, of 256 in all
+    return torch.tensor(sorted([*negative, 0.0, *positive]), device=device)
+
+
+def _nearest(moment: str, scaled: Tensor) -> Tensor:
+    """The code of each number, as ``torch.bucketize`` among :func:`_bounds` finds it, in a tenth of the time."""
+    bounds, lowest = _bounds(moment, scaled.device)
+    # Numbers of equal high half lie so close that they have one of two codes.
+    codes = lowest.index_select(0, (scaled.view(torch.int32) >> 16).bitwise_and_(0xFFFF).view(-1))
+    return codes.add_(scaled.view(-1) > bounds.index_select(0, codes))
+
+
+@functools.cache
+def _bounds(moment: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The largest number that gets each code; and for each high half of a float32 the lowest code it comes with."""
+    values = _values(moment, torch.device("cpu")).double()
+    middle = (values[1:] + values[:-1]) / 2  # exact, and so is the comparison with it rounded down
+    bounds = middle.float()
+    bounds = torch.where(bounds > middle, bounds.nextafter(torch.tensor(-math.inf)), bounds)
+    if moment == "exp_avg_sq":
+        bounds[0] = 0.0  # nothing positive becomes zero
+    half = torch.arange(1 << 16, dtype=torch.int32)
+    lowest = ((half << 16) | (half >> 15) * 0xFFFF).view(
+        torch.float32
+    )  # of negative ones that with a full low half
+    codes = torch.bucketize(lowest, bounds, out_int32=True)
+    return torch.cat([bounds, torch.tensor([math.inf])]).to(device), codes.to(device)

@@ -1,0 +1,42 @@
+"""Where optimizer state with one element per block of a sharded parameter lies: each element with its block."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwright.engine.ragged import RaggedTensor
+from shardwright.engine.ragged_spec import RaggedSpec
+
+
+def block_spec(p: DTensor | RaggedTensor, block: int) -> RaggedSpec:
+    """Of a 1-D tensor with an element for each ``block`` consecutive elements of ``p``; the last may be short.
+
+    Raises:
+        ValueError: the parameter is cut along another dimension than the first, or over two mesh axes of a DTensor.
+    """
+    spec = p.spec if isinstance(p, RaggedTensor) else _spec_of_rows(p)
+    owned = [-(-stop // block) - start // block for start, stop in spec.ranges]
+    first = next(rank for rank, blocks in enumerate(owned) if blocks)
+    # The ranks between the first and the last owner have as many as fill a chunk.
+    chunk = max(owned)
+    offset = (first + 1) * chunk - owned[first]
+    return RaggedSpec(torch.Size([-(-spec.numel // block)]), offset, chunk, spec.mesh, axes=spec.axes)
+
+
+def _spec_of_rows(p: DTensor) -> RaggedSpec:
+    mesh = p.device_mesh
+    cuts = [(a, each) for a, each in enumerate(p.placements) if each.is_shard() and mesh.shape[a] > 1]
+    if len(cuts) > 1 or any(not each.is_shard(0) for _, each in cuts):
+        raise ValueError(
+            f"A parameter of shape {tuple(p.shape)} is placed {p.placements} on a mesh of {tuple(mesh.shape)}, so its "
+            "blocks do not lie one after the other. Shard it along its first dimension (no shard_placement_fn for it), "
+            "or with a ragged layout."
+        )
+    if not cuts:
+        return RaggedSpec(p.shape, 0, max(p.numel(), 1), mesh, axes=())
+    axis = cuts[0][0]
+    chunk = -(-p.shape[0] // mesh.shape[axis]) * math.prod(p.shape[1:])  # as torch.chunk cuts
+    return RaggedSpec(p.shape, 0, chunk, mesh, axes=(axis,))
