@@ -91,6 +91,21 @@ def check(
     return found
 
 
+def cost_of(optimizer: Optimizer) -> Callable[[torch.Tensor], float]:
+    """What a step on a whole tensor costs, for balance: the class's ``shard_cost(self, p)``, or its elements."""
+    own = getattr(optimizer, "shard_cost", None)
+    if own is not None:
+        return own  # type: ignore[no-any-return]
+    if isinstance(optimizer, torch.optim.Muon):
+        return newton_schulz_cost
+    return lambda p: float(p.numel())
+
+
+def newton_schulz_cost(p: torch.Tensor) -> float:
+    """Multiplications of one iteration on a matrix, but for a constant factor."""
+    return float(p.numel()) * min(p.shape)
+
+
 def name_of(p: torch.Tensor) -> str:
     """What messages call it: its name within its unit, or its shape."""
     unit = unit_of(p)

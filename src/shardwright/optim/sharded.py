@@ -1,7 +1,8 @@
 """Optimizers over sharded parameters: inside ``step`` plain local tensors stand in for the DTensors.
 
 ``param_groups`` and ``state`` hold DTensors between steps, as checkpoints expect; the arithmetic of a step never sees
-one, because dispatching through DTensor costs several times the step itself.
+one, because dispatching through DTensor costs several times the step itself. Parameters that an optimizer needs whole
+go through ``owners``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from shardwright.engine.ragged import RaggedTensor, part_of
 from shardwright.engine.ragged_spec import RaggedSpec
 from shardwright.engine.root import before_optimizer_step
 from shardwright.optim.blocks import block_spec
-from shardwright.optim.needs import Needs, check, needs_of
+from shardwright.optim.held import mapped
+from shardwright.optim.needs import Need, Needs, check, cost_of, needs_of
+from shardwright.optim.owners import Calls, Owners
 
 SHARDED = (DTensor, RaggedTensor)
 
@@ -32,8 +35,13 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
 
         optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
-    The results are those of the optimizer on the DTensors themselves, which works too and takes longer. State
-    dicts, parameter groups, schedulers and hooks are as before, except that hooks of ``step`` see local tensors.
+    The results are those of the optimizer on the whole, unsharded tensors. What it updates element by element, or in
+    blocks, is updated where it lies. A tensor that it needs whole is stepped once in the world, by its owner, which
+    also keeps its state; gradients and values move there and back, while other tensors are computed. Every rank must
+    call ``step``, with gradients of the same parameters.
+
+    State dicts, parameter groups, schedulers and hooks are as before, except that hooks of ``step`` see local tensors.
+    If a step on whole tensors raises, every rank raises.
 
     Args:
         optimizer: built on the parameters of a sharded model, after sharding. Plain parameters may be among them.
@@ -44,8 +52,8 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
 
     Raises:
         TypeError: not a torch optimizer, or ``needs`` is none of these.
-        ValueError: it was built before ``fully_shard``, or is unknown, or a layout cuts what must stay whole; the
-            last also from ``add_param_group``.
+        ValueError: it was built before ``fully_shard``, or is unknown, or has a scheduler already, or a layout cuts
+            what must stay whole; the last also from ``add_param_group``.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
@@ -62,27 +70,50 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
                     f"Parameter group {index} holds {taken.label!r} as it was before fully_shard, so the model would "
                     "not be trained. Build the optimizer from model.parameters() after sharding."
                 )
-    if any(n == "tensor" for _, _, n in check(optimizer.param_groups, need)):
-        raise NotImplementedError("whole tensors")
+    if "step" in vars(optimizer):
+        raise ValueError(
+            f"The step of this {type(optimizer).__name__} was wrapped already, as schedulers do, so it would go past "
+            "the one for shards. Call fully_shard_optimizer first and build the scheduler afterwards."
+        )
+    found = check(optimizer.param_groups, need)
     optimizer.__dict__["_shardwright_needs"] = need
     optimizer.__class__ = _sharded_class(type(optimizer))
+    _choose_owners(optimizer, found)
     optimizer.register_state_dict_post_hook(_state_as_dtensors)
     optimizer.register_load_state_dict_post_hook(_state_as_ragged)
     return optimizer
 
 
+def _choose_owners(optimizer: Any, found: list[tuple[str, torch.Tensor, Need]]) -> None:
+    """Choose owners for those parameters that the optimizer needs whole."""
+    cost = cost_of(optimizer)
+    by_mesh: dict[Any, list[Any]] = {}
+    for name, p, need in found:
+        if need == "tensor" and isinstance(p, SHARDED):
+            by_mesh.setdefault(p.device_mesh, []).append((name, p, cost(p)))
+    known = optimizer.__dict__.setdefault("_shardwright_owners", {})
+    whole = optimizer.__dict__.setdefault("_shardwright_whole", set())
+    for mesh, entries in by_mesh.items():
+        if mesh not in known:
+            known[mesh] = Owners(mesh)
+        known[mesh].add(entries)
+        whole.update(p for _, p, _ in entries)
+
+
 def _state_as_dtensors(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """State of ragged parameters goes into a state dict as DTensors, which torch's state-dict functions gather."""
-    state["state"] = {
-        key: {k: v.as_dtensor() if isinstance(v, RaggedTensor) else v for k, v in values.items()}
-        for key, values in state["state"].items()
-    }
+    state["state"] = mapped(
+        dict(state["state"]), lambda v: v.as_dtensor() if isinstance(v, RaggedTensor) else v
+    )
     return state
 
 
 def _state_as_ragged(optimizer: Optimizer) -> None:
+    whole = optimizer.__dict__["_shardwright_whole"]
+    for owners in optimizer.__dict__["_shardwright_owners"].values():
+        owners.settle(optimizer.state)
     for p, values in optimizer.state.items():
-        if isinstance(p, SHARDED):
+        if isinstance(p, SHARDED) and p not in whole:
             for key, value in values.items():
                 spec = _ragged_spec(optimizer, p, key, value, p.shape)
                 if spec is not None:
@@ -122,10 +153,13 @@ class _ShardedStep:
     def _enter(self) -> tuple[list[list[Any]], Any]:
         """Put local stand-ins into the groups and the state; return what was there. All or nothing."""
         entries: dict[Any, _Entry] = self.__dict__.setdefault("_shardwright_entries", {})
+        whole = self.__dict__["_shardwright_whole"]
         outer = self.state
         inner: Any = defaultdict(dict)
         groups = [group["params"] for group in self.param_groups]
         stand_ins: list[list[torch.Tensor]] = []
+        for owners in self.__dict__["_shardwright_owners"].values():
+            owners.settle(outer)
         for params in groups:
             stand_ins.append([])
             for p in params:
@@ -139,17 +173,20 @@ class _ShardedStep:
                 if entry is None or entry.local is not local:
                     entry = entries[p] = _Entry(local, p)
                 stand_ins[-1].append(local)
+                if p in whole:
+                    continue
                 state = outer.get(p)
                 if state:
                     _refresh(entry, state, p, self)  # type: ignore[arg-type]
                     inner[local] = entry.inner
                 else:
                     entry.inner, entry.seen = {}, {}
-        for group, params, locals_ in zip(self.param_groups, groups, stand_ins, strict=True):
+        for params, locals_ in zip(groups, stand_ins, strict=True):
             for p, local in zip(params, locals_, strict=True):
                 if local is not p:
                     gradient = p.grad
                     local.grad = local_of(gradient) if isinstance(gradient, SHARDED) else gradient
+        for group, locals_ in zip(self.param_groups, stand_ins, strict=True):
             group["params"] = locals_
         self.state = inner
         return groups, outer
@@ -157,6 +194,7 @@ class _ShardedStep:
     @torch.no_grad()
     def _leave(self, groups: list[list[Any]], outer: Any) -> None:
         entries: dict[Any, _Entry] = self.__dict__["_shardwright_entries"]
+        whole = self.__dict__["_shardwright_whole"]
         inner, self.state = self.state, outer
         for group, params in zip(self.param_groups, groups, strict=True):
             group["params"] = params
@@ -167,10 +205,36 @@ class _ShardedStep:
                     continue
                 entry = entries[p]
                 entry.local.grad = None
-                state = inner.get(entry.local)
+                state = None if p in whole else inner.get(entry.local)
                 if state is not None:
                     entry.inner = state
                     _publish(entry, outer[p], p, self)  # type: ignore[arg-type]
+
+    def _step_whole(self, outer: Any) -> None:
+        """Within a step, stand-ins in place: the tensors that are needed whole, and all others where they lie."""
+        entries: dict[Any, _Entry] = self.__dict__["_shardwright_entries"]
+        whole = self.__dict__["_shardwright_whole"]
+        groups, inner = [group["params"] for group in self.param_groups], self.state
+        owned = {id(entries[p].local) for p in whole}
+        number = {id(t): i for i, params in enumerate(groups) for t in params}
+        calls = Calls(self, _without_hooks(type(self).__bases__[1]))  # type: ignore[arg-type]
+        rest: Callable[[], None] | None = lambda: calls(  # noqa: E731
+            [[t for t in params if id(t) not in owned] for params in groups], inner
+        )
+        failures = []
+        try:
+            for owners in self.__dict__["_shardwright_owners"].values():
+                locals_ = {o.index: entries[o.p].local for o in owners.owned}
+                numbers = {index: number[id(t)] for index, t in locals_.items()}
+                failures.append(owners.step(locals_, calls, numbers, outer, rest or (lambda: None)))
+                rest = None
+        finally:
+            self.state = inner
+            for group, params in zip(self.param_groups, groups, strict=True):
+                group["params"] = params
+        for failure in (calls.failure, *failures):
+            if failure is not None:
+                raise failure
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -181,7 +245,11 @@ class _ShardedStep:
         before_optimizer_step(self)  # type: ignore[arg-type]  # torch's hook for it runs when stand-ins are in place
         groups, outer = self._enter()
         try:
-            super().step()  # type: ignore[misc]
+            if self.__dict__["_shardwright_whole"]:
+                # Hooks of the step run once, though the optimizer's own code is called for each round.
+                Optimizer.profile_hook_step(lambda optimizer: optimizer._step_whole(outer))(self)  # type: ignore[attr-defined]
+            else:
+                super().step()  # type: ignore[misc]
         finally:
             self._leave(groups, outer)
         return loss
@@ -189,11 +257,12 @@ class _ShardedStep:
     step.hooked = True  # type: ignore[attr-defined]  # the wrapped step runs the hooks; torch must not add them twice
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        before = len(self.param_groups)
         super().add_param_group(param_group)  # type: ignore[misc]
         try:
-            check(self.param_groups[-1:], self.__dict__["_shardwright_needs"])
+            _choose_owners(self, check(self.param_groups[before:], self.__dict__["_shardwright_needs"]))
         except BaseException:
-            self.param_groups.pop()
+            del self.param_groups[before:]
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -257,6 +326,12 @@ def _publish(entry: _Entry, state: dict[str, Any], p: DTensor | RaggedTensor, op
             if shown is not value:
                 entry.inner[key] = local_of(shown)
         state[key] = seen[key] = shown
+
+
+def _without_hooks(kind: type[Optimizer]) -> Callable[[Any], Any]:
+    """The step of a class as it is written: torch wraps it when it makes the first instance."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
 _classes: dict[type, type] = {}

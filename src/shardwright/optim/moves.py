@@ -1,0 +1,292 @@
+"""Where whole tensors are stepped, and the moves there and back: who owns which, in which rounds, as which bytes.
+
+Plans are plain data, made from shapes alone and equal on all ranks. Optimizers and their state are not known here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardwright._torch import foreach_copy_
+from shardwright.engine.ragged import RaggedTensor
+from shardwright.engine.ragged_spec import RaggedSpec
+
+#: Bytes of gradients and parameters that an owner has whole in one round, unless a single tensor has more.
+LARGEST_ROUND, SMALLEST_ROUND = 32 * 2**20, 2**20
+#: Rounds that an owner's tensors are cut into if sizes allow, so that moves have something to overlap with.
+ROUNDS = 6
+_ALIGNMENT = 16  # bytes: no dtype has larger elements
+
+
+def balance(costs: Sequence[float], loads: list[float]) -> list[int]:
+    """The owner of each item: the dearest first, each to the rank with the least load, which is added to ``loads``.
+
+    The largest load is at most 4/3 of the best possible (Graham 1969, longest processing time first).
+    """
+    owners = [0] * len(costs)
+    for item in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        owners[item] = least = min(range(len(loads)), key=loads.__getitem__)
+        loads[least] += costs[item]
+    return owners
+
+
+class World:
+    """All ranks of a mesh, numbered in the mesh's order.
+
+    Attributes:
+        rank, size: this rank's number, and how many there are.
+        group: a process group of all of them.
+        order: the number of each rank of ``group``.
+        places: mesh coordinates by number.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.size = mesh.size()
+        everywhere = self.spec_of(torch.Size([self.size]), 0)
+        self.rank, self.group, self.order = everywhere.rank, everywhere.group, everywhere.order
+        self.places = list(itertools.product(*map(range, mesh.shape)))
+
+    def spec_of(self, shape: torch.Size, owner: int) -> RaggedSpec:
+        """A tensor that is whole on one rank, the others having an empty part of it."""
+        numel = max(math.prod(shape), 1)
+        return RaggedSpec(shape, owner * numel, numel, self.mesh, numel, tuple(range(self.mesh.ndim)))
+
+
+class Parts:
+    """Which part of a sharded parameter each rank of its mesh holds."""
+
+    def __init__(self, p: DTensor | RaggedTensor, world: World) -> None:
+        shape = world.mesh.shape
+        self._spec = p.spec if isinstance(p, RaggedTensor) else None
+        self._dim, self._size, self._rows = 0, 1, 1
+        if self._spec is not None:
+            axes = [axis % world.mesh.ndim for axis in self._spec.axes]
+        else:
+            shards = [a for a, placement in enumerate(p.placements) if placement.is_shard()]  # type: ignore[union-attr]
+            axes = [a for a in shards if shape[a] > 1]
+            if len(axes) > 1 or any(placement.is_partial() for placement in p.placements):  # type: ignore[union-attr]
+                raise ValueError(
+                    f"A whole-tensor optimizer takes DTensors that are sharded over one mesh axis, found "
+                    f"{p.placements}. Shard the model with sw.fully_shard alone."  # type: ignore[union-attr]
+                )
+            if axes:
+                self._dim = p.placements[axes[0]].dim  # type: ignore[union-attr]
+                self._size = p.shape[self._dim]
+                self._rows = -(-self._size // shape[axes[0]])  # as torch.chunk cuts
+        self.count = math.prod(shape[axis] for axis in axes)
+        self.total = p.numel()
+        others = [axis for axis in range(world.mesh.ndim) if axis not in axes]
+        #: Which part each rank holds, and which of the ranks that hold the same one it is.
+        self.of = [_number(place, axes, shape) for place in world.places]
+        self.copy_of = [_number(place, others, shape) for place in world.places]
+
+    def numel(self, part: int) -> int:
+        if self.count == 1:
+            return self.total
+        if self._spec is not None:
+            start, stop = self._spec.range_of(part)
+            return stop - start
+        return self._length(part) * (self.total // self._size if self._size else 0)
+
+    def view(self, full: torch.Tensor, part: int) -> torch.Tensor:
+        """The part as a view of the contiguous whole tensor, in the shape of the local tensor."""
+        if self._spec is not None:
+            start, stop = self._spec.range_of(part)
+            return full.view(-1)[start:stop].view(self._spec.local_shape(part))
+        if self.count == 1:
+            return full
+        return full.narrow(self._dim, min(part * self._rows, self._size), self._length(part))
+
+    def _length(self, part: int) -> int:
+        return max(0, min(self._rows, self._size - part * self._rows))
+
+
+def _number(place: Sequence[int], axes: Sequence[int], shape: Sequence[int]) -> int:
+    number = 0
+    for axis in axes:
+        number = number * shape[axis] + place[axis]
+    return number
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor to be stepped: where its parts lie, who owns it, and the dtypes that move to the owner."""
+
+    key: int
+    owner: int
+    cost: float  #: of a step, in any unit
+    parts: Parts
+    shape: torch.Size
+    dtype: torch.dtype
+    gradient_dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.parts.total * (self.dtype.itemsize + self.gradient_dtype.itemsize)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its owner holds all of it anyway."""
+        return self.parts.numel(self.parts.of[self.owner]) == self.parts.total
+
+    def sends_to_owner(self, rank: int) -> bool:
+        """Whether it is this rank's copy of a part that goes to the owner: the one nearest to it in the mesh."""
+        parts = self.parts
+        return not self.is_whole and rank != self.owner and parts.copy_of[rank] == parts.copy_of[self.owner]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an item that moves between this rank and another: of its gradient, then of its values."""
+
+    item: Item
+    part: int
+    dtypes: tuple[torch.dtype, ...]
+
+
+@dataclass
+class Leg:
+    """One all-to-all: this rank's pieces by the other rank's place in the group."""
+
+    sends: list[list[Piece]]
+    receives: list[list[Piece]]
+
+
+@dataclass
+class Round:
+    """Items that are stepped together, and the moves to their owners and back."""
+
+    items: list[Item] = field(default_factory=list)
+
+    def to_owners(self, world: World) -> Leg:
+        leg = _empty(world)
+        at = {number: i for i, number in enumerate(world.order)}
+        for item in self.items:
+            parts, dtypes = item.parts, (item.gradient_dtype, item.dtype)
+            if item.owner == world.rank:
+                for rank in range(world.size):
+                    if item.sends_to_owner(rank):
+                        _add(leg.receives[at[rank]], Piece(item, parts.of[rank], dtypes))
+            elif item.sends_to_owner(world.rank):
+                _add(leg.sends[at[item.owner]], Piece(item, parts.of[world.rank], dtypes))
+        return leg
+
+    def back(self, world: World) -> Leg:
+        leg = _empty(world)
+        at = {number: i for i, number in enumerate(world.order)}
+        for item in self.items:
+            if item.owner == world.rank:
+                for rank in range(world.size):
+                    if rank != world.rank:
+                        _add(leg.sends[at[rank]], Piece(item, item.parts.of[rank], (item.dtype,)))
+            else:
+                _add(leg.receives[at[item.owner]], Piece(item, item.parts.of[world.rank], (item.dtype,)))
+        return leg
+
+
+def _empty(world: World) -> Leg:
+    return Leg([[] for _ in world.order], [[] for _ in world.order])
+
+
+def _add(pieces: list[Piece], piece: Piece) -> None:
+    if piece.item.parts.numel(piece.part):
+        pieces.append(piece)
+
+
+def in_rounds(items: Sequence[Item]) -> list[Round]:
+    """Rounds of bounded bytes for each owner; the dearest items first, so that all owners take about equally long."""
+    by_owner: dict[int, list[Item]] = {}
+    for item in sorted(items, key=lambda item: (-item.cost, item.key)):
+        by_owner.setdefault(item.owner, []).append(item)
+    if not by_owner:
+        return []
+    most = max(sum(item.nbytes for item in mine) for mine in by_owner.values())
+    limit = min(max(most // ROUNDS, SMALLEST_ROUND), LARGEST_ROUND)
+    rounds: list[Round] = []
+    for mine in by_owner.values():
+        number, filled = 0, 0
+        for item in mine:
+            if filled and filled + item.nbytes > limit:
+                number, filled = number + 1, 0
+            filled += item.nbytes
+            while len(rounds) <= number:
+                rounds.append(Round())
+            rounds[number].items.append(item)
+    for one in rounds:
+        one.items.sort(key=lambda item: item.key)
+    return rounds
+
+
+class Mover:
+    """Carries out the legs of one plan over and over: where each piece lies in the buffers is computed once."""
+
+    def __init__(self, leg: Leg, world: World, moves: bool) -> None:
+        self._group = world.group
+        self._moves = moves  #: whether any rank has something to send, which is the same on all of them
+        self.sends, self._send_sizes = _lay_out(leg.sends)
+        self.receives, self._receive_sizes = _lay_out(leg.receives)
+
+    def start(self, pieces: list[torch.Tensor], device: torch.device) -> Moving | None:
+        """Send ``pieces``, one for each of ``sends``, in its order; None if there is nothing to move anywhere.
+
+        The collective is asynchronous: on an accelerator it runs on the group's own stream, after what the computation
+        has queued so far.
+        """
+        if not self._moves:
+            return None
+        out = torch.empty(sum(self._send_sizes), dtype=torch.uint8, device=device)
+        into = torch.empty(sum(self._receive_sizes), dtype=torch.uint8, device=device)
+        if pieces:
+            places = zip(self.sends, pieces, strict=True)
+            foreach_copy_([_typed(out, offset, dtype, t.shape) for (*_, dtype, offset), t in places], pieces)
+        work = dist.all_to_all_single(
+            into, out, self._receive_sizes, self._send_sizes, group=self._group, async_op=True
+        )
+        return Moving(work, out, into)
+
+    def finish(self, moving: Moving | None, targets: list[torch.Tensor]) -> None:
+        """Wait, and copy what came into ``targets``, one for each of ``receives``, in its order."""
+        if moving is None:
+            return
+        moving.work.wait()
+        if targets:
+            places = zip(self.receives, targets, strict=True)
+            sources = [_typed(moving.into, offset, dtype, t.shape) for (*_, dtype, offset), t in places]
+            foreach_copy_(targets, sources)
+
+
+@dataclass
+class Moving:
+    """An all-to-all under way, and its buffers, which must live as long."""
+
+    work: Any
+    out: torch.Tensor
+    into: torch.Tensor
+
+
+def _lay_out(by_rank: list[list[Piece]]) -> tuple[list[tuple[Piece, int, torch.dtype, int]], list[int]]:
+    """Each piece, for each of its tensors: which one, its dtype and its offset; and the bytes for each rank."""
+    placed, sizes, offset = [], [], 0
+    for pieces in by_rank:
+        start = offset
+        for piece in pieces:
+            for which, dtype in enumerate(piece.dtypes):
+                placed.append((piece, which, dtype, offset))
+                nbytes = piece.item.parts.numel(piece.part) * dtype.itemsize
+                offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        sizes.append(offset - start)
+    return placed, sizes
+
+
+def _typed(buffer: torch.Tensor, offset: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    return buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
