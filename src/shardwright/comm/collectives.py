@@ -5,6 +5,7 @@ A :class:`Communicator` moves bytes for one process group on one device. It know
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -37,6 +38,7 @@ class Division:
     after: float = 1.0
 
 
+@functools.cache
 def plan_division(
     reduce_dtype: torch.dtype, world_size: int, factor: float | None, force_sum: bool = False
 ) -> Division:
@@ -118,6 +120,10 @@ class Communicator:
         )
         self._gather_options = AllgatherOptions()
         self._gather_options.asyncOp = self.streams.asynchronous
+        self._scatter_options = ReduceScatterOptions(), ReduceScatterOptions()  #: for sums, for averages
+        for options, op in zip(self._scatter_options, (dist.ReduceOp.SUM, dist.ReduceOp.AVG), strict=True):
+            options.reduceOp = op
+            options.asyncOp = self.streams.asynchronous
         #: Whether :meth:`exchange` does anything: where unequal sizes would abort the process.
         self.exchanges = self._gloo and self.world_size > 1
         self._mine = torch.zeros(self.world_size, RECORD, dtype=torch.int64)
@@ -223,9 +229,7 @@ class Communicator:
             if self._gloo:
                 return self._reduce_by_all_to_all(outputs, inputs, division, announce)
             assert self.group is not None
-            options = ReduceScatterOptions()
-            options.reduceOp = dist.ReduceOp.AVG if division.average else dist.ReduceOp.SUM
-            options.asyncOp = streams.asynchronous
+            options = self._scatter_options[division.average]
             if len(inputs) == 1:
                 work = self.group._reduce_scatter_base(outputs[0], inputs[0], options)
             else:

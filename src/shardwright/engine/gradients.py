@@ -127,8 +127,8 @@ class Sum:
         return None if all(both) else both
 
 
-#: What is packed: the number of a parameter, zeros, or numbers of 0-d parameters and the elements they take.
-Item = int | torch.Tensor | tuple[tuple[int, ...], int]
+#: What is packed: the number of a parameter, zeros, or numbers and offsets of 0-d parameters and the elements they take.
+Item = int | torch.Tensor | tuple[tuple[tuple[int, int], ...], int]
 #: Given a communicator and the bytes sent: what to call before the collective.
 Announcer = Callable[[Communicator, int], "Callable[[], None] | None"]
 
@@ -255,7 +255,8 @@ class Reduction:
         places = {part.index: i for i, part in enumerate(packing.parts)}
         for segment in packing.shared:
             if segment.replicated:
-                items.append((tuple(places.get(m.index, -1) for m in segment.members), segment.chunk))
+                numbers = tuple((places.get(m.index, -1), m.offset) for m in segment.members)
+                items.append((numbers, segment.chunk))
                 continue
             end = 0
             for member in sorted(segment.members, key=lambda m: m.offset):
@@ -273,9 +274,9 @@ class Reduction:
             return item
         places, chunk = item  # type: ignore[misc]
         row = self._flags.new_zeros(chunk)
-        for k, place in enumerate(places):
+        for place, offset in places:
             if place >= 0:
-                row[k] = gradients[place]
+                row[offset] = gradients[place]
         return row.expand(self._ranks.parts, chunk)
 
     def _pack(self, tensors: list[torch.Tensor], out: torch.Tensor) -> None:
@@ -284,7 +285,8 @@ class Reduction:
 
     def has_gradients(self) -> bool:
         """Whether a full gradient waits."""
-        return any(p.full.grad is not None for p in self._parameters)
+        with quick_attributes():
+            return any([p.full.grad is not None for p in self._parameters])
 
     def hold(self) -> None:
         """Keep this micro-batch's gradients, full and in the reduce dtype, without communication."""
@@ -383,11 +385,13 @@ class Reduction:
         """Issue the next collective of the way, after another, or after the computation so far."""
         comm, value, whole = self._todo.pop(0), self._value, self._division
         announce = self._announcer(comm, value.numel() * value.element_size())
-        division = Division(
-            whole.average,
-            whole.before if comm is self._way[0] else 1.0,
-            whole.after if comm is self._way[-1] else 1.0,
-        )
+        division = whole
+        if len(self._way) > 1:
+            division = Division(
+                whole.average,
+                whole.before if comm is self._way[0] else 1.0,
+                whole.after if comm is self._way[-1] else 1.0,
+            )
         if comm in self._ranks.replicas:
             self._pending = comm.all_reduce(value, division, announce, after)
             return

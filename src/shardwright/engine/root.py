@@ -260,7 +260,7 @@ class Root:
             wanted = []
         for other in wanted:
             if other.parameters and other.root is self and not other.gathered and other.unshard_in_backward:
-                other.issue(self.generation)
+                other.issue(self.generation, look=False)  # its backward looks
 
     def make_room(self, number: int) -> None:
         """At most ``max_input_buffers`` packed buffers are alive, and one sum over the replicas is under way.

@@ -571,7 +571,7 @@ class Unit(Weights):
             self.notice_edits()
             valid = self.slab.leased and self._slab_versions is self._versions and not self.exposed
             if self.unshard_in_backward and not valid:
-                self.issue(root.generation)
+                self.issue(root.generation, look=False)
             root.prefetch_backward(visit)
             self.wait()
             self.show_full()

@@ -230,13 +230,18 @@ class Weights:
         """Whether the slab is leased: filled, or being filled."""
         return self.slab.leased
 
-    def issue(self, generation: int) -> None:
-        """Lease the slab if it is not, and start filling it from the shards, for the given root call or backward."""
+    def issue(self, generation: int, look: bool = True) -> None:
+        """Lease the slab if it is not, and start filling it from the shards, for the given root call or backward.
+
+        Without ``look`` edits that have not been noticed yet are taken for later ones: if there are any, the weights
+        are gathered once more before they are used.
+        """
         root = self.root
         assert root is not None
         if self._pending is not None:
             self.wait()
-        self.notice_edits()
+        if look:
+            self.notice_edits()
         if self._full_shown:
             self._keep_edits()  # which this gather would undo
         root.gathered.add(self.number)  # first, so that a lease that fails is released with the rest
