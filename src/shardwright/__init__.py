@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         share_comm_ctx,
     )
     from shardwright.layout import Ragged, Strategy
-    from shardwright.optim import AdamW8bit, clip_grad_norm_, fully_shard_optimizer
+    from shardwright.optim import AdamW8bit, Muon, clip_grad_norm_, fully_shard_optimizer
 
 __version__ = "0.1.0"
 
@@ -42,6 +42,7 @@ __all__ = [
     "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
+    "Muon",
     "OffloadPolicy",
     "Ragged",
     "Strategy",
@@ -61,6 +62,7 @@ _HOMES = {
     "DataParallelMeshDims": "shardwright._torch",
     "FSDPModule": "shardwright.engine",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
+    "Muon": "shardwright.optim",
     "OffloadPolicy": "torch.distributed.fsdp",
     "Ragged": "shardwright.layout",
     "Strategy": "shardwright.layout",

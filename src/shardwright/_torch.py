@@ -134,6 +134,12 @@ def post_accumulate_grad_hooks(parameter: torch.Tensor) -> dict[int, Any] | None
     return parameter._post_accumulate_grad_hooks
 
 
+def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[[Any], Any]:
+    """The step of an optimizer class as it is written: torch wraps it, for hooks, when it makes the first instance."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
 def queue_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward now running has finished; valid only inside a backward."""
     _engine.queue_callback(callback)

@@ -39,7 +39,7 @@ class Odd(nn.Module):
         torch.manual_seed(3)
         shapes: dict[str, tuple[int, ...]] = {"wide": (3, 8), "tall": (9, 2), "row": (1, 6), "even": (8, 4)}
         if others:
-            shapes |= {"vector": (7,), "cube": (3, 2, 5), "scalar": (), "second": (5, 5)}
+            shapes |= {"vector": (7,), "cube": (3, 2, 5), "scalar": (), "embed": (5, 5)}
         for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(torch.randn(shape).to(dtype)))
 
@@ -80,9 +80,9 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def assert_equal_bits(plain: nn.Module, sharded: nn.Module) -> None:
+def assert_equal_bits(plain: nn.Module, sharded: nn.Module, where: str = "") -> None:
     for (name, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
-        assert torch.equal(full(q), p), name
+        assert torch.equal(full(q), p), (name, where)
 
 
 def state_leaves(values: Any) -> Iterator[Any]:

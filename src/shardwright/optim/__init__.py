@@ -2,6 +2,7 @@
 
 from shardwright.optim.adamw8bit import AdamW8bit
 from shardwright.optim.clip import clip_grad_norm_
+from shardwright.optim.muon import Muon
 from shardwright.optim.sharded import fully_shard_optimizer
 
-__all__ = ["AdamW8bit", "clip_grad_norm_", "fully_shard_optimizer"]
+__all__ = ["AdamW8bit", "Muon", "clip_grad_norm_", "fully_shard_optimizer"]

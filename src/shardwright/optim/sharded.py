@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwright._torch import local_of
+from shardwright._torch import local_of, step_without_hooks
 from shardwright.engine.parameter import TAKEN, unit_of
 from shardwright.engine.ragged import RaggedTensor, part_of
 from shardwright.engine.ragged_spec import RaggedSpec
@@ -217,7 +217,7 @@ class _ShardedStep:
         groups, inner = [group["params"] for group in self.param_groups], self.state
         owned = {id(entries[p].local) for p in whole}
         number = {id(t): i for i, params in enumerate(groups) for t in params}
-        calls = Calls(self, _without_hooks(type(self).__bases__[1]))  # type: ignore[arg-type]
+        calls = Calls(self, step_without_hooks(type(self).__bases__[1]))  # type: ignore[arg-type]
         rest: Callable[[], None] | None = lambda: calls(  # noqa: E731
             [[t for t in params if id(t) not in owned] for params in groups], inner
         )
@@ -326,12 +326,6 @@ def _publish(entry: _Entry, state: dict[str, Any], p: DTensor | RaggedTensor, op
             if shown is not value:
                 entry.inner[key] = local_of(shown)
         state[key] = seen[key] = shown
-
-
-def _without_hooks(kind: type[Optimizer]) -> Callable[[Any], Any]:
-    """The step of a class as it is written: torch wraps it when it makes the first instance."""
-    step: Any = kind.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
 _classes: dict[type, type] = {}

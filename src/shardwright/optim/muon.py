@@ -1,0 +1,163 @@
+"""Muon for the hidden matrices and AdamW for everything else, as one optimizer.
+
+The arithmetic is torch's own, of ``torch.optim.Muon`` and ``torch.optim.AdamW``; here is only which parameter gets
+which. Sharding is not known here: :func:`fully_shard_optimizer` asks ``shard_needs`` and does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from shardwright._torch import step_without_hooks
+from shardwright.optim.needs import Need, newton_schulz_cost
+
+#: Modules of these names that no number stands above are output layers; above one, parts of a repeated block.
+_OUTPUTS = {
+    "classifier",
+    "head",
+    "heads",
+    "lm_head",
+    "logits",
+    "output",
+    "output_layer",
+    "output_projection",
+    "score",
+}
+_EMBEDDINGS = {"emb", "wpe", "wte"}  #: and whatever has "embed" in its name
+
+
+class Muon(Optimizer):
+    """Muon (Jordan 2024, kellerjordan.github.io/posts/muon) on hidden matrices, AdamW on all other parameters.
+
+        optimizer = sw.Muon(model.named_parameters(), lr=0.02, adamw=dict(lr=3e-4, betas=(0.9, 0.95)))
+        optimizer = sw.fully_shard_optimizer(optimizer)  # for a sharded model
+
+    On one device the result is that of ``torch.optim.Muon`` and ``torch.optim.AdamW`` side by side, and given equal
+    gradients that is also the result of the sharded model, bit for bit.
+
+    **Which parameter gets which.** Names decide, so pass ``model.named_parameters()``: parameters of two dimensions go
+    to Muon, except embeddings (a part of the name holds "embed" or is "emb", "wte" or "wpe") and output layers (a
+    part of the name is "head", "lm_head", "output", "classifier" or the like, and none is a number, as it is inside
+    repeated blocks). All others go to AdamW. To decide it yourself, or without names, pass groups with a key "muon":
+
+        sw.Muon([{"params": matrices, "muon": True}, {"params": others, "muon": False, "weight_decay": 0.0}])
+
+    ``param_groups`` have that key too: a group that was given without it appears as up to two, matrices first. Groups
+    with ``muon=True`` have the options of ``torch.optim.Muon``, the others those of ``torch.optim.AdamW``.
+
+    Args:
+        params: named parameters, parameters, or groups of either.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: of ``torch.optim.Muon``.
+            With ``adjust_lr_fn="match_rms_adamw"`` (arXiv 2502.16982) updates are as large as AdamW's, so that both
+            can have one learning rate and one weight decay; by default they are scaled as in Jordan's post.
+        adamw: options of ``torch.optim.AdamW`` for the other parameters; what is left out has torch's default.
+
+    Raises:
+        ValueError: an option is out of range; a matrix has neither a name nor a group with "muon"; a group has
+            ``muon=True`` and a parameter that is no matrix, or options that could be meant for either.
+        TypeError: ``adamw`` has an option that AdamW does not.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
+        *,
+        adamw: Mapping[str, Any] | None = None,
+    ) -> None:
+        # torch's own classes check the options; what they are built on here is never stepped.
+        muon: Any = torch.optim.Muon  # its lr may be a tensor, which its annotation does not say
+        matrix = muon(
+            [torch.empty(1, 1)], lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn
+        )  # fmt: skip
+        self._options = {
+            True: matrix.defaults,
+            False: torch.optim.AdamW([torch.empty(1)], **(adamw or {})).defaults,
+        }
+        super().__init__(params, {"lr": lr})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; one without the key "muon" is divided by the rule above."""
+        given = param_group["params"]
+        entries = [given] if isinstance(given, torch.Tensor) else list(given)
+        if "muon" in param_group:
+            muon = param_group["muon"]
+            if not isinstance(muon, bool):
+                raise ValueError(f'The key "muon" of a parameter group must be True or False, got {muon!r}')
+            for entry in entries:
+                name, p = _named(entry)
+                if muon and p.dim() != 2:
+                    raise ValueError(
+                        f"Muon is for matrices, and parameter {name or ''!r} of shape {tuple(p.shape)} is in a group "
+                        "with muon=True. Move it to a group with muon=False, which AdamW steps."
+                    )
+            divided = {muon: entries}
+        else:
+            divided = {True: [], False: []}
+            for entry in entries:
+                divided[_is_hidden_matrix(*_named(entry))].append(entry)
+            divided = {muon: chosen for muon, chosen in divided.items() if chosen} or {False: []}
+            options = sorted(param_group.keys() - {"params"})
+            if options and len(divided) > 1:
+                raise ValueError(
+                    f"A parameter group has {', '.join(options)} and both matrices for Muon and parameters for AdamW. "
+                    'Divide it in two groups with the key "muon", True and False, each with options of its own.'
+                )
+        for muon, chosen in divided.items():
+            super().add_param_group({**self._options[muon], **param_group, "params": chosen, "muon": muon})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; with a ``closure``, which is called first, returns its result."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for muon, kind in ((True, torch.optim.Muon), (False, torch.optim.AdamW)):
+            rules = self.__dict__.setdefault("_rules", {})  # copies have none
+            rule = rules.get(muon) or rules.setdefault(muon, kind([torch.empty(1, 1)]))
+            rule.param_groups = [group for group in self.param_groups if group["muon"] is muon]
+            rule.state = self.state
+            step_without_hooks(kind)(rule)
+        return loss
+
+    def shard_needs(self, p: torch.Tensor) -> Need:
+        """Matrices are needed whole, of other parameters each element alone; see :func:`fully_shard_optimizer`."""
+        return (
+            "tensor"
+            if any(p is q for group in self.param_groups if group["muon"] for q in group["params"])
+            else 1
+        )
+
+    def shard_cost(self, p: torch.Tensor) -> float:
+        """What a step on a matrix costs, in any unit."""
+        return newton_schulz_cost(p)
+
+
+def _named(entry: Any) -> tuple[str | None, torch.Tensor]:
+    return entry if isinstance(entry, tuple) else (None, entry)
+
+
+def _is_hidden_matrix(name: str | None, p: torch.Tensor) -> bool:
+    if p.dim() != 2:
+        return False
+    if name is None:
+        raise ValueError(
+            f"A matrix of shape {tuple(p.shape)} has no name, so that it may be an embedding or an output layer, which "
+            'Muon is not for. Pass model.named_parameters(), or groups with the key "muon", True or False.'
+        )
+    parts = name.lower().split(".")
+    if any("embed" in part or part in _EMBEDDINGS for part in parts):
+        return False
+    return not _OUTPUTS.intersection(parts) or any(part.isdigit() for part in parts)
