@@ -52,20 +52,20 @@ def at(name: str, *shape: int) -> On:
 
 
 class Block(nn.Module):
-    """Sizes that no number of ranks divides, of 0 to 3 dimensions; one unused, one frozen."""
+    """Sizes that no number of ranks divides, of 0 to 3 dimensions, two of 0; one unused, one frozen."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(dim)
         self.up = nn.Linear(dim, 13)
         self.down = nn.Linear(13, dim, bias=False)
-        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.scale, self.shift = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.tensor(0.2))
         self.mix = nn.Parameter(torch.randn(3, 2, dim) / 4)
         self.unused = nn.Parameter(torch.ones(3))
         self.frozen = nn.Parameter(torch.randn(5, dim) / 4, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.scale * self.down(torch.tanh(self.up(self.norm(x))))
+        x = x + self.scale * self.down(torch.tanh(self.up(self.norm(x)) + self.shift))
         return x + (x @ self.frozen.t())[..., :1] + (x @ self.mix.flatten(0, 1).t()).sum(-1, keepdim=True)
 
 
@@ -445,6 +445,12 @@ def test_plain_and_sharded_state_dicts_load(rank: int, world_size: int, on: On, 
     check_parameters(model, other, 0.0)
     model.load_state_dict(sharded)
     check_parameters(model, plain)
+    averaged = {name: 0.5 * value + sharded[name] * 0.25 for name, value in sharded.items()}
+    model.load_state_dict(averaged)
+    with torch.no_grad():
+        for q in plain.parameters():
+            q.mul_(0.75)
+    check_parameters(model, plain)
     set_model_state_dict(
         model,
         other.state_dict() if rank == 0 else {},
@@ -626,9 +632,10 @@ def built(scalars: str) -> Model:
     plain = build()
     if scalars == "without":
         for block in plain.blocks:
-            scale = block.scale.detach()
-            del block.scale
-            block.scale = scale
+            for name in ("scale", "shift"):
+                value = getattr(block, name).detach()
+                delattr(block, name)
+                setattr(block, name, value)
     return plain
 
 

@@ -303,8 +303,8 @@ RaggedDTensor.__slots__ = tuple(DTensor.__slots__)  # type: ignore[assignment]  
 def part_of(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
     """This rank's part of ``source``, in its local shape; may be a view. See :meth:`RaggedTensor.from_full`."""
     rank = spec.rank
-    if isinstance(source, RaggedDTensor):
-        source = source.ragged
+    if isinstance(source, DTensor) and isinstance(source._local_tensor, RaggedTensor):
+        source = source._local_tensor  # of a state dict, or a result of arithmetic with its values
     if source.shape != spec.shape:
         source = _expanded(source, spec)
     if isinstance(source, RaggedTensor):
