@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import random
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import shardwright as sw
-from tests.optim.whole import LAYOUTS, assert_equal_bits, set_gradients, twins
-from tests.support import multirank
+from shardwright.optim import moves
+from tests.engine.models import full
+from tests.optim.whole import LAYOUTS, Odd, Whole, assert_equal_bits, set_gradients, twins
+from tests.support import multirank, world_mesh
+
+each_alone = patch.object(moves, "SMALLEST_ROUND", 1)
 
 OPTIMIZERS: dict[str, Any] = {
     "torch-Muon": lambda model: torch.optim.Muon(model.parameters(), lr=0.1),
@@ -37,7 +48,8 @@ def steps_equal(world_size: int, name: str, strategy: str, layout: str, dtype: t
 def test_bits_of_one_device(rank: int, world_size: int, name: str) -> None:
     for strategy, layout in itertools.product(("zero3", "zero1", "ddp"), LAYOUTS):
         dtype = torch.bfloat16 if (strategy, layout) == ("zero3", "element") else torch.float32
-        steps_equal(world_size, name, strategy, layout, dtype)
+        with each_alone if strategy == "zero3" else nullcontext():  # in a round of its own, or all in one
+            steps_equal(world_size, name, strategy, layout, dtype)
 
 
 @multirank(4)
@@ -45,3 +57,202 @@ def test_bits_of_one_device(rank: int, world_size: int, name: str) -> None:
 def test_bits_of_one_device_over_two_axes(rank: int, world_size: int, name: str) -> None:
     for strategy, layout in itertools.product(("hsdp", "hfsdp"), LAYOUTS):
         steps_equal(world_size, name, strategy, layout, torch.float32)
+
+
+def pair(world_size: int, strategy: str = "zero3", **options: Any) -> tuple[Any, Any, Any, Any]:
+    plain, sharded = twins(world_size, strategy, "row", others=True)
+    expected = Whole(plain.parameters(), **options)
+    return plain, expected, sharded, sw.fully_shard_optimizer(Whole(sharded.parameters(), **options))
+
+
+def gathered(value: Any, world_size: int) -> list[Any]:
+    everyone: list[Any] = [None] * world_size
+    torch.distributed.all_gather_object(everyone, value)
+    return everyone
+
+
+@multirank(2, 4)
+@pytest.mark.parametrize("strategy", ["zero3", "ddp", "hsdp"])
+@each_alone
+def test_each_matrix_is_stepped_once_in_the_world(rank: int, world_size: int, strategy: str) -> None:
+    plain, expected, sharded, ours = pair(world_size, strategy)
+    for step in range(2):
+        set_gradients(plain, sharded, step=step)
+        expected.step()
+        ours.step()
+    assert_equal_bits(plain, sharded)
+    matrices = [p.shape for p in plain.parameters() if p.ndim == 2]
+    stepped = [
+        shape
+        for log in gathered(ours.log, world_size)
+        for shape in log
+        if len(shape) == 2 and shape in matrices
+    ]
+    seen = {shape: stepped.count(shape) for shape in matrices}
+    assert seen == dict.fromkeys(matrices, 2)
+
+
+@multirank(2)
+@each_alone
+def test_what_a_step_counts_is_counted_once(rank: int, world_size: int) -> None:
+    """However many rounds there are: in groups, in attributes, by hooks, in state of every kind."""
+    plain, expected, sharded, ours = pair(world_size)
+    hooks = []
+    ours.register_step_pre_hook(lambda *_: hooks.append("pre"))
+    ours.register_step_post_hook(lambda *_: hooks.append("post"))
+    for step in range(3):
+        set_gradients(plain, sharded, step=step)
+        expected.step()
+        ours.step()
+        assert_equal_bits(plain, sharded)
+        for p, q in zip(plain.parameters(), sharded.parameters(), strict=True):
+            want, have = expected.state[p], ours.state[q]
+            assert list(have) == list(want)
+            assert (have["calls"], have["kind"], have["nested"]["old"]) == (step + 1, "whole", step % 2 == 1)
+            assert torch.equal(full(have["step"]), want["step"])
+            assert torch.equal(full(have["nested"]["sums"][0]), want["nested"]["sums"][0])
+    assert ours.param_groups[0]["count"] == ours.steps == 3 and hooks == ["pre", "post"] * 3
+
+
+@multirank(3)
+def test_groups_closures_schedulers_and_frozen_parameters(rank: int, world_size: int) -> None:
+    plain, sharded = twins(world_size, others=True)
+    optimizers = []
+    for model in (plain, sharded):
+        groups = [{"params": [model.wide, model.vector], "lr": 0.3}, {"params": [model.tall, model.row]}]
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, maximize=True)
+        if model is sharded:
+            optimizer = sw.fully_shard_optimizer(optimizer, needs=lambda p: "tensor" if p.ndim == 2 else 1)
+        optimizers.append((model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)))
+    for step in range(4):
+        for model, optimizer, schedule in optimizers:
+            if step == 2:
+                model.wide.requires_grad_(False)
+                optimizer.add_param_group({"params": [model.cube, model.embed, model.even], "lr": 0.7})
+                schedule.base_lrs.append(0.7)
+
+            def closure(model: Any = model, step: int = step) -> float:
+                set_gradients(model, step=step, without="wide" if step >= 2 else "")
+                return 5.0
+
+            assert optimizer.step(closure) == 5.0
+            schedule.step()
+        assert_equal_bits(plain, sharded, f"step {step}")
+
+
+@multirank(2)
+def test_plain_parameters_and_two_models_on_other_meshes(rank: int, world_size: int) -> None:
+    plain, sharded = twins(world_size, others=True)
+    again, replicated = twins(world_size, "hsdp", others=True)
+    outside = [torch.nn.Parameter(torch.eye(3)) for _ in range(2)]
+    expected = Whole([*plain.parameters(), *again.parameters(), outside[0]])
+    ours = sw.fully_shard_optimizer(Whole([*sharded.parameters(), *replicated.parameters(), outside[1]]))
+    for step in range(2):
+        set_gradients(plain, sharded, step=step)
+        set_gradients(again, replicated, step=step + 10)
+        for p in outside:
+            p.grad = torch.full((3, 3), 1.0 + step)
+        expected.step()
+        ours.step()
+    assert_equal_bits(plain, sharded)
+    assert_equal_bits(again, replicated)
+    assert torch.equal(*outside)
+
+
+@multirank(2, 3)
+@each_alone
+def test_an_error_on_an_owner_is_raised_on_every_rank(rank: int, world_size: int) -> None:
+    plain, expected, sharded, ours = pair(world_size)
+    set_gradients(plain, sharded, step=0)
+    expected.step()
+    ours.step()
+    failing, state = plain.tall.shape, list(ours.state)
+    ours.fails_on = failing
+    set_gradients(plain, sharded, step=1)
+    with pytest.raises((KeyError, RuntimeError)) as caught:
+        ours.step()
+    ours.fails_on = None
+    kinds = gathered(caught.type.__name__, world_size)
+    assert kinds.count("KeyError") == 1 and kinds.count("RuntimeError") == world_size - 1
+    if caught.type is RuntimeError:
+        message = f"step failed on rank {kinds.index('KeyError')}, on whole tensors, 'tall of Odd' the first of them"
+        assert message in str(caught.value)
+    assert ours.param_groups[0]["params"] == list(sharded.parameters()) and list(ours.state) == state
+    assert all(p.grad is not None for p in sharded.parameters())
+    # What was not stepped is as before on every rank, what was is as it should be; so training can go on.
+    expected.step()
+    untouched, done = copy.deepcopy(Odd(others=True)), dict(plain.named_parameters())
+    before = Whole(untouched.parameters())
+    set_gradients(untouched, step=0)
+    before.step()
+    for name, p in untouched.named_parameters():
+        value = full(sharded.get_parameter(name))
+        assert torch.equal(value, p) or torch.equal(value, done[name])
+        if p.shape == failing:
+            assert torch.equal(value, p)
+    set_gradients(sharded, step=2)
+    ours.step()
+
+
+@multirank(2)
+def test_gradients_that_only_some_ranks_have(rank: int, world_size: int) -> None:
+    plain, expected, sharded, ours = pair(world_size)
+    set_gradients(sharded, step=0, without="row" if rank == 1 else "")
+    with pytest.raises(
+        RuntimeError, match=r"parameter 'row of Odd' or none to; ranks \[0\] have one, the others"
+    ):
+        ours.step()
+    set_gradients(plain, sharded, step=0)
+    expected.step()
+    ours.step()
+    assert_equal_bits(plain, sharded)
+    with pytest.raises(
+        ValueError, match=r"Call fully_shard_optimizer first and build the scheduler afterwards"
+    ):
+        other = Whole(sharded.parameters())
+        torch.optim.lr_scheduler.ExponentialLR(other, 0.5)
+        sw.fully_shard_optimizer(other)
+
+
+@given(st.lists(st.floats(0, 1e9), max_size=60), st.integers(1, 64))
+def test_balance(costs: list[float], ranks: int) -> None:
+    loads = [0.0] * ranks
+    owners = moves.balance(costs, loads)
+    found = [sum(c for c, o in zip(costs, owners, strict=True) if o == rank) for rank in range(ranks)]
+    assert found == pytest.approx(loads)
+    # Graham's bound, against what no assignment can beat.
+    least = max(
+        [sum(costs) / ranks, *costs, *(sorted(costs)[-ranks - 1 :][:1] * 2 if len(costs) > ranks else ())]
+    )
+    assert max(loads) <= sum(costs) / ranks + max(costs, default=0.0) * (1 + 1e-9)
+    assert least <= max(loads) * (1 + 1e-9)
+
+
+@multirank(4)
+def test_matrices_of_a_model_are_balanced(rank: int, world_size: int) -> None:
+    """By the cost of Newton-Schulz, over all ranks of the mesh, replicas included."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8 * (1 + i % 3), 8 * (1 + (i + 1) % 3)) for i in range(12)))
+    sw.fully_shard(model, mesh=world_mesh(2, 2))
+    optimizer = sw.fully_shard_optimizer(sw.Muon(model.named_parameters()))
+    (owners,) = optimizer._shardwright_owners.values()
+    loads = [sum(o.cost for o in owners.owned if o.owner == rank) for rank in range(4)]
+    assert len(owners.owned) == 12 and max(loads) <= 1.1 * sum(loads) / 4
+    assert {o.cost for o in owners.owned} == {8 * 16 * 8.0, 16 * 24 * 16.0, 24 * 8 * 8.0}
+
+
+def test_rounds_are_bounded() -> None:
+    generator = random.Random(0)
+    items = [
+        moves.Item(i, generator.randrange(5), generator.random(), SimpleNamespace(total=generator.randrange(1, 9)),
+                   torch.Size(), torch.float32, torch.bfloat16)
+        for i in range(200)
+    ]  # fmt: skip
+    for limit in (1, 20, 100, 10**6):
+        with patch.multiple(moves, SMALLEST_ROUND=limit, LARGEST_ROUND=limit):
+            rounds = moves.in_rounds(items)
+        assert sorted(item.key for one in rounds for item in one.items) == list(range(200))
+        for one in rounds:
+            for owner in range(5):
+                mine = [item.nbytes for item in one.items if item.owner == owner]
+                assert sum(mine) <= limit or len(mine) == 1

@@ -47,6 +47,45 @@ class Odd(nn.Module):
         return sum(p.sum() for p in self.parameters()) * x
 
 
+class Whole(torch.optim.Optimizer):
+    """Divides by the norm of the whole gradient, keeps state of every kind, counts its steps, fails when told to."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+        self.steps, self.log, self.fails_on = 0, [], None
+
+    def shard_needs(self, p: torch.Tensor) -> Any:
+        return "tensor"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                self.log.append(p.shape)
+                if p.shape == self.fails_on:
+                    raise KeyError("asked to fail")
+                state = self.state[p]
+                if not state:
+                    sums = torch.zeros(p.numel() + 1)
+                    state |= {
+                        "calls": 0,
+                        "kind": "whole",
+                        "step": torch.zeros(()),
+                        "nested": {"sums": [sums]},
+                    }
+                state["calls"] += 1
+                state["step"] += 1
+                state["nested"]["old"] = state["calls"] % 2 == 0
+                state["nested"]["sums"][0] = state["nested"]["sums"][0] + p.grad.sum()
+                p.sub_(
+                    p.grad / p.grad.norm(), alpha=group["lr"] * (group["count"] + self.steps + state["calls"])
+                )
+
+
 def twins(
     world_size: int, strategy: str = "zero3", layout: str = "per_parameter", **options: Any
 ) -> tuple[Odd, Odd]:

@@ -76,12 +76,22 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
             "the one for shards. Call fully_shard_optimizer first and build the scheduler afterwards."
         )
     found = check(optimizer.param_groups, need)
+    _check_state_per_block(optimizer, found)
     optimizer.__dict__["_shardwright_needs"] = need
     optimizer.__class__ = _sharded_class(type(optimizer))
     _choose_owners(optimizer, found)
     optimizer.register_state_dict_post_hook(_state_as_dtensors)
     optimizer.register_load_state_dict_post_hook(_state_as_ragged)
     return optimizer
+
+
+def _check_state_per_block(optimizer: Any, found: list[tuple[str, torch.Tensor, Need]]) -> None:
+    for name, p, block in found if hasattr(optimizer, "state_per_block") else ():
+        if isinstance(p, SHARDED) and block != "tensor" and block > 1:
+            try:
+                block_spec(p, block)
+            except ValueError as error:
+                raise ValueError(f"Parameter {name!r}: {error}") from None
 
 
 def _choose_owners(optimizer: Any, found: list[tuple[str, torch.Tensor, Need]]) -> None:
@@ -209,6 +219,12 @@ class _ShardedStep:
                 if state is not None:
                     entry.inner = state
                     _publish(entry, outer[p], p, self)  # type: ignore[arg-type]
+        if whole:
+            # Owners had their state first, but what gathers a state dict goes through it in its order.
+            ordered = {p: outer[p] for params in groups for p in params if p in outer} | outer
+            if list(map(id, ordered)) != list(map(id, outer)):
+                outer.clear()
+                outer.update(ordered)
 
     def _step_whole(self, outer: Any) -> None:
         """Within a step, stand-ins in place: the tensors that are needed whole, and all others where they lie."""
@@ -260,7 +276,9 @@ class _ShardedStep:
         before = len(self.param_groups)
         super().add_param_group(param_group)  # type: ignore[misc]
         try:
-            _choose_owners(self, check(self.param_groups[before:], self.__dict__["_shardwright_needs"]))
+            found = check(self.param_groups[before:], self.__dict__["_shardwright_needs"])
+            _check_state_per_block(self, found)
+            _choose_owners(self, found)
         except BaseException:
             del self.param_groups[before:]
             raise
