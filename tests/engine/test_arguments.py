@@ -59,7 +59,6 @@ LATER = {
     "memory": "arena",
     "prefetch": 2,
     "strict": True,
-    "reshard_after_forward": 2,
 }
 
 

@@ -1,6 +1,6 @@
 """Collectives over bytes, the division of gradients, streams and events. Knows nothing of units."""
 
-from shardwright.comm.collectives import Communicator, Division, Pending, plan_division, separate
+from shardwright.comm.collectives import Communicator, Division, Pending, neighbours, plan_division, separate
 from shardwright.comm.streams import DeviceStreams, HostStreams, Streams
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "HostStreams",
     "Pending",
     "Streams",
+    "neighbours",
     "plan_division",
     "separate",
 ]

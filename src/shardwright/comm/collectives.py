@@ -304,12 +304,35 @@ def separate(comm: Communicator) -> Communicator:
     if comm.group is None:
         return comm
     if comm.group not in _separate:
-        backend = backend_for(comm.group, comm.device).name()
-        # Groups of some ranks only are made among those; torch names them by the groups that each rank knows.
-        local = len(comm.ranks) < dist.get_world_size()
-        group = dist.new_group(comm.ranks, backend=backend, use_local_synchronization=local)
-        _separate[comm.group] = Communicator(group, comm.device)
+        _separate[comm.group] = _over(comm.ranks, comm)
     return _separate[comm.group]
+
+
+_neighbours: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Communicator]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def neighbours(comm: Communicator, size: int) -> Communicator:
+    """A communicator over this rank and those beside it, ``size`` in all, made once.
+
+    The ranks of ``comm`` are divided into runs of ``size``, which divides their number. All of them must call it.
+    """
+    assert comm.group is not None
+    made = _neighbours.setdefault(comm.group, {})
+    if size not in made:
+        first = comm.rank // size * size
+        made[size] = _over(comm.ranks[first : first + size], comm)
+    return made[size]
+
+
+def _over(ranks: list[int], comm: Communicator) -> Communicator:
+    assert comm.group is not None
+    backend = backend_for(comm.group, comm.device).name()
+    # Groups of some ranks only are made among those; torch names them by the groups that each rank knows.
+    local = len(ranks) < dist.get_world_size()
+    group = dist.new_group(ranks, backend=backend, use_local_synchronization=local)
+    return Communicator(group, comm.device)
 
 
 def _divide(tensors: list[torch.Tensor], divisor: float) -> None:

@@ -7,23 +7,26 @@ versions are refused here by name.
 from __future__ import annotations
 
 import weakref
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 
-from shardwright._torch import DataParallelMeshDims
+from shardwright._torch import DataParallelMeshDims, local_of
 from shardwright.comm import Communicator
 from shardwright.engine.construct import (
+    Found,
     ShardPlacementFn,
     borrow_parameters,
     find_parameters,
     own_modules,
     own_parameters,
 )
+from shardwright.engine.extension import is_extended
 from shardwright.engine.module import FSDPModule, install
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.root import attach, hook_optimizers
@@ -64,7 +67,9 @@ def fully_shard(
         mesh: ``DeviceMesh`` of one dimension, or of two: replicas outside, shards inside (HSDP). Default: all ranks,
             on the accelerator if there is one, else on the CPU.
         reshard_after_forward: True: release the full parameters after forward and gather them again for backward.
-            False: keep them. None: True, but False for the root.
+            False: keep them. None: True, but False for the root. An integer k, which divides the number of ranks over
+            which parameters are gathered: keep one k-th, so that backward gathers among k neighbouring ranks only, say
+            those of one host.
         shard_placement_fn: ``Shard(dim)`` for a parameter, or None for ``Shard(0)``. Any dimension, even or not.
         mp_policy: dtypes of computation, reduction and outputs. Default: none is changed.
         offload_policy: only ``OffloadPolicy()``, which offloads nothing.
@@ -84,7 +89,7 @@ def fully_shard(
 
     The signature is that of ``torch.distributed.fsdp.fully_shard`` in torch 2.13.
     """
-    _refuse_later_options(reshard_after_forward, offload_policy, dp_mesh_dims, memory, prefetch, strict)
+    _refuse_later_options(offload_policy, dp_mesh_dims, memory, prefetch, strict)
     for name, value, expected in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
         ("offload_policy", offload_policy, OffloadPolicy),
@@ -98,18 +103,14 @@ def fully_shard(
     mesh = mesh if mesh is not None else _default_mesh()
     _check_mesh(mesh)
     ranks = _ranks(mesh, resolve(strategy, mesh.ndim))
-    if reshard_after_forward is True and ranks.replicates_parameters:
-        raise ValueError(
-            f"reshard_after_forward=True releases full parameters, and strategy {strategy!r} replicates them until the "
-            "optimizer's step. Leave it at None, or shard the parameters."
-        )
     ignored = ignored_params or set()
     found = find_parameters(modules, ignored, mesh)
+    reshard = _reshard_after_forward(reshard_after_forward, ranks, found)
     unit = Unit(
         modules,
         ranks=ranks,
         policy=mp_policy,
-        reshard_after_forward=cast("bool | None", reshard_after_forward),
+        reshard_after_forward=reshard,
         placement_fn=shard_placement_fn,
         layout=_layout(layout, ranks),
         ignored=ignored,
@@ -128,7 +129,6 @@ def fully_shard(
 
 
 def _refuse_later_options(
-    reshard_after_forward: Any,
     offload_policy: Any,
     dp_mesh_dims: Any,
     memory: Any,
@@ -141,18 +141,43 @@ def _refuse_later_options(
         f"memory={memory!r}": memory != "dynamic",
         f"prefetch={prefetch!r}": prefetch != 1,
         f"strict={strict!r}": strict is not False,
-        f"reshard_after_forward={reshard_after_forward!r} (a group size)": isinstance(
-            reshard_after_forward, int
-        )
-        and not isinstance(reshard_after_forward, bool),
     }
     for option, asked in later.items():
         if asked:
             raise NotImplementedError(
                 f"fully_shard does not support {option} in this version. Leave it at its default."
             )
-    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
-        raise ValueError(f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}")
+
+
+def _reshard_after_forward(value: bool | int | None, ranks: Ranks, found: Found) -> bool | int | None:
+    """True, False, None, or among how many ranks parameters are kept after forward: not 1 and not all."""
+    if value is None or value is False:
+        return value
+    if not isinstance(value, int):
+        raise ValueError(
+            f"reshard_after_forward must be True, False, None or a number of ranks, got {value!r}"
+        )
+    if ranks.replicates_parameters:
+        raise ValueError(
+            f"reshard_after_forward={value} releases full parameters, and {ranks.strategy} replicates them until the "
+            "optimizer's step. Leave it at None, or shard the parameters."
+        )
+    if value is True:
+        return True
+    size = ranks.comm.world_size
+    if value < 1 or size % value:
+        raise ValueError(
+            f"reshard_after_forward={value} must divide the {size} ranks over which parameters are gathered"
+        )
+    if 1 < value < size:
+        for name, parameter, _ in found.owned:
+            if is_extended(local_of(parameter) if isinstance(parameter, DTensor) else parameter):
+                raise NotImplementedError(
+                    f"parameter {name!r} ({type(parameter).__name__}) has fsdp_pre_all_gather, so it is gathered over "
+                    f"all ranks; pass True or False, not reshard_after_forward={value}"
+                )
+        return value
+    return value > 1  # of one rank everything is kept; of all nothing more than the shard
 
 
 def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:

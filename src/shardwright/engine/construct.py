@@ -231,7 +231,6 @@ def own_parameters(unit: Unit, found: Found) -> None:
                     module = slots[0].module()
                     if run.extended and module is not None:
                         p.extension = Extension(specs[member.index], ranks, module, unit.policy)
-    slab.release()
     parameters = [p for p in managed if p is not None]
     unit.own(layout, shards, slab, parameters)
     ref = weakref.ref(unit)

@@ -202,6 +202,7 @@ class Root:
         self._visits = {}
         for unit in self.units():
             unit.forget_calls()
+            unit.drop_secondary()
         for unit in self._gathered_units():
             unit.release()
 

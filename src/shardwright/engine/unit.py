@@ -26,7 +26,7 @@ from shardwright._torch import (
     next_sequence_number,
     quick_attributes,
 )
-from shardwright.comm import separate
+from shardwright.comm import neighbours, separate
 from shardwright.engine import construct
 from shardwright.engine.construct import ShardPlacementFn
 from shardwright.engine.gradients import Reduction
@@ -63,13 +63,14 @@ class Unit(Weights):
         *,
         ranks: Ranks,
         policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
         placement_fn: ShardPlacementFn | None,
         layout: Ragged | None,
         ignored: Iterable[nn.Parameter],
         attach: Callable[[nn.Module], Root],
     ) -> None:
-        super().__init__(ranks)
+        reshards_to = reshard_after_forward if type(reshard_after_forward) is int else 0
+        super().__init__(ranks, neighbours(ranks.comm, reshards_to) if reshards_to else None)
         self.serial = next(_serials)  #: in the order of the fully_shard calls
         self.attach = attach
         self.modules = [weakref.ref(m) for m in modules]
@@ -501,6 +502,12 @@ class Unit(Weights):
         if self._keeps_after_forward(self.root):
             self.show_sharded()
         else:
+            if (
+                self.neighbours is not None
+                and self.reshard_after_forward is not True
+                and torch.is_grad_enabled()
+            ):
+                self.keep_secondary()
             self.release()
 
     def _keeps_after_forward(self, root: Root) -> bool:
@@ -509,7 +516,7 @@ class Unit(Weights):
             return True
         reshard = self.reshard_after_forward
         if torch.is_grad_enabled():
-            return not (root.top is not self if reshard is None else reshard)
+            return not (root.top is not self if reshard is None else bool(reshard))
         self.kept = (
             reshard is False
         )  # asked for, so kept for the next evaluation step too, until weights change
@@ -599,6 +606,7 @@ class Unit(Weights):
                     self.show_sharded()
                 else:
                     self.release()
+                    self.drop_secondary()
             self.reduce()
         for guest in visit.guests:
             guest.unit.close(guest)
@@ -616,3 +624,4 @@ class Unit(Weights):
             self.holds, self._holds_whole = self.holds or before, self._holds_whole or whole
             self._held_before = False, False
             self.release()
+            self.drop_secondary()

@@ -18,6 +18,7 @@ from shardwright._torch import annotate, increment_version, quick_attributes, su
 from shardwright.comm import Communicator, Pending
 from shardwright.engine.parameter import ManagedParameter
 from shardwright.engine.ranks import Ranks
+from shardwright.engine.secondary import SecondaryShard
 from shardwright.layout import UnitLayout, plan_unit
 from shardwright.memory import Slab
 
@@ -47,9 +48,10 @@ HEADER = 2  #: int64 words that travel with every gather: the unit's number, and
 class Weights:
     """The parameters of a unit, gathered together and released together. There may be none."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, neighbours: Communicator | None = None) -> None:
         self.ranks = ranks
         self.comm = ranks.comm
+        self.neighbours = neighbours  #: among whom the weights are kept after forward
         self.root: Root | None = None
         self.number = -1
         self.name = ""
@@ -67,7 +69,10 @@ class Weights:
         slab: Slab,
         parameters: list[ManagedParameter],
     ) -> None:
-        """Take the memory that the parameters view; ``shards`` are this rank's chunks of the segments, padded."""
+        """Take the memory that the parameters view; ``shards`` are this rank's chunks of the segments, padded.
+
+        The slab is leased or empty, and released.
+        """
         self.layout = layout
         self.shards = shards
         self.slab = slab
@@ -92,7 +97,9 @@ class Weights:
             set()
         )  #: full parameters whose ``.data`` was handed out: edits may come unseen
         self._header = torch.zeros(HEADER, dtype=torch.int64, device=self.ranks.device)
+        self._secondary: SecondaryShard | None = None
         self._prepare_gather()
+        slab.release()
 
     def join_root(self, root: Root, number: int, name: str, headers: torch.Tensor) -> None:
         """Become unit ``number`` of ``root``; ``headers`` receives every rank's number with each gather."""
@@ -111,7 +118,13 @@ class Weights:
             self._header[0] = self.number
             self._expected_headers = [self.number, 0] * self.comm.world_size
             last = self._hops[-1]
-            last.outputs[len(last.inputs) - 1 :] = [self._headers.view(torch.uint8)]
+            headers = self._headers.view(torch.uint8)
+            last.outputs[len(last.inputs) - 1 :] = [headers]
+            if self._secondary is not None:
+                # Each neighbour's in its own place, so that they are read as those of a gather over all are.
+                comm, size = self._secondary.comm, self._header.nbytes
+                first = self.comm.ranks.index(comm.ranks[0])
+                self._secondary_headers = headers.narrow(0, first * size, comm.world_size * size)
 
     def gradient_listener(self) -> Callable[[torch.Tensor], None]:
         """What a full parameter calls with its gradient. It holds this unit weakly, which holds the parameter."""
@@ -185,6 +198,8 @@ class Weights:
             if not last:
                 slab.release()
             pieces = outputs
+        if self.neighbours is not None and pieces:
+            self._secondary = SecondaryShard(self.neighbours, pieces)
         self._hops[-1].inputs = [*self._hops[-1].inputs, self._header.view(torch.uint8)]
 
     def index_slots(self) -> None:
@@ -246,8 +261,6 @@ class Weights:
             self._keep_edits()  # which this gather would undo
         root.gathered.add(self.number)  # first, so that a lease that fails is released with the rest
         self.slab.lease()
-        if self._casts[0]:
-            self._cast.lease()
         self.generation, self._slab_versions = generation, self._versions
         self.kept = False
         root.notify("issue", self)
@@ -264,6 +277,14 @@ class Weights:
         self._issuing = False
 
     def _gather(self, root: Root) -> Pending:
+        secondary = self._secondary
+        if secondary is not None and secondary.versions is self._versions and not self.exposed:
+            announce = root.announce_gather(self, secondary.comm, self.gather_nbytes)
+            outputs = [*self._hops[-1].outputs[:-1], self._secondary_headers]
+            inputs = [*secondary.inputs, self._hops[-1].inputs[-1]]
+            return secondary.comm.all_gather(outputs, inputs, announce=announce)
+        if self._casts[0]:
+            self._cast.lease()
         casts, on_done = self._casts, self._cast.release
         for hop in self._hops[:-1]:
             if hop.kept and hop.versions is self._versions and not self.exposed and edits_are_seen:
@@ -393,8 +414,19 @@ class Weights:
             if self.root is not None:
                 self.root.gathered.discard(self.number)
 
+    def keep_secondary(self) -> None:
+        """Before the full weights are released: keep this rank's part of them for the gather of backward."""
+        self.show_sharded()
+        if self._secondary is not None and self._slab_versions is self._versions:
+            self._secondary.keep(self._versions)
+
+    def drop_secondary(self) -> None:
+        if self._secondary is not None:
+            self._secondary.drop()
+
     def drop_kept(self) -> None:
         """The weights are about to change: keep no copy of them."""
+        self.drop_secondary()
         if self.kept and not self._full_shown:
             self.release()
         self.kept = False

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwright as sw
-from shardwright.train.config import Config, ParallelConfig, TrainConfig
+from shardwright.train.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
 from shardwright.train.errors import UserError
 from shardwright.train.models.llama import Block, Llama
 
@@ -131,6 +131,12 @@ def check_ranks(config: Config, ranks: int) -> None:
     if ranks % parallel.replicas:
         raise UserError(
             f"parallel.replicas: expected a divisor of the number of ranks, {ranks}, found {parallel.replicas}"
+        )
+    gathered = ranks // parallel.replicas
+    if isinstance(parallel.reshard_after_forward, int) and gathered % parallel.reshard_after_forward:
+        raise UserError(
+            f"parallel.reshard_after_forward: expected a divisor of the number of ranks that shard parameters, "
+            f"{gathered}, found {parallel.reshard_after_forward}"
         )
     config.train.accumulation_steps(ranks)
     _check_model_fits(config)
@@ -249,7 +255,8 @@ def parallelize(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> nn.Mo
         options |= {"strategy": config.strategy, "layout": layout}
     # What forward uses last, backward needs first: by default it stays gathered.
     keeps = config.reshard_after_forward == "never" or config.strategy in ("zero1", "zero2")
-    reshard_blocks = not keeps
+    reshard = config.reshard_after_forward
+    reshard_blocks: bool | int = reshard if isinstance(reshard, int) else not keeps
     reshard_last = config.reshard_after_forward == "always"
 
     *blocks, last_block = model.layers
@@ -281,28 +288,55 @@ def compute_precision(config: ParallelConfig, device: torch.device) -> AbstractC
 
 
 def build_optimizer(model: nn.Module, config: Config, matrices: set[str]) -> torch.optim.Optimizer:
-    """AdamW that decays the parameters named in `matrices` and no others.
+    """The configured optimizer, which decays the parameters named in `matrices` and no others.
 
-    The names are those of the plain model: FSDP1 flattens its parameters, so their shapes no longer tell. The fused
-    kernel is asked for with every engine, so that losses compare.
+    The names are those of the plain model: FSDP1 flattens its parameters, so their shapes no longer tell.
     """
     named = [(_plain_name(name), parameter) for name, parameter in model.named_parameters()]
+    decayed = [pair for pair in named if pair[0] in matrices]
+    others = [pair for pair in named if pair[0] not in matrices]
+    optimizer = OPTIMIZERS[config.optimizer.name](decayed, others, config.optimizer)
+    return sw.fully_shard_optimizer(optimizer) if config.parallel.engine == "shardwright" else optimizer
+
+
+Named = list[tuple[str, torch.nn.Parameter]]
+
+
+def _adamw(decayed: Named, others: Named, settings: OptimizerConfig) -> torch.optim.Optimizer:
     groups = [
-        {"params": [parameter for name, parameter in named if name in matrices]},
-        {"params": [parameter for name, parameter in named if name not in matrices]},
+        {"params": [parameter for _, parameter in decayed]},
+        {"params": [parameter for _, parameter in others], "weight_decay": 0.0},
     ]
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=config.optimizer.lr, fused=True)
-    configure_optimizer(optimizer, config)
-    if config.parallel.engine == "shardwright":
-        optimizer = sw.fully_shard_optimizer(optimizer)
-    return optimizer
+    # The fused kernel is asked for with every engine, so that losses compare.
+    return torch.optim.AdamW(
+        groups, settings.lr, settings.betas, settings.eps, settings.weight_decay, fused=True
+    )
 
 
-def configure_optimizer(optimizer: torch.optim.Optimizer, config: Config) -> None:
-    """Set what the configuration says, decay on the first group only."""
-    settings = config.optimizer
-    for group, decay in zip(optimizer.param_groups, (settings.weight_decay, 0.0), strict=True):
-        group.update(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=decay)
+def _muon(decayed: Named, others: Named, settings: OptimizerConfig) -> torch.optim.Optimizer:
+    """Both rules have one rate and one decay, since Muon's updates are scaled to AdamW's."""
+    return sw.Muon(
+        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        momentum=settings.momentum,
+        ns_steps=settings.ns_steps,
+        adjust_lr_fn="match_rms_adamw",
+        adamw={
+            "lr": settings.lr,
+            "betas": settings.betas,
+            "eps": settings.eps,
+            "weight_decay": settings.weight_decay,
+            "fused": True,
+        },
+    )
+
+
+#: By `optimizer.name`: made of the parameters that are decayed, of those that are not, and of the section's values.
+OPTIMIZERS: dict[str, Callable[[Named, Named, OptimizerConfig], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "muon": _muon,
+}
 
 
 def matrix_names(model: nn.Module) -> set[str]:

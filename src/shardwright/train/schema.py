@@ -198,8 +198,13 @@ class TrainConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW and the course of its learning rate."""
+    """The optimizer and the course of its learning rate."""
 
+    name: Literal["adamw", "muon"] = Field(
+        default="adamw",
+        description="adamw; or muon: Muon for the matrices inside blocks, with updates as large as AdamW's, and AdamW "
+        "for the rest.",
+    )
     lr: float = Field(default=3e-3, gt=0, description="Peak learning rate.")
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(
         default=(0.9, 0.95), description="Decay of the running means of gradient and squared gradient."
@@ -207,6 +212,12 @@ class OptimizerConfig(Section):
     eps: float = Field(default=1e-8, gt=0, description="Added to the denominator of the update.")
     weight_decay: float = Field(
         default=0.1, ge=0, description="Decay of the matrices; vectors are not decayed."
+    )
+    momentum: Beta = Field(
+        default=0.95, description="Of muon: decay of the running mean of its matrices' gradients."
+    )
+    ns_steps: int = Field(
+        default=5, ge=1, lt=100, description="Of muon: Newton-Schulz iterations per step and matrix."
     )
     warmup_steps: int = Field(
         default=20,
@@ -219,6 +230,16 @@ class OptimizerConfig(Section):
     min_lr_ratio: float = Field(
         default=0.1, ge=0, le=1, description="Rate of the last step, as a part of lr."
     )
+
+    @model_validator(mode="after")
+    def _keys_belong_to_the_optimizer(self) -> OptimizerConfig:
+        for key in ("momentum", "ns_steps"):
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if self.name != "muon" and value != default:
+                raise ValueError(
+                    f"{key}: optimizer {self.name!r} has none; expected {default}, found {value}. It is of muon"
+                )
+        return self
 
 
 class ParallelConfig(Section):
@@ -234,10 +255,11 @@ class ParallelConfig(Section):
     reduce_dtype: DType = Field(
         default="float32", description="Precision in which gradients are summed over the ranks."
     )
-    reshard_after_forward: Literal["default", "always", "never"] = Field(
+    reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Field(ge=1)] = Field(
         default="default",
         description="Free gathered weights after the forward pass: all but the root's and the last block's "
-        "(default), always, or never (more memory, less communication).",
+        "(default), always, or never (more memory, less communication). A number k: as default, but neighbouring "
+        "ranks, k of them, keep the blocks' weights between them for the backward pass.",
     )
     strategy: Literal["zero3", "zero2", "zero1", "ddp", "hsdp", "hfsdp"] = Field(
         default="zero3",
@@ -267,10 +289,16 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"replicas: expected at least 2 with strategy {self.strategy!r}, found {self.replicas}"
             )
-        if self.strategy in ("zero1", "zero2") and self.reshard_after_forward == "always":
+        reshard = self.reshard_after_forward
+        if self.strategy in ("zero1", "zero2") and reshard not in ("default", "never"):
             raise ValueError(
                 f"reshard_after_forward: strategy {self.strategy!r} keeps parameters whole until the optimizer's step; "
-                "expected 'default' or 'never', found 'always'"
+                f"expected 'default' or 'never', found {reshard!r}"
+            )
+        if self.engine not in ("shardwright", "fsdp2") and isinstance(reshard, int):
+            raise ValueError(
+                f"reshard_after_forward: engine {self.engine!r} has no such groups of ranks; expected 'default', "
+                f"'always' or 'never', found {reshard}"
             )
         return self
 
@@ -319,6 +347,11 @@ class Config(Section):
         problem = self.train.batch_problem(ranks=1)
         if problem:
             raise ValueError(problem)
+        if self.optimizer.name == "muon" and self.parallel.engine in ("fsdp1", "fsdp2"):
+            raise ValueError(
+                "optimizer.name: muon needs whole matrices, which of the sharding engines only shardwright gives it; "
+                f"expected 'adamw' with parallel.engine {self.parallel.engine!r}, found 'muon'"
+            )
         if self.validation.every and not self.data.validation_fraction:
             raise ValueError(
                 f"validation.every: expected 0, as data.validation_fraction = 0 leaves nothing to validate "

@@ -1,0 +1,44 @@
+"""``reshard_after_forward=k``: after forward a rank keeps one k-th of a unit's full weights for the gather of backward.
+
+That gather then runs among k neighbouring ranks, say those of one host, instead of all. ZeRO++ calls what is kept the
+secondary partition (https://arxiv.org/abs/2306.10209, section 3.2).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shardwright._torch import foreach_copy_
+from shardwright.comm import Communicator
+from shardwright.memory import Slab
+
+
+class SecondaryShard:
+    """This rank's part of a unit's gathered weights among its neighbours, in the compute dtype.
+
+    Attributes:
+        comm: over the neighbours.
+        inputs: this rank's part, as byte tensors; what is gathered of them are the tensors given as ``full``.
+        versions: of the weights that are kept here; None while there are none.
+    """
+
+    def __init__(self, comm: Communicator, full: list[torch.Tensor]) -> None:
+        self.comm = comm
+        sizes = [t.numel() // comm.world_size for t in full]
+        self._sources = [t.narrow(0, comm.rank * size, size) for t, size in zip(full, sizes, strict=True)]
+        self._slab = Slab(sum(sizes), full[0].device)
+        self._slab.lease()
+        ends = torch.tensor(sizes).cumsum(0).tolist()
+        self.inputs = [self._slab.byte_view(end - size, size) for end, size in zip(ends, sizes, strict=True)]
+        self._slab.release()
+        self.versions: list[int] | None = None
+
+    def keep(self, versions: list[int]) -> None:
+        """Copy this rank's part of the full weights, which must be there."""
+        self._slab.lease()
+        foreach_copy_(self.inputs, self._sources)
+        self.versions = versions
+
+    def drop(self) -> None:
+        self.versions = None
+        self._slab.release()
