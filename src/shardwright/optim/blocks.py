@@ -31,9 +31,9 @@ def _spec_of_rows(p: DTensor) -> RaggedSpec:
     cuts = [(a, each) for a, each in enumerate(p.placements) if each.is_shard() and mesh.shape[a] > 1]
     if len(cuts) > 1 or any(not each.is_shard(0) for _, each in cuts):
         raise ValueError(
-            f"A parameter of shape {tuple(p.shape)} is placed {p.placements} on a mesh of {tuple(mesh.shape)}, so its "
-            "blocks do not lie one after the other. Shard it along its first dimension (no shard_placement_fn for it), "
-            "or with a ragged layout."
+            f"A tensor of shape {tuple(p.shape)} is placed {p.placements} on a mesh of {tuple(mesh.shape)}, so "
+            "a rank's blocks of it do not lie one after the other. Shard it along its first dimension, without a "
+            "shard_placement_fn, or with a ragged layout."
         )
     if not cuts:
         return RaggedSpec(p.shape, 0, max(p.numel(), 1), mesh, axes=())
