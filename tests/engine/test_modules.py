@@ -1,8 +1,9 @@
-"""Modules as people write them, against the plain model: behaviours x accumulation x precision x reshard x ranks.
+"""Modules as people write them, against the plain model: behaviours x accumulation x precision x reshard x place.
 
 A `Case` is one behaviour: how the model is built, which modules are units, what one micro-batch does (forward and
 backward), and what the user does to the model between. The same functions run on the sharded model, with this rank's
-data, and on copies of the plain model, with every rank's data. Which settings a behaviour meets is said in `rows`.
+data, and on copies of the plain model, with every rank's data. A place is a strategy on a mesh, and a layout. Which
+settings a behaviour meets is said in `rows`.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import copy
 import dataclasses
 import io
 import itertools
+import math
 import os
 import pickle
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,7 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright.memory import Slab
-from tests.engine.programs import differences, synchronise
+from tests.engine.programs import LAYOUTS, differences, synchronise
+from tests.engine.test_strategies import On, on
 from tests.support import CaseFailed, WorkerPools, multirank
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -132,11 +135,11 @@ def run(
     accumulation: str,
     precision: str,
     reshard: bool | None,
-    sharded: bool = True,
+    place: Place | None,
 ) -> None:
     """Train the sharded and the plain model side by side and compare after every step.
 
-    With ``sharded=False`` both are plain, on one rank: that checks the case itself.
+    Without a ``place`` both are plain, on one rank: that checks the case itself.
     """
     compute = BF16 if precision == "bf16" else FP32
     tolerance = 1e-2 if compute is BF16 and case.sums_differ_in_bf16 else TOLERANCE
@@ -147,9 +150,18 @@ def run(
     policy = sw.MixedPrecisionPolicy(
         None if compute is FP32 else compute, reduce_dtype=FP32 if compute is BF16 else None
     )
-    if sharded:
+    sharded = place is not None
+    if place is not None:
+        options: dict[str, Any] = {
+            "mesh": place.at.mesh,
+            "strategy": place.at.strategy,
+            "layout": LAYOUTS[place.layout],
+            # True is refused where full parameters are kept for the step.
+            "reshard_after_forward": reshard if reshard in place.at.reshards else None,
+            "mp_policy": policy,
+        }
         for unit in case.units(model):
-            sw.fully_shard(unit, reshard_after_forward=reshard, mp_policy=policy)
+            sw.fully_shard(unit, **options)
     case.after_sharding(model)
     case.after_sharding(plain)
     optimizer, expected = make_optimizer(model, sharded), make_optimizer(plain, False)
@@ -173,6 +185,7 @@ def run(
             case.between(plain, step, micro)
             for module in sharded_modules(model):
                 module.set_requires_gradient_sync(accumulation != "hold" or micro == micros - 1)
+                module.set_requires_all_reduce(accumulation != "late" or micro == micros - 1)
             batch = Batch(step, micro, micros, rank, world_size, FP32)
             told = detached(case.train(model, batch))
             wanted = reference_step(case, plain, batch, compute)
@@ -2294,97 +2307,161 @@ class TensorHooks(Case):
 
 # -- the matrix ------------------------------------------------------------------------------------------------------
 
-ACCUMULATIONS = ("single", "communicate", "hold")
+ACCUMULATIONS = ("single", "communicate", "hold", "late")
 PRECISIONS = ("fp32", "bf16")
 RESHARDS = (None, True, False)
 
 
-#: With how much of accumulation x precision x reshard x ranks each behaviour is run: "values" (3 rows), "pairs" (9) or
-#: "all" (36).
+class Place(NamedTuple):
+    """A strategy on a mesh, and a layout."""
+
+    at: On
+    layout: str
+
+    def __str__(self) -> str:
+        return f"{self.at}/{self.layout}"
+
+
+USUAL = [Place(at, "per_parameter") for at in on("zero3", (2,), (3,))]
+#: Each third one on four ranks, which take longest.
+OTHERS = [
+    Place(at, layout)
+    for name, shape, layout in (
+        ("zero3", (2,), "row"),
+        ("zero2", (3,), "per_parameter"),
+        ("hsdp", (2, 2), "per_parameter"),
+        ("zero1", (2,), "per_parameter"),
+        ("hfsdp", (1, 2), "element"),
+        ("hfsdp", (2, 2), "row"),
+        ("ddp", (2,), "per_parameter"),
+        ("zero3", (3,), "blocks"),
+        ("zero3", (2, 2), "per_parameter"),
+        ("hsdp", (1, 2), "row"),
+        ("zero2", (2,), "blocks"),
+        ("hfsdp", (2, 2), "per_parameter"),
+        ("zero1", (3,), "element"),
+        ("zero3", (2,), "element"),
+        ("0-2", (2, 2), "row"),
+        ("hsdp", (2, 1), "per_parameter"),
+        ("ddp", (3,), "row"),
+        ("zero1", (2, 2), "row"),
+        ("zero3", (3,), "element"),
+        ("hfsdp", (2, 1), "blocks"),
+        ("2-3", (2, 2), "per_parameter"),
+        ("zero2", (2,), "row"),
+        ("3-0", (2, 1), "element"),
+        ("hsdp", (2, 2), "element"),
+        ("zero1", (2,), "blocks"),
+        ("zero3", (1, 2), "row"),
+        ("3-1", (2, 2), "blocks"),
+        ("1-2", (2, 1), "per_parameter"),
+        ("zero3", (2,), "blocks"),
+        ("hfsdp", (2, 2), "element"),
+        ("zero2", (3,), "element"),
+        ("ddp", (2,), "blocks"),
+        ("0-1", (2, 2), "per_parameter"),
+        ("zero1", (3,), "row"),
+        ("zero3", (3,), "row"),
+    )
+    for at in on(name, shape)
+]
+#: With how much of accumulation x precision x reshard x place each behaviour is run: "values" (3 rows), "pairs" (18) or
+#: "all" (107).
 COVERAGE = os.environ.get("SHARDWRIGHT_MATRIX", "values")
 
 
-def rows(name: str, coverage: str = COVERAGE) -> Iterator[tuple[str, str, bool | None, int]]:
+class Row(NamedTuple):
+    accumulation: str
+    precision: str
+    reshard: bool | None
+    place: Place
+
+
+def rows(name: str, coverage: str = COVERAGE) -> Iterator[Row]:
     """Settings for one behaviour.
 
-    "values": every value of every setting occurs for every behaviour, and every combination of four for some
-    behaviour, since the combinations rotate from one to the next. "pairs": every pair of values of two settings occurs
-    for every behaviour.
+    "values": one row at the usual place, zero3 on a line, and two at others; every precision and value of reshard. The
+    combinations rotate from one behaviour to the next, so that every pair of values of two settings occurs for some
+    behaviour. "pairs": at the usual place every pair of values of two settings occurs for every behaviour, and as many
+    rows at other places. "all": everything at the usual place, and every other place twice.
     """
     shift = list(CASES).index(name)
     precisions = CASES[name].precisions
+
+    def other(i: int, number: int) -> Row:
+        """The number-th at other places, of all behaviours."""
+        precision = precisions[(i + shift) % len(precisions)]
+        accumulation = ACCUMULATIONS[(i + number // len(OTHERS)) % 4]
+        return Row(accumulation, precision, RESHARDS[(i + shift // 3) % 3], OTHERS[number % len(OTHERS)])
+
     if coverage == "all":
-        yield from itertools.product(ACCUMULATIONS, precisions, RESHARDS, (2, 3))
+        yield from map(Row._make, itertools.product(ACCUMULATIONS[:3], precisions, RESHARDS, USUAL))
+        for i in range(2 * len(OTHERS)):
+            yield other(i, shift + i)
     elif coverage == "pairs":
         for (a, accumulation), (r, reshard) in itertools.product(
-            enumerate(ACCUMULATIONS), enumerate(RESHARDS)
+            enumerate(ACCUMULATIONS[:3]), enumerate(RESHARDS)
         ):
             precision = precisions[(_SQUARE[a][r] + shift) % len(precisions)]
-            yield accumulation, precision, reshard, 3 if (r - a + shift) % 3 == 1 else 2
+            yield Row(accumulation, precision, reshard, USUAL[(r - a + shift) % 3 == 1])
+        for i in range(9):
+            yield other(i, 9 * shift + i)
     else:
-        for i, accumulation in enumerate(ACCUMULATIONS):
-            precision = precisions[(i + shift // 3) % len(precisions)]
-            yield accumulation, precision, RESHARDS[(i + shift) % 3], 3 if (i + shift // 6) % 3 == 0 else 2
+        usual = shift % 3
+        for i in range(3):
+            if i == usual:
+                precision, reshard = precisions[(i + shift) % len(precisions)], RESHARDS[(i + shift // 3) % 3]
+                yield Row(ACCUMULATIONS[shift // 3 % 3], precision, reshard, USUAL[shift // 9 % 2])
+            else:
+                yield other(i, 2 * shift + (i - usual) % 3 - 1)
 
 
 _SQUARE = ((0, 0, 1), (1, 1, 0), (1, 0, 1))  # no row, column or diagonal is constant
 
 
 MATRIX = [
-    pytest.param(name, *row, id=f"{name}-{row[0]}-{row[1]}-{row[2]}-{row[3]}ranks")
-    for name in CASES
-    for row in rows(name)
+    pytest.param(name, row, id=f"{name}-{'-'.join(map(str, row))}") for name in CASES for row in rows(name)
 ]
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("name", "accumulation", "precision", "reshard", "world_size"), MATRIX)
-def test_behaviour_equals_the_plain_model(
-    worker_pools: WorkerPools,
-    name: str,
-    accumulation: str,
-    precision: str,
-    reshard: bool | None,
-    world_size: int,
-) -> None:
+@pytest.mark.parametrize(("name", "row"), MATRIX)
+def test_behaviour_equals_the_plain_model(worker_pools: WorkerPools, name: str, row: Row) -> None:
+    ranks = math.prod(row.place.at.shape)
     try:
-        worker_pools.run(
-            run_row,
-            world_size,
-            name=name,
-            accumulation=accumulation,
-            precision=precision,
-            reshard=reshard,
-            timeout=10.0,
-        )
+        worker_pools.run(run_row, ranks, name=name, row=row, timeout=20.0)
     except CaseFailed as failure:
         pytest.fail(str(failure), pytrace=False)
 
 
-def run_row(
-    rank: int, world_size: int, name: str, accumulation: str, precision: str, reshard: bool | None
-) -> None:
+def run_row(rank: int, world_size: int, name: str, row: Row) -> None:
     os.environ["SHARDWRIGHT_POISON"] = "1"
-    run(CASES[name], rank, world_size, accumulation, precision, reshard)
+    run(CASES[name], rank, world_size, *row)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_cases_themselves(name: str) -> None:
     """A plain model in the place of the sharded one passes: a failure above is the engine's."""
-    run(CASES[name], 0, 1, "communicate", "fp32", None, sharded=False)
+    run(CASES[name], 0, 1, "communicate", "fp32", None, None)
 
 
 def test_rows_cover_what_they_say() -> None:
-    settings: list[tuple[Any, ...]] = [ACCUMULATIONS, PRECISIONS, RESHARDS, (2, 3)]
+    settings: list[Any] = [ACCUMULATIONS, PRECISIONS, RESHARDS, [*USUAL, *OTHERS]]
     for name, case_ in CASES.items():
-        mine = [settings[0], case_.precisions, *settings[2:]]
-        for i, values in enumerate(mine):
-            assert {row[i] for row in rows(name, "values")} == set(values)
+        chosen = list(rows(name, "values"))
+        assert sorted(row.place in USUAL for row in chosen) == [False, False, True]
+        assert {row.precision for row in chosen} == set(case_.precisions)
+        assert {row.reshard for row in chosen} == set(RESHARDS)
+        mine = [ACCUMULATIONS[:3], case_.precisions, RESHARDS, USUAL]
         for one, two in itertools.combinations(range(4), 2):
-            seen = {(row[one], row[two]) for row in rows(name, "pairs")}
+            seen = {(row[one], row[two]) for row in rows(name, "pairs") if row.place in USUAL}
             assert seen == set(itertools.product(mine[one], mine[two])), (name, one, two)
-    together = {row for name in CASES for row in rows(name, "values")}
-    assert together == set(itertools.product(*settings))
+    together = [row for name in CASES for row in rows(name, "values")]
+    for one, two in itertools.combinations(range(4), 2):
+        missing = set(itertools.product(settings[one], settings[two])) - {(r[one], r[two]) for r in together}
+        if {one, two} == {0, 3}:  # at the usual place "late" is "communicate"
+            missing -= {("late", place) for place in USUAL}
+        assert not missing, missing
 
 
 # -- out of memory ---------------------------------------------------------------------------------------------------

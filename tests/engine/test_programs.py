@@ -1,4 +1,4 @@
-"""Random programs on 2 and 3 ranks against the plain model; see programs.py for what a program is.
+"""Random programs on 2, 3 and 4 ranks against the plain model; see programs.py for what a program is.
 
 ``SHARDWRIGHT_PROGRAMS`` is the number of programs (per number of ranks), ``SHARDWRIGHT_PROGRAMS_SEED`` makes them
 others than those of every run.
@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from tests.engine.programs import Program, failure_of, programs, run_plain, show_program
 from tests.support import WorkerPools
 
-COUNT = int(os.environ.get("SHARDWRIGHT_PROGRAMS", "50"))
+COUNT = int(os.environ.get("SHARDWRIGHT_PROGRAMS", "40"))
 SEED = os.environ.get("SHARDWRIGHT_PROGRAMS_SEED")
 
 draw_alike = settings(
@@ -34,7 +34,7 @@ def seeded(test: object) -> object:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 @seeded
 @draw_alike
 @given(program=programs())
