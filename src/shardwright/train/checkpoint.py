@@ -254,6 +254,16 @@ def check_fits(folder: Path, shapes: Shapes) -> None:
                             "checkpoint of another model")  # fmt: skip
 
 
+def check_optimizer_fits(folder: Path, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse a checkpoint of another optimizer. Names the first value that it does not hold."""
+    stored = read_metadata(folder).state_dict_metadata
+    for name, values in state.items():
+        for key in values:
+            if f"optimizer.{name}.{key}" not in stored:
+                raise UserError(f"{folder}: expected the optimizer's {key} of {name}, found none; this is a checkpoint "
+                                "of another optimizer, so resume with the optimizer.name it was made with")  # fmt: skip
+
+
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, shapes: Shapes) -> Position:
     """Read a checkpoint into a model and its optimizer. Called by every rank; returns where the run stands.
 
@@ -263,6 +273,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, shape
     position = read_position(folder)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state["state"]}
+    check_optimizer_fits(folder, state["optimizer"])
     dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
     set_state_dict(
         model,

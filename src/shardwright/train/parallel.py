@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -303,7 +303,7 @@ Named = list[tuple[str, torch.nn.Parameter]]
 
 
 def _adamw(decayed: Named, others: Named, settings: OptimizerConfig) -> torch.optim.Optimizer:
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [parameter for _, parameter in decayed]},
         {"params": [parameter for _, parameter in others], "weight_decay": 0.0},
     ]

@@ -1,0 +1,50 @@
+"""The trainer with each optimizer: it learns, resumes bit for bit, and refuses what does not go together."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from tests.train.jobs import config_file, losses, run, tiny, train_here
+
+MUON = ("--optimizer.name", "muon")
+
+
+def test_muon_learns_and_resumes_bit_for_bit_and_on_two_ranks(tmp_path: Path) -> None:
+    config, whole, cut, grown = (
+        config_file(tmp_path),
+        *(tmp_path / name for name in ("whole", "cut", "grown")),
+    )
+    sharded = (*MUON, "--parallel.engine", "shardwright", "--parallel.layout", "ragged")
+    assert train_here(config, *sharded, "--run.dir", whole) == 0
+    assert losses(whole)[-1] < 0.9 * losses(whole)[0]
+    assert train_here(config, *sharded, "--run.dir", cut, "--train.steps", "3") == 0
+    shutil.copytree(cut, grown)
+    assert train_here(config, *sharded, "--resume", cut) == 0
+    assert losses(cut) == losses(whole)
+    assert run("train", config, *sharded, "--resume", grown, "--nproc", "2")[::2] == (0, "")
+    assert losses(grown) == pytest.approx(losses(whole), rel=1e-2)  # Newton-Schulz is in bfloat16
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    assert train_here(config, "--run.dir", folder, "--train.steps", "2") == 0
+    capsys.readouterr()
+    assert train_here(config, "--resume", folder, *MUON) != 0
+    said = capsys.readouterr().err
+    assert "expected the optimizer's momentum_buffer of layers.0." in said and "optimizer.name" in said
+
+
+def test_keys_of_another_optimizer_and_engines_without_whole_matrices_are_refused() -> None:
+    with pytest.raises(
+        ValidationError, match=r"momentum: optimizer 'adamw' has none; expected 0.95, found 0.5"
+    ):
+        tiny(optimizer={"momentum": 0.5})
+    tiny(optimizer={"momentum": 0.5, "name": "muon"})
+    with pytest.raises(ValidationError, match=r"expected 'adamw' with parallel.engine 'fsdp2', found 'muon'"):
+        tiny(optimizer={"name": "muon"}, parallel={"engine": "fsdp2"})
