@@ -701,6 +701,15 @@ def test_blocks_that_do_not_follow_each_other_are_refused(rank: int, world_size:
         sw.fully_shard_optimizer(tiny(model.parameters()))
 
 
+@multirank(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
+def test_sharded_parameters_alone_are_refused(rank: int, world_size: int, layout: str) -> None:
+    model = nn.Linear(32, 32)
+    sw.fully_shard(model, layout=layout)
+    with pytest.raises(TypeError, match=r"steps on plain tensors, found .*sw\.fully_shard_optimizer"):
+        steps(tiny(model.parameters()), list(model.parameters()), 0, 1)
+
+
 @multirank(3)
 def test_bytes_of_sharded_state(rank: int, world_size: int) -> None:
     """Two bytes and 8 / 256 per element of this rank's part; AdamW keeps eight."""

@@ -107,10 +107,7 @@ class AdamW8bit(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    state = self.state[p]
-                    if not state:
-                        state.update(_new_state(p, group))
-                    _update(p, p.grad, state, group)
+                    _update(p, p.grad, self.state[p] or _new_state(self.state[p], p, group), group)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -213,10 +210,16 @@ def _has_codes(p: Tensor, group: dict[str, Any]) -> bool:
     return shape.numel() >= group["min_size"]
 
 
-def _new_state(p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-    state = {
-        "step": torch.tensor(0.0)
-    }  # on the CPU, as torch's optimizers have it: the host asks for its value
+def _new_state(state: dict[str, Tensor], p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    """Fill an empty state."""
+    if hasattr(p, "full_tensor"):
+        raise TypeError(
+            f"AdamW8bit steps on plain tensors, found a {type(p).__name__} of shape {tuple(p.shape)}, which is "
+            "sharded. Step with sw.fully_shard_optimizer(optimizer)."
+        )
+    state["step"] = torch.tensor(
+        0.0
+    )  # on the CPU, as torch's optimizers have it: the host asks for its value
     for moment in MOMENTS:
         if _has_codes(p, group):
             blocks = -(-p.numel() // group["block_size"])
