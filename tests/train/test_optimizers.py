@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from tests.train.jobs import config_file, losses, run, tiny, train_here
 
 MUON = ("--optimizer.name", "muon")
+EIGHT = ("--optimizer.name", "adamw8bit")
 
 
 def test_muon_learns_and_resumes_bit_for_bit_and_on_two_ranks(tmp_path: Path) -> None:
@@ -27,6 +28,44 @@ def test_muon_learns_and_resumes_bit_for_bit_and_on_two_ranks(tmp_path: Path) ->
     assert losses(cut) == losses(whole)
     assert run("train", config, *sharded, "--resume", grown, "--nproc", "2")[::2] == (0, "")
     assert losses(grown) == pytest.approx(losses(whole), rel=1e-2)  # Newton-Schulz is in bfloat16
+
+
+def test_adamw8bit_learns_as_adamw_and_resumes_bit_for_bit_on_other_ranks(tmp_path: Path) -> None:
+    """Rows have 32 elements here, so that 8 of them are a block."""
+    config, whole, cut, grown, adamw = (
+        config_file(tmp_path),
+        *(tmp_path / name for name in ("whole", "cut", "grown", "adamw")),
+    )
+    here = ("--parallel.engine", "shardwright", "--parallel.layout", "8")
+    assert train_here(config, *here, *EIGHT, "--run.dir", whole) == 0
+    assert train_here(config, *here, "--run.dir", adamw) == 0
+    assert losses(whole) != losses(adamw)
+    assert losses(whole) == pytest.approx(losses(adamw), rel=1e-2)
+    assert train_here(config, *here, *EIGHT, "--run.dir", cut, "--train.steps", "3") == 0
+    shutil.copytree(cut, grown)
+    assert train_here(config, *here, *EIGHT, "--resume", cut) == 0
+    assert losses(cut) == losses(whole)
+    assert run("train", config, *here, *EIGHT, "--resume", grown, "--nproc", "2")[::2] == (0, "")
+    assert losses(grown) == pytest.approx(losses(whole), rel=1e-4)  # gradients are summed in another order
+
+
+def test_a_layout_that_cuts_blocks_is_refused(tmp_path: Path) -> None:
+    here = ("--parallel.engine", "shardwright", "--model.dim", "36", "--model.n_heads", "1", "--nproc", "3")
+    status, _, said = run(
+        "train",
+        config_file(tmp_path),
+        *here,
+        *EIGHT,
+        "--run.dir",
+        tmp_path / "run",
+        "--train.global_batch",
+        "12",
+    )
+    assert (
+        status != 0
+        and "parallel.layout: found 'per_parameter'" in said
+        and "blocks of 256 consecutive elements" in said
+    )
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(

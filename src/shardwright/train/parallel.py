@@ -251,7 +251,8 @@ def parallelize(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> nn.Mo
     policy = policy_class(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     if config.engine == "shardwright":
-        layout = sw.Ragged("element") if config.layout == "element" else config.layout
+        whole_rows = config.layout in ("per_parameter", "ragged")
+        layout = config.layout if whole_rows else sw.Ragged(config.layout)
         options |= {"strategy": config.strategy, "layout": layout}
     # What forward uses last, backward needs first: by default it stays gathered.
     keeps = config.reshard_after_forward == "never" or config.strategy in ("zero1", "zero2")
@@ -296,7 +297,13 @@ def build_optimizer(model: nn.Module, config: Config, matrices: set[str]) -> tor
     decayed = [pair for pair in named if pair[0] in matrices]
     others = [pair for pair in named if pair[0] not in matrices]
     optimizer = OPTIMIZERS[config.optimizer.name](decayed, others, config.optimizer)
-    return sw.fully_shard_optimizer(optimizer) if config.parallel.engine == "shardwright" else optimizer
+    if config.parallel.engine != "shardwright":
+        return optimizer
+    try:
+        return sw.fully_shard_optimizer(optimizer)
+    except ValueError as error:  # a block that must stay whole is cut
+        found = f"parallel.layout: found {config.parallel.layout!r}, which {config.optimizer.name} refuses."
+        raise UserError(f"{found} {error} (For sw.Ragged(k) set parallel.layout to k.)") from error
 
 
 Named = list[tuple[str, torch.nn.Parameter]]
@@ -311,6 +318,11 @@ def _adamw(decayed: Named, others: Named, settings: OptimizerConfig) -> torch.op
     return torch.optim.AdamW(
         groups, settings.lr, settings.betas, settings.eps, settings.weight_decay, fused=True
     )
+
+
+def _adamw8bit(decayed: Named, others: Named, settings: OptimizerConfig) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return sw.AdamW8bit(groups, settings.lr, settings.betas, settings.eps, settings.weight_decay)
 
 
 def _muon(decayed: Named, others: Named, settings: OptimizerConfig) -> torch.optim.Optimizer:
@@ -335,6 +347,7 @@ def _muon(decayed: Named, others: Named, settings: OptimizerConfig) -> torch.opt
 #: By `optimizer.name`: made of the parameters that are decayed, of those that are not, and of the section's values.
 OPTIMIZERS: dict[str, Callable[[Named, Named, OptimizerConfig], torch.optim.Optimizer]] = {
     "adamw": _adamw,
+    "adamw8bit": _adamw8bit,
     "muon": _muon,
 }
 

@@ -200,10 +200,10 @@ class TrainConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer and the course of its learning rate."""
 
-    name: Literal["adamw", "muon"] = Field(
+    name: Literal["adamw", "adamw8bit", "muon"] = Field(
         default="adamw",
-        description="adamw; or muon: Muon for the matrices inside blocks, with updates as large as AdamW's, and AdamW "
-        "for the rest.",
+        description="adamw; adamw8bit: with a quarter of its memory; or muon: Muon for the matrices inside blocks, "
+        "with updates as large as AdamW's, and AdamW for the rest.",
     )
     lr: float = Field(default=3e-3, gt=0, description="Peak learning rate.")
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(
@@ -270,10 +270,10 @@ class ParallelConfig(Section):
         ge=1,
         description="Groups of ranks that each hold a whole model between them; hsdp and hfsdp need at least 2.",
     )
-    layout: Literal["per_parameter", "ragged", "element"] = Field(
+    layout: Literal["per_parameter", "ragged", "element"] | Annotated[int, Field(ge=1)] = Field(
         default="per_parameter",
-        description="Where the engine shardwright cuts parameters: along their first dimension, between rows, or "
-        "anywhere.",
+        description="Where the engine shardwright cuts parameters: along their first dimension, between rows, "
+        "anywhere, or, a number, between blocks of so many rows.",
     )
 
     @model_validator(mode="after")
@@ -347,10 +347,12 @@ class Config(Section):
         problem = self.train.batch_problem(ranks=1)
         if problem:
             raise ValueError(problem)
-        if self.optimizer.name == "muon" and self.parallel.engine in ("fsdp1", "fsdp2"):
+        whole = {"muon": "matrices", "adamw8bit": "blocks"}.get(self.optimizer.name)
+        if whole and self.parallel.engine in ("fsdp1", "fsdp2"):
             raise ValueError(
-                "optimizer.name: muon needs whole matrices, which of the sharding engines only shardwright gives it; "
-                f"expected 'adamw' with parallel.engine {self.parallel.engine!r}, found 'muon'"
+                f"optimizer.name: {self.optimizer.name} needs whole {whole}, which of the sharding engines only "
+                f"shardwright gives it; expected 'adamw' with parallel.engine {self.parallel.engine!r}, found "
+                f"{self.optimizer.name!r}"
             )
         if self.validation.every and not self.data.validation_fraction:
             raise ValueError(
