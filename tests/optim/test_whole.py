@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import shardwright as sw
 from shardwright.optim import moves
 from tests.engine.models import full
-from tests.optim.whole import LAYOUTS, Odd, Whole, assert_equal_bits, set_gradients, twins
+from tests.optim.whole import LAYOUTS, STRATEGIES, Odd, Whole, assert_equal_bits, set_gradients, twins
 from tests.support import multirank, world_mesh
 
 each_alone = patch.object(moves, "SMALLEST_ROUND", 1)
@@ -90,6 +90,61 @@ def test_each_matrix_is_stepped_once_in_the_world(rank: int, world_size: int, st
     ]
     seen = {shape: stepped.count(shape) for shape in matrices}
     assert seen == dict.fromkeys(matrices, 2)
+
+
+@multirank(4)
+@pytest.mark.parametrize("strategy", ["zero3", "ddp", "hsdp", "hfsdp"])
+def test_bytes_moved(rank: int, world_size: int, strategy: str) -> None:
+    """As docs/optimizers.md has them, of matrices that divide evenly; and nobody sends to itself."""
+    shape, name = STRATEGIES[strategy]
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(4)))
+    sw.fully_shard(model, mesh=world_mesh(*shape(world_size)), strategy=name)
+    optimizer = sw.fully_shard_optimizer(torch.optim.Muon(model.parameters()))
+    sent = []
+
+    def spy(into: Any, out: Any, receive: Any, send: Any, **options: Any) -> Any:
+        assert send[rank] == 0
+        sent.append(sum(send))
+        return all_to_all(into, out, receive, send, **options)
+
+    set_gradients(model, step=0)
+    all_to_all = torch.distributed.all_to_all_single
+    with patch.object(torch.distributed, "all_to_all_single", spy):
+        optimizer.step()
+    shards = {"zero3": 4, "ddp": 1, "hsdp": 2, "hfsdp": 4}[strategy]
+    bytes_of_all = 4 * 4 * 256
+    expected = 2 * bytes_of_all * (shards - 1) // shards + bytes_of_all * (world_size - 1) // shards
+    assert sum(sum(part) for part in gathered(sent, world_size)) == expected
+
+
+@multirank(2)
+@each_alone
+def test_moves_overlap_with_arithmetic(rank: int, world_size: int) -> None:
+    """While a round is stepped, the tensors of the next are on their way, and the results of the one before."""
+    plain, _, sharded, ours = pair(world_size)
+    under_way, during_steps = [], []
+    all_to_all = torch.distributed.all_to_all_single
+
+    class Work:
+        def __init__(self, work: Any) -> None:
+            self.work = work
+            under_way.append(self)
+
+        def wait(self) -> None:
+            under_way.remove(self)
+            self.work.wait()
+
+    class Log:
+        def append(self, shape: torch.Size) -> None:
+            during_steps.append(len(under_way))
+
+    ours.log = Log()
+    set_gradients(plain, sharded, step=0)
+    with patch.object(torch.distributed, "all_to_all_single", lambda *a, **k: Work(all_to_all(*a, **k))):
+        ours.step()
+    assert len(during_steps) >= 3 and not under_way
+    # Rounds whose tensors their owners hold anyway need no move there.
+    assert min(during_steps) == 1 and max(during_steps) == 2
 
 
 @multirank(2)

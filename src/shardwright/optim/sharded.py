@@ -191,11 +191,17 @@ class _ShardedStep:
                     inner[local] = entry.inner
                 else:
                     entry.inner, entry.seen = {}, {}
-        for params, locals_ in zip(groups, stand_ins, strict=True):
-            for p, local in zip(params, locals_, strict=True):
+        pairs = [pair for both in zip(groups, stand_ins, strict=True) for pair in zip(*both, strict=True)]
+        try:
+            for p, local in pairs:
                 if local is not p:
                     gradient = p.grad
                     local.grad = local_of(gradient) if isinstance(gradient, SHARDED) else gradient
+        except BaseException:  # of another shape or dtype: nothing has been put in place yet
+            for p, local in pairs:
+                if local is not p:
+                    local.grad = None
+            raise
         for group, locals_ in zip(self.param_groups, stand_ins, strict=True):
             group["params"] = locals_
         self.state = inner
