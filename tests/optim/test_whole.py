@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwright as sw
 from shardwright.optim import moves
@@ -267,6 +268,30 @@ def test_gradients_that_only_some_ranks_have(rank: int, world_size: int) -> None
         other = Whole(sharded.parameters())
         torch.optim.lr_scheduler.ExponentialLR(other, 0.5)
         sw.fully_shard_optimizer(other)
+
+
+@multirank(4)
+def test_tensors_that_others_have_sharded(rank: int, world_size: int) -> None:
+    mesh = world_mesh(2, 2)
+    whole = torch.arange(20.0).view(4, 5)
+    right = torch.nn.Parameter(distribute_tensor(whole, mesh, [Replicate(), Shard(1)]))
+    wrong = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0), Shard(1)]))
+    optimizer = Whole([right, wrong])
+    with pytest.raises(
+        ValueError, match=r"shape \(4, 5\)' cannot be stepped whole. It is expected .* found \(Shard"
+    ):
+        sw.fully_shard_optimizer(optimizer)
+    assert type(optimizer) is Whole
+    optimizer, plain = sw.fully_shard_optimizer(Whole([right])), torch.nn.Parameter(whole.clone())
+    expected = Whole([plain])
+    with pytest.raises(ValueError, match=r"cannot be stepped whole"):
+        optimizer.add_param_group({"params": [wrong]})
+    for step in range(2):
+        plain.grad = torch.full((4, 5), 1.0 + step)
+        right.grad = distribute_tensor(plain.grad, mesh, right.placements)
+        optimizer.step()
+        expected.step()
+        assert torch.equal(right.full_tensor(), plain)
 
 
 @given(st.lists(st.floats(0, 1e9), max_size=60), st.integers(1, 64))

@@ -119,16 +119,22 @@ class Owners:
         self._plans: dict[Any, tuple[Any, list[_Step]]] = {}
         self._comm: Communicator | None = None
 
-    def add(self, entries: list[tuple[str, DTensor | RaggedTensor, float]]) -> list[Owned]:
+    def check(self, entries: list[tuple[str, DTensor | RaggedTensor, float]]) -> None:
+        """Refuse, by ValueError, what is sharded over several mesh axes or is a partial sum."""
+        for name, p, _ in entries:
+            try:
+                Parts(p, self.world)
+            except ValueError as error:
+                raise ValueError(f"Parameter {name!r} cannot be stepped whole. {error}") from None
+
+    def add(self, entries: list[tuple[str, DTensor | RaggedTensor, float]]) -> None:
         """Choose owners for more parameters, given by name, parameter and cost of a step; earlier ones stay."""
         owners = balance([cost for _, _, cost in entries], self._loads)
         first = len(self.owned)
-        new = [
+        self.owned += [
             Owned(first + i, name, p, cost, owner)
             for i, ((name, p, cost), owner) in enumerate(zip(entries, owners, strict=True))
         ]
-        self.owned += new
-        return new
 
     # -- state between steps
 

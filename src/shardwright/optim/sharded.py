@@ -77,9 +77,9 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
         )
     found = check(optimizer.param_groups, need)
     _check_state_per_block(optimizer, found)
+    _choose_owners(optimizer, found)
     optimizer.__dict__["_shardwright_needs"] = need
     optimizer.__class__ = _sharded_class(type(optimizer))
-    _choose_owners(optimizer, found)
     optimizer.register_state_dict_post_hook(_state_as_dtensors)
     optimizer.register_load_state_dict_post_hook(_state_as_ragged)
     return optimizer
@@ -103,9 +103,11 @@ def _choose_owners(optimizer: Any, found: list[tuple[str, torch.Tensor, Need]]) 
             by_mesh.setdefault(p.device_mesh, []).append((name, p, cost(p)))
     known = optimizer.__dict__.setdefault("_shardwright_owners", {})
     whole = optimizer.__dict__.setdefault("_shardwright_whole", set())
+    chosen = {mesh: known.get(mesh) or Owners(mesh) for mesh in by_mesh}
     for mesh, entries in by_mesh.items():
-        if mesh not in known:
-            known[mesh] = Owners(mesh)
+        chosen[mesh].check(entries)
+    known.update(chosen)
+    for mesh, entries in by_mesh.items():
         known[mesh].add(entries)
         whole.update(p for _, p, _ in entries)
 
