@@ -613,3 +613,109 @@ def test_borrowed_weights_unused_on_one_rank(
     plain.skipped_on = model.skipped_on = skipped_on
     for step in range(3):
         step_both(plain, model, step, evaluate=True)
+
+
+# -- edits of sharded parameters while a copy of the full ones is kept -------------------------------------------------
+
+KEPT: dict[str, dict[str, Any]] = {
+    "zero1": {"strategy": "zero1"},
+    "zero1 ragged": {"strategy": "zero1", "layout": "ragged"},
+    "zero2": {"strategy": "zero2"},
+    "not resharded": {"reshard_after_forward": False},
+    "not resharded ragged": {"reshard_after_forward": False, "layout": "ragged"},
+}
+
+
+def load_in_place(model: nn.Module) -> None:
+    doubled = {name: full(value) * 2 for name, value in model.state_dict().items()}
+    for name, value in model.state_dict().items():
+        value.copy_(doubled[name] if type(value) is torch.Tensor else value * 2)
+
+
+def each(edit: Callable[[torch.Tensor], Any]) -> Callable[[nn.Module], None]:
+    def edit_all(model: nn.Module) -> None:
+        for p in model.parameters():
+            edit(p)
+
+    return edit_all
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def each_value(edit: Callable[[torch.Tensor], Any]) -> Callable[[nn.Module], None]:
+    def edit_all(model: nn.Module) -> None:
+        for value in model.state_dict().values():
+            edit(value)
+
+    return edit_all
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+DOUBLINGS: dict[str, Callable[[nn.Module], None]] = {
+    "parameter": each(lambda p: p.mul_(2)),
+    "copy": each(lambda p: p.copy_(p * 2)),
+    "data": each(lambda p: p.data.mul_(2)),
+    "local of data": each(lambda p: local(p.data).mul_(2)),
+    "detached": each(lambda p: p.detach().mul_(2)),
+    "local of detached": each(lambda p: local(p.detach()).mul_(2)),
+    "local": each(lambda p: local(p).mul_(2)),
+    "state dict": each_value(lambda v: v.mul_(2)),
+    "local of state dict": each_value(lambda v: local(v).mul_(2)),
+    "state dict, copied into": load_in_place,
+    "foreach": lambda model: torch._foreach_mul_(list(model.parameters()), 2.0),
+    "foreach copy": lambda model: torch._foreach_copy_(
+        list(model.parameters()), [p.detach() * 2 for p in model.parameters()]
+    ),
+    "foreach of data": lambda model: torch._foreach_mul_([p.data for p in model.parameters()], 2.0),
+    "foreach of state dict": lambda model: torch._foreach_mul_(list(model.state_dict().values()), 2.0),
+}
+
+
+@multirank(2)
+@pytest.mark.parametrize("kept", KEPT)
+def test_edits_are_seen_while_a_copy_is_kept(rank: int, world_size: int, kept: str) -> None:
+    for name, double in DOUBLINGS.items():
+        if name == "foreach copy" and "layout" not in KEPT[kept]:
+            continue  # DTensors have no such operation
+        plain, model = twins(Chain, "a", "b", **KEPT[kept])
+        with torch.no_grad():
+            model(data())  # the copy is kept from here
+            double(model)
+            for q in plain.parameters():
+                q.mul_(2)
+        for step in range(2):
+            torch.testing.assert_close(model(data(step)), plain(data(step)), msg=f"{name}: stale weights")
+        step_both(plain, model, 0, evaluate=True)
+        check_same(plain, model)
+
+
+@multirank(2)
+@pytest.mark.parametrize("kept", KEPT)
+def test_reading_on_one_rank_changes_nothing_on_the_others(rank: int, world_size: int, kept: str) -> None:
+    """Neither what it keeps nor what it gathers: logs of one rank are harmless."""
+    plain, model = twins(Chain, "a", "b", **KEPT[kept])
+    other = nn.Parameter(torch.zeros(2))
+    other.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([other], lr=0.1)
+    for step in range(3):
+        if rank == 0:
+            [local(p.data).norm() for p in model.parameters()]
+            optimizer.step()
+        loss = loss_of(model, step)
+        if rank == 0:
+            [p.data for p in model.parameters()]
+            optimizer.step()
+        loss.backward()
+        loss_of(plain, step).backward()
+    average(plain)
+    check_same(plain, model)

@@ -240,3 +240,38 @@ def test_copies_keep_it(rank: int, world_size: int, at: On) -> None:
         backward(model, rank)
     assert seen == {4: UNITS, 2: UNITS} and len(modules_of(model)) == UNITS
     check_gradients(model, expected_gradients(world_size))
+
+
+@on_meshes(on("zero3", (4,)))
+def test_every_backward_gathers_among_neighbours(rank: int, world_size: int, at: On) -> None:
+    """Forward gathers over all ranks, whatever was kept; backward among neighbours, however many are to come."""
+    for reshard_after_backward in (True, False):
+        model = sharded(at, reshard_after_forward=2)
+        model.set_reshard_after_backward(reshard_after_backward)
+        batches = [tokens(0, micro, rank) for micro in range(2)]
+        with gathers() as seen:
+            losses = [loss_of(model(batch), batch) for batch in batches]
+        assert seen == {4: 2 * UNITS}
+        with gathers() as seen:
+            for loss in losses:
+                loss.backward()
+        assert seen == {2: 2 * UNITS if reshard_after_backward else UNITS}
+        assert secondary_bytes(model) == [0] * UNITS
+        check_gradients(model, expected_gradients(world_size, micros=2))
+
+
+@on_meshes(on("zero3", (4,)))
+def test_what_one_rank_reads_or_steps_is_its_own_business(rank: int, world_size: int, at: On) -> None:
+    model = sharded(at, reshard_after_forward=2)
+    other = nn.Parameter(torch.zeros(2))
+    other.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([other], lr=0.1)
+    batch = tokens(0, 0, rank)
+    loss = loss_of(model(batch), batch)
+    if rank == 0:
+        optimizer.step()
+        assert all(p.data.to_local() is not None for p in model.parameters())
+    with gathers() as seen:
+        loss.backward()
+    assert seen == {2: UNITS}
+    check_gradients(model, expected_gradients(world_size))

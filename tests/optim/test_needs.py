@@ -112,3 +112,21 @@ def test_optimizers_without_an_answer_are_refused(rank: int, world_size: int) ->
             sw.fully_shard_optimizer(own(), needs=wrong)
     for right in (1, 4, lambda p: p.shape[-1]):
         sw.fully_shard_optimizer(own(), needs=right)
+
+
+@multirank(1)
+def test_needs_may_not_be_less_than_is_known(rank: int, world_size: int) -> None:
+    model = linear(8, 8, "per_parameter")
+    model.bias = None
+    makers: list[Any] = [
+        lambda p: torch.optim.Muon(p),
+        lambda p: sw.Muon([{"params": list(p), "muon": True}]),
+        lambda p: sw.AdamW8bit(p, block_size=16, min_size=1),
+    ]
+    for make, known in zip(makers, ("'tensor'", "'tensor'", "16"), strict=True):
+        for needs in (1, 8, lambda p: 24):
+            with pytest.raises(ValueError, match=rf"is less than \w+ needs of parameter .*weight.*: {known}"):
+                sw.fully_shard_optimizer(make(model.parameters()), needs=needs)
+    sw.fully_shard_optimizer(makers[2](model.parameters()), needs=32)
+    sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), needs=4)
+    sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), needs="tensor")

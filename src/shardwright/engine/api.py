@@ -59,8 +59,8 @@ def fully_shard(
     bottom-up, on each block and at last on the whole model. Between steps every parameter is a ``DTensor``; build
     the optimizer after sharding.
 
-    Nothing is communicated and no communicator is created here: each rank cuts its part out of its own copy, so the
-    copies must be equal (build the model with the same seed on every rank).
+    Nothing is communicated here, and no process group is made unless ``reshard_after_forward`` is a number: each rank
+    cuts its part out of its own copy, so the copies must be equal (build the model with the same seed on every rank).
 
     Args:
         module: a module, or a list of modules that form one unit (say the final norm and the output layer).

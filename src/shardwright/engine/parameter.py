@@ -25,6 +25,7 @@ from shardwright.engine.ragged import RaggedTensor
 TAKEN = "_shardwright_taken_by"
 #: Set on a sharded parameter: a weak reference to its unit.
 UNIT_OF = "_shardwright_unit_of"
+_detach = torch.ops.aten.detach.default
 #: Set on a full parameter: what to call when its ``.data`` is handed out.
 ON_DATA = "_shardwright_on_data"
 
@@ -37,22 +38,34 @@ class Taken(NamedTuple):
 
 
 class ShardedTensor(DTensor):
-    """A sharded parameter, or a view of one, of which every edit moves the version counter that they share.
+    """A sharded parameter, or a view of one or its ``.data``, of which every edit moves the local tensor's counter.
 
-    Other operations on it give plain DTensors, and so do copies and pickles of it.
+    Below autograd, where a DTensor's operations run on local tensors, no counter moves by itself. Other operations on
+    it give plain DTensors, and so do copies and pickles of it.
     """
 
     __slots__ = ()
+    _edited: torch.Tensor  #: the parameter's local tensor, where this is a view of it
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         result = DTensor.__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[arg-type]
         if func.is_view:
-            if type(result) is DTensor:
+            if type(result) is DTensor and isinstance(args[0], ShardedTensor):
                 result.__class__ = ShardedTensor
-        elif func._schema.is_mutable and func.__name__.startswith("_foreach"):
-            # Unlike the operations on one tensor, these move no counter of a wrapper.
-            increment_version([t for t in args[0] if isinstance(t, ShardedTensor) and not t.is_inference()])
+                edited = args[0].__dict__.get("_edited", local_of(args[0]))
+                if func is _detach:
+                    result._local_tensor = (
+                        edited if edited.shape == local_of(result).shape else local_of(result)
+                    )
+                result._edited = edited  # type: ignore[attr-defined]
+        elif func._schema.is_mutable:
+            many = isinstance(args[0], (list, tuple))
+            edits = [t for t in (args[0] if many else args[:1]) if isinstance(t, ShardedTensor)]
+            counters = [t.__dict__.get("_edited", local_of(t)) for t in edits]
+            # Operations on one tensor move the counter of its wrapper, those on many do not.
+            counters += edits if many else []
+            increment_version([t for t in counters if not t.is_inference()])
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -83,10 +96,10 @@ class Managed(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        unit = unit_of(self)
-        if unit is not None:
-            unit.exposed = True  # what is written through it, now or later, moves no version counter
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+        alias: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        if unit_of(self) is not None:
+            alias._local_tensor = local_of(self)  # type: ignore[attr-defined]  # by which edits are noticed
+        return alias
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:

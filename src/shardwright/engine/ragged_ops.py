@@ -70,7 +70,14 @@ def _pointwise_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         *[_unwrap(func, spec, arg) for arg in args],
         **{key: _unwrap(func, spec, arg) for key, arg in kwargs.items()},
     )
+    _edited([target])
     return target
+
+
+def _edited(targets: Sequence[Any]) -> None:
+    """Move the counters of local tensors: here, below autograd, no operation does."""
+    locals_ = [t._local_tensor for t in targets if isinstance(t, RaggedTensor)]
+    increment_version([t for t in locals_ if not t.is_inference()])
 
 
 def _first_ragged(args: Sequence[Any]) -> RaggedTensor:
@@ -92,6 +99,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*[unwrap(arg) for arg in args], **{key: unwrap(arg) for key, arg in kwargs.items()})
     if result is None:  # in place, of which no counter of a wrapper tells
         increment_version([t for t in lists if isinstance(t, RaggedTensor) and not t.is_inference()])
+        _edited(lists)
         return None
     return [t if spec is None else RaggedTensor(t, spec) for t, spec in zip(result, specs, strict=True)]
 
@@ -106,6 +114,7 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(target, RaggedTensor):
         refuse(f"{func} into a {type(target).__name__} of shape {tuple(target.shape)}")
     func(target._local_tensor, part_of(source, target.spec), *args[2:], **kwargs)
+    _edited([target])
     return target
 
 
@@ -142,6 +151,7 @@ def _masked_assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if not one or not isinstance(target, RaggedTensor) or values.dim() or args[3:] or kwargs:
         refuse(func)
     target._local_tensor.masked_fill_(_unwrap(func, target.spec, indices[0]), values)
+    _edited([target])
     return target
 
 

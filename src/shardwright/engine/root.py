@@ -483,12 +483,23 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     for root in list(_roots):
         root.check_divergence()
         root.recover_if_failed()
-        for unit in root.units():
-            unit.drop_kept()  # some kernels write without moving a version counter
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for unit in _units_of(parameters):
+        unit.drop_kept()  # some kernels write without moving a version counter
     reduce_held(parameters)
     if not subclasses_dispatch:  # else those that are written move theirs by themselves
         increment_version([p for p in parameters if unit_of(p) is not None and p.grad is not None])
+
+
+def _units_of(parameters: Iterable[torch.Tensor]) -> Iterable[Unit]:
+    """The units whose parameters, or the local tensors of them, are among these."""
+    units = {id(u): u for p in parameters if (u := unit_of(p)) is not None}
+    plain = {p.untyped_storage()._cdata for p in parameters if type(p) in (torch.Tensor, nn.Parameter)}
+    if plain:
+        for unit in (unit for root in list(_roots) for unit in root.units() if id(unit) not in units):
+            if any(shard.untyped_storage()._cdata in plain for shard in unit.shards):
+                units[id(unit)] = unit
+    return units.values()
 
 
 def reduce_held(parameters: Iterable[torch.Tensor]) -> None:

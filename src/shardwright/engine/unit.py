@@ -97,6 +97,8 @@ class Unit(Weights):
         self.entered = False  #: whether the backward now running has reached this unit
         self.calls = 0  #: forward calls under way, of this unit or of others that read its weights
         self._to_run: set[int] = set()
+        #: Visits whose backward may come yet, where something is kept for it.
+        self._unfinished: weakref.WeakSet[Visit] = weakref.WeakSet()
         self._registries: list[dict[str, nn.Parameter | None]] = []
         self._children: list[dict[str, nn.Module | None]] = []
         self._stash = StashedTensors([])
@@ -369,6 +371,8 @@ class Unit(Weights):
             frame.begun = next_sequence_number()
             visit.calls += 1
             visit.endless |= not marked
+            if self.neighbours is not None:
+                self._unfinished.add(visit)
         for lender in self.lenders:
             lender.lend(frame)
         return args, kwargs
@@ -576,7 +580,7 @@ class Unit(Weights):
         if self.parameters:
             self.entered = True
             self.notice_edits()
-            valid = self.slab.leased and self._slab_versions is self._versions and not self.exposed
+            valid = self.slab.leased and self._slab_versions is self._versions
             if self.unshard_in_backward and not valid:
                 self.issue(root.generation, look=False)
             root.prefetch_backward(visit)
@@ -606,7 +610,9 @@ class Unit(Weights):
                     self.show_sharded()
                 else:
                     self.release()
-                    self.drop_secondary()
+            self._unfinished.discard(visit)
+            if not self._unfinished:
+                self.drop_secondary()
             self.reduce()
         for guest in visit.guests:
             guest.unit.close(guest)

@@ -18,6 +18,7 @@ class Visit:
     """
 
     __slots__ = (
+        "__weakref__",
         "begin",
         "build",
         "calls",

@@ -58,7 +58,6 @@ class Weights:
         self.range_name = ""  #: in profiles, where the root has none
         self.parameters: list[ManagedParameter] = []
         self.build = 0  #: how often the memory was made; graphs over earlier memory can't be run any more
-        self.exposed = False  #: a parameter's ``.data`` was handed out, so edits may come unseen
         self._full_shown = False
         self.hold_memory(plan_unit([], ranks.parts), [], Slab(0, ranks.device), [])
 
@@ -278,7 +277,7 @@ class Weights:
 
     def _gather(self, root: Root) -> Pending:
         secondary = self._secondary
-        if secondary is not None and secondary.versions is self._versions and not self.exposed:
+        if root.backward and secondary is not None and secondary.versions is self._versions:
             announce = root.announce_gather(self, secondary.comm, self.gather_nbytes)
             outputs = [*self._hops[-1].outputs[:-1], self._secondary_headers]
             inputs = [*secondary.inputs, self._hops[-1].inputs[-1]]
@@ -287,7 +286,7 @@ class Weights:
             self._cast.lease()
         casts, on_done = self._casts, self._cast.release
         for hop in self._hops[:-1]:
-            if hop.kept and hop.versions is self._versions and not self.exposed and edits_are_seen:
+            if hop.kept and hop.versions is self._versions and edits_are_seen:
                 casts = [], []
                 continue
             hop.slab.lease()
@@ -437,7 +436,7 @@ class Weights:
 
     def valid_for(self, generation: int) -> bool:
         """Whether the slab may be read by the given root call without filling it again."""
-        trusted = self.kept and not self.exposed and edits_are_seen
+        trusted = self.kept and edits_are_seen
         if not self.slab.leased or not (self.generation == generation or trusted):
             return False
         self.notice_edits()

@@ -229,6 +229,9 @@ def plan(
     kind = Ragged("row") if layout == "ragged" else layout
     if kind != "per_parameter" and not isinstance(kind, Ragged):
         raise ValueError(f'layout: expected "per_parameter", "ragged" or a Ragged, found {layout!r}')
+    for number in (world_size, *(n for shape in shapes for n in shape)):
+        if isinstance(number, bool) or not hasattr(number, "__index__"):
+            raise ValueError(f"shapes and world_size: expected whole numbers, found {number!r}")
     if world_size < 1:
         raise ValueError(f"world_size: expected at least 1, found {world_size}")
     sizes = tuple(tuple(int(n) for n in shape) for shape in shapes)

@@ -56,8 +56,9 @@ def needs_of(optimizer: Optimizer, needs: Needs | None) -> Callable[[torch.Tenso
     for never, reason in _NEVER.items():
         if isinstance(optimizer, never):
             raise ValueError(f"{kind.__name__} cannot step on shards: {reason}.")
+    own = getattr(optimizer, "shard_needs", None) or KNOWN.get(kind)
     if needs is None:
-        needs = getattr(optimizer, "shard_needs", None) or KNOWN.get(kind)
+        needs = own
         if needs is None:
             raise ValueError(
                 f"fully_shard_optimizer does not know what {kind.__name__} needs of a parameter in one piece. Pass "
@@ -65,9 +66,27 @@ def needs_of(optimizer: Optimizer, needs: Needs | None) -> Callable[[torch.Tenso
                 "the number of elements if it takes blocks of consecutive ones, or a function of the parameter that "
                 f"returns one of these; or give {kind.__name__} a method shard_needs(self, p) that does."
             )
+    given = _function(needs, "needs")
+    if own is None or own is needs:
+        return given
+    least = _function(own, "what the optimizer needs")
+
+    def both(p: torch.Tensor) -> Need:
+        need, known = given(p), least(p)
+        if need != "tensor" and (known == "tensor" or (isinstance(need, int) and need % known)):
+            raise ValueError(
+                f"needs={need!r} is less than {kind.__name__} needs of parameter {name_of(p)}: {known!r}. Leave needs "
+                "out."
+            )
+        return need
+
+    return both
+
+
+def _function(needs: Needs, what: str) -> Callable[[torch.Tensor], Need]:
     if callable(needs):
         return needs
-    constant = _checked(needs, "needs")
+    constant = _checked(needs, what)
     return lambda p: constant
 
 
