@@ -47,9 +47,12 @@ class Planned:
             sum(1 << j for j, (low, high) in enumerate(ends) if start < high and low < stop)
             for start, stop in ends
         ]
+        #: Each slab's memory; none where the plan was made for less than it needs.
         self._memory = [
-            self.block[offset : offset + slab.nbytes]
-            for offset, slab in zip(plan.offsets, slabs, strict=True)
+            self.block[start : start + slab.nbytes]
+            if slab.nbytes <= item.nbytes and start + slab.nbytes <= plan.nbytes
+            else None
+            for (start, _), slab, item in zip(ends, slabs, plan.items, strict=True)
         ]
         self._leased = 0  #: a bit for each
 
@@ -59,6 +62,10 @@ class Planned:
             if self._wanted(slab):
                 self._deviate(slab, "it is not in the plan")
             return None
+        memory = self._memory[i]
+        if memory is None:
+            self._deviate(slab, f"it has {slab.nbytes:,} bytes and the plan {self.plan.items[i].nbytes:,} for it")
+            return None
         busy = self._overlaps[i] & self._leased
         if busy:
             other = self._slabs[busy.bit_length() - 1]
@@ -66,7 +73,7 @@ class Planned:
             return None
         self._leased |= 1 << i
         self.planned += 1
-        return self._memory[i]
+        return memory
 
     def release(self, slab: Slab, memory: torch.Tensor | None) -> None:
         if memory is not None:
