@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -410,3 +411,51 @@ def test_the_language_model_on_every_allocator(rank: int, world_size: int) -> No
         found.append(losses)
     assert found[0] == found[1] == found[2]
     assert shard is not None
+
+
+@multirank(2)
+def test_the_documented_allocator(rank: int, world_size: int) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    code = next(block for block in page.split("```python\n") if "class Freelist" in block).split("```")[0]
+    names: dict[str, Any] = {"sw": sw, "model": nn.Linear(2, 2)}
+    exec(code, names)
+    freelist = names["Freelist"]()
+    expected = train(model_of("dynamic"), rank)
+    model = model_of(freelist)
+    optimizer = adamw(model)
+    losses, sizes = [], []
+    for number in range(4):
+        losses += step(model, optimizer, rank, number)
+        sizes.append(freelist.nbytes)
+    assert losses == expected and sizes[1:] == [sizes[1]] * 3
+
+
+@multirank(2)
+def test_report(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match="needs a model that was sharded, got a plain Linear"):
+        sw.memory_report(nn.Linear(2, 2))
+    for memory in ("dynamic", "max_pool", "arena"):
+        model = model_of(memory, layers=6)
+        assert "No step is complete yet." in str(sw.memory_report(model))
+        optimizer = adamw(model)
+        for number in range(3):
+            step(model, optimizer, rank, number)
+        report = sw.memory_report(model, optimizer)
+        local = sum(p.to_local().nbytes for p in model.parameters())
+        assert local <= report.shards <= local + 64 * len(list(model.parameters()))
+        assert report.gradients == 0 and report.rest == 0 and report.leased == {}
+        assert 2 * local <= report.optimizer <= 2 * local + 64 * len(list(model.parameters()))
+        slabs = sorted((u.slab.nbytes for u in units_of(model) if u.number), reverse=True)
+        # Two units and the root's, one reduction, and gradients of what is through.
+        assert report.at_peak["parameters"] <= sum(slabs[:2]) + units_of(model)[0].slab.nbytes
+        assert report.peak is not None and report.peak >= sum(report.at_peak.values())
+        assert report.peak_at is not None and report.peak_at[1] in report.at_peak
+        text = str(report)
+        assert "peak of leases in a step" in text
+        if memory != "dynamic":
+            assert report.planned == pools(model).plan.nbytes and report.leases[1] == 0
+            assert "leases inside the plan, 0 outside" in text
+        loss = model(torch.ones(1, 8)).sum()
+        assert sw.memory_report(model).leased.get("parameters", 0) == units_of(model)[0].slab.nbytes
+        loss.backward()
+        assert sw.memory_report(model).gradients >= local

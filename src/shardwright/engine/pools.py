@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardwright.engine.unit import Unit
 
 PLANNED = ("double_buffer", "max_pool", "arena")
+LONGEST = 1_000_000  #: leases and releases that are recorded at most, where no optimizer ever steps
 REPLANS = 3  #: how often a model that runs in another order than was planned for is planned again
 
 
@@ -29,6 +30,8 @@ class Pools:
     Attributes:
         memory: "dynamic", "double_buffer", "max_pool", "arena" or the user's own allocator.
         plan: where slabs lie, once the first step is over; None before, and without planning.
+        trace: what was leased in the step that was recorded: the first, without planning the second, since the first
+            gathers nothing ahead. None until it is over.
         allocator: what gives the units their memory now.
     """
 
@@ -36,13 +39,18 @@ class Pools:
         self.memory = memory
         self.strict = strict
         self.plan: Plan | None = None
-        self.allocator: Allocator = DYNAMIC if isinstance(memory, str) else memory
+        self.trace: list[Item] | None = None
+        self._base: Allocator = DYNAMIC if isinstance(memory, str) else memory
+        self.allocator: Allocator = self._base
         self._slots = depth + 1
         self._units: list[Unit] = []
         self._recorder: Recorder | None = None
         self.trained = False  #: whether a backward has ended since the recording began
         self._stepped = False
         self._left = REPLANS
+        self._again = (
+            True  #: whether the first recording is of a step that does not show what the others are like
+        )
 
     @property
     def planned(self) -> bool:
@@ -53,10 +61,7 @@ class Pools:
         self._units = list(units)
         if self.memory == "double_buffer":
             self._check_equal()
-        if self.planned:
-            self._record()
-        else:
-            self._use(self.allocator)
+        self._record()
 
     def _use(self, allocator: Allocator) -> None:
         self.allocator = allocator
@@ -65,7 +70,7 @@ class Pools:
 
     def _record(self) -> None:
         self._stepped = self.trained = False
-        self._recorder = Recorder()
+        self._recorder = Recorder(self._base)
         self._use(self._recorder)
 
     def step(self) -> None:
@@ -75,14 +80,27 @@ class Pools:
     def begin(self) -> None:
         """A root call begins, and of the step before nothing is leased but what the user keeps."""
         if self._recorder is not None:
-            if self._stepped:
-                self._make_plan(*self._recorder.finish())
+            if self._stepped or self._recorder.ticks > LONGEST:
+                self._end_recording(self._recorder)
+            elif not self.trained:
+                self._record()  # a call without backward is no part of a step
         elif isinstance(self.allocator, Planned) and self.allocator.dynamic and self._left:
             self._left -= 1
             self._record()
 
+    def _end_recording(self, recorder: Recorder) -> None:
+        items, slabs = recorder.finish()
+        if self.planned:
+            self.trace, self._recorder = items, None
+            self._make_plan(items, slabs)
+        elif self._again:
+            self._again = False
+            self._record()
+        else:
+            self.trace, self._recorder = items, None
+            self._use(self._base)
+
     def _make_plan(self, items: list[Item], slabs: list[Slab]) -> None:
-        self._recorder = None
         if self.memory != "arena":
             chosen = [i for i, slab in enumerate(slabs) if self._in_pool(slab)]
             items, slabs = [items[i] for i in chosen], [slabs[i] for i in chosen]

@@ -58,16 +58,34 @@ class Plan:
 
 def peak(items: Sequence[Item]) -> int:
     """The most bytes, each size aligned, that are leased at once."""
+    return max(_sizes_at(items, [start for item in items for start, _ in item.spans]), default=0)
+
+
+def at_peak(items: Sequence[Item]) -> tuple[list[Item], Item | None]:
+    """What is leased when the most bytes are, and what was leased last of it."""
+    starts = sorted({start for item in items for start, _ in item.spans})
+    best: tuple[int, int] = (0, -1)
+    sizes = _sizes_at(items, starts)
+    for start, size in zip(starts, sizes, strict=True):
+        if size > best[0]:
+            best = size, start
+    live = [item for item in items if any(start <= best[1] < stop for start, stop in item.spans)]
+    last = next((item for item in live if any(start == best[1] for start, _ in item.spans)), None)
+    return live, last
+
+
+def _sizes_at(items: Sequence[Item], ticks: Sequence[int]) -> list[int]:
     changes: dict[int, int] = {}
     for item in items:
         for start, stop in item.spans:
             changes[start] = changes.get(start, 0) + item.size
             changes[stop] = changes.get(stop, 0) - item.size
-    most = now = 0
+    sizes: dict[int, int] = {}
+    now = 0
     for tick in sorted(changes):
         now += changes[tick]
-        most = max(most, now)
-    return most
+        sizes[tick] = now
+    return [sizes[tick] for tick in ticks]
 
 
 def most_at_once(items: Sequence[Item]) -> int:

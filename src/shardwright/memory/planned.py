@@ -64,7 +64,9 @@ class Planned:
             return None
         memory = self._memory[i]
         if memory is None:
-            self._deviate(slab, f"it has {slab.nbytes:,} bytes and the plan {self.plan.items[i].nbytes:,} for it")
+            self._deviate(
+                slab, f"it has {slab.nbytes:,} bytes and the plan {self.plan.items[i].nbytes:,} for it"
+            )
             return None
         busy = self._overlaps[i] & self._leased
         if busy:
