@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.train.models.decoder import EMBEDDING_STD, Decoder, Linear, Embedding, truncated_normal
+from shardwright.train.models.decoder import EMBEDDING_STD, Decoder, Embedding, Linear, truncated_normal
 from shardwright.train.models.presets import PRESETS, HybridConfig, LlamaConfig, RopeScaling
 
 __all__ = ["PRESETS", "Llama", "LlamaConfig", "RopeScaling"]

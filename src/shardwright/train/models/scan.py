@@ -48,7 +48,7 @@ def _scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: in
     def cut(t: Tensor, *inner: int) -> Tensor:
         """[B, S, ...] to [B, C, Q, ...]. The tokens that fill the last chunk have dt = 0: they keep the state."""
         padding = [0, 0] * (t.ndim - 2) + [0, chunks * chunk - length]
-        return F.pad(t, padding).view(batch, chunks, chunk, groups, *inner)
+        return F.pad(t, padding).reshape(batch, chunks, chunk, groups, *inner)
 
     per_group = heads // groups
     x_BCQGRP = cut(x * dt[..., None], per_group, width)
