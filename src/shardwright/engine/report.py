@@ -11,9 +11,8 @@ from torch import nn
 from shardwright._torch import local_of
 from shardwright.engine.construct import UNIT
 from shardwright.engine.parameter import unit_of
-from shardwright.engine.pools import PLANNED
 from shardwright.engine.unit import Unit
-from shardwright.memory import Planned
+from shardwright.memory import Plan, Planned
 from shardwright.memory.plan import at_peak, peak
 
 
@@ -31,9 +30,7 @@ class MemoryReport:
         peak: the most that was leased at once in the step recorded, None before its end.
         peak_at: unit and kind of the lease that reached it.
         at_peak: what was leased then, by kind.
-        planned: bytes of the block that a plan has, None without a plan.
-        lower_bound: the least that any plan could have.
-        slots: of pools: bytes of each slot, and the unit that makes it so large.
+        plan: where slabs lie in one block, its size, the least that any plan could have, and the slots of pools.
         leases: number of leases inside and outside the plan since it was made.
         deviations: leases outside the plan: unit, kind, reason and number.
     """
@@ -47,9 +44,7 @@ class MemoryReport:
     peak: int | None
     peak_at: tuple[str, str] | None
     at_peak: dict[str, int]
-    planned: int | None
-    lower_bound: int | None
-    slots: tuple[tuple[int, str], ...]
+    plan: Plan | None
     leases: tuple[int, int]
     deviations: tuple[tuple[str, str, str, int], ...]
 
@@ -64,18 +59,19 @@ class MemoryReport:
         if self.peak is not None:
             rows.append(("peak of leases in a step", self.peak))
             rows += [(f"  of it {kind}", nbytes) for kind, nbytes in sorted(self.at_peak.items())]
-        if self.planned is not None:
-            rows.append((f"planned, memory={self.memory!r}", self.planned))
-        rows += [(f"  slot of unit {unit!r}", nbytes) for nbytes, unit in self.slots]
+        if self.plan is not None:
+            rows.append((f"planned, memory={self.memory!r}", self.plan.nbytes))
+            rows.append(("  at least, for any plan", self.plan.lower_bound))
+            rows += [(f"  slot as large as unit {unit!r}", nbytes) for _, nbytes, unit in self.plan.slots]
         width = max(len(name) for name, _ in rows)
-        lines = [f"{name:{width}}  {_bytes(nbytes):>10}" for name, nbytes in rows]
+        lines = [f"{name:{width}}  {in_units(nbytes):>10}" for name, nbytes in rows]
         if self.peak_at is not None:
             lines.append(
                 f"The peak is reached when unit {self.peak_at[0]!r} leases memory for its {self.peak_at[1]}."
             )
         elif self.peak is None:
             lines.append("No step is complete yet.")
-        if self.planned is not None:
+        if self.plan is not None:
             lines.append(f"{self.leases[0]:,} leases inside the plan, {self.leases[1]:,} outside.")
         lines += [
             f"Outside: {kind} of unit {unit!r}, {n:,}x: {why}." for unit, kind, why, n in self.deviations
@@ -121,7 +117,6 @@ def memory_report(
     at: dict[str, int] = {}
     for item in live:
         at[item.kind] = at.get(item.kind, 0) + item.nbytes
-    plan = pools.plan if pools is not None else None
     allocator = pools.allocator if pools is not None else None
     following = allocator if isinstance(allocator, Planned) else None
     memory = pools.memory if pools is not None else units[0].memory
@@ -135,9 +130,7 @@ def memory_report(
         peak=peak(trace) if trace is not None else None,
         peak_at=(last.unit, last.kind) if last is not None else None,
         at_peak=at,
-        planned=plan.nbytes if plan is not None and memory in PLANNED else None,
-        lower_bound=plan.lower_bound if plan is not None else None,
-        slots=tuple((size, unit) for _, size, unit in plan.slots) if plan is not None else (),
+        plan=pools.plan if pools is not None else None,
         leases=(following.planned, following.dynamic) if following is not None else (0, 0),
         deviations=tuple((*key, n) for key, n in following.deviations.items())
         if following is not None
@@ -156,7 +149,8 @@ def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def _bytes(nbytes: int) -> str:
+def in_units(nbytes: int) -> str:
+    """Bytes as a person reads them."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":

@@ -485,8 +485,8 @@ def attach(module: nn.Module) -> Root:
     for unit, name in zip(units[1:], names[1:], strict=True):
         if unit.has_memory_options:
             raise ValueError(
-                f"fully_shard of {name!r} was given memory, prefetch or strict, which hold for a whole model: give them "
-                f"to the call for {type(module).__name__}"
+                f"fully_shard of {name!r} was given memory, prefetch or strict, which hold for a whole model: give "
+                f"them to the call for {type(module).__name__}"
             )
     root = Root(units, names)
     _roots.add(root)

@@ -10,6 +10,7 @@ import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 ALIGN = 512  #: bytes; what torch's CUDA allocator aligns to, and enough for any collective
 
@@ -54,6 +55,24 @@ class Plan:
     nbytes: int
     lower_bound: int
     slots: tuple[tuple[int, int, str], ...] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: sizes and addresses in bytes, times in leases and releases since the step began."""
+        return {
+            "nbytes": self.nbytes,
+            "lower_bound": self.lower_bound,
+            "slots": [{"offset": o, "nbytes": n, "largest_unit": unit} for o, n, unit in self.slots],
+            "slabs": [
+                {
+                    "unit": i.unit,
+                    "kind": i.kind,
+                    "offset": offset,
+                    "nbytes": i.nbytes,
+                    "leased": [list(span) for span in i.spans],
+                }
+                for i, offset in zip(self.items, self.offsets, strict=True)
+            ],
+        }
 
 
 def peak(items: Sequence[Item]) -> int:

@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
+import shardwright as sw
+from shardwright.engine.report import in_units
 from shardwright.train import checkpoint, metrics, parallel, report
 from shardwright.train.config import Config, OptimizerConfig
 from shardwright.train.data import Corpus, batch, decode
@@ -35,6 +37,7 @@ from shardwright.train.runs import (
     check_same_corpus,
     now,
     versions,
+    write_json,
     write_text,
     writing,
 )
@@ -268,6 +271,7 @@ def run_steps(trainer: Trainer, folder: RunFolder, reporter: metrics.Reporter, s
     The state is saved when this returns.
     """
     config, device = trainer.config, trainer.world.device
+    steps_of_session = 0
     while True:
         started = time.perf_counter()
         result = trainer.train_step(stop)
@@ -280,10 +284,37 @@ def run_steps(trainer: Trainer, folder: RunFolder, reporter: metrics.Reporter, s
         memory = metrics.measure_memory(device)
         trainer.peak_memory = max(trainer.peak_memory, memory.reserved)
         reporter.step(step_record(trainer, result, seconds, validation, memory))
+        steps_of_session += 1
+        if (
+            steps_of_session == REPORTED
+            and trainer.world.is_first
+            and config.parallel.engine == "shardwright"
+        ):
+            reporter.say(report_memory(trainer, folder))
         if leaving or due(step, config.checkpoint.every):
             trainer.save(folder)
         if leaving:
             return result.stop if step < config.train.steps else 0
+
+
+REPORTED = 3
+"""The step of a session after which its memory is reported: planned, and run once by the plan."""
+
+
+def report_memory(trainer: Trainer, folder: RunFolder) -> str:
+    """Write what this rank's memory is used for, and the plan if there is one, into the folder; return one line."""
+    found = sw.memory_report(trainer.model, trainer.optimizer)
+    write_text(folder.memory_file, f"{found}\n")
+    line = f"memory: parameters {in_units(found.shards + found.rest)}, optimizer {in_units(found.optimizer)}"
+    if found.peak is not None and found.peak_at is not None:
+        unit, kind = found.peak_at
+        line += f", leased in a step at most {in_units(found.peak)}, with {unit}'s {kind}"
+    if found.plan is not None:
+        write_json(folder.plan_file, found.plan.as_dict())
+        with writing(folder.plan_picture):
+            report.memory_plan(found.plan, folder.plan_picture, trainer.config.run.name)
+        line += f"; {found.memory} of {in_units(found.plan.nbytes)}"
+    return f"{line}; see {folder.memory_file}"
 
 
 def due(step: int, every: int) -> bool:

@@ -268,6 +268,8 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
 
     fully_shard(model.head(), reshard_after_forward=reshard_last, **options)
 
+    if config.engine == "shardwright":
+        options |= {"memory": config.memory, "prefetch": config.prefetch}
     return cast(nn.Module, fully_shard(model, reshard_after_forward=reshard_last, **options))
 
 

@@ -337,10 +337,19 @@ class ParallelConfig(Section):
         description="Where the engine shardwright cuts parameters: along their first dimension, between rows, "
         "anywhere, or, a number, between blocks of so many rows.",
     )
+    memory: Literal["dynamic", "double_buffer", "max_pool", "arena"] = Field(
+        default="dynamic",
+        description="Where the engine shardwright takes the memory of a step from: torch's allocator, slots for units "
+        "of one size or of several, or one block that is planned from the first step.",
+    )
+    prefetch: Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^\d+ ?[KMG]iB$")] = Field(
+        default=1,
+        description='How many units the engine shardwright gathers ahead, or how many bytes, such as "512 MiB".',
+    )
 
     @model_validator(mode="after")
     def _fits_the_engine(self) -> ParallelConfig:
-        for key in ("strategy", "replicas", "layout"):
+        for key in ("strategy", "replicas", "layout", "memory", "prefetch"):
             value, default = getattr(self, key), type(self).model_fields[key].default
             if self.engine != "shardwright" and value != default:
                 raise ValueError(
