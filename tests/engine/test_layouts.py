@@ -284,21 +284,40 @@ def train(model: Any, rank: int, steps: int = 3) -> Iterator[int]:
         yield step
 
 
-@on_meshes([at("zero1", 2), at("zero2", 2), at("zero3", 2), at("hsdp", 1, 2), at("hfsdp", 2, 1)])
+TWO_RANKS = [
+    *[On(stages, (2,)) for stages in itertools.product(range(4))],
+    *[On(stages, shape) for stages in itertools.product(range(4), repeat=2) for shape in ((1, 2), (2, 1))],
+]
+
+
+def bits_after_training(on: On, layout: str, accumulation: str, rank: int) -> dict[str, torch.Tensor]:
+    """Parameters after steps without clipping, whose norm is summed in another order in each layout."""
+    model = shard(build(), on, layout)
+    optimizer = sw.fully_shard_optimizer(adamw(model.parameters(), foreach=True))
+    for step in range(2):
+        for micro, (sync, last) in enumerate(ACCUMULATIONS[accumulation]):
+            model.set_requires_gradient_sync(sync)
+            model.set_is_last_backward(last)
+            backward(model, rank, step, micro)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: full(p.detach()) for name, p in model.named_parameters()}
+
+
+@on_meshes(TWO_RANKS)
 def test_layouts_are_equal_bit_for_bit(rank: int, world_size: int, on: On) -> None:
-    """Over two ranks a sum has one order."""
-    results: dict[str, dict[str, torch.Tensor]] = {}
-    for layout in LAYOUTS:
-        model = shard(build(), on, layout)
-        for _ in train(model, rank):
-            pass
-        results[layout] = {name: full(p.detach()) for name, p in model.named_parameters()}
-    first = results["per_parameter"]
-    assert not torch.equal(first["head.weight"], build().head.weight)
-    for layout, found in results.items():
-        assert found.keys() == first.keys()
-        for name, value in found.items():
-            assert torch.equal(value, first[name]), f"{name} of {layout}"
+    """Over two ranks a sum has one order: for every strategy, and without accumulation the same for all of them."""
+    for accumulation in ACCUMULATIONS:
+        like = at("zero3", 2) if accumulation == "single" else on
+        first = bits_after_training(like, "per_parameter", accumulation, rank)
+        assert not torch.equal(first["head.weight"], build().head.weight)
+        for layout in LAYOUTS:
+            if (like, "per_parameter") == (on, layout):
+                continue
+            found = bits_after_training(on, layout, accumulation, rank)
+            assert found.keys() == first.keys()
+            for name, value in found.items():
+                assert torch.equal(value, first[name]), f"{name} of {layout}, {accumulation}"
 
 
 # -- padding ---------------------------------------------------------------------------------------------------------

@@ -1041,14 +1041,48 @@ def nbytes_on(tensors: list[torch.Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-@on_meshes([*[(at, FP32) for at in EVERYWHERE], *[(at, BF16) for at in SOME]])
-def test_bytes_at_rest(rank: int, world_size: int, at: On, storage: torch.dtype) -> None:
-    """Parameters: ceil(rows / parts) rows each, padding included. AdamW: twice what the rank owns of them.
+RAGGED: list[sw.Ragged] = [sw.Ragged("row"), sw.Ragged(2), sw.Ragged("element")]
+AT_REST = [
+    *[(at, FP32, "per_parameter") for at in EVERYWHERE],
+    *[(at, BF16, "per_parameter") for at in SOME],
+    *[(at, (FP32, BF16)[i % 2], RAGGED[i % 3]) for i, at in enumerate(EVERYWHERE)],
+]
 
-    Nothing else but tables of a few numbers for each parameter is alive: no gathered copy, no gradient, no buffer.
+
+def numbers_at_rest(
+    model: nn.Module, at: On, storage: torch.dtype, layout: str | sw.Ragged
+) -> tuple[int, int, int]:
+    """Bytes of parameters and of moments by arithmetic, and elements of padding in the unit that has most."""
+    plain = build()
+    parameters = states = gaps = 0
+    if not isinstance(layout, sw.Ragged):
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            row = q[0].numel() * storage.itemsize
+            parameters += -(-len(q) // at.parts) * row
+            states += 2 * len(part_of(q, p)) * row
+        return parameters, states, gaps
+    last = [*plain.norm.parameters(), *plain.head.parameters()]
+    for unit in ([plain.embed.weight], *(list(block.parameters()) for block in plain.blocks), last):
+        planned = sw.layout.plan([p.shape for p in unit], at.parts, layout, dtypes=[storage] * len(unit))
+        parameters += sum(segment.chunk for segment in planned.segments) * storage.itemsize
+        owned = planned.owned(units_of(model)[0].ranks.part)
+        states += 2 * sum(stop - start for _, start, stop in owned) * storage.itemsize
+        gaps = max(gaps, planned.numel - sum(p.numel() for p in unit))
+    return parameters, states, gaps
+
+
+@on_meshes(AT_REST)
+def test_bytes_at_rest(
+    rank: int, world_size: int, at: On, storage: torch.dtype, layout: str | sw.Ragged
+) -> None:
+    """Parameters: ceil(rows / parts) rows each, in ragged layouts what `plan` says of the shapes alone, padding
+    included. AdamW: twice what the rank owns of them.
+
+    Nothing else but tables of a few numbers for each parameter is alive: no gathered copy, no gradient, no buffer. Of
+    the padding that ragged segments have on all ranks zeros are kept, once for all units.
     """
     before = storages()
-    model = sharded(at, build().to(storage))
+    model = sharded(at, build().to(storage), layout=layout)
     optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
     for step in range(2):
         for micro, flags in enumerate(THREE_LATE):
@@ -1056,20 +1090,31 @@ def test_bytes_at_rest(rank: int, world_size: int, at: On, storage: torch.dtype)
             backward(model, rank, step, micro)
         optimizer.step()
         optimizer.zero_grad()
-    parameters = states = 0
-    for p, q in zip(model.parameters(), build().parameters(), strict=True):
-        row = q[0].numel() * storage.itemsize
-        parameters += -(-len(q) // at.parts) * row
-        states += 2 * len(part_of(q, p)) * row
-    assert nbytes_on([p.to_local() for p in model.parameters()]) == parameters
-    moments = [s[key].to_local() for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    parameters, states, gaps = numbers_at_rest(model, at, storage, layout)
+    locals_ = [local_of(p) for p in model.parameters()]
+    assert nbytes_on(locals_) == parameters
+    moments = [local_of(s[key]) for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     assert sum(t.numel() * t.element_size() for t in moments) == states == nbytes_on(moments)
     if storage is FP32:
         others = {a: n for a, n in storages().items() if before.get(a) != n}
-        ours = {
-            t.untyped_storage().data_ptr() for t in [*moments, *(p.to_local() for p in model.parameters())]
-        }
+        ours = {t.untyped_storage().data_ptr() for t in [*moments, *locals_]}
         rest = sum(n for a, n in others.items() if a not in ours)
         count = len(list(model.parameters()))
         # Padding between packed gradients and a flag (16 bytes each at least) for each part, a step for each state.
-        assert rest <= count * (2 * 16 * at.parts * 2 + 64) + UNITS * 64 * (at.parts + 1), rest
+        tables = count * (2 * 16 * at.parts * 2 + 64) + UNITS * 64 * (at.parts + 1)
+        assert rest <= tables + 4 * gaps, rest
+
+
+@on_meshes(on("zero3", (4,)))
+def test_padding_of_all_ranks_is_kept_once(rank: int, world_size: int, at: On) -> None:
+    """A block of 32 rows is not cut, so one rank has all of a small matrix and three have none: 960 zeros to reduce."""
+    before = storages()
+    model = nn.Sequential(*[nn.Linear(64, 5, bias=False) for _ in range(8)])
+    for layer in model:
+        sw.fully_shard(layer, mesh=at.mesh, layout=sw.Ragged(32))
+    unit = units_of(model)[0]
+    assert sw.layout.plan([(5, 64)], 4, sw.Ragged(32)).padding == 3.0
+    assert [shard.numel() for shard in unit.shards] == [320]
+    after = storages()
+    found = sum(n for a, n in after.items() if before.get(a) != n)
+    assert found <= 8 * 320 * 4 + 960 * 4 + 8 * 512, found

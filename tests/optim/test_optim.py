@@ -124,6 +124,24 @@ def test_an_exception_in_step_restores_the_groups(rank: int, world_size: int) ->
 
 
 @multirank(2)
+def test_a_gradient_that_does_not_fit_changes_nothing(rank: int, world_size: int) -> None:
+    model = shard(build())
+    optimizer = sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    gradients(model, rank, 0)
+    *_, last = model.parameters()
+    right, broken = last.grad, last.grad.clone()
+    broken._local_tensor = torch.ones(3, 3)
+    last.grad = broken
+    with pytest.raises(RuntimeError, match=r"grad"):
+        optimizer.step()
+    assert all(
+        isinstance(p, DTensor) and p.to_local().grad is None for p in optimizer.param_groups[0]["params"]
+    )
+    last.grad = right
+    optimizer.step()
+
+
+@multirank(2)
 def test_schedulers_and_closures_work(rank: int, world_size: int) -> None:
     model = shard(build())
     optimizer = sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

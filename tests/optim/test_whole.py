@@ -14,11 +14,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwright as sw
 from shardwright.optim import moves
 from tests.engine.models import full
-from tests.optim.whole import LAYOUTS, Odd, Whole, assert_equal_bits, set_gradients, twins
+from tests.optim.whole import LAYOUTS, STRATEGIES, Odd, Whole, assert_equal_bits, set_gradients, twins
 from tests.support import multirank, world_mesh
 
 each_alone = patch.object(moves, "SMALLEST_ROUND", 1)
@@ -90,6 +91,61 @@ def test_each_matrix_is_stepped_once_in_the_world(rank: int, world_size: int, st
     ]
     seen = {shape: stepped.count(shape) for shape in matrices}
     assert seen == dict.fromkeys(matrices, 2)
+
+
+@multirank(4)
+@pytest.mark.parametrize("strategy", ["zero3", "ddp", "hsdp", "hfsdp"])
+def test_bytes_moved(rank: int, world_size: int, strategy: str) -> None:
+    """As docs/optimizers.md has them, of matrices that divide evenly; and nobody sends to itself."""
+    shape, name = STRATEGIES[strategy]
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(4)))
+    sw.fully_shard(model, mesh=world_mesh(*shape(world_size)), strategy=name)
+    optimizer = sw.fully_shard_optimizer(torch.optim.Muon(model.parameters()))
+    sent = []
+
+    def spy(into: Any, out: Any, receive: Any, send: Any, **options: Any) -> Any:
+        assert send[rank] == 0
+        sent.append(sum(send))
+        return all_to_all(into, out, receive, send, **options)
+
+    set_gradients(model, step=0)
+    all_to_all = torch.distributed.all_to_all_single
+    with patch.object(torch.distributed, "all_to_all_single", spy):
+        optimizer.step()
+    shards = {"zero3": 4, "ddp": 1, "hsdp": 2, "hfsdp": 4}[strategy]
+    bytes_of_all = 4 * 4 * 256
+    expected = 2 * bytes_of_all * (shards - 1) // shards + bytes_of_all * (world_size - 1) // shards
+    assert sum(sum(part) for part in gathered(sent, world_size)) == expected
+
+
+@multirank(2)
+@each_alone
+def test_moves_overlap_with_arithmetic(rank: int, world_size: int) -> None:
+    """While a round is stepped, the tensors of the next are on their way, and the results of the one before."""
+    plain, _, sharded, ours = pair(world_size)
+    under_way, during_steps = [], []
+    all_to_all = torch.distributed.all_to_all_single
+
+    class Work:
+        def __init__(self, work: Any) -> None:
+            self.work = work
+            under_way.append(self)
+
+        def wait(self) -> None:
+            under_way.remove(self)
+            self.work.wait()
+
+    class Log:
+        def append(self, shape: torch.Size) -> None:
+            during_steps.append(len(under_way))
+
+    ours.log = Log()
+    set_gradients(plain, sharded, step=0)
+    with patch.object(torch.distributed, "all_to_all_single", lambda *a, **k: Work(all_to_all(*a, **k))):
+        ours.step()
+    assert len(during_steps) >= 3 and not under_way
+    # Rounds whose tensors their owners hold anyway need no move there.
+    assert min(during_steps) == 1 and max(during_steps) == 2
 
 
 @multirank(2)
@@ -212,6 +268,30 @@ def test_gradients_that_only_some_ranks_have(rank: int, world_size: int) -> None
         other = Whole(sharded.parameters())
         torch.optim.lr_scheduler.ExponentialLR(other, 0.5)
         sw.fully_shard_optimizer(other)
+
+
+@multirank(4)
+def test_tensors_that_others_have_sharded(rank: int, world_size: int) -> None:
+    mesh = world_mesh(2, 2)
+    whole = torch.arange(20.0).view(4, 5)
+    right = torch.nn.Parameter(distribute_tensor(whole, mesh, [Replicate(), Shard(1)]))
+    wrong = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0), Shard(1)]))
+    optimizer = Whole([right, wrong])
+    with pytest.raises(
+        ValueError, match=r"shape \(4, 5\)' cannot be stepped whole. It is expected .* found \(Shard"
+    ):
+        sw.fully_shard_optimizer(optimizer)
+    assert type(optimizer) is Whole
+    optimizer, plain = sw.fully_shard_optimizer(Whole([right])), torch.nn.Parameter(whole.clone())
+    expected = Whole([plain])
+    with pytest.raises(ValueError, match=r"cannot be stepped whole"):
+        optimizer.add_param_group({"params": [wrong]})
+    for step in range(2):
+        plain.grad = torch.full((4, 5), 1.0 + step)
+        right.grad = distribute_tensor(plain.grad, mesh, right.placements)
+        optimizer.step()
+        expected.step()
+        assert torch.equal(right.full_tensor(), plain)
 
 
 @given(st.lists(st.floats(0, 1e9), max_size=60), st.integers(1, 64))

@@ -62,6 +62,7 @@ class Whole(torch.optim.Optimizer):
         self.steps += 1
         for group in self.param_groups:
             group["count"] += 1
+            group["late"] = group.get("late", 0) + 1  # not there before the first step
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -81,9 +82,8 @@ class Whole(torch.optim.Optimizer):
                 state["step"] += 1
                 state["nested"]["old"] = state["calls"] % 2 == 0
                 state["nested"]["sums"][0] = state["nested"]["sums"][0] + p.grad.sum()
-                p.sub_(
-                    p.grad / p.grad.norm(), alpha=group["lr"] * (group["count"] + self.steps + state["calls"])
-                )
+                times = group["count"] + group["late"] + self.steps + state["calls"]
+                p.sub_(p.grad / p.grad.norm(), alpha=group["lr"] * times)
 
 
 def twins(

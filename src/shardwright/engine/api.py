@@ -113,7 +113,7 @@ def fully_shard(
     ranks = _ranks(mesh, resolve(strategy, mesh.ndim))
     ignored = ignored_params or set()
     found = find_parameters(modules, ignored, mesh)
-    reshard = _reshard_after_forward(reshard_after_forward, ranks, found)
+    reshard = _reshard_after_forward(reshard_after_forward, strategy, ranks, found)
     unit = Unit(
         modules,
         ranks=ranks,
@@ -152,7 +152,9 @@ def _refuse_later_options(
             )
 
 
-def _reshard_after_forward(value: bool | int | None, ranks: Ranks, found: Found) -> bool | int | None:
+def _reshard_after_forward(
+    value: bool | int | None, strategy: str | Strategy | None, ranks: Ranks, found: Found
+) -> bool | int | None:
     """True, False, None, or among how many ranks parameters are kept after forward: not 1 and not all."""
     if value is None or value is False:
         return value
@@ -162,8 +164,8 @@ def _reshard_after_forward(value: bool | int | None, ranks: Ranks, found: Found)
         )
     if ranks.replicates_parameters:
         raise ValueError(
-            f"reshard_after_forward={value} releases full parameters, and {ranks.strategy} replicates them until the "
-            "optimizer's step. Leave it at None, or shard the parameters."
+            f"reshard_after_forward={value} releases full parameters, and strategy {strategy!r} replicates them until "
+            "the optimizer's step. Leave it at None, or shard the parameters."
         )
     if value is True:
         return True

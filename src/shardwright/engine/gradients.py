@@ -128,10 +128,21 @@ class Sum:
         return None if all(both) else both
 
 
-#: What is packed: the number of a parameter, zeros, or numbers and offsets of 0-d parameters and the elements they take.
+#: What is packed: the number of a parameter, zeros, or numbers and offsets of 0-d parameters and the room they take.
 Item = int | torch.Tensor | tuple[tuple[tuple[int, int], ...], int]
 #: Given a communicator and the bytes sent: what to call before the collective.
 Announcer = Callable[[Communicator, int], "Callable[[], None] | None"]
+
+
+_zeros: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def _shared_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """To be read only: one memory for all units, or every unit would keep its padding of all ranks at rest."""
+    numel = math.prod(shape)
+    if (dtype, device) not in _zeros or _zeros[dtype, device].numel() < numel:
+        _zeros[dtype, device] = torch.zeros(numel, dtype=dtype, device=device)
+    return _zeros[dtype, device][:numel].view(shape)
 
 
 class Reduction:
@@ -247,7 +258,7 @@ class Reduction:
 
         def zeros(*shape: int) -> None:
             if 0 not in shape:
-                items.append(torch.zeros(shape, dtype=dtype, device=device))
+                items.append(_shared_zeros(shape, dtype, device))
 
         if not packing.shared:
             for i, part in enumerate(packing.parts):

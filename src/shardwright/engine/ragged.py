@@ -1,13 +1,12 @@
 """The sharded tensor of ragged layouts: global shape outside, a flat range of its elements on each rank.
 
-What may be done with one is a table of operations below; all else raises. Units, slabs and optimizers are not known
-here. A wrong answer made from the local piece alone is the one thing that must never come out of this file.
+What may be done with one is the table of ``ragged_ops.py``; all else raises. Units, slabs and optimizers are not known
+here. A wrong answer made from the local piece alone is the one thing that must never come out of these files.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -20,10 +19,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardwright._torch import disabled_torch_function, foreach_norm, increment_version
+from shardwright._torch import disabled_torch_function
 from shardwright.engine.ragged_spec import RaggedSpec
 
-aten = torch.ops.aten
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+#: What may be done with a ragged tensor, see ``ragged_ops.py``.
+HANDLERS: dict[Any, Handler] = {}
 
 
 class RaggedTensor(torch.Tensor):
@@ -60,7 +61,7 @@ class RaggedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _HANDLERS.get(func, _refused)(func, args, kwargs or {})
+        return HANDLERS.get(func, _refused)(func, args, kwargs or {})
 
     @classmethod
     def from_full(cls, source: torch.Tensor, spec: RaggedSpec) -> RaggedTensor:
@@ -87,7 +88,7 @@ class RaggedTensor(torch.Tensor):
         if spec.world_size == 1:
             return local.clone().view(spec.shape)
         width = max(stop - start for start, stop in spec.ranges)
-        mine = local.new_empty(width, device=_device_of(spec, local))
+        mine = local.new_empty(width, device=device_of(spec, local))
         mine[: local.numel()].copy_(local)
         # As bytes: backends do not know every dtype.
         gathered = mine.new_empty(spec.world_size, width)
@@ -195,19 +196,19 @@ class RaggedTensor(torch.Tensor):
         )
 
     def numpy(self, *, force: bool = False) -> NoReturn:
-        _refuse("numpy")
+        refuse("numpy")
 
     def __array__(self, dtype: Any = None) -> NoReturn:
-        _refuse("numpy")
+        refuse("numpy")
 
     def tolist(self) -> NoReturn:
-        _refuse("tolist")
+        refuse("tolist")
 
     def share_memory_(self) -> NoReturn:
-        _refuse("share_memory_")  # there is no memory behind the wrapper: torch's own crashes the process
+        refuse("share_memory_")  # there is no memory behind the wrapper: torch's own crashes the process
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("__dlpack__")
+        refuse("__dlpack__")
 
     # -- torch.distributed.checkpoint: this rank's rectangles ----------------------------------------------------------
 
@@ -347,7 +348,7 @@ def _exchange(
     mine, wanted = have[spec.rank], want[spec.rank]
     send = [size * _overlap(mine, other) for other in want]
     receive = [size * _overlap(wanted, other) for other in have]
-    device = _device_of(spec, local)
+    device = device_of(spec, local)
     result = flat.new_empty(wanted[1] - wanted[0], device=device)
     source = flat.to(device).view(torch.uint8)  # all of it is wanted somewhere: both cut the whole tensor
     dist.all_to_all_single(result.view(torch.uint8), source, receive, send, group=spec.group)
@@ -358,18 +359,13 @@ def _overlap(a: tuple[int, int], b: tuple[int, int]) -> int:
     return max(0, min(a[1], b[1]) - max(a[0], b[0]))
 
 
-def _device_of(spec: RaggedSpec, local: torch.Tensor) -> torch.device:
+def device_of(spec: RaggedSpec, local: torch.Tensor) -> torch.device:
     """Where the group communicates: tensors that were offloaded go there and back."""
     kind = spec.mesh.device_type
     return local.device if local.device.type == kind else torch.device(kind)
 
 
-# -- the operations that are allowed -----------------------------------------------------------------------------------
-
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-
-
-def _refuse(name: Any) -> NoReturn:
+def refuse(name: Any) -> NoReturn:
     raise NotImplementedError(
         f"{name} is not supported on a ragged tensor, of which each rank has a range of elements: it would give a "
         "result of this rank's alone. Use .full_tensor(), called on every rank, or "
@@ -381,314 +377,7 @@ def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # In inference mode operations arrive that are made of others.
     with torch.no_grad():
         result = func.decompose(*args, **kwargs)
-    return result if result is not NotImplemented else _refuse(func)
+    return result if result is not NotImplemented else refuse(func)
 
 
-def _mixed(func: Any, spec: RaggedSpec | None, found: torch.Tensor) -> NoReturn:
-    what = f"a {type(found).__name__} of shape {tuple(found.shape)}"
-    if isinstance(found, RaggedTensor) and spec is not None:
-        what += f" and {found.spec}"
-    raise NotImplementedError(
-        f"{func} expects ragged tensors that are all cut alike, 0-d tensors and numbers, found {what} beside "
-        f"{spec or 'plain tensors'}. Bring it into the same cut with RaggedTensor.from_full(tensor, like.spec), "
-        "or use .full_tensor() of both."
-    )
-
-
-def _unwrap(func: Any, spec: RaggedSpec | None, arg: Any) -> Any:
-    if isinstance(arg, RaggedTensor):
-        if arg.spec is spec or arg.spec == spec:
-            return arg._local_tensor
-    elif not isinstance(arg, torch.Tensor) or spec is None or arg.dim() == 0:
-        return arg
-    return _mixed(func, spec, arg)
-
-
-def _spec_of(args: Sequence[Any]) -> RaggedSpec | None:
-    for arg in args:
-        if isinstance(arg, RaggedTensor):
-            return arg.spec
-    return None
-
-
-def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    spec = _spec_of(args)
-    if spec is None:
-        _refuse(func)
-    return RaggedTensor(
-        func(
-            *[_unwrap(func, spec, arg) for arg in args],
-            **{key: _unwrap(func, spec, arg) for key, arg in kwargs.items()},
-        ),
-        spec,
-    )
-
-
-def _pointwise_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In place, or into ``out``."""
-    target = kwargs.get("out", args[0])
-    if not isinstance(target, RaggedTensor):
-        _mixed(func, None, _first_ragged(args))
-    spec = target.spec
-    func(
-        *[_unwrap(func, spec, arg) for arg in args],
-        **{key: _unwrap(func, spec, arg) for key, arg in kwargs.items()},
-    )
-    return target
-
-
-def _first_ragged(args: Sequence[Any]) -> RaggedTensor:
-    return next(arg for arg in args if isinstance(arg, RaggedTensor))
-
-
-def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Lists, of which plain tensors may be a part, and the fused steps of optimizers."""
-    lists = next(arg for arg in args if isinstance(arg, (list, tuple)))
-    specs = [t.spec if isinstance(t, RaggedTensor) else None for t in lists]
-
-    def unwrap(arg: Any) -> Any:
-        if not isinstance(arg, (list, tuple)):
-            return _unwrap(func, None, arg)  # one tensor for all of them cannot be ragged
-        if len(arg) != len(specs):  # torch raises for it, if it is not an empty list that is left out
-            return [_unwrap(func, None, a) for a in arg]
-        return [_unwrap(func, spec, a) for a, spec in zip(arg, specs, strict=True)]
-
-    result = func(*[unwrap(arg) for arg in args], **{key: unwrap(arg) for key, arg in kwargs.items()})
-    if result is None:  # in place, of which no counter of a wrapper tells
-        increment_version([t for t in lists if isinstance(t, RaggedTensor) and not t.is_inference()])
-        return None
-    return [t if spec is None else RaggedTensor(t, spec) for t, spec in zip(result, specs, strict=True)]
-
-
-def _foreach_copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for target, source in zip(args[0], args[1], strict=True):
-        target.copy_(source, *args[2:], **kwargs)
-
-
-def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    target, source = args[0], args[1]
-    if not isinstance(target, RaggedTensor):
-        _refuse(f"{func} into a {type(target).__name__} of shape {tuple(target.shape)}")
-    func(target._local_tensor, part_of(source, target.spec), *args[2:], **kwargs)
-    return target
-
-
-def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, size = args
-    if list(size) != list(tensor.shape):
-        _refuse(f"{func} to {list(size)}")
-    return RaggedTensor(tensor._local_tensor, tensor.spec)
-
-
-def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    if torch.is_inference_mode_enabled() and not tensor.is_inference():
-        # A tensor made now would be an inference tensor, which cannot share a version counter (DTensor fails so).
-        with torch.inference_mode(False):
-            return RaggedTensor(tensor._local_tensor, tensor.spec)
-    return RaggedTensor(tensor._local_tensor, tensor.spec)
-
-
-def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``new_zeros`` and its kin: of this tensor's shape cut like it, of another shape plain."""
-    tensor, size = args[0], args[1]
-    if list(size) != list(tensor.shape):
-        return func(tensor._local_tensor, *args[1:], **kwargs)
-    return RaggedTensor(
-        func(tensor._local_tensor, tensor._local_tensor.shape, *args[2:], **kwargs), tensor.spec
-    )
-
-
-def _masked_assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``tensor[mask] = number``, as Rprop has it, which is element-wise."""
-    target, indices, values = args[0], args[1], args[2]
-    one = len(indices) == 1 and isinstance(indices[0], RaggedTensor) and indices[0].dtype == torch.bool
-    if not one or not isinstance(target, RaggedTensor) or values.dim() or args[3:] or kwargs:
-        _refuse(func)
-    target._local_tensor.masked_fill_(_unwrap(func, target.spec, indices[0]), values)
-    return target
-
-
-def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A question about memory, answered for the local tensor."""
-    return func(args[0]._local_tensor, *args[1:], **kwargs)
-
-
-def _reduce(value: torch.Tensor, op: Any, spec: RaggedSpec) -> torch.Tensor:
-    """All-reduce over the shard group, in place where possible."""
-    if spec.world_size == 1:
-        return value
-    moved = value.to(_device_of(spec, value))
-    dist.all_reduce(moved, op, group=spec.group)
-    return moved.to(value.device)
-
-
-def _everything(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
-    """The tensor of a reduction that is over all dimensions."""
-    tensor: RaggedTensor = args[0]
-    dims = args[1] if len(args) > 1 else kwargs.get("dim")
-    if (
-        (dims and {d % tensor.dim() for d in dims} != set(range(tensor.dim())))
-        or args[2:]
-        or kwargs.get("keepdim")
-    ):
-        _refuse(func)
-    return tensor
-
-
-def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    tensor = _everything(func, args, kwargs)
-    local = tensor._local_tensor
-    floating = local.dtype.is_floating_point or local.dtype.is_complex
-    dtype = kwargs.get("dtype") or (local.dtype if floating else torch.int64)
-    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-    total = _reduce(local.sum(dtype=wide), dist.ReduceOp.SUM, tensor.spec)
-    return (total / tensor.spec.numel if func in _MEANS else total).to(dtype)
-
-
-def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    tensor = _everything(func, args, kwargs)
-    local, largest = tensor._local_tensor, func in _LARGEST
-    if not tensor.spec.numel:
-        raise IndexError(f"{func} of a tensor without elements")
-    floating = local.dtype.is_floating_point
-    wide = torch.promote_types(local.dtype, torch.float32) if floating else torch.int64
-    if local.numel():
-        mine = (local.amax() if largest else local.amin()).to(wide)
-    else:
-        bound = math.inf if floating else torch.iinfo(wide).max
-        mine = torch.tensor(-bound if largest else bound, dtype=wide, device=local.device)
-    return _extremes(mine[None], largest, tensor.spec)[0].to(local.dtype)
-
-
-def _extremes(values: torch.Tensor, largest: bool, spec: RaggedSpec) -> torch.Tensor:
-    """All-reduce to the largest or smallest; not a number where any is, which the collectives' own would drop."""
-    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN
-    if not values.dtype.is_floating_point:
-        return _reduce(values, op, spec)
-    nan = values.isnan()
-    flags = nan.to(values.dtype) if largest else -nan.to(values.dtype)
-    known = values.masked_fill(nan, -math.inf if largest else math.inf)
-    known, flags = _reduce(torch.stack([known, flags]), op, spec)
-    return known.masked_fill(flags != 0, math.nan)
-
-
-def _any(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    tensor = _everything(func, args, kwargs)
-    mine = func(tensor._local_tensor).to(torch.int32)
-    op = dist.ReduceOp.MAX if func is aten.any.default else dist.ReduceOp.MIN
-    return _reduce(mine, op, tensor.spec).bool()
-
-
-def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    spec = _spec_of(args)
-    assert spec is not None
-    same = func(*[_unwrap(func, spec, arg) for arg in args], **kwargs)
-    device = _first_ragged(args).device
-    return bool(_reduce(torch.tensor(int(same), device=device), dist.ReduceOp.MIN, spec))
-
-
-def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    order = args[1] if len(args) > 1 else kwargs.pop("ord", 2)
-    _everything(func, (args[0], *args[2:]), kwargs)
-    return _norms([args[0]], float(order), kwargs.get("dtype"))[0]
-
-
-def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    return _norms(list(args[0]), float(order), args[2] if len(args) > 2 else kwargs.get("dtype"))
-
-
-def _norms(tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """The global norm of each, by one all-reduce per shard group; of plain tensors among them their own."""
-    found = [t._local_tensor if isinstance(t, RaggedTensor) else t for t in tensors]
-    wide = functools.reduce(torch.promote_types, {t.dtype for t in found}, torch.float32)
-    filled = [t for t in found if t.numel()]
-    known = iter(foreach_norm(filled, order, wide) if filled else ())
-    empty = math.inf if order == -math.inf else 0.0  # torch has no extreme of nothing
-    norms = [next(known).double() if t.numel() else t.new_full((), empty, dtype=torch.float64) for t in found]
-    groups: dict[dist.ProcessGroup | None, list[int]] = {}
-    for i, t in enumerate(tensors):
-        if isinstance(t, RaggedTensor):
-            groups.setdefault(t.spec.group, []).append(i)
-    for members in groups.values():
-        spec = tensors[members[0]].spec  # type: ignore[attr-defined]
-        stacked = torch.stack([norms[i] for i in members])  # doubles: powers and roots round no more
-        if math.isinf(order):
-            stacked = _extremes(stacked, order > 0, spec)
-        elif order == 0:
-            stacked = _reduce(stacked, dist.ReduceOp.SUM, spec)
-        else:
-            stacked = _reduce(stacked.pow_(order), dist.ReduceOp.SUM, spec).pow_(1 / order)
-        for i, norm in zip(members, stacked, strict=True):
-            norms[i] = norm
-    return [n.to((dtype or t.dtype).to_real()) for n, t in zip(norms, tensors, strict=True)]
-
-
-def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """GradScaler: what one rank finds not to be finite, all ranks must know."""
-    tensors, found, scale = args
-    func([_unwrap(func, t.spec, t) if isinstance(t, RaggedTensor) else t for t in tensors], found, scale)
-    for spec in {t.spec.group: t.spec for t in tensors if isinstance(t, RaggedTensor)}.values():
-        found.copy_(_reduce(found, dist.ReduceOp.MAX, spec))
-
-
-#: Each element of the result depends on that element of the arguments alone; so do the in-place and multi-tensor forms.
-_ELEMENTWISE = """
-    abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil
-    clamp clamp_max clamp_min copysign cos cosh deg2rad div eq erf erfc erfinv exp exp2 expm1 fill floor floor_divide
-    fmax fmin fmod frac ge gt heaviside hypot isinf isnan isneginf isposinf le lerp lgamma log log10 log1p log2
-    logaddexp logical_and logical_not logical_or logical_xor lt masked_fill maximum minimum mul nan_to_num ne neg
-    nextafter pow rad2deg reciprocal relu remainder round rsqrt rsub sgn sigmoid sign signbit sin sinh sqrt square sub
-    tan tanh trunc where xlogy zero
-    clone _to_copy empty_like zeros_like ones_like full_like _pin_memory
-"""
-_FUSED = "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
-_MEANS = {aten.mean.default, aten.mean.dim}
-_LARGEST = {aten.max.default, aten.amax.default}
-
-
-def _overloads(name: str) -> list[Any]:
-    packet = getattr(aten, name, None)
-    return [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
-
-
-def _table() -> dict[Any, Handler]:
-    table: dict[Any, Handler] = {}
-    for name in _ELEMENTWISE.split():
-        for func in _overloads(name) + _overloads(f"{name}_"):
-            table[func] = _pointwise_into if func._schema.is_mutable else _pointwise
-        for func in _overloads(f"_foreach_{name}") + _overloads(f"_foreach_{name}_"):
-            table[func] = _foreach
-    for name in _FUSED.split():
-        table.update(dict.fromkeys(_overloads(name), _foreach))
-    table.pop(aten.where.default, None)  # this one gives indices
-    for name in ("new_empty", "new_zeros", "new_ones", "new_full"):
-        table[getattr(aten, name).default] = _new
-    return table | {
-        aten.detach.default: _alias,
-        aten.alias.default: _alias,
-        aten.view.default: _view,
-        aten.is_pinned.default: _local,
-        aten.copy_.default: _copy_,
-        aten._foreach_copy_.default: _foreach_copy_,
-        aten.index_put_.default: _masked_assign,
-        aten.sum.default: _sum,
-        aten.sum.dim_IntList: _sum,
-        aten.mean.default: _sum,
-        aten.mean.dim: _sum,
-        aten.max.default: _extreme,
-        aten.min.default: _extreme,
-        aten.amax.default: _extreme,
-        aten.amin.default: _extreme,
-        aten.any.default: _any,
-        aten.all.default: _any,
-        aten.equal.default: _equal,
-        aten.allclose.default: _equal,
-        aten.linalg_vector_norm.default: _vector_norm,
-        aten._foreach_norm.Scalar: _foreach_norm,
-        aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
-    }
-
-
-_HANDLERS = _table()
+import shardwright.engine.ragged_ops  # noqa: E402,F401  # fills HANDLERS

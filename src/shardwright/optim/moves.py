@@ -76,8 +76,8 @@ class Parts:
             axes = [a for a in shards if shape[a] > 1]
             if len(axes) > 1 or any(placement.is_partial() for placement in p.placements):  # type: ignore[union-attr]
                 raise ValueError(
-                    f"A whole-tensor optimizer takes DTensors that are sharded over one mesh axis, found "
-                    f"{p.placements}. Shard the model with sw.fully_shard alone."  # type: ignore[union-attr]
+                    "It is expected to be sharded over one mesh axis, as sw.fully_shard does it, found "
+                    f"{p.placements}."  # type: ignore[union-attr]
                 )
             if axes:
                 self._dim = p.placements[axes[0]].dim  # type: ignore[union-attr]

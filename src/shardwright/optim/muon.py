@@ -98,9 +98,10 @@ class Muon(Optimizer):
             for entry in entries:
                 name, p = _named(entry)
                 if muon and p.dim() != 2:
+                    what = f"parameter {name!r}" if name else "a parameter"
                     raise ValueError(
-                        f"Muon is for matrices, and parameter {name or ''!r} of shape {tuple(p.shape)} is in a group "
-                        "with muon=True. Move it to a group with muon=False, which AdamW steps."
+                        f"Muon is for matrices, and {what} of shape {tuple(p.shape)} is in a group with muon=True. "
+                        "Move it to a group with muon=False, which AdamW steps."
                     )
             divided = {muon: entries}
         else:

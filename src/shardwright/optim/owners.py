@@ -24,6 +24,8 @@ from shardwright.engine.ragged import RaggedTensor
 from shardwright.optim import held
 from shardwright.optim.moves import Item, Mover, Moving, Parts, Round, World, balance, in_rounds
 
+_COUNTERS = (int, float, torch.Tensor)
+
 
 class Owned:
     """A parameter that needs to be whole, and the state that belongs to it.
@@ -51,21 +53,26 @@ class Calls:
 
     Numbers that a step counts in, in groups and attributes, are for each call as they were before the first. After an
     exception nothing more is called, since other ranks still wait for what this one has to send.
+
+    Attributes:
+        failure: the exception.
+        failed_at: where: 0 nowhere, -1 on local tensors, else 1 + the index of the call's first whole tensor.
     """
 
     def __init__(self, optimizer: Optimizer, plain_step: Callable[[Any], Any]) -> None:
         self.optimizer, self._plain_step = optimizer, plain_step
-        self._before: list[tuple[dict[str, Any], str, Any]] = []
-        for values in (vars(optimizer), *optimizer.param_groups):
-            for key, value in values.items():
-                if isinstance(value, (int, float, torch.Tensor)):
-                    kept = value.clone() if isinstance(value, torch.Tensor) else value
-                    self._before.append((values, key, (value, kept)))
+        self._counted_in = [vars(optimizer), *optimizer.param_groups]
+        self._before: list[dict[str, tuple[Any, Any]]] = [
+            {
+                key: (value, value.clone() if isinstance(value, torch.Tensor) else value)
+                for key, value in values.items()
+                if isinstance(value, _COUNTERS)
+            }
+            for values in self._counted_in
+        ]
         self._called = False
         self.failure: Exception | None = None
-        self.failed_at = (
-            0  #: 0: nowhere; -1: on local tensors; else 1 + index of the first whole tensor of the call
-        )
+        self.failed_at = 0
 
     def __call__(self, groups: list[list[torch.Tensor]], state: Any, at: int = -1) -> None:
         if self.failure is not None:
@@ -82,11 +89,14 @@ class Calls:
             self.failure, self.failed_at = error, at
 
     def _rewind(self) -> None:
-        for values, key, (value, kept) in self._before:
-            if values.get(key) is not value:
+        for values, before in zip(self._counted_in, self._before, strict=True):
+            for key in [key for key, value in values.items() if isinstance(value, _COUNTERS)]:
+                if key not in before:  # counted in for the first time
+                    del values[key]
+            for key, (value, kept) in before.items():
                 values[key] = value
-            if isinstance(value, torch.Tensor):
-                value.copy_(kept)
+                if isinstance(value, torch.Tensor):
+                    value.copy_(kept)
 
 
 class _Step:
@@ -109,16 +119,22 @@ class Owners:
         self._plans: dict[Any, tuple[Any, list[_Step]]] = {}
         self._comm: Communicator | None = None
 
-    def add(self, entries: list[tuple[str, DTensor | RaggedTensor, float]]) -> list[Owned]:
+    def check(self, entries: list[tuple[str, DTensor | RaggedTensor, float]]) -> None:
+        """Refuse, by ValueError, what is sharded over several mesh axes or is a partial sum."""
+        for name, p, _ in entries:
+            try:
+                Parts(p, self.world)
+            except ValueError as error:
+                raise ValueError(f"Parameter {name!r} cannot be stepped whole. {error}") from None
+
+    def add(self, entries: list[tuple[str, DTensor | RaggedTensor, float]]) -> None:
         """Choose owners for more parameters, given by name, parameter and cost of a step; earlier ones stay."""
         owners = balance([cost for _, _, cost in entries], self._loads)
         first = len(self.owned)
-        new = [
+        self.owned += [
             Owned(first + i, name, p, cost, owner)
             for i, ((name, p, cost), owner) in enumerate(zip(entries, owners, strict=True))
         ]
-        self.owned += new
-        return new
 
     # -- state between steps
 

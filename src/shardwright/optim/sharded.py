@@ -77,9 +77,9 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
         )
     found = check(optimizer.param_groups, need)
     _check_state_per_block(optimizer, found)
+    _choose_owners(optimizer, found)
     optimizer.__dict__["_shardwright_needs"] = need
     optimizer.__class__ = _sharded_class(type(optimizer))
-    _choose_owners(optimizer, found)
     optimizer.register_state_dict_post_hook(_state_as_dtensors)
     optimizer.register_load_state_dict_post_hook(_state_as_ragged)
     return optimizer
@@ -103,9 +103,11 @@ def _choose_owners(optimizer: Any, found: list[tuple[str, torch.Tensor, Need]]) 
             by_mesh.setdefault(p.device_mesh, []).append((name, p, cost(p)))
     known = optimizer.__dict__.setdefault("_shardwright_owners", {})
     whole = optimizer.__dict__.setdefault("_shardwright_whole", set())
+    chosen = {mesh: known.get(mesh) or Owners(mesh) for mesh in by_mesh}
     for mesh, entries in by_mesh.items():
-        if mesh not in known:
-            known[mesh] = Owners(mesh)
+        chosen[mesh].check(entries)
+    known.update(chosen)
+    for mesh, entries in by_mesh.items():
         known[mesh].add(entries)
         whole.update(p for _, p, _ in entries)
 
@@ -191,11 +193,17 @@ class _ShardedStep:
                     inner[local] = entry.inner
                 else:
                     entry.inner, entry.seen = {}, {}
-        for params, locals_ in zip(groups, stand_ins, strict=True):
-            for p, local in zip(params, locals_, strict=True):
+        pairs = [pair for both in zip(groups, stand_ins, strict=True) for pair in zip(*both, strict=True)]
+        try:
+            for p, local in pairs:
                 if local is not p:
                     gradient = p.grad
                     local.grad = local_of(gradient) if isinstance(gradient, SHARDED) else gradient
+        except BaseException:  # of another shape or dtype: nothing has been put in place yet
+            for p, local in pairs:
+                if local is not p:
+                    local.grad = None
+            raise
         for group, locals_ in zip(self.param_groups, stand_ins, strict=True):
             group["params"] = locals_
         self.state = inner
