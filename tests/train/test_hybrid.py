@@ -248,7 +248,7 @@ def test_earlier_tokens_reach_later_ones(kind: str) -> None:
     [
         ("debug", 826_392),
         ("150M", 151_057_472),
-        ("9B", 8_888_227_328),  # as published: 27 Mamba-2, 25 dense and 4 attention layers
+        ("9B", 8_888_227_328),  # 27 Mamba-2, 25 dense and 4 attention layers
     ],
 )
 def test_presets_have_their_number_of_parameters(preset: str, parameters: int) -> None:
@@ -394,8 +394,9 @@ def shard(model: Hybrid, world_size: int, **options: Any) -> Any:
 
 
 @multirank(2)
-@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(
+    ("layout", "reshard"), [("per_parameter", True), ("ragged", True), ("ragged", False)]
+)
 def test_sharded_training_equals_the_plain_model(
     rank: int, world_size: int, layout: str, reshard: bool
 ) -> None:
@@ -456,8 +457,10 @@ HYBRID_JOB: dict[str, Any] = {
 
 
 @multirank(2)
-@pytest.mark.parametrize("engine", ["shardwright", "fsdp2", "fsdp1", "ddp"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("engine", "tied"),
+    [("shardwright", True), ("shardwright", False), ("fsdp2", True), ("fsdp1", True), ("ddp", False)],
+)
 def test_trainer_trains_like_a_plain_model(rank: int, world_size: int, engine: str, tied: bool) -> None:
     config = jobs.tiny(
         model={**HYBRID_JOB, "tied_embeddings": tied},
