@@ -26,21 +26,26 @@ if TYPE_CHECKING:
     from shardwright import layout
     from shardwright.engine import (
         FSDPModule,
+        MemoryReport,
         UnshardHandle,
         fully_shard,
+        memory_report,
         register_fsdp_forward_method,
         share_comm_ctx,
     )
     from shardwright.layout import Ragged, Strategy
+    from shardwright.memory import Allocator
     from shardwright.optim import AdamW8bit, Muon, clip_grad_norm_, fully_shard_optimizer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AdamW8bit",
+    "Allocator",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "MemoryReport",
     "MixedPrecisionPolicy",
     "Muon",
     "OffloadPolicy",
@@ -51,6 +56,7 @@ __all__ = [
     "fully_shard",
     "fully_shard_optimizer",
     "layout",
+    "memory_report",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
@@ -58,6 +64,7 @@ __all__ = [
 #: Public name -> the module that defines it. Imported at first use, so that the command line starts without torch.
 _HOMES = {
     "AdamW8bit": "shardwright.optim",
+    "Allocator": "shardwright.memory",
     "CPUOffloadPolicy": "torch.distributed.fsdp",
     "DataParallelMeshDims": "shardwright._torch",
     "FSDPModule": "shardwright.engine",
@@ -70,6 +77,8 @@ _HOMES = {
     "clip_grad_norm_": "shardwright.optim",
     "fully_shard": "shardwright.engine",
     "fully_shard_optimizer": "shardwright.optim",
+    "MemoryReport": "shardwright.engine",
+    "memory_report": "shardwright.engine",
     "register_fsdp_forward_method": "shardwright.engine",
     "share_comm_ctx": "shardwright.engine",
 }
@@ -81,7 +90,6 @@ _LATER = {
     "load_checkpoint",
     "load_pretrained",
     "materialize",
-    "memory_report",
     "save_checkpoint",
     "unsharded",
 }

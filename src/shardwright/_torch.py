@@ -64,6 +64,20 @@ quick_attributes = _probe(torch._C, "DisableTorchFunctionSubclass")
 #: Moves version counters without an operation.
 increment_version = _probe(torch.autograd.graph, "increment_version")
 
+#: Whether a storage can be given other memory, which planned memory needs.
+memory_can_be_swapped = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # since torch 2.12
+
+
+def swap_memory(one: torch.UntypedStorage, two: torch.UntypedStorage) -> None:
+    """Exchange the memory and the sizes of two storages. Views of them see it."""
+    one._swap_data_ptr_(two)  # type: ignore[attr-defined]
+
+
+def block_of(memory: torch.Tensor, nbytes: int) -> torch.UntypedStorage:
+    """A storage over the first bytes of a flat tensor of bytes, whose memory it keeps alive."""
+    return torch.from_dlpack(memory[:nbytes]).untyped_storage()
+
+
 foreach_copy_ = _probe(torch, "_foreach_copy_")
 foreach_mul_ = _probe(torch, "_foreach_mul_")
 foreach_norm = _probe(torch, "_foreach_norm")

@@ -32,6 +32,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
+from shardwright._torch import memory_can_be_swapped
 from shardwright.engine.construct import UNIT
 from shardwright.engine.parameter import unit_of
 from shardwright.engine.ragged import RaggedTensor
@@ -61,7 +62,7 @@ class BlockSpec:
     unit: bool = True
     output: str = "tensor"
     inside: str = "none"  #: checkpointing inside the block, around each piece
-    reshard: bool | None = None
+    reshard: bool | int | None = None
 
 
 @dataclass(frozen=True)
@@ -106,12 +107,14 @@ class Model:
     ties: tuple[Tie, ...] = ()
     first_unit: bool = False
     head: str = "root"  #: the norm and the output layer: in the root, one list unit, or two units
-    reshard: bool | None = None
+    reshard: bool | int | None = None
     placement: str = "rows"
     precision: str = "fp32"
     optimizer: str = "sgd"
     wrapped: bool = True  #: by fully_shard_optimizer
     sharding: Sharding = Sharding()
+    memory: str = "dynamic"
+    prefetch: int = 1
 
 
 @dataclass(frozen=True)
@@ -257,7 +260,7 @@ def show_program(program: Program) -> str:
 def programs(parallel: bool = True) -> st.SearchStrategy[Program]:
     """Without ``parallel`` everything is zero3 on a line, row by row, as it was drawn before there were strategies."""
     boolean = st.booleans()
-    reshard = st.sampled_from((None, True, False))
+    reshard = st.sampled_from((None, True, False, *((2,) if parallel else ())))
     piece = st.builds(
         Piece,
         st.sampled_from(KINDS),
@@ -280,6 +283,7 @@ def programs(parallel: bool = True) -> st.SearchStrategy[Program]:
         st.lists(stages, min_size=1, max_size=2).map(tuple),
         st.lists(st.sampled_from(tuple(LAYOUTS)), min_size=1, max_size=2).map(tuple),
     )
+    memories = st.sampled_from(("dynamic", "max_pool", "arena") if memory_can_be_swapped else ("dynamic",))
     tie = st.builds(Tie, st.integers(0, 8), st.integers(0, 8))
     model = st.builds(
         Model,
@@ -292,7 +296,7 @@ def programs(parallel: bool = True) -> st.SearchStrategy[Program]:
         st.sampled_from(("fp32", "fp32", "bf16")),
         st.sampled_from(("sgd", "adamw")),
         boolean,
-        *([sharding] if parallel else []),
+        *([sharding, memories, st.integers(0, 3)] if parallel else []),
     )
     call = st.builds(Call, st.integers(0, 2), checkpointing, st.integers(0, 9).map(lambda i: i == 9))
     unused = st.just(0) | st.integers(0, 2**12 - 1)
@@ -555,11 +559,15 @@ def shard(net: Net, spec: Model, world_size: int) -> Net:
     mesh = world_mesh(*shape, names=("replicate", "shard")[-len(shape) :])
     numbers = itertools.count()
 
-    def unit(module: Any, reshard: bool | None = None) -> Any:
+    def unit(module: Any, reshard: bool | int | None = None) -> Any:
         stages, layout = spec.sharding.of_unit(next(numbers))
         # What is refused by name, see docs/strategies.md and docs/layouts.md.
         rows_only = layout != "per_parameter" or sum(stage > 0 for stage in stages) > 1
         keeps = 3 not in stages and any(stages)
+        gathered = 1 if not any(stages) else [n for n, stage in zip(shape, stages, strict=True) if stage][-1]
+        if reshard == 2 and gathered % 2:
+            reshard = True
+        options = {"memory": spec.memory, "prefetch": spec.prefetch} if module is net else {}
         return sw.fully_shard(
             module,
             mesh=mesh,
@@ -568,6 +576,7 @@ def shard(net: Net, spec: Model, world_size: int) -> Net:
             reshard_after_forward=None if keeps and reshard else reshard,
             mp_policy=policy,
             shard_placement_fn=None if rows_only else placements[spec.placement],
+            **options,
         )
 
     if spec.first_unit:

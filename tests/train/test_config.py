@@ -298,7 +298,7 @@ def test_resolved_configuration_names_every_number_and_means_the_same(
     resolved = load_config(write(tmp_path, config.resolved().to_toml()))
     assert resolved == config.resolved() == resolved.resolved()
     assert resolved.model.shape() == config.model.shape()
-    assert all(value is not None for _, value in resolved.model)
+    assert all(getattr(resolved.model, name) is not None for name in vars(resolved.model.shape()))
     assert resolved.data.source == (str(Path.cwd() / "a.txt"),)
     assert Config().resolved().data.source == "pydoc"
 

@@ -13,7 +13,7 @@ from shardwright.train.checkpoint import load_weights
 from shardwright.train.config import load_config
 from shardwright.train.data import decode
 from shardwright.train.generate import generate, sample
-from shardwright.train.models.llama import build_model
+from shardwright.train.models.build import build_model
 
 
 def test_without_temperature_the_likeliest_token_is_taken(plain_run: Path) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from shardwright.train.config import ModelConfig
 from shardwright.train.errors import UserError
+from shardwright.train.models.build import build_model
 from shardwright.train.models.llama import (
     PRESETS,
     Block,
@@ -20,7 +21,6 @@ from shardwright.train.models.llama import (
     LlamaConfig,
     Rope,
     RopeScaling,
-    build_model,
     rope_frequencies,
 )
 from tests.support import multirank, world_mesh

@@ -13,7 +13,7 @@ from shardwright.train.config import OptimizerConfig, load_config
 from shardwright.train.data import batch, load_corpus
 from shardwright.train.loop import learning_rate
 from shardwright.train.metrics import peak_flops
-from shardwright.train.models.llama import build_model
+from shardwright.train.models.build import build_model
 from shardwright.train.runs import RunFolder
 from tests.train.jobs import config_file, losses, records, train_here
 

@@ -19,7 +19,7 @@ from shardwright.train.config import Config
 from shardwright.train.data import Corpus
 from shardwright.train.errors import UserError
 from shardwright.train.loop import Trainer
-from shardwright.train.models.llama import build_model
+from shardwright.train.models.build import build_model
 from shardwright.train.stop import StopRequest
 from tests.support.pool import multirank
 from tests.train.jobs import tiny

@@ -7,11 +7,14 @@ from shardwright.engine.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from shardwright.engine.report import MemoryReport, memory_report
 
 __all__ = [
     "FSDPModule",
+    "MemoryReport",
     "UnshardHandle",
     "fully_shard",
+    "memory_report",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]

@@ -28,10 +28,12 @@ from shardwright.engine.construct import (
 )
 from shardwright.engine.extension import is_extended
 from shardwright.engine.module import FSDPModule, install
+from shardwright.engine.pools import check_memory
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.root import attach, hook_optimizers
 from shardwright.engine.unit import Unit
 from shardwright.layout import Ragged, Strategy, resolve
+from shardwright.memory import Allocator
 
 _M = TypeVar("_M", bound="nn.Module | list[nn.Module]")
 
@@ -48,8 +50,8 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     strategy: str | Strategy | None = None,
     layout: str | Ragged = "per_parameter",
-    memory: str = "dynamic",
-    prefetch: int = 1,
+    memory: str | Allocator = "dynamic",
+    prefetch: int | str = 1,
     strict: bool = False,
 ) -> _M:
     """Shard the parameters of ``module`` over a device mesh, in place: ZeRO-3, also called FSDP, unless told otherwise.
@@ -78,7 +80,12 @@ def fully_shard(
             "hsdp", "hfsdp". Default: "zero3" on one axis, "hsdp" on two.
         layout: "per_parameter" (each along its own dimension, as FSDP2 does), or "ragged", :class:`Ragged`: parameters
             share segments that are cut between rows, blocks of rows or elements, with hardly any padding.
-        dp_mesh_dims, memory, prefetch, strict: only their defaults in this version.
+        memory: on the root: "dynamic", torch's allocator for every lease; "double_buffer" or "max_pool", slots for the
+            units that are being used and prefetched, of one size or of several; "arena", one block for all that the
+            engine leases, planned from the first step; or an :class:`Allocator`. docs/memory.md tells them apart.
+        prefetch: on the root: how many units are gathered ahead, or how many bytes, such as "512 MiB".
+        strict: on the root: raise where a step leases memory outside the plan, instead of telling it once.
+        dp_mesh_dims: only its default in this version.
 
     Returns:
         The same module (or list), whose class is now a subclass ``FSDP<Class>`` of it and of :class:`FSDPModule`.
@@ -89,7 +96,8 @@ def fully_shard(
 
     The signature is that of ``torch.distributed.fsdp.fully_shard`` in torch 2.13.
     """
-    _refuse_later_options(offload_policy, dp_mesh_dims, memory, prefetch, strict)
+    _refuse_later_options(offload_policy, dp_mesh_dims)
+    check_memory(memory, prefetch, strict)
     for name, value, expected in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
         ("offload_policy", offload_policy, OffloadPolicy),
@@ -116,6 +124,7 @@ def fully_shard(
         ignored=ignored,
         attach=attach,
     )
+    unit.memory, unit.prefetch, unit.strict = memory, prefetch, strict
     if found.owned:
         own_parameters(unit, found)
     borrow_parameters(unit, found)
@@ -131,16 +140,10 @@ def fully_shard(
 def _refuse_later_options(
     offload_policy: Any,
     dp_mesh_dims: Any,
-    memory: Any,
-    prefetch: Any,
-    strict: Any,
 ) -> None:
     later = {
         "offload_policy=CPUOffloadPolicy()": isinstance(offload_policy, CPUOffloadPolicy),
         "dp_mesh_dims": dp_mesh_dims is not None,
-        f"memory={memory!r}": memory != "dynamic",
-        f"prefetch={prefetch!r}": prefetch != 1,
-        f"strict={strict!r}": strict is not False,
     }
     for option, asked in later.items():
         if asked:

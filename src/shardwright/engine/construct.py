@@ -201,7 +201,7 @@ def own_parameters(unit: Unit, found: Found) -> None:
     specs = [_spec_of(name, parameter, unit) for name, parameter, _ in owned]
     trainable = [parameter.requires_grad for _, parameter, _ in owned]
     layout = plan_unit(specs, ranks.parts, unit.layout_kind, trainable)
-    slab = Slab(layout.slab_nbytes, device)
+    slab = Slab(layout.slab_nbytes, device, "parameters", unit.owner)
     slab.lease()  # views are made over memory that is there
     on_gradient, on_data = unit.gradient_listener(), unit.data_listener()
     managed: list[ManagedParameter | None] = [None] * len(owned)
@@ -230,7 +230,7 @@ def own_parameters(unit: Unit, found: Found) -> None:
                     )
                     module = slots[0].module()
                     if run.extended and module is not None:
-                        p.extension = Extension(specs[member.index], ranks, module, unit.policy)
+                        p.extension = Extension(specs[member.index], ranks, module, unit.policy, unit.owner)
     parameters = [p for p in managed if p is not None]
     unit.own(layout, shards, slab, parameters)
     ref = weakref.ref(unit)

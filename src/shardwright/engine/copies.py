@@ -40,6 +40,9 @@ _SETTINGS = (
     "requires_all_reduce",
     "force_sum",
     "divide_factor",
+    "memory",
+    "prefetch",
+    "strict",
 )
 
 

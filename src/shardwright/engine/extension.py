@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwright.engine.ranks import Ranks
 from shardwright.layout import TensorSpec
-from shardwright.memory import Slab
+from shardwright.memory import Owner, Slab
 
 
 def is_extended(tensor: torch.Tensor) -> bool:
@@ -37,12 +37,18 @@ class Extension:
     """What one extended parameter sends and receives in each gather of its unit."""
 
     def __init__(
-        self, spec: TensorSpec, ranks: Ranks, module: nn.Module, policy: MixedPrecisionPolicy
+        self,
+        spec: TensorSpec,
+        ranks: Ranks,
+        module: nn.Module,
+        policy: MixedPrecisionPolicy,
+        owner: Owner,
     ) -> None:
         self._spec = spec
         self._mesh = ranks.shard_mesh(spec.name)
         self._module = weakref.ref(module)  # it holds the unit, which holds this
         self._policy = policy
+        self._owner = owner
         self._metadata: Any = None
         self._sizes: list[torch.Size] = []
         self._kinds: list[tuple[int, torch.dtype]] = []
@@ -95,7 +101,7 @@ class Extension:
         n, device = self._mesh.size(), torch.device(self._mesh.device_type)
         self._kinds, self._slabs, self._outputs, self._full = kinds, [], [], None
         for numel, dtype in kinds:
-            slab = Slab(n * numel * dtype.itemsize, device)
+            slab = Slab(n * numel * dtype.itemsize, device, "parameters", self._owner)
             slab.lease()
             self._slabs.append(slab)
             self._outputs.append(slab.view(dtype, 0, (n * numel,)))

@@ -27,7 +27,7 @@ from shardwright.engine.parameter import ManagedParameter
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.ranks import Ranks
 from shardwright.layout import GradientPart, Packing, UnitLayout
-from shardwright.memory import Slab
+from shardwright.memory import Owner, Slab
 
 
 class GradientShard:
@@ -42,6 +42,7 @@ class GradientShard:
         packing: Packing,
         parameters: Sequence[ManagedParameter],
         device: torch.device,
+        owner: Owner,
     ) -> None:
         self.slabs: list[Slab] = []
         self.flats: list[torch.Tensor] = []
@@ -49,7 +50,7 @@ class GradientShard:
         self.direct = len(packing.spans) == 1 and packing.spans[0].storage_dtype == packing.reduce_dtype
         for span in packing.spans:
             numel = packing.numel if self.direct else span.stop - span.start
-            slab = Slab(numel * span.storage_dtype.itemsize, device)
+            slab = Slab(numel * span.storage_dtype.itemsize, device, "gradients", owner)
             slab.lease()
             self.slabs.append(slab)
             self.flats.append(slab.view(span.storage_dtype, 0, (numel,), (1,)))
@@ -153,11 +154,13 @@ class Reduction:
         layout: UnitLayout,
         parameters: Sequence[ManagedParameter],
         ranks: Ranks,
+        owner: Owner,
     ) -> None:
         self.packing = packing
         self._parameters = [parameters[part.index] for part in packing.parts]
         self._shardeds = [p.sharded for p in self._parameters]
         self._ranks = ranks
+        self._owner = owner
         n, device = ranks.parts, ranks.device
         # _chunk_cat wants one input dtype. Gradients come in the parameters' compute dtypes; where those differ,
         # each gradient is cast on its own before.
@@ -178,7 +181,7 @@ class Reduction:
             False  #: whether requires_grad changed since, so that only what is held comes through here
         )
         self._shard: GradientShard | None = None
-        self._packed = Slab(n * packing.numel * packing.reduce_dtype.itemsize, device)
+        self._packed = Slab(n * packing.numel * packing.reduce_dtype.itemsize, device, "reduction", owner)
         self._packed.lease()
         shape = (1, n * packing.numel) if packing.shared else (n, packing.numel)
         self._packed_view = self._packed.view(packing.reduce_dtype, 0, shape)
@@ -497,7 +500,7 @@ class Reduction:
 
     @torch.inference_mode(False)
     def _new_shard(self) -> GradientShard:
-        return GradientShard(self.packing, self._parameters, self._ranks.device)
+        return GradientShard(self.packing, self._parameters, self._ranks.device, self._owner)
 
     def _hand_over(self, output: torch.Tensor, used: list[bool] | None) -> None:
         shard = self._shard

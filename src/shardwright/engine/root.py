@@ -20,6 +20,7 @@ from shardwright.engine.construct import UNIT
 from shardwright.engine.gradients import Announcer, Reduction
 from shardwright.engine.hooks import map_arguments
 from shardwright.engine.parameter import unit_of
+from shardwright.engine.pools import Pools, prefetch_budget
 from shardwright.engine.unit import Unit
 from shardwright.engine.visit import Frame, Visit
 from shardwright.engine.weights import Weights
@@ -66,8 +67,14 @@ class Root:
         self._clock = 0
         self.ranks = units[0].ranks
         self.streams = self.ranks.comm.streams
+        top = units[0]
+        self.prefetch, self.prefetch_bytes = prefetch_budget(top.prefetch)
+        self.pools = Pools(top.memory, self.prefetch, top.strict)
+        #: The order of a caller that was not called yet, for plans to be made of its first step.
+        self._guess = [n for n, unit in enumerate(units) if unit.parameters] if self.pools.planned else []
         self.serial = (*self.ranks.every, self.ranks.local)[0].number_of_model()
         self._make_headers(units)
+        self.pools.join(units)
 
     def _make_headers(self, units: list[Unit]) -> None:
         """A place for the numbers that come with each unit's gathers, so that one call compares them all."""
@@ -122,12 +129,13 @@ class Root:
         self.generation += 1
         self.caller = unit
         self.frames.clear()
-        self._expected = self._orders.get(unit.number, [])
+        self._expected = self._orders.get(unit.number, self._guess)
         self._place = 0
         self._seen, self._left = [], []
         for each in self.units():
             if each.parameters:
                 each.release_unused_gradients()
+        self.pools.begin()
         device = unit.comm.device
         if device.type != "cpu":
             args, kwargs = map_arguments(lambda t: t.to(device, non_blocking=True), args, kwargs)
@@ -146,14 +154,25 @@ class Root:
             self._place = place + later.index(unit.number) + 1 if unit.number in later else len(expected)
         if unit.forward_prefetch:
             wanted = [u for ref in unit.forward_prefetch if (u := ref()) is not None]
-        elif self._place < len(expected):
-            next_unit = self._units[expected[self._place]]()
-            wanted = [next_unit] if next_unit is not None else []
         else:
-            wanted = []
+            wanted = self._within_budget(expected[self._place : self._place + self.prefetch])
         for other in wanted:
             if other.parameters and other.root is self and not other.valid_for(self.generation):
                 other.issue(self.generation)
+
+    def _within_budget(self, numbers: Iterable[int]) -> list[Unit]:
+        """These units, as far as the bytes to be gathered ahead go."""
+        wanted: list[Unit] = []
+        nbytes = 0
+        for number in numbers:
+            unit = self._units[number]()
+            if unit is None:
+                break
+            nbytes += unit.slab.nbytes
+            if self.prefetch_bytes is not None and nbytes > self.prefetch_bytes:
+                break
+            wanted.append(unit)
+        return wanted
 
     def forward_leaves(self, unit: Unit, visit: Visit | None) -> None:
         if visit is not None:
@@ -255,8 +274,8 @@ class Root:
         if unit.backward_prefetch:
             wanted = [u for ref in unit.backward_prefetch if (u := ref()) is not None]
         elif visit.place > 0:
-            previous = self._units[visit.order[visit.place - 1]]()
-            wanted = [previous] if previous is not None else []
+            first = max(0, visit.place - self.prefetch)
+            wanted = self._within_budget(reversed(visit.order[first : visit.place]))
         else:
             wanted = []
         for other in wanted:
@@ -308,6 +327,7 @@ class Root:
                 unit.release()
         self.backward = False
         self.generation += 1
+        self.pools.trained = True
         self._agree_all(END_BACKWARD, 0)
         self._compare_headers()
 
@@ -462,6 +482,12 @@ def attach(module: nn.Module) -> Root:
                 f"Unit {name!r} is sharded over ranks {unit.mesh.mesh.tolist()} and {type(module).__name__} over "
                 f"{units[0].mesh.mesh.tolist()}. In this version all units of a model must be on one mesh."
             )
+    for unit, name in zip(units[1:], names[1:], strict=True):
+        if unit.has_memory_options:
+            raise ValueError(
+                f"fully_shard of {name!r} was given memory, prefetch or strict, which hold for a whole model: give "
+                f"them to the call for {type(module).__name__}"
+            )
     root = Root(units, names)
     _roots.add(root)
     return root
@@ -486,6 +512,8 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for unit in _units_of(parameters):
         unit.drop_kept()  # some kernels write without moving a version counter
+        if unit.root is not None:
+            unit.root.pools.step()
     reduce_held(parameters)
     if not subclasses_dispatch:  # else those that are written move theirs by themselves
         increment_version([p for p in parameters if unit_of(p) is not None and p.grad is not None])

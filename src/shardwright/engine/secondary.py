@@ -10,7 +10,7 @@ import torch
 
 from shardwright._torch import foreach_copy_
 from shardwright.comm import Communicator
-from shardwright.memory import Slab
+from shardwright.memory import Owner, Slab
 
 
 class SecondaryShard:
@@ -22,11 +22,11 @@ class SecondaryShard:
         versions: of the weights that are kept here; None while there are none.
     """
 
-    def __init__(self, comm: Communicator, full: list[torch.Tensor]) -> None:
+    def __init__(self, comm: Communicator, full: list[torch.Tensor], owner: Owner) -> None:
         self.comm = comm
         sizes = [t.numel() // comm.world_size for t in full]
         self._sources = [t.narrow(0, comm.rank * size, size) for t, size in zip(full, sizes, strict=True)]
-        self._slab = Slab(sum(sizes), full[0].device)
+        self._slab = Slab(sum(sizes), full[0].device, "secondary shard", owner)
         self._slab.lease()
         ends = torch.tensor(sizes).cumsum(0).tolist()
         self.inputs = [self._slab.byte_view(end - size, size) for end, size in zip(ends, sizes, strict=True)]

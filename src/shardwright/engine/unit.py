@@ -46,7 +46,7 @@ from shardwright.engine.ranks import Ranks
 from shardwright.engine.visit import Frame, Visit
 from shardwright.engine.weights import Weights
 from shardwright.layout import Ragged, UnitLayout, plan_packing
-from shardwright.memory import Slab
+from shardwright.memory import Allocator, Slab
 
 if TYPE_CHECKING:
     from shardwright.engine.root import Root
@@ -103,10 +103,17 @@ class Unit(Weights):
         self._children: list[dict[str, nn.Module | None]] = []
         self._stash = StashedTensors([])
         self.reductions: list[Reduction] = []
+        self.memory: str | Allocator = "dynamic"  #: of the model whose root this unit is
+        self.prefetch: int | str = 1
+        self.strict = False
         self.holds = False  #: whether earlier micro-batches have left sums, on this rank or on another
         self._holds_whole = False  #: whether some of them are whole gradients, not yet summed over any ranks
         self._held_before = False, False  #: both, before the reduction under way took up such sums
         self._trainable: tuple[bool, ...] | None = None
+
+    @property
+    def has_memory_options(self) -> bool:
+        return (self.memory, self.prefetch, self.strict) != ("dynamic", 1, False)
 
     def own(
         self,
@@ -212,7 +219,7 @@ class Unit(Weights):
         dtypes = [spec.compute_dtype for spec in self.layout.specs]
         reduce = [(self.policy.reduce_dtype or t) if t.is_floating_point else t for t in dtypes]
         return [
-            Reduction(packing, self.layout, self.parameters, self.scatter_ranks)
+            Reduction(packing, self.layout, self.parameters, self.scatter_ranks, self.owner)
             for packing in plan_packing(self.layout, trainable, reduce)
         ]
 
@@ -330,7 +337,7 @@ class Unit(Weights):
         for other in others:
             mine = packings.get(other.packing)
             if mine is None:
-                mine = Reduction(other.packing, self.layout, self.parameters, self.scatter_ranks)
+                mine = Reduction(other.packing, self.layout, self.parameters, self.scatter_ranks, self.owner)
                 mine.retired = True
                 self.reductions.append(mine)
             mine.take_held(other)

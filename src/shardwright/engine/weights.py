@@ -20,7 +20,7 @@ from shardwright.engine.parameter import ManagedParameter
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.secondary import SecondaryShard
 from shardwright.layout import UnitLayout, plan_unit
-from shardwright.memory import Slab
+from shardwright.memory import Owner, Slab
 
 if TYPE_CHECKING:
     from shardwright.engine.root import Root
@@ -51,6 +51,7 @@ class Weights:
     def __init__(self, ranks: Ranks, neighbours: Communicator | None = None) -> None:
         self.ranks = ranks
         self.comm = ranks.comm
+        self.owner = Owner()  #: of the unit's slabs
         self.neighbours = neighbours  #: among whom the weights are kept after forward
         self.root: Root | None = None
         self.number = -1
@@ -106,7 +107,7 @@ class Weights:
             self.release()
         self.root = root
         self.number = number
-        self.name = name
+        self.name = self.owner.name = name
         self.range_name = name if number else ""
         self._headers = headers
         self.rejoin_root()
@@ -155,7 +156,10 @@ class Weights:
         """Make, once, every view that a gather needs: of the shards (or their cast), the slab and what lies between."""
         layout, device = self.layout, self.ranks.device
         self._cast = Slab(
-            sum(r.shard_numel * r.compute_dtype.itemsize for r in layout.runs if r.is_cast), device
+            sum(r.shard_numel * r.compute_dtype.itemsize for r in layout.runs if r.is_cast),
+            device,
+            "cast shard",
+            self.owner,
         )
         self._cast.lease()
         self._casts: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # destinations and sources
@@ -189,7 +193,10 @@ class Weights:
             if last:
                 slab, offsets = self.slab, [offset for offset, _ in places]
             else:
-                slab, offsets = Slab(sum(sizes), device), [0, *itertools.accumulate(sizes)][:-1]
+                slab, offsets = (
+                    Slab(sum(sizes), device, "outer gather", self.owner),
+                    [0, *itertools.accumulate(sizes)][:-1],
+                )
                 slab.lease()
             outputs = [slab.byte_view(*place) for place in zip(offsets, sizes, strict=True)]
             kept = i == len(self.ranks.once) - 1 and not last
@@ -198,7 +205,7 @@ class Weights:
                 slab.release()
             pieces = outputs
         if self.neighbours is not None and pieces:
-            self._secondary = SecondaryShard(self.neighbours, pieces)
+            self._secondary = SecondaryShard(self.neighbours, pieces, self.owner)
         self._hops[-1].inputs = [*self._hops[-1].inputs, self._header.view(torch.uint8)]
 
     def index_slots(self) -> None:

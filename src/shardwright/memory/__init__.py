@@ -1,5 +1,22 @@
 """Memory that the engine leases for a while. Knows bytes and devices, nothing of parameters or ranks."""
 
-from shardwright.memory.slab import Slab
+from shardwright.memory.allocator import Allocator, Dynamic
+from shardwright.memory.plan import Item, Plan, pack, peak, slots
+from shardwright.memory.planned import Planned
+from shardwright.memory.slab import DYNAMIC, Owner, Slab
+from shardwright.memory.trace import Recorder
 
-__all__ = ["Slab"]
+__all__ = [
+    "DYNAMIC",
+    "Allocator",
+    "Dynamic",
+    "Item",
+    "Owner",
+    "Plan",
+    "Planned",
+    "Recorder",
+    "Slab",
+    "pack",
+    "peak",
+    "slots",
+]

@@ -1,33 +1,61 @@
-"""A slab: one storage object over which views are made once, and memory that comes and goes below it.
+"""Slabs: memory that a tensor view survives losing.
 
-Autograd saves views of parameters. It needs the same *storage object*, not the same address, so a slab keeps its
-storage for life and a lease only attaches memory to it. Policies about where memory comes from belong to allocators.
+A slab's storage object is made once, and so are the views of it. Leasing gives the storage memory, releasing takes it
+away; autograd compares storages, not addresses, so a view it saved is right again when the slab is leased again.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 
 import torch
 
+from shardwright._torch import block_of, swap_memory
+from shardwright.memory.allocator import Allocator, Dynamic
+
+DYNAMIC = Dynamic()
+
+
+class Owner:
+    """Whose slabs are, and where the memory of their next leases comes from."""
+
+    __slots__ = ("allocator", "name", "slabs")
+
+    def __init__(self, name: str = "", allocator: Allocator = DYNAMIC) -> None:
+        self.name = name
+        self.allocator = allocator
+        self.slabs: weakref.WeakSet[Slab] = weakref.WeakSet()
+
 
 class Slab:
-    """``nbytes`` bytes on ``device``, empty until :meth:`lease`, empty again after :meth:`release`.
+    """Memory of one unit, leased and released.
 
-    Reading a view of a released slab is an error that torch does not always catch (the process may crash), so
-    whoever releases it first takes the views out of the module's reach. With ``SHARDWRIGHT_POISON=1`` in the
-    environment when a slab is made, a released slab keeps its memory and reads as NaN in every floating-point dtype.
+    Attributes:
+        nbytes: size.
+        owner, kind: whose it is and for what, in plans and reports.
+        leased: whether there is memory now.
     """
 
-    __slots__ = ("_poison", "_storage", "device", "leased", "nbytes")
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device, kind: str = "", owner: Owner | None = None) -> None:
         self.nbytes = nbytes
         self.device = device
-        self._storage = torch.UntypedStorage(0, device=device)
+        self.kind = kind
+        self.owner = owner if owner is not None else Owner()
+        self.owner.slabs.add(self)
         self.leased = False
+        self._lender: Allocator = DYNAMIC  #: of the memory there is now
+        self._storage = torch.UntypedStorage(0, device=device)
+        self._given: torch.Tensor | None = None  #: an allocator's memory, while leased from it
+        #: Storages over memory that was given before, by its address.
+        self._blocks: dict[int, torch.UntypedStorage] = {}
+        self._attached: torch.UntypedStorage | None = None
         self._poison = os.environ.get("SHARDWRIGHT_POISON") == "1"
+
+    @property
+    def unit(self) -> str:
+        return self.owner.name
 
     @property
     def address(self) -> int:
@@ -36,19 +64,55 @@ class Slab:
 
     def lease(self) -> None:
         """Attach memory, contents undefined. Made on the current stream of the device."""
-        if not self.leased:
+        if self.leased:
+            return
+        self._lender = self.owner.allocator
+        given = self._lender.lease(self)
+        if given is None:
             if self._storage.nbytes() != self.nbytes:
                 self._storage.resize_(self.nbytes)
-            self.leased = True
+        else:
+            self._attach(given)
+        self.leased = True
+
+    def _attach(self, given: torch.Tensor) -> None:
+        address = given.data_ptr()
+        if given.nbytes < self.nbytes or given.device != self.device or address % 16:
+            raise ValueError(
+                f"{type(self._lender).__name__}.lease gave {given.nbytes} bytes at {address:#x} on {given.device} "
+                f"for {self.nbytes} bytes of unit {self.unit!r} on {self.device}; it must give as many or more there, "
+                "at a multiple of 16"
+            )
+        if self._storage.nbytes():  # left by a poisoned release
+            self._storage.resize_(0)
+        block = self._blocks.get(address)
+        if block is None:
+            block = self._blocks[address] = block_of(given, self.nbytes)
+        swap_memory(self._storage, block)
+        self._given, self._attached = given, block
 
     def release(self) -> None:
         """Give the memory back. On CUDA the current stream must be ordered after every use of it."""
-        if self.leased:
+        if not self.leased:
+            return
+        self.leased = False
+        if self._attached is not None:
             if self._poison:
                 self._storage.fill_(255)  # type: ignore[attr-defined]
-            elif self._storage.resizable():  # not while numpy shares it
-                self._storage.resize_(0)
-            self.leased = False
+            block, given = self._attached, self._given
+            assert given is not None
+            self._attached = self._given = None
+            swap_memory(self._storage, block)
+            self._lender.release(self, given)
+            if self._poison:  # a read must find NaN, where a storage without memory would crash the process
+                self._storage.resize_(self.nbytes)
+                self._storage.fill_(255)  # type: ignore[attr-defined]
+            return
+        if self._poison:
+            self._storage.fill_(255)  # type: ignore[attr-defined]
+        elif self._storage.resizable():  # not while numpy shares it
+            self._storage.resize_(0)
+        self._lender.release(self, None)
 
     def view(
         self, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int] | None = None

@@ -14,7 +14,7 @@ from shardwright.train import checkpoint
 from shardwright.train.data import decode
 from shardwright.train.data.corpus import encode
 from shardwright.train.errors import UserError
-from shardwright.train.models.llama import build_model
+from shardwright.train.models.build import build_model
 from shardwright.train.runs import RunFolder
 
 

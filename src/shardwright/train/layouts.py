@@ -18,7 +18,8 @@ from torch import nn
 
 from shardwright.layout import Ragged, plan
 from shardwright.train.config import Config
-from shardwright.train.models.llama import Llama
+from shardwright.train.models.build import model_of
+from shardwright.train.models.decoder import Decoder
 
 LAYOUTS: tuple[str | Ragged, ...] = ("per_parameter", Ragged("row"), Ragged(32), Ragged("element"))
 STORAGE = torch.float32
@@ -37,13 +38,12 @@ class Unit:
     shapes: tuple[tuple[int, ...], ...]
 
 
-def units_of(model: Llama) -> list[Unit]:
+def units_of(model: Decoder) -> list[Unit]:
     """The units into which `train.parallel` cuts the model, in the order in which they run; none without parameters."""
-    head = ["norm", "output"]
-    if model.config.tied_embeddings:
-        head.insert(0, "tok_embeddings")
-    parts: list[tuple[str, list[nn.Module]]] = [(f"layers.{i}", [b]) for i, b in enumerate(model.layers)]
-    parts += [(", ".join(head), [model.get_submodule(name) for name in head]), ("root", [model])]
+    names = {module: name for name, module in model.named_modules()}
+    together: list[list[nn.Module]] = [*([block] for block in model.blocks()), model.head()]
+    parts = [(", ".join(names[module] for module in modules), modules) for modules in together]
+    parts.append(("root", [model]))
     seen: set[nn.Parameter] = set()
     units = []
     for unit, modules in parts:
@@ -69,7 +69,7 @@ def alike(units: Sequence[Unit]) -> Iterator[tuple[str, Unit]]:
 def layout(config: Config, world_sizes: Sequence[int]) -> int:
     """Print a table for each unit of the configured model, with a row for each number of ranks and layout; return 0."""
     with torch.device("meta"):
-        model = Llama(config.model.shape())
+        model = model_of(config.model.shape())
     compute = getattr(torch, config.parallel.param_dtype)
     console = Console()
     with console.capture() as printed:

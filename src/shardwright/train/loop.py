@@ -20,13 +20,15 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
+import shardwright as sw
+from shardwright.engine.report import in_units
 from shardwright.train import checkpoint, metrics, parallel, report
 from shardwright.train.config import Config, OptimizerConfig
 from shardwright.train.data import Corpus, batch, decode
 from shardwright.train.data.corpus import encode
 from shardwright.train.errors import UserError
 from shardwright.train.generate import sample
-from shardwright.train.models.llama import build_model
+from shardwright.train.models.build import build_model
 from shardwright.train.parallel import World
 from shardwright.train.runs import (
     RunFolder,
@@ -35,6 +37,7 @@ from shardwright.train.runs import (
     check_same_corpus,
     now,
     versions,
+    write_json,
     write_text,
     writing,
 )
@@ -61,14 +64,23 @@ def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
     return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * part)
 
 
+def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+    """Of every token, float32 [B * S]."""
+    return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten(), reduction="none")
+
+
 @dataclass(frozen=True)
 class StepResult:
-    """What all ranks know after a step. `stop` is the signal that asks to end here, 0 for none."""
+    """What all ranks know after a step.
+
+    `loss` is the cross-entropy alone, `stop` the signal that asks to end here, 0 for none.
+    """
 
     loss: float
     grad_norm: float
     data_seconds: float
     stop: int
+    auxiliary: Mapping[str, float]  # by name, the losses beside the cross-entropy
 
 
 class Trainer:
@@ -84,6 +96,8 @@ class Trainer:
         plain = build_model(config.model, corpus.vocab_size)
         self.parameters = plain.num_params()
         self.flops_per_token = plain.flops_per_token(config.train.seq_len)
+        self.auxiliary, self.auxiliary_sums = plain.auxiliary, plain.auxiliary_sums
+        self.loss_weights = torch.tensor([1.0, *self.auxiliary.values()], device=world.device)
         self.shapes = checkpoint.shapes_of(plain)
         matrices = parallel.matrix_names(plain)
         self.model: nn.Module = parallel.parallelize(plain, config.parallel, world.mesh)
@@ -100,7 +114,7 @@ class Trainer:
         """
         train, step = self.config.train, self.position.step
         step_tokens = train.global_batch * train.seq_len
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        loss_sums = torch.zeros(1 + len(self.auxiliary), dtype=torch.float64, device=self.world.device)
         data_seconds = 0.0
         for number in range(self.micro_batches):
             started = time.perf_counter()
@@ -109,13 +123,14 @@ class Trainer:
             last = number == self.micro_batches - 1
             reduced = last or train.accumulate == "communicate"
             with parallel.gradient_sync(self.model, wanted=reduced, last=last):
-                summed = self._summed_loss(inputs_BS, targets_BS)
+                sums = self._summed_losses(inputs_BS, targets_BS)
                 # Engines average gradients over the ranks; the sum over all tokens by their global count is wanted.
-                (summed * (self.world.size / step_tokens)).backward()
-            loss_sum += summed.detach()
+                ((sums * self.loss_weights).sum() * (self.world.size / step_tokens)).backward()
+            loss_sums += sums.detach()
         norm = parallel.clip_gradients(self.model, self.config)
-        loss, stop_signal = self._agree(loss_sum / step_tokens, stop)
-        result = StepResult(loss, float(norm), data_seconds, stop_signal)
+        (loss, *others), stop_signal = self._agree(loss_sums / step_tokens, stop)
+        auxiliary = dict(zip(self.auxiliary, others, strict=True))
+        result = StepResult(loss, float(norm), data_seconds, stop_signal, auxiliary)
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             raise NonFiniteError(
                 f"step {step + 1}: expected a finite loss and gradient norm, found loss {result.loss}, norm "
@@ -138,29 +153,35 @@ class Trainer:
         )
         return inputs_BS.to(self.world.device), targets_BS.to(self.world.device)
 
-    def _summed_loss(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        return self._losses(inputs_BS, targets_BS).sum()
+    def _summed_losses(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """Cross-entropy, then the losses named in `auxiliary`, summed over the tokens: float32."""
+        if not self.auxiliary:
+            return self._losses(inputs_BS, targets_BS).sum()[None]
+        with parallel.compute_precision(self.config.parallel, self.world.device):
+            logits_BSV, extras = self.model(inputs_BS, extras=True)
+        sums = self.auxiliary_sums(extras, targets_BS)
+        return torch.stack(
+            [cross_entropy(logits_BSV, targets_BS).sum(), *(sums[name] for name in self.auxiliary)]
+        )
 
     def _losses(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """Cross-entropy of every token, float32 [B * S]."""
         with parallel.compute_precision(self.config.parallel, self.world.device):
             logits_BSV = self.model(inputs_BS)
-        return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten(), reduction="none")
+        return cross_entropy(logits_BSV, targets_BS)
 
-    def _agree(self, share_of_loss: Tensor, stop: StopRequest) -> tuple[float, int]:
-        """Sum the ranks' shares of the loss and, in the same reduction, the signals they have seen.
+    def _agree(self, shares: Tensor, stop: StopRequest) -> tuple[list[float], int]:
+        """Sum the ranks' shares of the losses and, in the same reduction, the signals they have seen.
 
         Signals reach ranks at different moments; by their sum all stop after the same step.
         """
         seen = [float(stop.wanted == signal.SIGINT), float(stop.wanted == signal.SIGTERM)]
-        totals = torch.cat(
-            [share_of_loss[None], torch.tensor(seen, dtype=torch.float64, device=share_of_loss.device)]
-        )
+        totals = torch.cat([shares, torch.tensor(seen, dtype=torch.float64, device=shares.device)])
         dist.all_reduce(totals)
-        loss, interrupts, terminations = totals.tolist()
+        *losses, interrupts, terminations = totals.tolist()
         if interrupts:
-            return loss, signal.SIGINT
-        return loss, signal.SIGTERM if terminations else 0
+            return losses, signal.SIGINT
+        return losses, signal.SIGTERM if terminations else 0
 
     # -- between steps
 
@@ -250,6 +271,7 @@ def run_steps(trainer: Trainer, folder: RunFolder, reporter: metrics.Reporter, s
     The state is saved when this returns.
     """
     config, device = trainer.config, trainer.world.device
+    steps_of_session = 0
     while True:
         started = time.perf_counter()
         result = trainer.train_step(stop)
@@ -262,10 +284,37 @@ def run_steps(trainer: Trainer, folder: RunFolder, reporter: metrics.Reporter, s
         memory = metrics.measure_memory(device)
         trainer.peak_memory = max(trainer.peak_memory, memory.reserved)
         reporter.step(step_record(trainer, result, seconds, validation, memory))
+        steps_of_session += 1
+        if (
+            steps_of_session == REPORTED
+            and trainer.world.is_first
+            and config.parallel.engine == "shardwright"
+        ):
+            reporter.say(report_memory(trainer, folder))
         if leaving or due(step, config.checkpoint.every):
             trainer.save(folder)
         if leaving:
             return result.stop if step < config.train.steps else 0
+
+
+REPORTED = 3
+"""The step of a session after which its memory is reported: planned, and run once by the plan."""
+
+
+def report_memory(trainer: Trainer, folder: RunFolder) -> str:
+    """Write what this rank's memory is used for, and the plan if there is one, into the folder; return one line."""
+    found = sw.memory_report(trainer.model, trainer.optimizer)
+    write_text(folder.memory_file, f"{found}\n")
+    line = f"memory: parameters {in_units(found.shards + found.rest)}, optimizer {in_units(found.optimizer)}"
+    if found.peak is not None and found.peak_at is not None:
+        unit, kind = found.peak_at
+        line += f", leased in a step at most {in_units(found.peak)}, with {unit}'s {kind}"
+    if found.plan is not None:
+        write_json(folder.plan_file, found.plan.as_dict())
+        with writing(folder.plan_picture):
+            report.memory_plan(found.plan, folder.plan_picture, trainer.config.run.name)
+        line += f"; {found.memory} of {in_units(found.plan.nbytes)}"
+    return f"{line}; see {folder.memory_file}"
 
 
 def due(step: int, every: int) -> bool:
@@ -294,6 +343,8 @@ def step_record(
         memory_reserved=memory.reserved,
         memory_total=memory.total,
         validation_loss=validation,
+        balance_loss=result.auxiliary.get("balance"),
+        mtp_loss=result.auxiliary.get("mtp"),
     )
 
 

@@ -94,7 +94,10 @@ def measure_memory(device: torch.device) -> Memory:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One line of metrics.jsonl. Losses are means over all tokens of the step on all ranks."""
+    """One line of metrics.jsonl.
+
+    Losses are means over all tokens of the step on all ranks; `loss` is the cross-entropy alone.
+    """
 
     step: int  # optimizer steps done, this one included
     loss: float
@@ -110,6 +113,10 @@ class StepRecord:
     memory_reserved: int
     memory_total: int
     validation_loss: float | None = None
+    balance_loss: float | None = (
+        None  # this and the one below, where the model has them: how unevenly experts are
+    )
+    mtp_loss: float | None = None  # used (1: evenly), and the cross-entropy of the token after the next
 
 
 class Sink(Protocol):
@@ -176,7 +183,7 @@ def _record(line: str, where: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise UserError(f"metrics: expected a JSON object, found {type(record).__name__} in {where}")
     for field in fields(StepRecord):
-        value, optional = record.get(field.name), field.name in ("mfu", "validation_loss")
+        value, optional = record.get(field.name), field.default is None or field.name == "mfu"
         finite = isinstance(value, int | float) and abs(value) < float("inf")
         if not finite and not (optional and value is None):
             raise UserError(f"metrics: expected a number for {field.name}, found {value!r} in {where}")
@@ -202,8 +209,11 @@ class TensorBoard:
             if record.step % self.every:
                 return
             self.writer.add_scalar("loss/train", record.loss, record.step)
+            for name in ("balance", "mtp"):
+                if (value := getattr(record, f"{name}_loss")) is not None:
+                    self.writer.add_scalar(f"loss/{name}", value, record.step)
             for name, value in asdict(record).items():
-                if name not in ("step", "loss", "validation_loss") and value is not None:
+                if name != "step" and "loss" not in name and value is not None:
                     self.writer.add_scalar(f"step/{name}", value, record.step)
 
     def say(self, text: str) -> None:
@@ -278,8 +288,12 @@ def in_words(record: StepRecord) -> str:
         f"({record.memory_active / record.memory_total:.0%}/{record.memory_reserved / record.memory_total:.0%})",
         f"data {lost:.1%}",
     ]
-    if record.validation_loss is not None:
-        parts.insert(1, f"validation {record.validation_loss:.4f}")
+    others = (
+        ("validation", record.validation_loss),
+        ("mtp", record.mtp_loss),
+        ("balance", record.balance_loss),
+    )
+    parts[1:1] = [f"{name} {value:.4f}" for name, value in others if value is not None]
     return "  ".join(parts)
 
 

@@ -1,7 +1,7 @@
 """How a model becomes parallel: the ranks, the engine's recipe, and the calls in which engines differ.
 
 Everything that depends on `[parallel] engine` is in this file, so that the loop reads as if there were one engine.
-The recipe cuts a Llama into units; the model itself knows nothing of it.
+The recipe cuts a model into units, its blocks and its head; the model itself knows nothing of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwright as sw
 from shardwright.train.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
 from shardwright.train.errors import UserError
-from shardwright.train.models.llama import Block, Llama
+from shardwright.train.models.decoder import Decoder
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others before it gives them up. SHARDWRIGHT_TIMEOUT (seconds) replaces it."""
@@ -145,12 +145,13 @@ def check_ranks(config: Config, ranks: int) -> None:
 def _check_model_fits(config: Config) -> None:
     """Refuse a model whose parameters and rotary tables exceed this machine's memory: each rank builds them whole."""
     shape, memory = config.model.shape(), psutil.virtual_memory().total
-    need = 4 * (shape.parameters + shape.max_seq_len * shape.head_dim)
+    need = 4 * (shape.parameters + shape.table_numel)
     if need > memory:
         raise UserError(
             f"model: expected one whose parameters fit into the {memory:,} bytes of this machine, found "
             f"{shape.parameters:,}, which with the rotary tables need {need:,} bytes; choose a smaller preset, "
-            "model.dim, model.n_layers, model.vocab_size or model.max_seq_len"
+            f"model.dim, {'model.n_layers' if config.model.kind == 'llama' else 'model.pattern'}, model.vocab_size or "
+            "model.max_seq_len"
         )
 
 
@@ -211,7 +212,7 @@ def make_mesh(config: ParallelConfig, kind: str, size: int) -> DeviceMesh:
     )
 
 
-def parallelize(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> nn.Module:
+def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.Module:
     """The model, ready to train on the ranks of `mesh` with the engine of `config`. May return the same object.
 
     For the two engines with per-parameter sharding the units are: each block, the head with the final norm (and the
@@ -237,7 +238,7 @@ def parallelize(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> nn.Mo
         return FSDP1(
             model.to(device),
             device_mesh=mesh,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            auto_wrap_policy=ModuleWrapPolicy({type(block) for block in model.blocks()}),
             sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if keep else ShardingStrategy.FULL_SHARD,
             mixed_precision=MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
             device_id=device,
@@ -260,16 +261,15 @@ def parallelize(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> nn.Mo
     reshard_blocks: bool | int = reshard if isinstance(reshard, int) else not keeps
     reshard_last = config.reshard_after_forward == "always"
 
-    *blocks, last_block = model.layers
+    *blocks, last_block = model.blocks()
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard_blocks, **options)
     fully_shard(last_block, reshard_after_forward=reshard_last, **options)
 
-    head = [model.norm, model.output]
-    if model.config.tied_embeddings:
-        head.insert(0, model.tok_embeddings)
-    fully_shard(head, reshard_after_forward=reshard_last, **options)
+    fully_shard(model.head(), reshard_after_forward=reshard_last, **options)
 
+    if config.engine == "shardwright":
+        options |= {"memory": config.memory, "prefetch": config.prefetch}
     return cast(nn.Module, fully_shard(model, reshard_after_forward=reshard_last, **options))
 
 

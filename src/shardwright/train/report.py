@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # matplotlib takes half a second to import; only the one proc
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from shardwright.memory import Plan
+
 Records = Sequence[Mapping[str, Any]]
 
 WARM_UP = 3
@@ -35,6 +37,35 @@ def results(records: Records) -> dict[str, Any]:
         "tokens_per_second": statistics.median(record["tokens_per_second"] for record in timed),
         "step_seconds": statistics.median(record["seconds"] for record in timed),
     }
+
+
+def memory_plan(plan: Plan, path: Path, name: str) -> None:
+    """Where each slab of a step lies: time across, address up, one colour for each kind."""
+    from matplotlib.patches import Patch, Rectangle
+
+    figure = _figure(10, 5)
+    axes = figure.add_subplot()
+    kinds = sorted({item.kind for item in plan.items})
+    colours = {kind: f"C{i}" for i, kind in enumerate(kinds)}
+    scale, unit = (2**20, "MiB") if plan.nbytes >= 2**20 else (2**10, "KiB")
+    for item, offset in zip(plan.items, plan.offsets, strict=True):
+        for start, stop in item.spans:
+            place, size = (start, offset / scale), (stop - start, item.nbytes / scale)
+            axes.add_patch(
+                Rectangle(place, *size, facecolor=colours[item.kind], edgecolor="white", linewidth=0.3)
+            )
+    axes.set_xlim(0, max((stop for item in plan.items for _, stop in item.spans), default=1))
+    axes.set_ylim(0, 1.15 * max(plan.nbytes, 1) / scale)
+    axes.axhline(plan.lower_bound / scale, color="black", lw=0.8, ls="--", label="leased at once, at most")
+    _dress(
+        axes,
+        f"Memory plan of {name}: {plan.nbytes / scale:,.1f} {unit}",
+        "leases and releases of a step, in their order",
+        f"address in the block ({unit})",
+    )
+    handles = [Patch(color=colours[kind], label=kind) for kind in kinds]
+    axes.legend(handles=[*handles, *axes.get_lines()], loc="upper center", ncols=len(kinds) + 1)
+    figure.savefig(path, dpi=120)
 
 
 def loss_curve(records: Records, path: Path, name: str) -> None:

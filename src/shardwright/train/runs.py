@@ -54,6 +54,19 @@ class RunFolder:
         return self.path / "loss.png"
 
     @property
+    def memory_file(self) -> Path:
+        """What the first rank's memory is used for."""
+        return self.path / "memory.txt"
+
+    @property
+    def plan_file(self) -> Path:
+        return self.path / "memory_plan.json"
+
+    @property
+    def plan_picture(self) -> Path:
+        return self.path / "memory_plan.png"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shardwright.train.errors import UserError
-from shardwright.train.models.presets import PRESETS, LlamaConfig, RopeScaling
+from shardwright.train.models.presets import HYBRID_PRESETS, PRESETS, HybridConfig, LlamaConfig, RopeScaling
 
 # No float16: its gradients underflow without loss scaling, which the trainer does not have.
 DType = Literal["float32", "bfloat16"]
@@ -68,24 +68,37 @@ class RopeScalingConfig(Section):
 class ModelConfig(Section):
     """The model: a preset's shape, in which every other key replaces one number."""
 
-    kind: Literal["llama"] = Field(default="llama", description="Architecture.")
-    preset: Literal["debug", "150M", "1B", "3B", "8B", "70B", "405B"] = Field(
-        default="debug", description="Shape to start from. 1B, 3B: Llama 3.2; 8B, 70B, 405B: Llama 3.1."
+    kind: Literal["llama", "hybrid"] = Field(
+        default="llama",
+        description="Architecture. hybrid: Mamba-2, attention, mixture-of-experts and dense layers in any order.",
+    )
+    preset: Literal["debug", "150M", "1B", "3B", "8B", "9B", "70B", "405B"] = Field(
+        default="debug",
+        description="Shape to start from. Of llama: debug, 150M, 1B and 3B (Llama 3.2), 8B, 70B and 405B (Llama 3.1). "
+        "Of hybrid: debug, 150M, 9B (Nemotron Nano 9B v2).",
     )
     dim: int | None = Field(default=None, ge=1, description="Width of the residual stream.")
-    n_layers: int | None = Field(default=None, ge=1, description="Number of blocks.")
+    n_layers: int | None = Field(default=None, ge=1, description="Number of blocks. Of llama only.")
+    pattern: str | None = Field(
+        default=None,
+        description="The layers in their order: M for Mamba-2, * for attention, E for a mixture of experts, - for a "
+        "dense MLP. Of hybrid only, as are all keys from mamba_heads on.",
+    )
     n_heads: int | None = Field(default=None, ge=1, description="Query heads per block.")
     n_kv_heads: int | None = Field(
         default=None, ge=1, description="Key and value heads per block; divides n_heads."
+    )
+    head_dim: int | None = Field(
+        default=None, ge=1, description="Width of an attention head. Of hybrid only: of llama dim / n_heads."
     )
     ffn_dim: int | None = Field(default=None, ge=1, description="Hidden width of the feed-forward part.")
     vocab_size: int | None = Field(
         default=None, ge=1, description="Tokens of the vocabulary; at least the tokenizer's."
     )
-    max_seq_len: int | None = Field(
-        default=None, ge=1, description="Longest sequence the rotary tables cover, in tokens."
+    max_seq_len: int | None = Field(default=None, ge=1, description="Longest sequence, in tokens.")
+    rope_theta: float | None = Field(
+        default=None, gt=0, description="Base of the rotary frequencies. Of llama only."
     )
-    rope_theta: float | None = Field(default=None, gt=0, description="Base of the rotary frequencies.")
     rope_scaling: RopeScalingConfig | None = Field(
         default=None, description="Rotary frequencies stretched for long contexts, as in Llama 3.1."
     )
@@ -93,30 +106,79 @@ class ModelConfig(Section):
         default=None, description="Use the embedding matrix as the output layer too."
     )
     norm_eps: float | None = Field(default=None, gt=0, description="Added to the mean square inside RMSNorm.")
+    mamba_heads: int | None = Field(default=None, ge=1, description="Heads of a Mamba-2 layer.")
+    mamba_head_dim: int | None = Field(default=None, ge=1, description="Width of such a head.")
+    mamba_groups: int | None = Field(
+        default=None, ge=1, description="Groups of heads that share their B and C; divides mamba_heads."
+    )
+    mamba_state: int | None = Field(default=None, ge=1, description="Width of the state of each channel.")
+    conv_width: int | None = Field(
+        default=None, ge=1, description="Tokens that the convolution of a Mamba-2 layer sees."
+    )
+    chunk_size: int | None = Field(
+        default=None, ge=1, description="Tokens that the scan takes at once: changes speed and memory only."
+    )
+    n_experts: int | None = Field(default=None, ge=1, description="Experts of a mixture.")
+    top_k: int | None = Field(default=None, ge=1, description="Of those, experts that each token passes.")
+    expert_dim: int | None = Field(default=None, ge=1, description="Hidden width of an expert.")
+    shared_dim: int | None = Field(
+        default=None, ge=0, description="Hidden width of the expert that sees every token. 0: there is none."
+    )
+    balance_weight: float | None = Field(
+        default=None,
+        ge=0,
+        description="Weight of the load-balancing loss, which is 1 where experts share evenly.",
+    )
+    mtp_pattern: str | None = Field(
+        default=None,
+        description="Layers of the head that predicts the token after the next, as in pattern. Empty: no such head.",
+    )
+    mtp_weight: float | None = Field(default=None, ge=0, description="Weight of that head's loss.")
 
     @model_validator(mode="after")
     def _shape_is_possible(self) -> ModelConfig:
         self.shape()
         return self
 
-    def shape(self) -> LlamaConfig:
+    def shape(self) -> LlamaConfig | HybridConfig:
         """The preset with this section's own numbers in place.
 
-        Raises ValueError where the numbers do not fit one another.
+        Raises ValueError where the numbers do not fit one another, or the kind.
         """
+        presets: Mapping[str, LlamaConfig | HybridConfig] = KINDS[self.kind]
+        preset = presets.get(self.preset)
+        if preset is None:
+            raise ValueError(
+                f"preset: expected one of {', '.join(presets)} with kind {self.kind!r}, found {self.preset!r}"
+            )
         given = {name: value for name, value in self if value is not None and name not in ("kind", "preset")}
+        foreign = next((name for name in given if not hasattr(preset, name)), None)
+        # A width of heads is a number of every model, but of a Llama it follows from others.
+        if self.kind == "llama" and self.head_dim is not None:
+            foreign = "head_dim"
+        if foreign is not None:
+            owner = next(kind for kind in KINDS if kind != self.kind)
+            raise ValueError(
+                f"{foreign}: kind {self.kind!r} has none; expected it with kind {owner!r} only, found "
+                f"{given[foreign]!r}"
+            )
         scaling = self.rope_scaling
         if scaling is not None:
             given["rope_scaling"] = RopeScaling(**dict(scaling)) if scaling.factor > 1 else None
-        return replace(PRESETS[self.preset], **given)
+        return replace(preset, **given)
 
     def resolved(self) -> ModelConfig:
         """The same model with every number written out, so that nothing depends on the preset any more."""
-        numbers = vars(self.shape())
-        scaling = numbers["rope_scaling"]
-        # A factor of 1 stands for none: without the table the preset's would come back.
-        table = RopeScalingConfig(factor=1.0) if scaling is None else RopeScalingConfig(**vars(scaling))
-        return self.model_copy(update={**numbers, "rope_scaling": table})
+        numbers = dict(vars(self.shape()))
+        if self.kind == "llama":
+            scaling = numbers["rope_scaling"]
+            # A factor of 1 stands for none: without the table the preset's would come back.
+            table = RopeScalingConfig(factor=1.0) if scaling is None else RopeScalingConfig(**vars(scaling))
+            numbers["rope_scaling"] = table
+        return self.model_copy(update=numbers)
+
+
+KINDS: Mapping[str, Mapping[str, LlamaConfig | HybridConfig]] = {"llama": PRESETS, "hybrid": HYBRID_PRESETS}
 
 
 class DataConfig(Section):
@@ -275,10 +337,19 @@ class ParallelConfig(Section):
         description="Where the engine shardwright cuts parameters: along their first dimension, between rows, "
         "anywhere, or, a number, between blocks of so many rows.",
     )
+    memory: Literal["dynamic", "double_buffer", "max_pool", "arena"] = Field(
+        default="dynamic",
+        description="Where the engine shardwright takes the memory of a step from: torch's allocator, slots for units "
+        "of one size or of several, or one block that is planned from the first step.",
+    )
+    prefetch: Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^\d+ ?[KMG]iB$")] = Field(
+        default=1,
+        description='How many units the engine shardwright gathers ahead, or how many bytes, such as "512 MiB".',
+    )
 
     @model_validator(mode="after")
     def _fits_the_engine(self) -> ParallelConfig:
-        for key in ("strategy", "replicas", "layout"):
+        for key in ("strategy", "replicas", "layout", "memory", "prefetch"):
             value, default = getattr(self, key), type(self).model_fields[key].default
             if self.engine != "shardwright" and value != default:
                 raise ValueError(
@@ -339,11 +410,14 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Config:
-        longest = self.model.shape().max_seq_len
+        shape = self.model.shape()
+        longest = shape.max_seq_len
         if self.train.seq_len > longest:
             raise ValueError(
                 f"train.seq_len: expected at most model.max_seq_len = {longest}, found {self.train.seq_len}"
             )
+        if isinstance(shape, HybridConfig) and shape.mtp_pattern and self.train.seq_len < 2:
+            raise ValueError("train.seq_len: expected at least 2 with a model.mtp_pattern, found 1")
         problem = self.train.batch_problem(ranks=1)
         if problem:
             raise ValueError(problem)

@@ -15,15 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.train.config import ModelConfig
-from shardwright.train.errors import UserError
-from shardwright.train.models.presets import PRESETS, LlamaConfig, RopeScaling
+from shardwright.train.models.decoder import EMBEDDING_STD, Decoder, Embedding, Linear, truncated_normal
+from shardwright.train.models.presets import PRESETS, HybridConfig, LlamaConfig, RopeScaling
 
-# As in torchtitan. On the debug preset's job (300 steps of 2,048 tokens) 0.02 ended with a validation loss of
-# 1.34 against 1.41, but began with a gradient norm of 27 against 1.1: RMSNorm divides by small embeddings.
-EMBEDDING_STD = 1.0
-
-__all__ = ["PRESETS", "Llama", "LlamaConfig", "RopeScaling", "build_model"]
+__all__ = ["PRESETS", "Llama", "LlamaConfig", "RopeScaling"]
 
 
 def rope_frequencies(config: LlamaConfig) -> Tensor:
@@ -64,42 +59,26 @@ class Rope:
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BSHK.dtype)
 
 
-class _Linear(nn.Linear):
-    """A linear layer without bias whose weights are left to `Llama.init_weights`.
+class Attention(nn.Module):
+    """Causal self-attention in which groups of query heads share one key and value head.
 
-    Were they drawn at construction as well, a seed would mean other weights than for a model made on meta.
+    Without `rope` it knows the order of tokens only from what other layers have put into them.
     """
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
-
-    def reset_parameters(self) -> None:
-        pass
-
-
-class _Embedding(nn.Embedding):
-    """An embedding whose weights are left to `Llama.init_weights`, as those of `_Linear`."""
-
-    def reset_parameters(self) -> None:
-        pass
-
-
-class Attention(nn.Module):
-    """Causal self-attention in which groups of query heads share one key and value head."""
-
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig | HybridConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.grouped = config.n_kv_heads != config.n_heads
-        self.wq = _Linear(config.dim, config.n_heads * config.head_dim)
-        self.wk = _Linear(config.dim, config.n_kv_heads * config.head_dim)
-        self.wv = _Linear(config.dim, config.n_kv_heads * config.head_dim)
-        self.wo = _Linear(config.n_heads * config.head_dim, config.dim)
+        self.wq = Linear(config.dim, config.n_heads * config.head_dim)
+        self.wk = Linear(config.dim, config.n_kv_heads * config.head_dim)
+        self.wv = Linear(config.dim, config.n_kv_heads * config.head_dim)
+        self.wo = Linear(config.n_heads * config.head_dim, config.dim)
 
-    def forward(self, x_BSD: Tensor, rope: Rope) -> Tensor:
+    def forward(self, x_BSD: Tensor, rope: Rope | None = None) -> Tensor:
         heads = (*x_BSD.shape[:2], -1, self.head_dim)
-        q_BSHK = rope.rotate(self.wq(x_BSD).view(heads))
-        k_BSHK = rope.rotate(self.wk(x_BSD).view(heads))
+        q_BSHK, k_BSHK = self.wq(x_BSD).view(heads), self.wk(x_BSD).view(heads)
+        if rope is not None:
+            q_BSHK, k_BSHK = rope.rotate(q_BSHK), rope.rotate(k_BSHK)
         v_BSHK = self.wv(x_BSD).view(heads)
         out_BHSK = F.scaled_dot_product_attention(
             q_BSHK.transpose(1, 2), k_BSHK.transpose(1, 2), v_BSHK.transpose(1, 2),
@@ -113,9 +92,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.w1 = _Linear(config.dim, config.ffn_dim)
-        self.w2 = _Linear(config.ffn_dim, config.dim)
-        self.w3 = _Linear(config.dim, config.ffn_dim)
+        self.w1 = Linear(config.dim, config.ffn_dim)
+        self.w2 = Linear(config.ffn_dim, config.dim)
+        self.w3 = Linear(config.dim, config.ffn_dim)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))
@@ -136,22 +115,19 @@ class Block(nn.Module):
         return x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
 
 
-class Llama(nn.Module):
-    """A decoder-only language model.
-
-    Built on the meta device it has shapes only: give it storage with `to_empty`, then call `init_weights`.
-    """
+class Llama(Decoder):
+    """A decoder of equal blocks."""
 
     rope_cos: Tensor
     rope_sin: Tensor
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.config = config
-        self.tok_embeddings = _Embedding(config.vocab_size, config.dim)
+        self.config, self.tied = config, config.tied_embeddings
+        self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.output = _Linear(config.dim, config.vocab_size)
+        self.output = Linear(config.dim, config.vocab_size)
         if config.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
         # Tables follow from the configuration, so checkpoints leave them out.
@@ -183,34 +159,26 @@ class Llama(nn.Module):
         does not grow with the number of blocks (GPT-2 scales by the whole depth; by each block's own:
         "DS-Init", Zhang et al., 2019, and torchtitan's Llama). The output layer has dim**-0.5, which gives
         logits of unit variance and a first loss half a nat above log(vocab). A tied matrix is drawn once, as
-        the output layer. Raises RuntimeError on the meta device, where drawing would silently do nothing.
+        the output layer. Raises RuntimeError on the meta device.
         """
-        on_meta = [
-            name for name, tensor in (*self.named_parameters(), *self.named_buffers()) if tensor.is_meta
-        ]
-        if on_meta:
-            raise RuntimeError(
-                f"init_weights: expected parameters with storage, found {len(on_meta)} on the meta device "
-                f"({on_meta[0]}, ...); call to_empty(device=...) first"
-            )
-        self._draw_weights()
+        super().init_weights()
         self._build_rope_tables()
 
     def _draw_weights(self) -> None:
         if not self.config.tied_embeddings:
-            _truncated_normal(self.tok_embeddings.weight, EMBEDDING_STD)
+            truncated_normal(self.tok_embeddings.weight, EMBEDDING_STD)
         for depth, block in enumerate(self.layers, start=1):
             assert isinstance(block, Block)
             residual_std = 0.02 / math.sqrt(2 * depth)
             attention, feed_forward = block.attention, block.feed_forward
             for linear in (attention.wq, attention.wk, attention.wv, feed_forward.w1, feed_forward.w3):
-                _truncated_normal(linear.weight, 0.02)
+                truncated_normal(linear.weight, 0.02)
             for linear in (attention.wo, feed_forward.w2):
-                _truncated_normal(linear.weight, residual_std)
+                truncated_normal(linear.weight, residual_std)
             block.attention_norm.reset_parameters()
             block.ffn_norm.reset_parameters()
         self.norm.reset_parameters()
-        _truncated_normal(self.output.weight, self.config.dim**-0.5)
+        truncated_normal(self.output.weight, self.config.dim**-0.5)
 
     def _build_rope_tables(self) -> None:
         # float32 positions are exact to 2**24, far beyond any table.
@@ -221,17 +189,10 @@ class Llama(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Llama:
         super()._apply(fn, recurse)
-        # `to_empty` gives a tied matrix two storages, one for each module that holds it.
-        if self.config.tied_embeddings:
-            self.output.weight = self.tok_embeddings.weight
         # `model.to(torch.bfloat16)` casts buffers as well; the tables have to stay float32.
         if self.rope_cos.dtype != torch.float32:
             self._build_rope_tables()
         return self
-
-    def num_params(self) -> int:
-        """Number of parameters, a tied matrix counted once."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations of forward and backward per trained token.
@@ -245,21 +206,3 @@ class Llama(nn.Module):
         per_layer = attention + 3 * config.dim * config.ffn_dim
         multiplied = config.n_layers * per_layer + config.dim * config.vocab_size
         return 6 * multiplied + 12 * config.n_layers * config.dim * seq_len
-
-
-def _truncated_normal(weight: Tensor, std: float) -> None:
-    nn.init.trunc_normal_(weight, mean=0.0, std=std, a=-3 * std, b=3 * std)
-
-
-def build_model(model_config: ModelConfig, vocab_size: int) -> Llama:
-    """The model a `[model]` section describes, on the default device (`with torch.device("meta")` too).
-
-    `vocab_size` is the tokenizer's. Raises UserError where the model's vocabulary is smaller; a larger one is
-    fine, the rows beyond are never used.
-    """
-    shape = model_config.shape()
-    if shape.vocab_size < vocab_size:
-        raise UserError(
-            f"model.vocab_size: expected at least the tokenizer's {vocab_size}, found {shape.vocab_size}"
-        )
-    return Llama(shape)

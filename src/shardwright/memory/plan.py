@@ -1,0 +1,205 @@
+"""Plans of memory: where each slab goes in one block of bytes. Pure: sizes and times in, offsets out.
+
+An *item* is a slab: its bytes, and the intervals of a step in which it is leased. Two items that are leased at the same
+time must not overlap. An item has one offset for all of its intervals.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+ALIGN = 512  #: bytes; what torch's CUDA allocator aligns to, and enough for any collective
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True)
+class Item:
+    """A slab in the trace of a step.
+
+    Attributes:
+        unit, kind: whose it is and for what.
+        nbytes: size in bytes.
+        spans: when it is leased: first tick, and first tick after; in order, and not empty.
+    """
+
+    unit: str
+    kind: str
+    nbytes: int
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def size(self) -> int:
+        return aligned(self.nbytes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where items lie in one block of ``nbytes`` bytes.
+
+    Attributes:
+        items, offsets: each item and its first byte.
+        nbytes: size of the block.
+        lower_bound: the most bytes that are leased at once; no plan has a smaller block.
+        slots: for pools, each slot's offset, size and the unit that makes it so large.
+    """
+
+    items: tuple[Item, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+    lower_bound: int
+    slots: tuple[tuple[int, int, str], ...] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: sizes and addresses in bytes, times in leases and releases since the step began."""
+        return {
+            "nbytes": self.nbytes,
+            "lower_bound": self.lower_bound,
+            "slots": [{"offset": o, "nbytes": n, "largest_unit": unit} for o, n, unit in self.slots],
+            "slabs": [
+                {
+                    "unit": i.unit,
+                    "kind": i.kind,
+                    "offset": offset,
+                    "nbytes": i.nbytes,
+                    "leased": [list(span) for span in i.spans],
+                }
+                for i, offset in zip(self.items, self.offsets, strict=True)
+            ],
+        }
+
+
+def peak(items: Sequence[Item]) -> int:
+    """The most bytes, each size aligned, that are leased at once."""
+    return max(_sizes_at(items, [start for item in items for start, _ in item.spans]), default=0)
+
+
+def at_peak(items: Sequence[Item]) -> tuple[list[Item], Item | None]:
+    """What is leased when the most bytes are, and what was leased last of it."""
+    starts = sorted({start for item in items for start, _ in item.spans})
+    best: tuple[int, int] = (0, -1)
+    sizes = _sizes_at(items, starts)
+    for start, size in zip(starts, sizes, strict=True):
+        if size > best[0]:
+            best = size, start
+    live = [item for item in items if any(start <= best[1] < stop for start, stop in item.spans)]
+    last = next((item for item in live if any(start == best[1] for start, _ in item.spans)), None)
+    return live, last
+
+
+def _sizes_at(items: Sequence[Item], ticks: Sequence[int]) -> list[int]:
+    changes: dict[int, int] = {}
+    for item in items:
+        for start, stop in item.spans:
+            changes[start] = changes.get(start, 0) + item.size
+            changes[stop] = changes.get(stop, 0) - item.size
+    sizes: dict[int, int] = {}
+    now = 0
+    for tick in sorted(changes):
+        now += changes[tick]
+        sizes[tick] = now
+    return [sizes[tick] for tick in ticks]
+
+
+def most_at_once(items: Sequence[Item]) -> int:
+    """The most items that are leased at once."""
+    changes = sorted(
+        change for item in items for start, stop in item.spans for change in ((start, 1), (stop, -1))
+    )
+    return max(itertools.accumulate(change for _, change in changes), default=0)
+
+
+def overlap(one: Item, two: Item) -> bool:
+    """Whether both are leased at some time."""
+    a, b = one.spans, two.spans
+    i = j = 0
+    while i < len(a) and j < len(b):
+        if a[i][0] < b[j][1] and b[j][0] < a[i][1]:
+            return True
+        if a[i][1] <= b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return False
+
+
+def pack(items: Sequence[Item]) -> Plan:
+    """One offset for each item, so that the block is small: the best of several orders, each placed lowest first.
+
+    Storage packing of this kind is NP-hard; for the traces of training steps, in which equal units follow one another,
+    one of the orders mostly reaches the lower bound, and no other is tried then.
+    """
+    bound = peak(items)
+    length = {id(item): sum(stop - start for start, stop in item.spans) for item in items}
+    orders = (
+        lambda item: (-item.size, item.spans[0]),
+        lambda item: (-length[id(item)], -item.size),
+        lambda item: (-item.size * length[id(item)],),
+        lambda item: (item.spans[0], -item.size),
+    )
+    best: tuple[int, list[int]] | None = None
+    for order in orders:
+        offsets = _place(items, sorted(range(len(items)), key=lambda i: order(items[i])))
+        height = max((offset + item.size for offset, item in zip(offsets, items, strict=True)), default=0)
+        if best is None or height < best[0]:
+            best = height, offsets
+        if height == bound:
+            break
+    assert best is not None
+    return Plan(tuple(items), tuple(best[1]), best[0], bound)
+
+
+def _place(items: Sequence[Item], order: Sequence[int]) -> list[int]:
+    """Each in turn into the lowest gap between those placed already that are leased at the same time."""
+    offsets = [0] * len(items)
+    placed: list[int] = []
+    for i in order:
+        taken = sorted(
+            (offsets[j], offsets[j] + items[j].size) for j in placed if overlap(items[i], items[j])
+        )
+        offset = 0
+        for start, stop in taken:
+            if start - offset >= items[i].size:
+                break
+            offset = max(offset, stop)
+        offsets[i] = offset
+        bisect.insort(placed, i)
+    return offsets
+
+
+def lasting(items: Sequence[Item], count: int) -> list[bool]:
+    """Which items are leased while many others come and go, so that they would block one of ``count`` slots."""
+    starts = sorted(start for item in items for start, _ in item.spans)
+
+    def begin_inside(start: int, stop: int) -> int:
+        return bisect.bisect_left(starts, stop) - bisect.bisect_right(starts, start)
+
+    return [any(begin_inside(*span) > 2 * count for span in item.spans) for item in items]
+
+
+def slots(items: Sequence[Item], count: int) -> Plan:
+    """A pool of ``count`` slots; items go round them in the order of their first lease.
+
+    Of any ``count`` items that follow one another each has a slot of its own, forwards and backwards. The k-th largest
+    slot is no larger than the k-th largest item.
+    """
+    order = sorted(range(len(items)), key=lambda i: items[i].spans[0])
+    members = [[i for place, i in enumerate(order) if place % count == slot] for slot in range(count)]
+    offsets = [0] * len(items)
+    made: list[tuple[int, int, str]] = []
+    offset = 0
+    for slot in members:
+        if not slot:
+            continue
+        largest = max(slot, key=lambda i: items[i].size)
+        made.append((offset, items[largest].size, items[largest].unit))
+        for i in slot:
+            offsets[i] = offset
+        offset += items[largest].size
+    return Plan(tuple(items), tuple(offsets), offset, peak(items), tuple(made))

@@ -1,0 +1,90 @@
+"""An allocator that follows a plan, and leases outside it wherever the program does not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shardwright.memory.plan import Plan
+from shardwright.memory.slab import Slab
+
+
+class Planned:
+    """Leases slabs at the places of a plan, in one block of bytes of the slabs' device.
+
+    A place is given only while nothing that overlaps it is leased; otherwise, and for slabs that the plan does not
+    have, the lease is dynamic, counted, and told once for each unit and reason.
+
+    ``wanted`` says whether a slab that has no place should have one.
+
+    Attributes:
+        plan: where things lie.
+        planned, dynamic: number of leases of either kind so far.
+        deviations: for each unit, kind and reason the number of dynamic leases.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        slabs: Sequence[Slab],
+        device: torch.device,
+        told: Callable[[str, str, str], None],
+        wanted: Callable[[Slab], bool],
+    ) -> None:
+        self.plan = plan
+        self.block = torch.empty(plan.nbytes, dtype=torch.uint8, device=device)
+        self.planned = self.dynamic = 0
+        self.deviations: Counter[tuple[str, str, str]] = Counter()
+        self._told = told
+        self._wanted = wanted
+        self._slabs = list(slabs)  # alive, so that their ids stay theirs
+        self._index = {id(slab): i for i, slab in enumerate(slabs)}
+        ends = [(o, o + item.size) for o, item in zip(plan.offsets, plan.items, strict=True)]
+        #: For each slab a bit for each whose place overlaps its own, itself included.
+        self._overlaps = [
+            sum(1 << j for j, (low, high) in enumerate(ends) if start < high and low < stop)
+            for start, stop in ends
+        ]
+        #: Each slab's memory; none where the plan was made for less than it needs.
+        self._memory = [
+            self.block[start : start + slab.nbytes]
+            if slab.nbytes <= item.nbytes and start + slab.nbytes <= plan.nbytes
+            else None
+            for (start, _), slab, item in zip(ends, slabs, plan.items, strict=True)
+        ]
+        self._leased = 0  #: a bit for each
+
+    def lease(self, slab: Slab) -> torch.Tensor | None:
+        i = self._index.get(id(slab))
+        if i is None:
+            if self._wanted(slab):
+                self._deviate(slab, "it is not in the plan")
+            return None
+        memory = self._memory[i]
+        if memory is None:
+            self._deviate(
+                slab, f"it has {slab.nbytes:,} bytes and the plan {self.plan.items[i].nbytes:,} for it"
+            )
+            return None
+        busy = self._overlaps[i] & self._leased
+        if busy:
+            other = self._slabs[busy.bit_length() - 1]
+            self._deviate(slab, f"its place is taken by {other.kind} of unit {other.unit!r}")
+            return None
+        self._leased |= 1 << i
+        self.planned += 1
+        return memory
+
+    def release(self, slab: Slab, memory: torch.Tensor | None) -> None:
+        if memory is not None:
+            self._leased &= ~(1 << self._index[id(slab)])
+
+    def _deviate(self, slab: Slab, reason: str) -> None:
+        key = slab.unit, slab.kind, reason
+        if slab.nbytes:
+            self.dynamic += 1
+            self.deviations[key] += 1
+            if self.deviations[key] == 1:
+                self._told(*key)

@@ -1,0 +1,29 @@
+"""From the `[model]` section of a configuration to the model: the one place that knows every kind."""
+
+from __future__ import annotations
+
+from shardwright.train.config import ModelConfig
+from shardwright.train.errors import UserError
+from shardwright.train.models.decoder import Decoder
+from shardwright.train.models.hybrid import Hybrid
+from shardwright.train.models.llama import Llama
+from shardwright.train.models.presets import HybridConfig, LlamaConfig
+
+
+def model_of(shape: LlamaConfig | HybridConfig) -> Decoder:
+    """The model of that shape, on the default device (`with torch.device("meta")` too)."""
+    return Hybrid(shape) if isinstance(shape, HybridConfig) else Llama(shape)
+
+
+def build_model(model_config: ModelConfig, vocab_size: int) -> Decoder:
+    """The model a `[model]` section describes, on the default device.
+
+    `vocab_size` is the tokenizer's. Raises UserError where the model's vocabulary is smaller; a larger one is
+    fine, the rows beyond are never used.
+    """
+    shape = model_config.shape()
+    if shape.vocab_size < vocab_size:
+        raise UserError(
+            f"model.vocab_size: expected at least the tokenizer's {vocab_size}, found {shape.vocab_size}"
+        )
+    return model_of(shape)

@@ -1,0 +1,352 @@
+"""A decoder of unlike layers: Mamba-2, attention, mixtures of experts and dense MLPs, in the order of a pattern.
+
+Nothing about sharding, processes or devices may enter this file: engines work on the model from outside.
+Sources: "Transformers are SSMs" (Dao and Gu, 2024, Mamba-2), "Nemotron-H" (NVIDIA, 2025, the order of layers, squared
+ReLU, no position embedding), "DeepSeekMoE" (Dai et al., 2024, the shared expert) and "DeepSeek-V3" (2024, the balance
+of each sequence, multi-token prediction). Shapes in names: B sequences, S tokens, D width, E experts, F width of an
+expert, K experts of a token, T tokens of all sequences, V vocabulary; those of the scan are told in `scan`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwright.train.models.decoder import EMBEDDING_STD, Decoder, Embedding, Linear, truncated_normal
+from shardwright.train.models.llama import Attention
+from shardwright.train.models.presets import HYBRID_PRESETS, HybridConfig
+from shardwright.train.models.scan import selective_scan
+
+__all__ = ["HYBRID_PRESETS", "Extras", "Hybrid", "HybridConfig"]
+
+
+class Mamba2(nn.Module):
+    """Projection, short causal convolution, selective scan, gated norm of every group, projection back."""
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.in_proj = Linear(config.dim, config.mamba_in_dim)
+        # Three dimensions as in `nn.Conv1d`: optimizers that treat matrices in a way of their own leave it alone.
+        self.conv_weight = nn.Parameter(torch.empty(config.conv_dim, 1, config.conv_width))
+        self.conv_bias = nn.Parameter(torch.empty(config.conv_dim))
+        self.dt_bias = nn.Parameter(torch.empty(config.mamba_heads))
+        self.a_log = nn.Parameter(torch.empty(config.mamba_heads))
+        self.skip = nn.Parameter(torch.empty(config.mamba_heads))
+        self.norm_weight = nn.Parameter(torch.empty(config.mamba_dim))
+        self.out_proj = Linear(config.mamba_dim, config.dim)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        c = self.config
+        gate, convolved, dt_BSH = self.in_proj(x_BSD).split([c.mamba_dim, c.conv_dim, c.mamba_heads], dim=-1)
+        padded = F.pad(convolved.transpose(1, 2), (c.conv_width - 1, 0))
+        convolved = F.silu(F.conv1d(padded, self.conv_weight, self.conv_bias, groups=c.conv_dim)).transpose(
+            1, 2
+        )
+        shared = c.mamba_groups * c.mamba_state
+        x, b, c_ = convolved.split([c.mamba_dim, shared, shared], dim=-1)
+        x_BSHP = x.unflatten(-1, (c.mamba_heads, c.mamba_head_dim))
+        states = (c.mamba_groups, c.mamba_state)
+        dt_BSH = F.softplus(dt_BSH.float() + self.dt_bias.float())
+        y_BSHP = selective_scan(
+            x_BSHP, dt_BSH, -self.a_log.float().exp(), b.unflatten(-1, states), c_.unflatten(-1, states), c.chunk_size
+        )  # fmt: skip
+        y_BSHP = y_BSHP + self.skip[:, None] * x_BSHP
+        return self.out_proj(self._normalised(y_BSHP.flatten(2) * F.silu(gate)))
+
+    def _normalised(self, y: Tensor) -> Tensor:
+        """Every group by itself, as in Nemotron-H: with tensor parallelism no rank then needs another's."""
+        c = self.config
+        groups = y.unflatten(-1, (c.mamba_groups, -1))
+        normalised = F.rms_norm(groups, groups.shape[-1:], eps=c.norm_eps).flatten(-2)
+        return normalised.to(y.dtype) * self.norm_weight
+
+    def draw(self, residual_std: float) -> None:
+        """As in the reference code of Mamba-2: steps from 0.001 to 0.1 and decays from 1 to 16, spread evenly."""
+        c = self.config
+        truncated_normal(self.in_proj.weight, 0.02)
+        truncated_normal(self.out_proj.weight, residual_std)
+        nn.init.uniform_(self.conv_weight, -(c.conv_width**-0.5), c.conv_width**-0.5)
+        nn.init.zeros_(self.conv_bias)
+        dt = nn.init.uniform_(self.dt_bias, math.log(1e-3), math.log(1e-1)).exp()
+        self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        self.a_log.uniform_(1, 16).log_()
+        nn.init.ones_(self.skip)
+        nn.init.ones_(self.norm_weight)
+
+
+class SquaredReluMLP(nn.Module):
+    """Two matrices with the square of ReLU between them ("Primer", So et al., 2021)."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.up = Linear(dim, hidden)
+        self.down = Linear(hidden, dim)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x_BSD)).square())
+
+    def draw(self, residual_std: float) -> None:
+        truncated_normal(self.up.weight, 0.02)
+        truncated_normal(self.down.weight, residual_std)
+
+
+class MixtureOfExperts(nn.Module):
+    """Every token passes its `top_k` likeliest experts, weighted by their probabilities, and the shared one.
+
+    The weights of all experts are two parameters of three dimensions. So an expert that no token of a rank chose has
+    the gradient zero there, not none, and what is communicated never depends on the routing; cut along the first
+    dimension, ranks own whole experts. Tokens are sorted by expert and multiplied group by group: no token is dropped,
+    none is computed twice, and no size depends on the routing, so that the host never waits for it.
+    """
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__()
+        self.top_k = config.top_k
+        self.router = Linear(config.dim, config.n_experts)
+        self.up = nn.Parameter(torch.empty(config.n_experts, config.dim, config.expert_dim))
+        self.down = nn.Parameter(torch.empty(config.n_experts, config.expert_dim, config.dim))
+        self.shared = SquaredReluMLP(config.dim, config.shared_dim) if config.shared_dim else None
+
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """The output [B, S, D], and how uneven the routing of each sequence is, float32 [B]: see `imbalance`."""
+        probability_BSE = self.probabilities(x_BSD)
+        # Not renormalised: with one expert per token nothing would teach the router otherwise.
+        weight_BSK, expert_BSK = probability_BSE.topk(self.top_k, dim=-1)
+        y_TD = self.routed(x_BSD.flatten(0, 1), weight_BSK.flatten(0, 1), expert_BSK.flatten(0, 1))
+        y_BSD = y_TD.view_as(x_BSD)
+        if self.shared is not None:
+            y_BSD = y_BSD + self.shared(x_BSD)
+        return y_BSD, imbalance(probability_BSE, expert_BSK)
+
+    def probabilities(self, x_BSD: Tensor) -> Tensor:
+        """The router's softmax in float32, also under autocast: near ties must not fall by rounding."""
+        with torch.autocast(x_BSD.device.type, enabled=False):
+            return F.linear(x_BSD.float(), self.router.weight.float()).softmax(dim=-1)
+
+    def routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
+        """The weighted sum of the chosen experts: [T, D]."""
+        count, (experts, dim, _) = expert_TK.numel(), self.up.shape
+        sorted_experts, order = expert_TK.flatten().sort(stable=True)
+        numbers = torch.arange(experts, device=order.device)
+        ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
+        # One row for each choice, then a permutation: unlike a gather of tokens, its backward adds in a fixed order.
+        rows = x_TD.unsqueeze(1).expand(-1, self.top_k, -1).reshape(count, dim).index_select(0, order)
+        hidden = F.relu(F.grouped_mm(rows, self.up.to(rows.dtype), offs=ends)).square()
+        rows = F.grouped_mm(hidden, self.down.to(rows.dtype), offs=ends)
+        rows = torch.empty_like(rows).index_copy(0, order, rows)
+        return (rows.view(-1, self.top_k, dim) * weight_TK.unsqueeze(-1).to(rows.dtype)).sum(1)
+
+    def draw(self, residual_std: float) -> None:
+        truncated_normal(self.router.weight, 0.02)
+        truncated_normal(self.up, 0.02)
+        truncated_normal(self.down, residual_std)
+        if self.shared is not None:
+            self.shared.draw(residual_std)
+
+
+def imbalance(probability_BSE: Tensor, expert_BSK: Tensor) -> Tensor:
+    """E times the sum over experts of the part of choices an expert got and its mean probability: float32 [B].
+
+    1 where all experts get as much, E where one gets all ("Switch Transformers", Fedus et al., 2021, equation 4, for
+    `top_k` experts). Counted in each sequence by itself (DeepSeek-V3, equation 17), so that it does not matter how the
+    sequences of a step are spread over micro-batches and ranks.
+    """
+    experts = probability_BSE.shape[-1]
+    chosen_BE = F.one_hot(expert_BSK.flatten(1), experts).float().mean(dim=1)
+    return experts * (chosen_BE * probability_BSE.mean(dim=1)).sum(dim=-1)
+
+
+class Block(nn.Module):
+    """One layer of the pattern, normalised before and added to the residual stream."""
+
+    def __init__(self, config: HybridConfig, kind: str) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.mixer = _mixer(config, kind)
+
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The residual stream, and of experts how unevenly they were used: float32 [B]."""
+        y = self.mixer(self.norm(x_BSD))
+        y_BSD, imbalance_B = y if isinstance(y, tuple) else (y, None)
+        return x_BSD + y_BSD, imbalance_B
+
+    def draw(self, depth: int) -> None:
+        self.norm.reset_parameters()
+        residual_std = 0.02 / math.sqrt(depth)
+        if isinstance(self.mixer, Attention):
+            for linear in (self.mixer.wq, self.mixer.wk, self.mixer.wv):
+                truncated_normal(linear.weight, 0.02)
+            truncated_normal(self.mixer.wo.weight, residual_std)
+        else:
+            self.mixer.draw(residual_std)
+
+
+def _mixer(config: HybridConfig, kind: str) -> Mamba2 | Attention | MixtureOfExperts | SquaredReluMLP:
+    if kind == "M":
+        return Mamba2(config)
+    if kind == "*":
+        return Attention(config)
+    return MixtureOfExperts(config) if kind == "E" else SquaredReluMLP(config.dim, config.ffn_dim)
+
+
+class NextButOne(nn.Module):
+    """Multi-token prediction: what the output layer needs to predict the token after the next (DeepSeek-V3, 2.2).
+
+    It sees the residual stream after the last layer, and the embedding of the next token. Embedding and output layer
+    are the model's own, which it is handed the results of, or hands its results to.
+    """
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__()
+        self.stream_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.token_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.proj = Linear(2 * config.dim, config.dim)
+        self.layers = nn.ModuleList(Block(config, kind) for kind in config.mtp_pattern)
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+
+    def forward(self, x_BSD: Tensor, next_BSD: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The normalised stream [B, S, D], and how unevenly each layer of experts was used."""
+        x_BSD = self.proj(torch.cat((self.stream_norm(x_BSD), self.token_norm(next_BSD)), dim=-1))
+        x_BSD, uneven = _through(self.layers, x_BSD)
+        return self.norm(x_BSD), uneven
+
+    def draw(self, depth: int) -> None:
+        truncated_normal(self.proj.weight, (2 * self.proj.out_features) ** -0.5)
+        for norm in (self.stream_norm, self.token_norm, self.norm):
+            norm.reset_parameters()
+        for number, block in enumerate(self.layers):
+            assert isinstance(block, Block)
+            block.draw(depth + number)
+
+
+def _through(blocks: nn.ModuleList, x_BSD: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The stream after all blocks, and how unevenly each layer of experts was used."""
+    uneven = []
+    for block in blocks:
+        x_BSD, imbalance_B = block(x_BSD)
+        if imbalance_B is not None:
+            uneven.append(imbalance_B)
+    return x_BSD, uneven
+
+
+class Extras(NamedTuple):
+    """What the losses beside the cross-entropy are made of; `None` where the model has no such part."""
+
+    imbalance_B: Tensor | None
+    """Mean of `imbalance` over the layers of experts."""
+    mtp_logits_BSV: Tensor | None
+    """Of the token after the next, for all tokens but the last of each sequence."""
+
+
+class Hybrid(Decoder):
+    """A decoder whose layers follow `config.pattern`.
+
+    As in Nemotron-H no layer knows positions: the order of tokens comes from the scans and convolutions.
+    """
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__()
+        self.config, self.tied = config, config.tied_embeddings
+        self.auxiliary = {}
+        if "E" in config.pattern + config.mtp_pattern:
+            self.auxiliary["balance"] = config.balance_weight
+        if config.mtp_pattern:
+            self.auxiliary["mtp"] = config.mtp_weight
+        self.tok_embeddings = Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config, kind) for kind in config.pattern)
+        self.mtp = NextButOne(config) if config.mtp_pattern else None
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = Linear(config.dim, config.vocab_size)
+        if config.tied_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+        if not self.tok_embeddings.weight.is_meta:
+            self.init_weights()
+
+    def blocks(self) -> list[nn.Module]:
+        return [*self.layers, *([] if self.mtp is None else [self.mtp])]
+
+    def forward(self, tokens_BS: Tensor, extras: bool = False) -> Tensor | tuple[Tensor, Extras]:
+        """Logits [B, S, V] in the compute dtype for token numbers [B, S] (int64), S at most `max_seq_len`.
+
+        With `extras` also what `auxiliary_sums` needs; for that S must be 2 or more where there is an `mtp_pattern`.
+        """
+        length = tokens_BS.shape[1]
+        if length > self.config.max_seq_len:
+            raise ValueError(
+                f"expected at most max_seq_len = {self.config.max_seq_len} tokens, found {length}"
+            )
+        embedded_BSD = self.tok_embeddings(tokens_BS)
+        x_BSD, uneven = _through(self.layers, embedded_BSD)
+        if not extras:
+            return self.output(self.norm(x_BSD))
+        further_BSD = None
+        if self.mtp is not None:
+            further_BSD, more = self.mtp(x_BSD[:, :-1], embedded_BSD[:, 1:])
+            uneven += more
+        logits_BSV = self.output(self.norm(x_BSD))
+        mtp_logits_BSV = None if further_BSD is None else self.output(further_BSD)
+        return logits_BSV, Extras(torch.stack(uneven).mean(0) if uneven else None, mtp_logits_BSV)
+
+    @staticmethod
+    def auxiliary_sums(extras: object, targets_BS: Tensor) -> dict[str, Tensor]:
+        """balance: `imbalance` of every sequence, for each of its tokens. mtp: cross-entropy of the token after the
+        next, where there is one, scaled from S - 1 tokens to S."""
+        assert isinstance(extras, Extras)
+        sums, length = {}, targets_BS.shape[1]
+        if extras.imbalance_B is not None:
+            sums["balance"] = length * extras.imbalance_B.sum()
+        if extras.mtp_logits_BSV is not None:
+            logits, targets = extras.mtp_logits_BSV.float().flatten(0, 1), targets_BS[:, 1:].flatten()
+            sums["mtp"] = F.cross_entropy(logits, targets, reduction="sum") * (length / (length - 1))
+        return sums
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw every weight anew from the global generator.
+
+        Matrices are normal with standard deviation 0.02, cut at three deviations, and 0.02 / sqrt(layer + 1) where they
+        lead back into the residual stream; embedding and output layer as in `Llama`. Raises RuntimeError on the meta
+        device.
+        """
+        super().init_weights()
+
+    def _draw_weights(self) -> None:
+        if not self.tied:
+            truncated_normal(self.tok_embeddings.weight, EMBEDDING_STD)
+        for depth, block in enumerate(self.layers, start=1):
+            assert isinstance(block, Block)
+            block.draw(depth)
+        if self.mtp is not None:
+            self.mtp.draw(len(self.layers) + 1)
+        self.norm.reset_parameters()
+        truncated_normal(self.output.weight, self.config.dim**-0.5)
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Floating-point operations of forward and backward per trained token: 6 per multiplication and addition of
+        the forward pass.
+
+        Counted are, as in `Llama`, the weights that a token is multiplied with (of experts `top_k` and the shared one;
+        of the output layer once more for multi-token prediction) and 2 x length x width for attention. A Mamba-2 layer
+        has its convolution and, with Q the chunk size, Q (G N + H P) inside chunks and 2 H P N for the states. Not
+        counted: embeddings, the pass from chunk to chunk, recomputation, everything element-wise.
+        """
+        c = self.config
+        chunk = min(c.chunk_size, seq_len)
+        mamba = c.dim * (c.mamba_in_dim + c.mamba_dim) + c.conv_dim * c.conv_width
+        inside = chunk * (c.mamba_groups * c.mamba_state + c.mamba_dim)
+        attention = 2 * c.dim * c.head_dim * (c.n_heads + c.n_kv_heads)
+        experts = c.dim * c.n_experts + 2 * c.dim * (c.top_k * c.expert_dim + c.shared_dim)
+        of_layer = {
+            "M": mamba + inside + 2 * c.mamba_dim * c.mamba_state,
+            "*": attention + 2 * seq_len * c.n_heads * c.head_dim,
+            "E": experts,
+            "-": 2 * c.dim * c.ffn_dim,
+        }
+        output = c.dim * c.vocab_size
+        mtp = 2 * c.dim * c.dim + output if c.mtp_pattern else 0
+        return 6 * (sum(of_layer[kind] for kind in c.pattern + c.mtp_pattern) + mtp + output)
