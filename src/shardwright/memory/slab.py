@@ -79,7 +79,7 @@ class Slab:
         address = given.data_ptr()
         if given.nbytes < self.nbytes or given.device != self.device or address % 16:
             raise ValueError(
-                f"{type(self._lender).__name__}.lease gave {given.nbytes} bytes at {address:#x} on {given.device} "
+                f"{type(getattr(self._lender, 'inner', self._lender)).__name__}.lease gave {given.nbytes} bytes at {address:#x} on {given.device} "
                 f"for {self.nbytes} bytes of unit {self.unit!r} on {self.device}; it must give as many or more there, "
                 "at a multiple of 16"
             )

@@ -13,25 +13,26 @@ class Recorder:
     """Passes leases on to another allocator and remembers when each slab was leased and released.
 
     Attributes:
+        inner: where the memory comes from.
         ticks: leases and releases so far; the time of a trace.
     """
 
     def __init__(self, inner: Allocator = DYNAMIC) -> None:
         self.ticks = 0
-        self._inner = inner
+        self.inner = inner
         self._slabs: dict[int, Slab] = {}  # by id; kept alive, so that ids stay theirs
         self._open: dict[int, int] = {}
         self._spans: dict[int, list[tuple[int, int]]] = {}
 
     def lease(self, slab: Slab) -> torch.Tensor | None:
-        memory = self._inner.lease(slab)
+        memory = self.inner.lease(slab)
         self.ticks += 1
         self._slabs[id(slab)] = slab
         self._open[id(slab)] = self.ticks
         return memory
 
     def release(self, slab: Slab, memory: torch.Tensor | None) -> None:
-        self._inner.release(slab, memory)
+        self.inner.release(slab, memory)
         self.ticks += 1
         self._spans.setdefault(id(slab), []).append((self._open.pop(id(slab)), self.ticks))
 
