@@ -78,8 +78,9 @@ class Slab:
     def _attach(self, given: torch.Tensor) -> None:
         address = given.data_ptr()
         if given.nbytes < self.nbytes or given.device != self.device or address % 16:
+            lender = getattr(self._lender, "inner", self._lender)  # a recorder stands before the user's
             raise ValueError(
-                f"{type(getattr(self._lender, 'inner', self._lender)).__name__}.lease gave {given.nbytes} bytes at {address:#x} on {given.device} "
+                f"{type(lender).__name__}.lease gave {given.nbytes} bytes at {address:#x} on {given.device} "
                 f"for {self.nbytes} bytes of unit {self.unit!r} on {self.device}; it must give as many or more there, "
                 "at a multiple of 16"
             )
