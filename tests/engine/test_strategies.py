@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import shardwright as sw
-from shardwright.comm import Communicator
+from shardwright.comm import Communicator, Pending
 from shardwright.engine.ragged import RaggedDTensor, RaggedTensor
 from shardwright.engine.root import UNIT
 from shardwright.layout import NAMES, resolve
@@ -1020,6 +1020,58 @@ def test_without_all_reduce_nothing_crosses_the_outer_axis(rank: int, world_size
             model.set_requires_all_reduce(micro == 2)
             backward(model, rank, 0, micro)
     assert (seen["reduce_scatter"], seen["all_reduce"]) == (3 * UNITS, UNITS)
+
+
+@on_meshes([*on("hsdp", (2, 2)), *on("0-2", (2, 2)), *on("hfsdp", (2, 2))])
+def test_what_crosses_the_outer_axis_overlaps_with_the_next_units(rank: int, world_size: int, at: On) -> None:
+    """It is awaited only after the next unit's gather and reduce-scatter were issued, and one is under way at most."""
+    model = sharded(at, reshard_after_forward=True if True in at.reshards else None)
+    backward(model, rank)
+    model.zero_grad()
+    log: list[tuple[str, int]] = []
+    numbers: dict[int, tuple[str, int]] = {}
+    seen: Counter[str] = Counter()
+    originals = {name: getattr(Communicator, name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
+    wait = Pending.wait
+    outer = {comm for unit in units_of(model) for comm in (*unit.ranks.replicas, *unit.ranks.late)}
+
+    def issuing(name: str) -> Callable[..., Any]:
+        def method(self: Communicator, *args: Any, **kwargs: Any) -> Any:
+            kind = "outer" if self in outer and name != "all_gather" else name
+            log.append((f"issue {kind}", seen[kind]))
+            pending = originals[name](self, *args, **kwargs)
+            numbers[id(pending)] = (kind, seen[kind])
+            kept.append(pending)
+            seen[kind] += 1
+            return pending
+
+        return method
+
+    def waiting(self: Pending) -> None:
+        if id(self) in numbers:
+            kind, number = numbers.pop(id(self))
+            log.append((f"wait {kind}", number))
+        wait(self)
+
+    kept: list[Pending] = []  # so that ids stay theirs
+    batch = tokens(0, 0, rank)
+    loss = loss_of(model(batch), batch)
+    try:
+        for name in originals:
+            setattr(Communicator, name, issuing(name))
+        Pending.wait = waiting  # type: ignore[method-assign]
+        loss.backward()
+    finally:
+        Pending.wait = wait  # type: ignore[method-assign]
+        for name, original in originals.items():
+            setattr(Communicator, name, original)
+    place = {event: i for i, event in enumerate(log)}
+    assert seen["outer"] == UNITS == seen["reduce_scatter"]
+    for n in range(UNITS - 2):
+        # Unit n's sum crosses while unit n + 1 is reduced and unit n + 2 computes.
+        assert place["issue outer", n] < place["issue reduce_scatter", n + 1] < place["wait outer", n], log
+        assert place["wait outer", n] < place["issue outer", n + 1], log
+    check_gradients(model, expected_gradients(world_size))
 
 
 # -- counted: bytes --------------------------------------------------------------------------------------------------
