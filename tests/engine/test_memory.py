@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
-from shardwright.memory import Item, Plan, Planned, Slab
+from shardwright.memory import Dynamic, Item, Plan, Planned, Slab
 from tests.engine.models import build, loss_of, shard, tokens
 from tests.engine.test_strategies import On, on, on_meshes, units_of
 from tests.support import multirank
@@ -316,9 +318,8 @@ def test_wrong_plans_change_no_bit_and_are_named(
     def use(allocator: Any) -> None:
         if isinstance(allocator, Planned):
             plan = wrong(allocator.plan)
-            allocator = Planned(
-                plan, allocator._slabs, allocator.block.device, of_model._tell, lambda slab: True
-            )
+            slabs = sorted(allocator._places, key=allocator._places.__getitem__)
+            allocator = Planned(plan, slabs, allocator.block.device, of_model)
         make(allocator)
 
     of_model._use = use
@@ -459,3 +460,28 @@ def test_report(rank: int, world_size: int) -> None:
         assert sw.memory_report(model).leased.get("parameters", 0) == units_of(model)[0].slab.nbytes
         loss.backward()
         assert sw.memory_report(model).gradients >= local
+
+
+@multirank(2)
+@pytest.mark.parametrize("memory", ["dynamic", "max_pool", "arena", "own"])
+def test_deleting_the_model_frees_its_memory_without_the_collector(
+    rank: int, world_size: int, memory: str
+) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = model_of(Bump() if memory == "own" else memory)
+        optimizer = adamw(model)
+        for number in range(4):
+            step(model, optimizer, rank, number)
+        unit = units_of(model)[1]
+        watched = [
+            weakref.ref(x) for x in (model, unit, unit.root, unit.slab, pools(model), pools(model).allocator)
+        ]
+        if isinstance(pools(model).allocator, Planned):
+            watched.append(weakref.ref(pools(model).allocator.block))
+        del model, optimizer, unit
+        alive = [type(w()).__name__ for w in watched if w() is not None and not isinstance(w(), Dynamic)]
+        assert alive == []
+    finally:
+        gc.enable()

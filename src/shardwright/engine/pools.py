@@ -7,6 +7,7 @@ changes addresses and never results.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -46,7 +47,7 @@ class Pools:
         self._base: Allocator = DYNAMIC if isinstance(memory, str) else memory
         self.allocator: Allocator = self._base
         self._slots = depth + 1
-        self._units: list[Unit] = []
+        self._refs: list[weakref.ref[Unit]] = []
         self._outside: set[int] = set()  #: slabs that are leased for so long that they have no slot
         self._recorder: Recorder | None = None
         self.trained = False  #: whether a backward has ended since the recording began
@@ -60,9 +61,13 @@ class Pools:
     def planned(self) -> bool:
         return self.memory in PLANNED
 
+    @property
+    def _units(self) -> list[Unit]:
+        return [unit for ref in self._refs if (unit := ref()) is not None]
+
     def join(self, units: Iterable[Unit]) -> None:
         """These units are the model's."""
-        self._units = list(units)
+        self._refs = [weakref.ref(unit) for unit in units]
         if self.memory == "double_buffer":
             self._check_equal()
         self._record()
@@ -117,20 +122,15 @@ class Pools:
         self.plan = (
             pack(items) if self.memory == "arena" else slots(items, min(self._slots, most_at_once(items)))
         )
-        device = self._units[0].ranks.device
+        device = slabs[0].device if slabs else torch.device("cpu")
         if device.type != "cpu":
             torch.get_device_module(
                 device.type
             ).empty_cache()  # what the recorded step left is of other sizes
-        wanted = self._in_pool if self.memory != "arena" else lambda slab: True
-        self._use(Planned(self.plan, slabs, device, self._tell, wanted))
+        self._use(Planned(self.plan, slabs, device, self))
 
     def _in_pool(self, slab: Slab) -> bool:
-        return (
-            slab.kind == "parameters"
-            and id(slab) not in self._outside
-            and any(unit.slab is slab for unit in self._pooled())
-        )
+        return slab.kind == "parameters" and any(unit.slab is slab for unit in self._pooled())
 
     def _pooled(self) -> Sequence[Unit]:
         """Units that are released after forward and after backward."""
@@ -158,7 +158,12 @@ class Pools:
                 'differ, or "arena", which plans all memory.'
             )
 
-    def _tell(self, unit: str, kind: str, reason: str) -> None:
+    def wants(self, slab: Slab) -> bool:
+        """Whether a slab that the plan does not have should be in it."""
+        return self.memory == "arena" or (id(slab) not in self._outside and self._in_pool(slab))
+
+    def tell(self, unit: str, kind: str, reason: str) -> None:
+        """Warn of a lease outside the plan, or raise."""
         told = f"Unit {unit!r} leases memory for its {kind} outside the plan of memory={self.memory!r}: {reason}."
         if self.strict:
             raise RuntimeError(f"{told} With strict=False it is leased from torch's allocator.")

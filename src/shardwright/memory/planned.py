@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -11,36 +13,36 @@ from shardwright.memory.plan import Plan
 from shardwright.memory.slab import Slab
 
 
+class Watcher(Protocol):
+    """Who made a plan."""
+
+    def wants(self, slab: Slab) -> bool:
+        """Whether a slab that has no place in the plan should have one."""
+
+    def tell(self, unit: str, kind: str, reason: str) -> None:
+        """A lease outside the plan, the first for this unit and reason. May raise."""
+
+
 class Planned:
     """Leases slabs at the places of a plan, in one block of bytes of the slabs' device.
 
     A place is given only while nothing that overlaps it is leased; otherwise, and for slabs that the plan does not
-    have, the lease is dynamic, counted, and told once for each unit and reason.
-
-    ``wanted`` says whether a slab that has no place should have one.
+    have, the lease is dynamic and counted. Refers to the slabs and to the watcher weakly, as they refer to it.
 
     Attributes:
         plan: where things lie.
+        block: the memory.
         planned, dynamic: number of leases of either kind so far.
         deviations: for each unit, kind and reason the number of dynamic leases.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        slabs: Sequence[Slab],
-        device: torch.device,
-        told: Callable[[str, str, str], None],
-        wanted: Callable[[Slab], bool],
-    ) -> None:
+    def __init__(self, plan: Plan, slabs: Sequence[Slab], device: torch.device, watcher: Watcher) -> None:
         self.plan = plan
         self.block = torch.empty(plan.nbytes, dtype=torch.uint8, device=device)
         self.planned = self.dynamic = 0
         self.deviations: Counter[tuple[str, str, str]] = Counter()
-        self._told = told
-        self._wanted = wanted
-        self._slabs = list(slabs)  # alive, so that their ids stay theirs
-        self._index = {id(slab): i for i, slab in enumerate(slabs)}
+        self._watcher = weakref.ref(watcher)
+        self._places = weakref.WeakKeyDictionary({slab: i for i, slab in enumerate(slabs)})
         ends = [(o, o + item.size) for o, item in zip(plan.offsets, plan.items, strict=True)]
         #: For each slab a bit for each whose place overlaps its own, itself included.
         self._overlaps = [
@@ -57,9 +59,10 @@ class Planned:
         self._leased = 0  #: a bit for each
 
     def lease(self, slab: Slab) -> torch.Tensor | None:
-        i = self._index.get(id(slab))
+        i = self._places.get(slab)
         if i is None:
-            if self._wanted(slab):
+            watcher = self._watcher()
+            if watcher is not None and watcher.wants(slab):
                 self._deviate(slab, "it is not in the plan")
             return None
         memory = self._memory[i]
@@ -70,7 +73,7 @@ class Planned:
             return None
         busy = self._overlaps[i] & self._leased
         if busy:
-            other = self._slabs[busy.bit_length() - 1]
+            other = self.plan.items[busy.bit_length() - 1]
             self._deviate(slab, f"its place is taken by {other.kind} of unit {other.unit!r}")
             return None
         self._leased |= 1 << i
@@ -79,12 +82,14 @@ class Planned:
 
     def release(self, slab: Slab, memory: torch.Tensor | None) -> None:
         if memory is not None:
-            self._leased &= ~(1 << self._index[id(slab)])
+            self._leased &= ~(1 << self._places[slab])
 
     def _deviate(self, slab: Slab, reason: str) -> None:
+        if not slab.nbytes:
+            return
         key = slab.unit, slab.kind, reason
-        if slab.nbytes:
-            self.dynamic += 1
-            self.deviations[key] += 1
-            if self.deviations[key] == 1:
-                self._told(*key)
+        self.dynamic += 1
+        self.deviations[key] += 1
+        watcher = self._watcher()
+        if watcher is not None and self.deviations[key] == 1:
+            watcher.tell(*key)

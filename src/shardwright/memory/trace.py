@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from shardwright.memory.allocator import Allocator
@@ -20,25 +22,23 @@ class Recorder:
     def __init__(self, inner: Allocator = DYNAMIC) -> None:
         self.ticks = 0
         self.inner = inner
-        self._slabs: dict[int, Slab] = {}  # by id; kept alive, so that ids stay theirs
-        self._open: dict[int, int] = {}
-        self._spans: dict[int, list[tuple[int, int]]] = {}
+        self._open: weakref.WeakKeyDictionary[Slab, int] = weakref.WeakKeyDictionary()
+        self._spans: weakref.WeakKeyDictionary[Slab, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
 
     def lease(self, slab: Slab) -> torch.Tensor | None:
         memory = self.inner.lease(slab)
         self.ticks += 1
-        self._slabs[id(slab)] = slab
-        self._open[id(slab)] = self.ticks
+        self._open[slab] = self.ticks
         return memory
 
     def release(self, slab: Slab, memory: torch.Tensor | None) -> None:
         self.inner.release(slab, memory)
         self.ticks += 1
-        self._spans.setdefault(id(slab), []).append((self._open.pop(id(slab)), self.ticks))
+        self._spans.setdefault(slab, []).append((self._open.pop(slab), self.ticks))
 
     def finish(self) -> tuple[list[Item], list[Slab]]:
-        """What was recorded. What is leased still is taken to be so until the end."""
-        for key, start in self._open.items():
-            self._spans.setdefault(key, []).append((start, self.ticks + 1))
-        slabs = [self._slabs[key] for key in self._spans if self._slabs[key].nbytes]
-        return [Item(s.unit, s.kind, s.nbytes, tuple(self._spans[id(s)])) for s in slabs], slabs
+        """What was recorded of the slabs that there are still. What is leased is taken to be so until the end."""
+        for slab, start in list(self._open.items()):
+            self._spans.setdefault(slab, []).append((start, self.ticks + 1))
+        spans = {slab: tuple(spans) for slab, spans in self._spans.items() if slab.nbytes}
+        return [Item(s.unit, s.kind, s.nbytes, found) for s, found in spans.items()], list(spans)
