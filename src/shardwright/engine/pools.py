@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardwright.engine.unit import Unit
 
 PLANNED = ("double_buffer", "max_pool", "arena")
-LONGEST = 1_000_000  #: leases and releases that are recorded at most, where no optimizer ever steps
+LONGEST = 200_000  #: leases and releases that are recorded at most, where no optimizer ever steps
 REPLANS = 3  #: how often a model that runs in another order than was planned for is planned again
 
 
@@ -92,7 +92,7 @@ class Pools:
             if self._stepped or self._recorder.ticks > LONGEST:
                 self._end_recording(self._recorder)
             elif not self.trained:
-                self._record()  # a call without backward is no part of a step
+                self._recorder.restart()  # a call without backward is no part of a step
         elif isinstance(self.allocator, Planned) and self.allocator.dynamic and self._left:
             self._left -= 1
             self.leases += Counter(planned=self.allocator.planned, dynamic=self.allocator.dynamic)

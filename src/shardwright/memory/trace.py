@@ -36,6 +36,10 @@ class Recorder:
         self.ticks += 1
         self._spans.setdefault(slab, []).append((self._open.pop(slab), self.ticks))
 
+    def restart(self) -> None:
+        """Forget what was leased and released, not what is leased."""
+        self._spans.clear()
+
     def finish(self) -> tuple[list[Item], list[Slab]]:
         """What was recorded of the slabs that there are still. What is leased is taken to be so until the end."""
         for slab, start in list(self._open.items()):
