@@ -33,7 +33,7 @@ from shardwright.engine.ragged import RaggedDTensor, RaggedTensor
 from shardwright.engine.root import UNIT
 from shardwright.layout import NAMES, resolve
 from tests.engine.models import Model, Reference, build, loss_of, shard, tokens
-from tests.support import CaseFailed, WorkerPools, world_mesh
+from tests.support import CaseFailed, CaseSkipped, WorkerPools, world_mesh
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 Stages = tuple[int, ...]
@@ -128,8 +128,13 @@ def on_meshes(where: list[Any], timeout: float = 30.0) -> Callable[[Callable[...
             ranks = math.prod(arguments[first[0]].shape)
             try:
                 worker_pools.run(body, ranks, timeout=timeout, **arguments)
+            except CaseSkipped as skipped:
+                reason = str(skipped)
             except CaseFailed as failure:
                 pytest.fail(str(failure), pytrace=False)
+            else:
+                return
+            pytest.skip(reason)
 
         keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
         case.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
