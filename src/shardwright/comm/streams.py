@@ -32,7 +32,7 @@ class Streams(Protocol):
         """A mark after everything that has been queued on side stream ``name``."""
 
     def join(self, mark: Any) -> None:
-        """Let the computation wait for ``mark``; the host does not wait."""
+        """Let the computation wait for ``mark``, if there is one; the host does not wait."""
 
     def gather_after(self, event: Any) -> None:
         """Let gathers wait for an event of the user's."""
@@ -92,7 +92,8 @@ class DeviceStreams:
         return self._side[name].record_event()
 
     def join(self, mark: Any) -> None:
-        self._api.current_stream(self._device).wait_event(mark)
+        if mark is not None:
+            self._api.current_stream(self._device).wait_event(mark)
 
     def gather_after(self, event: Any) -> None:
         self._side["gather"].wait_event(event)
