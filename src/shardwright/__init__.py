@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardwright import layout
     from shardwright.engine import (
         FSDPModule,
+        GraphedStep,
         MemoryReport,
         UnshardHandle,
         fully_shard,
@@ -45,6 +46,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "GraphedStep",
     "MemoryReport",
     "MixedPrecisionPolicy",
     "Muon",
@@ -68,6 +70,7 @@ _HOMES = {
     "CPUOffloadPolicy": "torch.distributed.fsdp",
     "DataParallelMeshDims": "shardwright._torch",
     "FSDPModule": "shardwright.engine",
+    "GraphedStep": "shardwright.engine",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "Muon": "shardwright.optim",
     "OffloadPolicy": "torch.distributed.fsdp",

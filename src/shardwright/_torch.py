@@ -78,6 +78,13 @@ def block_of(memory: torch.Tensor, nbytes: int) -> torch.UntypedStorage:
     return torch.from_dlpack(memory[:nbytes]).untyped_storage()
 
 
+def override_stale_capture_streams() -> None:
+    """Let backward run on the capturing stream what would run on a stream of before the capture. From torch 2.13."""
+    enable = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
+    if enable is not None:
+        enable(True)
+
+
 foreach_copy_ = _probe(torch, "_foreach_copy_")
 foreach_mul_ = _probe(torch, "_foreach_mul_")
 foreach_norm = _probe(torch, "_foreach_norm")

@@ -11,16 +11,24 @@ stream. A fork orders the side stream after the lease; a buffer is released only
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
+from shardwright._torch import override_stale_capture_streams
+
 
 class Streams(Protocol):
     #: Whether collectives are asked for an asynchronous ``Work`` (CPU) or queued on the forked stream.
     asynchronous: bool
+    #: Whether :meth:`capture` works.
+    captures: bool
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the computation is being captured in a graph, so that no value is there to be read."""
 
     def fork(self, name: str) -> AbstractContextManager[None]:
         """Queue on the side stream ``name`` ("gather", "reduce" or "all_reduce") what is issued inside."""
@@ -37,11 +45,21 @@ class Streams(Protocol):
     def gather_after(self, event: Any) -> None:
         """Let gathers wait for an event of the user's."""
 
+    def warm_up(self, function: Callable[[], Any]) -> Any:
+        """Run ``function`` on the stream on which :meth:`capture` will capture it; the computation waits for it."""
+
+    def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Capture in a graph what ``function`` and our side streams queue. Nothing of it runs.
+
+        Returns what runs it, on the stream then current, and the function's result.
+        """
+
 
 class HostStreams:
     """CPU: a collective returns at once with a ``Work``, and waiting for that is all the order there is."""
 
     asynchronous = True
+    captures = capturing = False
     _nothing: AbstractContextManager[None] = nullcontext()
 
     def fork(self, name: str) -> AbstractContextManager[None]:
@@ -59,6 +77,12 @@ class HostStreams:
     def gather_after(self, event: Any) -> None:
         return None
 
+    def warm_up(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        raise NotImplementedError("the CPU has no graphs")
+
 
 class DeviceStreams:
     """CUDA and its like: high-priority streams for gathers, for reductions and for all-reduces, ordered by events.
@@ -71,6 +95,7 @@ class DeviceStreams:
     def __init__(self, device: torch.device) -> None:
         self._api = torch.get_device_module(device)
         self._device = device
+        self.captures = device.type == "cuda"
         names = ("gather", "reduce", "all_reduce")
         self._side = {name: self._api.Stream(device=device, priority=-1) for name in names}
 
@@ -97,6 +122,34 @@ class DeviceStreams:
 
     def gather_after(self, event: Any) -> None:
         self._side["gather"].wait_event(event)
+
+    @property
+    def capturing(self) -> bool:
+        return self.captures and torch.cuda.is_current_stream_capturing()
+
+    @functools.cached_property
+    def _capture_stream(self) -> Any:
+        return self._api.Stream(device=self._device)
+
+    def warm_up(self, function: Callable[[], Any]) -> Any:
+        stream, current = self._capture_stream, self._api.current_stream(self._device)
+        stream.wait_stream(current)
+        with self._api.stream(stream):
+            result = function()
+        current.wait_stream(stream)
+        return result
+
+    def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        override_stale_capture_streams()
+        graph = torch.cuda.CUDAGraph()
+        # NCCL's watchdog asks for the state of its events from a thread of its own, which "global" would refuse.
+        with torch.cuda.graph(graph, stream=self._capture_stream, capture_error_mode="thread_local"):
+            for side in self._side.values():
+                side.wait_stream(self._capture_stream)
+            result = function()
+            for side in self._side.values():
+                self._capture_stream.wait_stream(side)
+        return graph.replay, result
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """The sharding engine: ``fully_shard`` and what happens in the hooks it installs."""
 
 from shardwright.engine.api import fully_shard
+from shardwright.engine.graphed import GraphedStep
 from shardwright.engine.module import (
     FSDPModule,
     UnshardHandle,
@@ -11,6 +12,7 @@ from shardwright.engine.report import MemoryReport, memory_report
 
 __all__ = [
     "FSDPModule",
+    "GraphedStep",
     "MemoryReport",
     "UnshardHandle",
     "fully_shard",

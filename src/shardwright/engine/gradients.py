@@ -463,6 +463,11 @@ class Reduction:
         used: list[bool] | None = None
         if self._present is not None:
             # Only a rank that lacks a gradient has to look at what the others had; the host waits for it.
+            if self._ranks.local.streams.capturing:
+                raise RuntimeError(
+                    "some parameters have no gradient on this rank, and whether others have one is not known before it "
+                    "has run; freeze them with requires_grad_(False), or let every parameter take part"
+                )
             start = self.packing.flags
             used = [flag != 0 for flag in output[start : start + len(self._parameters)].tolist()]
         self._present = None

@@ -78,8 +78,8 @@ class Root:
 
     def _make_headers(self, units: list[Unit]) -> None:
         """A place for the numbers that come with each unit's gathers, so that one call compares them all."""
-        self._flag: torch.Tensor | None = None
-        self._flag_mark: Any = None
+        self.flag: torch.Tensor | None = None  #: on an accelerator: whether the ranks have diverged
+        self.flag_mark: Any = None  #: after what the flag is there
         self._reduced = 0  #: stands for the reductions of the backward under way, in their order
         rows = [[number, 0] * unit.comm.world_size for number, unit in enumerate(units)]
         wanted = torch.tensor([word for row in rows for word in row], dtype=torch.int64)
@@ -420,19 +420,25 @@ class Root:
         streams = self.streams
         if not streams.asynchronous:
             with streams.beside("gather"):
-                self._flag = (self._headers != self._wanted_headers).any()
+                flag = (self._headers != self._wanted_headers).any()
                 for comm in self.ranks.every:
                     order = comm.gather_number(self._reduced)
-                    self._flag = self._flag | (order != order[0]).any()
-            self._flag_mark = streams.mark("gather")
+                    flag = flag | (order != order[0]).any()
+                self.flag = flag if self.flag is None else flag | self.flag
+            self.flag_mark = streams.mark("gather")
         self._reduced = 0
 
     def check_divergence(self) -> None:
-        """Raise if the gathers of the last backward brought another unit's number. Reads one flag of the device."""
-        flag, self._flag = self._flag, None
+        """Raise if the gathers since the last look brought another unit's number. Reads one flag of the device.
+
+        Not in a capture: whoever runs the graph puts its flag in place, to be looked at outside.
+        """
+        if self.streams.capturing:
+            return
+        flag, self.flag = self.flag, None
         if flag is None:
             return
-        self.streams.join(self._flag_mark)
+        self.streams.join(self.flag_mark)
         if flag.item():
             for unit in self.units():
                 if unit.parameters:
