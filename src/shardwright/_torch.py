@@ -85,6 +85,16 @@ def override_stale_capture_streams() -> None:
         enable(True)
 
 
+def record_memory_history(wanted: bool) -> None:
+    """Let the CUDA allocator remember what is allocated and freed from now on, and by whom; or no longer."""
+    torch.cuda.memory._record_memory_history(enabled="all" if wanted else None)
+
+
+def dump_memory_history(path: str) -> None:
+    """Write what it remembers into a file for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(path)
+
+
 foreach_copy_ = _probe(torch, "_foreach_copy_")
 foreach_mul_ = _probe(torch, "_foreach_mul_")
 foreach_norm = _probe(torch, "_foreach_norm")

@@ -35,6 +35,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.loop import NonFiniteError, train
 from shardwright.train.parallel import (
     World,
+    check_device,
     check_environment,
     check_ranks,
     choose_device,
@@ -64,6 +65,7 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
         return _run_rank(config, resume, "--debug" in argv)
     ranks = _ranks_wanted(config, nproc)
     check_ranks(config, ranks)
+    check_device(config, choose_device(config))
     folder = _open_folder(config, resume)
     try:
         if ranks > 1:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import shardwright as sw
+from shardwright._torch import dump_memory_history, record_memory_history
 from shardwright.engine.report import in_units
 from shardwright.train import checkpoint, metrics, parallel, report
 from shardwright.train.config import Config, OptimizerConfig
@@ -102,6 +104,10 @@ class Trainer:
         matrices = parallel.matrix_names(plain)
         self.model: nn.Module = parallel.parallelize(plain, config.parallel, world.mesh)
         self.optimizer = parallel.build_optimizer(self.model, config, matrices)
+        #: Forward and backward of a step.
+        self.work: Callable[..., Tensor] = self._forward_backward
+        if config.train.cuda_graph:
+            self.work = sw.GraphedStep(self.model, self._forward_backward)
         self.position = checkpoint.Position(step=0, samples=0)
         self.peak_memory = 0  # bytes held at most by this rank
 
@@ -114,19 +120,10 @@ class Trainer:
         """
         train, step = self.config.train, self.position.step
         step_tokens = train.global_batch * train.seq_len
-        loss_sums = torch.zeros(1 + len(self.auxiliary), dtype=torch.float64, device=self.world.device)
-        data_seconds = 0.0
-        for number in range(self.micro_batches):
-            started = time.perf_counter()
-            inputs_BS, targets_BS = self._micro_batch(number)
-            data_seconds += time.perf_counter() - started
-            last = number == self.micro_batches - 1
-            reduced = last or train.accumulate == "communicate"
-            with parallel.gradient_sync(self.model, wanted=reduced, last=last):
-                sums = self._summed_losses(inputs_BS, targets_BS)
-                # Engines average gradients over the ranks; the sum over all tokens by their global count is wanted.
-                ((sums * self.loss_weights).sum() * (self.world.size / step_tokens)).backward()
-            loss_sums += sums.detach()
+        started = time.perf_counter()
+        batches = [tensor for number in range(self.micro_batches) for tensor in self._micro_batch(number)]
+        data_seconds = time.perf_counter() - started
+        loss_sums = self.work(*batches)
         norm = parallel.clip_gradients(self.model, self.config)
         (loss, *others), stop_signal = self._agree(loss_sums / step_tokens, stop)
         auxiliary = dict(zip(self.auxiliary, others, strict=True))
@@ -143,6 +140,22 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.position = checkpoint.Position(step + 1, self.position.samples + train.global_batch)
         return result
+
+    def _forward_backward(self, *batches: Tensor) -> Tensor:
+        """Inputs and targets [B, S] of one micro-batch after another; returns the losses summed over all tokens:
+        cross-entropy, then the auxiliary ones, float64 [1 + auxiliaries]."""
+        train = self.config.train
+        step_tokens = train.global_batch * train.seq_len
+        loss_sums = torch.zeros(1 + len(self.auxiliary), dtype=torch.float64, device=self.world.device)
+        for first in range(0, len(batches), 2):
+            last = first + 2 == len(batches)
+            reduced = last or train.accumulate == "communicate"
+            with parallel.gradient_sync(self.model, wanted=reduced, last=last):
+                sums = self._summed_losses(batches[first], batches[first + 1])
+                # Engines average gradients over the ranks; the sum over all tokens by their global count is wanted.
+                ((sums * self.loss_weights).sum() * (self.world.size / step_tokens)).backward()
+            loss_sums += sums.detach()
+        return loss_sums
 
     def _micro_batch(self, number: int) -> tuple[Tensor, Tensor]:
         train = self.config.train
@@ -274,7 +287,8 @@ def run_steps(trainer: Trainer, folder: RunFolder, reporter: metrics.Reporter, s
     steps_of_session = 0
     while True:
         started = time.perf_counter()
-        result = trainer.train_step(stop)
+        with memory_history(trainer, folder):
+            result = trainer.train_step(stop)
         seconds = time.perf_counter() - started
         step = trainer.position.step
         leaving = result.stop != 0 or step == config.train.steps
@@ -295,6 +309,24 @@ def run_steps(trainer: Trainer, folder: RunFolder, reporter: metrics.Reporter, s
             trainer.save(folder)
         if leaving:
             return result.stop if step < config.train.steps else 0
+
+
+@contextmanager
+def memory_history(trainer: Trainer, folder: RunFolder) -> Iterator[None]:
+    """Record what this rank's GPU allocates and frees in the coming step, if that was asked for; also if it fails."""
+    step = trainer.position.step + 1
+    if step not in trainer.config.train.memory_snapshot:
+        yield
+        return
+    path = folder.memory_history(step, trainer.world.rank)
+    record_memory_history(True)
+    try:
+        yield
+    finally:
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+            dump_memory_history(str(path))
+        record_memory_history(False)
 
 
 REPORTED = 3

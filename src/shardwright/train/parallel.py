@@ -112,6 +112,18 @@ def choose_device(config: Config) -> str:
     return "cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
+def check_device(config: Config, kind: str) -> None:
+    """Refuse what only a GPU can do on another device."""
+    for key, wanted in (
+        ("cuda_graph", config.train.cuda_graph),
+        ("memory_snapshot", config.train.memory_snapshot),
+    ):
+        if wanted and kind != "cuda":
+            raise UserError(
+                f"train.{key}: expected none on the {kind.upper()}, found {wanted}; it needs a CUDA device"
+            )
+
+
 def check_ranks(config: Config, ranks: int) -> None:
     """Refuse a job that this many ranks cannot run, or an option its engine cannot honour. Needs no process group."""
     parallel = config.parallel
@@ -171,6 +183,7 @@ def join_world(config: Config) -> Iterator[World]:
     rank, size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if under_launcher() else (0, 1)
     check_ranks(config, size)
     kind = choose_device(config)
+    check_device(config, kind)
     device = torch.device(kind)
     if kind == "cuda":
         local = int(os.environ.get("LOCAL_RANK", 0))

@@ -66,6 +66,10 @@ class RunFolder:
     def plan_picture(self) -> Path:
         return self.path / "memory_plan.png"
 
+    def memory_history(self, step: int, rank: int) -> Path:
+        """What a rank's GPU allocated and freed in a step."""
+        return self.path / "memory_history" / f"step_{step}_rank_{rank}.pickle"
+
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"

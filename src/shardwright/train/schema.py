@@ -233,6 +233,16 @@ class TrainConfig(Section):
         description="While accumulating, reduce the gradients of every micro-batch (communicate: least "
         "memory) or only after the last one (hold: least communication).",
     )
+    cuda_graph: bool = Field(
+        default=False,
+        description="Capture forward and backward of a step in a CUDA graph and replay it: no work for the host "
+        "between. For models whose shapes do not depend on values; on GPUs, with the engine shardwright.",
+    )
+    memory_snapshot: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = Field(
+        default=(),
+        description="Steps, such as [3], of which every rank records the history of its GPU memory; the files in the "
+        "run's folder open at pytorch.org/memory_viz.",
+    )
 
     def accumulation_steps(self, ranks: int) -> int:
         """Micro-batches per rank and optimizer step. Raises UserError where that is not a whole number."""
@@ -421,6 +431,11 @@ class Config(Section):
         problem = self.train.batch_problem(ranks=1)
         if problem:
             raise ValueError(problem)
+        if self.train.cuda_graph and self.parallel.engine != "shardwright":
+            raise ValueError(
+                f"train.cuda_graph: expected false with parallel.engine {self.parallel.engine!r}, found true; only "
+                "steps of the engine shardwright can be captured"
+            )
         whole = {"muon": "matrices", "adamw8bit": "blocks"}.get(self.optimizer.name)
         if whole and self.parallel.engine in ("fsdp1", "fsdp2"):
             raise ValueError(
