@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed import distributed_c10d as _c10d
@@ -83,6 +83,23 @@ def override_stale_capture_streams() -> None:
     enable = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
     if enable is not None:
         enable(True)
+
+
+def symmetric_pool(device: torch.device, backend: Literal["NCCL"]) -> Any:
+    """torch's pool of memory that all ranks of a group can reach. NotImplementedError where torch has none."""
+    from torch.distributed import _symmetric_memory
+
+    if not hasattr(_symmetric_memory, "get_mem_pool"):
+        raise NotImplementedError(f"this torch {torch.__version__} has no pools of symmetric memory")
+    _symmetric_memory.set_backend(backend)
+    return _symmetric_memory.get_mem_pool(device)
+
+
+def make_symmetric(memory: torch.Tensor, group: Any) -> None:
+    """Let all ranks of the group know where the others have this memory. All must call it."""
+    from torch.distributed import _symmetric_memory
+
+    _symmetric_memory.rendezvous(memory, group)
 
 
 def record_memory_history(wanted: bool) -> None:

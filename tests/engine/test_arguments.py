@@ -69,11 +69,7 @@ def test_options_of_later_versions_are_refused(rank: int, world_size: int, optio
 @multirank(1)
 def test_methods_of_later_versions_are_refused(rank: int, world_size: int) -> None:
     model = sw.fully_shard(nn.Linear(2, 2))
-    for name in (
-        "set_custom_all_gather",
-        "set_custom_reduce_scatter",
-        "set_symm_mem_for_comm",
-    ):
+    for name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
         with pytest.raises(NotImplementedError, match=f"{name} is not supported in this version"):
             getattr(model, name)(True)
 

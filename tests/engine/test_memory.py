@@ -303,7 +303,7 @@ def test_wrong_plans_change_no_bit_and_are_named(
         if isinstance(allocator, Planned):
             plan = wrong(allocator.plan)
             slabs = sorted(allocator._places, key=allocator._places.__getitem__)
-            allocator = Planned(plan, slabs, allocator.block.device, of_model)
+            allocator = Planned(plan, slabs, torch.empty(plan.nbytes, dtype=torch.uint8), of_model)
         make(allocator)
 
     of_model._use = use

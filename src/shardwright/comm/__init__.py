@@ -1,6 +1,7 @@
 """Collectives over bytes, the division of gradients, streams and events. Knows nothing of units."""
 
 from shardwright.comm.collectives import Communicator, Division, Pending, neighbours, plan_division, separate
+from shardwright.comm.memory import RegisteredMemory, SymmetricMemory
 from shardwright.comm.streams import DeviceStreams, HostStreams, Streams
 
 __all__ = [
@@ -9,7 +10,9 @@ __all__ = [
     "Division",
     "HostStreams",
     "Pending",
+    "RegisteredMemory",
     "Streams",
+    "SymmetricMemory",
     "neighbours",
     "plan_division",
     "separate",

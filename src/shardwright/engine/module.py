@@ -10,13 +10,14 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import hide_from_dynamo
+from shardwright.comm import RegisteredMemory, SymmetricMemory
 from shardwright.engine.construct import UNIT, own_modules
 from shardwright.engine.copies import convert, deepcopy_module
 from shardwright.engine.lending import Lending
@@ -322,6 +323,35 @@ class FSDPModule:
         gradient of None.
         """
 
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Let this module's own unit use memory that the process group's backend allocates: NCCL registers it.
+
+        With planned memory, the one block of the model. Takes effect with the next lease, or the next plan.
+
+        Raises:
+            NotImplementedError: the backend allocates none (gloo, NCCL on hardware without it), or torch is too old.
+            ValueError: the model's memory comes from an allocator of the user's.
+        """
+        unit = self._fsdp_unit()
+        unit.set_source(RegisteredMemory(unit.comm) if enable and unit.comm.group is not None else None)
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Let this module's own unit be gathered into symmetric memory: copy engines or symmetric kernels move it.
+
+        With planned memory, the one block of the model. Every rank must call it alike. NCCL's copy engines also need
+        the communicator's option ``cta_policy`` or ``NCCL_CTA_POLICY=2``.
+
+        Raises:
+            NotImplementedError: no CUDA device, or a torch without symmetric memory.
+            ValueError: the model's memory comes from an allocator of the user's; ``backend`` is not "NCCL".
+        """
+        if backend != "NCCL":
+            raise ValueError(f'backend must be "NCCL", got {backend!r}')
+        unit = self._fsdp_unit()
+        comms = [comm for comm in (*unit.ranks.once, *unit.ranks.gathers) if comm.group is not None]
+        if comms:
+            unit.set_source(SymmetricMemory(comms, backend))
+
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's gathers wait for ``event`` (recorded after the optimizer), on an accelerator."""
         self._root().streams.gather_after(event)
@@ -425,12 +455,7 @@ def _refuse_later(name: str) -> Callable[..., NoReturn]:
     return method
 
 
-for _name in (
-    "set_allocate_memory_from_process_group_for_comm",
-    "set_custom_all_gather",
-    "set_custom_reduce_scatter",
-    "set_symm_mem_for_comm",
-):
+for _name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
     setattr(FSDPModule, _name, _refuse_later(_name))
 
 

@@ -127,7 +127,20 @@ class Pools:
             torch.get_device_module(
                 device.type
             ).empty_cache()  # what the recorded step left is of other sizes
-        self._use(Planned(self.plan, slabs, device, self))
+        self._use(Planned(self.plan, slabs, self._block(self.plan.nbytes, device), self))
+
+    def _block(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Of the kind that the first unit with a wish wants: there is one for all."""
+        source = next((unit.owner.source for unit in self._units if unit.owner.source is not None), None)
+        if source is None or not nbytes:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._left = 0  # it may have to be made on all ranks together, and only the first plan surely is
+        return source.take(nbytes, device)
+
+    def restart(self) -> None:
+        """What memory there must be has changed: plan anew."""
+        if isinstance(self.allocator, Planned):
+            self._record()
 
     def _in_pool(self, slab: Slab) -> bool:
         return slab.kind == "parameters" and any(unit.slab is slab for unit in self._pooled())

@@ -46,7 +46,7 @@ from shardwright.engine.ranks import Ranks
 from shardwright.engine.visit import Frame, Visit
 from shardwright.engine.weights import Weights
 from shardwright.layout import Ragged, UnitLayout, plan_packing
-from shardwright.memory import Allocator, Slab
+from shardwright.memory import Allocator, Slab, Source
 
 if TYPE_CHECKING:
     from shardwright.engine.root import Root
@@ -137,6 +137,19 @@ class Unit(Weights):
             reduction.finish()
         self.visits.clear()
         self.lenders = []
+
+    def set_source(self, source: Source | None) -> None:
+        """Take the memory of later leases from there; None: from torch's allocator."""
+        root = self.root
+        memory = root.pools.memory if root is not None else self.memory
+        if source is not None and not isinstance(memory, str):
+            raise ValueError(
+                f"The memory of unit {self.name!r} comes from {type(memory).__name__}, an allocator of yours, which "
+                "decides of what kind it is. Register it there, or use the name of one of ours."
+            )
+        self.owner.source = source
+        if root is not None:
+            root.pools.restart()
 
     # -- what users did to the modules -----------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Memory that the engine leases for a while. Knows bytes and devices, nothing of parameters or ranks."""
 
-from shardwright.memory.allocator import Allocator, Dynamic
+from shardwright.memory.allocator import Allocator, Dynamic, Source
 from shardwright.memory.plan import Item, Plan, pack, peak, slots
 from shardwright.memory.planned import Planned
 from shardwright.memory.slab import DYNAMIC, Owner, Slab
@@ -16,6 +16,7 @@ __all__ = [
     "Planned",
     "Recorder",
     "Slab",
+    "Source",
     "pack",
     "peak",
     "slots",

@@ -24,15 +24,34 @@ class Allocator(Protocol):
         from torch's allocator.
         """
 
-    def release(self, slab: Slab, memory: torch.Tensor | None) -> None:
-        """The slab needs what :meth:`lease` returned no longer."""
+    def release(self, slab: Slab, memory: torch.Tensor | None) -> bool | None:
+        """The slab needs what :meth:`lease` returned no longer.
+
+        True: the slab's next lease will mostly bring the same, so what the engine has made for it may be kept.
+        """
+
+
+class Source(Protocol):
+    """Memory of a special kind, such as that which the network reads and writes by itself.
+
+    Attributes:
+        kinds: the slabs that need it, by their kind; None for all.
+    """
+
+    kinds: frozenset[str] | None
+
+    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """A uint8 tensor of so many bytes."""
 
 
 class Dynamic:
-    """torch's own allocator for every lease."""
+    """torch's own allocator for every lease, or the slab owner's source."""
 
     def lease(self, slab: Slab) -> torch.Tensor | None:
-        return None
+        source = slab.owner.source
+        if source is None or not slab.nbytes or (source.kinds is not None and slab.kind not in source.kinds):
+            return None
+        return source.take(slab.nbytes, slab.device)
 
     def release(self, slab: Slab, memory: torch.Tensor | None) -> None:
         return None

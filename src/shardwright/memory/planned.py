@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from shardwright.memory.plan import Plan
-from shardwright.memory.slab import Slab
+from shardwright.memory.slab import DYNAMIC, Slab
 
 
 class Watcher(Protocol):
@@ -24,21 +24,21 @@ class Watcher(Protocol):
 
 
 class Planned:
-    """Leases slabs at the places of a plan, in one block of bytes of the slabs' device.
+    """Leases slabs at the places of a plan, in one block of bytes on the slabs' device.
 
     A place is given only while nothing that overlaps it is leased; otherwise, and for slabs that the plan does not
     have, the lease is dynamic and counted. Refers to the slabs and to the watcher weakly, as they refer to it.
 
     Attributes:
         plan: where things lie.
-        block: the memory.
+        block: the memory, uint8.
         planned, dynamic: number of leases of either kind so far.
         deviations: for each unit, kind and reason the number of dynamic leases.
     """
 
-    def __init__(self, plan: Plan, slabs: Sequence[Slab], device: torch.device, watcher: Watcher) -> None:
+    def __init__(self, plan: Plan, slabs: Sequence[Slab], block: torch.Tensor, watcher: Watcher) -> None:
         self.plan = plan
-        self.block = torch.empty(plan.nbytes, dtype=torch.uint8, device=device)
+        self.block = block
         self.planned = self.dynamic = 0
         self.deviations: Counter[tuple[str, str, str]] = Counter()
         self._watcher = weakref.ref(watcher)
@@ -64,25 +64,28 @@ class Planned:
             watcher = self._watcher()
             if watcher is not None and watcher.wants(slab):
                 self._deviate(slab, "it is not in the plan")
-            return None
+            return DYNAMIC.lease(slab)
         memory = self._memory[i]
         if memory is None:
             self._deviate(
                 slab, f"it has {slab.nbytes:,} bytes and the plan {self.plan.items[i].nbytes:,} for it"
             )
-            return None
+            return DYNAMIC.lease(slab)
         busy = self._overlaps[i] & self._leased
         if busy:
             other = self.plan.items[busy.bit_length() - 1]
             self._deviate(slab, f"its place is taken by {other.kind} of unit {other.unit!r}")
-            return None
+            return DYNAMIC.lease(slab)
         self._leased |= 1 << i
         self.planned += 1
         return memory
 
-    def release(self, slab: Slab, memory: torch.Tensor | None) -> None:
-        if memory is not None:
-            self._leased &= ~(1 << self._places[slab])
+    def release(self, slab: Slab, memory: torch.Tensor | None) -> bool:
+        i = self._places.get(slab)
+        if i is None or memory is None or memory is not self._memory[i]:
+            return False
+        self._leased &= ~(1 << i)
+        return True
 
     def _deviate(self, slab: Slab, reason: str) -> None:
         if not slab.nbytes:

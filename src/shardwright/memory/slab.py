@@ -13,19 +13,20 @@ from collections.abc import Sequence
 import torch
 
 from shardwright._torch import block_of, swap_memory
-from shardwright.memory.allocator import Allocator, Dynamic
+from shardwright.memory.allocator import Allocator, Dynamic, Source
 
 DYNAMIC = Dynamic()
 
 
 class Owner:
-    """Whose slabs are, and where the memory of their next leases comes from."""
+    """Whose slabs are, where the memory of their next leases comes from, and of what kind it must be."""
 
-    __slots__ = ("allocator", "name", "slabs")
+    __slots__ = ("allocator", "name", "slabs", "source")
 
     def __init__(self, name: str = "", allocator: Allocator = DYNAMIC) -> None:
         self.name = name
         self.allocator = allocator
+        self.source: Source | None = None
         self.slabs: weakref.WeakSet[Slab] = weakref.WeakSet()
 
 
@@ -48,8 +49,9 @@ class Slab:
         self._lender: Allocator = DYNAMIC  #: of the memory there is now
         self._storage = torch.UntypedStorage(0, device=device)
         self._given: torch.Tensor | None = None  #: an allocator's memory, while leased from it
-        #: Storages over memory that was given before, by its address.
-        self._blocks: dict[int, torch.UntypedStorage] = {}
+        #: A storage over the memory that was given last, kept where the next lease brings the same, and its address.
+        self._block: torch.UntypedStorage | None = None
+        self._block_address = 0
         self._attached: torch.UntypedStorage | None = None
         self._poison = os.environ.get("SHARDWRIGHT_POISON") == "1"
 
@@ -69,6 +71,7 @@ class Slab:
         self._lender = self.owner.allocator
         given = self._lender.lease(self)
         if given is None:
+            self._block = None
             if self._storage.nbytes() != self.nbytes:
                 self._storage.resize_(self.nbytes)
         else:
@@ -86,11 +89,10 @@ class Slab:
             )
         if self._storage.nbytes():  # left by a poisoned release
             self._storage.resize_(0)
-        block = self._blocks.get(address)
-        if block is None:
-            block = self._blocks[address] = block_of(given, self.nbytes)
-        swap_memory(self._storage, block)
-        self._given, self._attached = given, block
+        if self._block is None or self._block_address != address:
+            self._block, self._block_address = block_of(given, self.nbytes), address
+        swap_memory(self._storage, self._block)
+        self._given, self._attached = given, self._block
 
     def release(self) -> None:
         """Give the memory back. On CUDA the current stream must be ordered after every use of it."""
@@ -104,7 +106,8 @@ class Slab:
             assert given is not None
             self._attached = self._given = None
             swap_memory(self._storage, block)
-            self._lender.release(self, given)
+            if not self._lender.release(self, given):
+                self._block = None  # which would keep the memory
             if self._poison:  # a read must find NaN, where a storage without memory would crash the process
                 self._storage.resize_(self.nbytes)
                 self._storage.fill_(255)  # type: ignore[attr-defined]

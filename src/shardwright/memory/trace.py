@@ -31,10 +31,11 @@ class Recorder:
         self._open[slab] = self.ticks
         return memory
 
-    def release(self, slab: Slab, memory: torch.Tensor | None) -> None:
-        self.inner.release(slab, memory)
+    def release(self, slab: Slab, memory: torch.Tensor | None) -> bool | None:
+        lasting = self.inner.release(slab, memory)
         self.ticks += 1
         self._spans.setdefault(slab, []).append((self._open.pop(slab), self.ticks))
+        return lasting
 
     def restart(self) -> None:
         """Forget what was leased and released, not what is leased."""
