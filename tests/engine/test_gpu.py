@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
+from shardwright._torch import memory_can_be_swapped
 from tests.engine.models import build, full, loss_of, shard, tokens
 
 pytestmark = [
@@ -85,3 +86,79 @@ def test_memory_at_rest_is_the_shard_and_peaks_stay_low() -> None:
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - rest < 2.5 * unit  # two slabs and some activations
     assert torch.cuda.memory_allocated() - rest < 0.1 * unit
+
+
+def large(memory: str, compute: torch.dtype | None = None) -> nn.Module:
+    """Units whose gathers, computation and reductions take long enough to overlap."""
+    model = build(layers=6, dim=512, hidden=2048)
+    policy = sw.MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        sw.fully_shard(block, mp_policy=policy)
+    return sw.fully_shard(model, mp_policy=policy, memory=memory)
+
+
+def losses(model: nn.Module, steps: int, graphed: bool = False) -> list[float]:
+    def function(*batches: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros((), device="cuda")
+        for batch in batches:
+            loss = loss_of(model(batch), batch)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    step = sw.GraphedStep(model, function) if graphed else function
+    optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+    found = []
+    for number in range(steps):
+        found.append(step(*[tokens(number, micro, 0).cuda() for micro in range(2)]).clone())
+        sw.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not graphed or step.captured
+    return [float(loss) for loss in found]
+
+
+MEMORY = ["dynamic", *(["max_pool", "arena"] if memory_can_be_swapped else [])]
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("alone", "deterministic")
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+def test_graph_replay_is_bit_equal(memory: str, compute: torch.dtype | None) -> None:
+    assert losses(large(memory, compute), 10, graphed=True) == losses(large(memory, compute), 10)
+
+
+@pytest.mark.usefixtures("alone", "deterministic")
+@pytest.mark.parametrize("memory", MEMORY)
+def test_streams_are_in_order(memory: str) -> None:
+    """As many steps in which the host waits after every unit give the same bits."""
+    waiting = large(memory, torch.bfloat16)
+    for block in waiting.blocks:
+        block.register_forward_hook(lambda *_: torch.cuda.synchronize())
+        block.register_full_backward_hook(lambda *_: torch.cuda.synchronize())
+    assert losses(large(memory, torch.bfloat16), 60) == losses(waiting, 60)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.skipif(not memory_can_be_swapped, reason="planned memory needs torch 2.12 or later")
+def test_nothing_is_allocated_by_the_engine_in_the_arena() -> None:
+    model = large("arena")
+    losses(model, 3)
+    optimizer = sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = tokens(0, 0, 0).cuda()
+    seen = []
+    for _ in range(3):
+        loss_of(model(batch), batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(torch.cuda.memory_stats()["num_device_alloc"])
+    assert len(set(seen)) == 1  # nothing taken from the device any more
+    assert sw.memory_report(model).leases[1] == 0
