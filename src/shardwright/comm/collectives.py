@@ -77,6 +77,11 @@ class Pending:
         self._keep = keep
         self._finish = finish
 
+    def __del__(self) -> None:
+        # A model may go while this is under way: its memory must not be used again before that is over.
+        if self._keep is not None:
+            self._streams.join(self._mark)
+
     @property
     def mark(self) -> Any:
         """What others on the device may be ordered after."""
@@ -172,7 +177,8 @@ class Communicator:
                 foreach_copy_(*casts)
             if self.group is None:
                 foreach_copy_(outputs, inputs)
-                return Pending(self.streams, None, self.streams.mark("gather"), finish=on_done)
+                mark = self.streams.mark("gather")
+                return Pending(self.streams, None, mark, keep=(outputs, inputs), finish=on_done)
             if self._gloo:
                 return self._gather_on_gloo(outputs, inputs, on_done, announce)
             work = self.group.allgather_into_tensor_coalesced(outputs, inputs, self._gather_options)
@@ -261,6 +267,7 @@ class Communicator:
         self, work: Any, stream: str, outputs: list[torch.Tensor], division: Division, keep: Any
     ) -> Pending:
         """What is under way, with the division that follows the collective."""
+        keep = outputs, keep
         if division.after == 1.0:
             return Pending(self.streams, work, self.streams.mark(stream), keep=keep)
         if self.streams.asynchronous:

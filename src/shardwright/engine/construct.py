@@ -218,7 +218,7 @@ def own_parameters(unit: Unit, found: Found) -> None:
                     cut = make_cut(ranks, specs[member.index], segment, member)
                     part = cut.part_of(original)
                     if run.extended:
-                        local = part.clone()
+                        local = part.to(device, copy=True)
                         full = torch.empty(
                             0, dtype=run.compute_dtype, device=device
                         )  # until the first gather

@@ -77,7 +77,7 @@ class Extension:
         if not compared:
             self._check_rows(local, inputs)
         self._sizes = [t.size() for t in inputs]
-        self._make_outputs([(t.numel(), t.dtype) for t in inputs])
+        self._make_outputs([(t.numel(), t.dtype) for t in inputs], local.device)
         for slab in self._slabs:
             slab.lease()
         received = [t.view(torch.uint8) for t in self._outputs]
@@ -94,11 +94,11 @@ class Extension:
             )
 
     @torch.inference_mode(False)
-    def _make_outputs(self, kinds: list[tuple[int, torch.dtype]]) -> None:
+    def _make_outputs(self, kinds: list[tuple[int, torch.dtype]], device: torch.device) -> None:
         """One storage object per received tensor, for as long as their sizes stay: saved tensors refer to it."""
         if kinds == self._kinds:
             return
-        n, device = self._mesh.size(), torch.device(self._mesh.device_type)
+        n = self._mesh.size()
         self._kinds, self._slabs, self._outputs, self._full = kinds, [], [], None
         for numel, dtype in kinds:
             slab = Slab(n * numel * dtype.itemsize, device, "parameters", self._owner)

@@ -431,7 +431,8 @@ class Weights:
             self._secondary.drop()
 
     def drop_kept(self) -> None:
-        """The weights are about to change: keep no copy of them."""
+        """The weights are about to change: keep no copy of them, and let no gather go on reading them."""
+        self.wait()
         self.drop_secondary()
         if self.kept and not self._full_shown:
             self.release()

@@ -1,0 +1,627 @@
+"""The accelerator's path on a simulated one: side streams, events, and memory that is released and used again.
+
+The simulator (tests/support/races.py) finds what nothing orders. The first tests show that it does, with streams that
+are wrong on purpose; then come training runs that must be in order. Numbers are not looked at here: the process group
+is torch's "fake" one, in which every rank seems to have this rank's data.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+import shardwright as sw
+from shardwright._torch import memory_can_be_swapped
+from shardwright.comm import DeviceStreams, Pending
+from shardwright.engine import module as engine_module
+from shardwright.engine.gradients import Reduction
+from shardwright.engine.weights import Weights
+from shardwright.layout import resolve
+from tests.engine.models import Model, loss_of, tokens
+from tests.support.races import NoMemoryError, RaceError, Simulator
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*outside the plan:RuntimeWarning")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class On(NamedTuple):
+    """A strategy on a mesh."""
+
+    strategy: str | sw.Strategy
+    shape: tuple[int, ...]
+    reshard: bool | int | None = None
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return resolve(self.strategy, len(self.shape)).stages
+
+    @property
+    def sharded_axes(self) -> int:
+        return sum(stage > 0 and size > 1 for stage, size in zip(self.stages, self.shape, strict=True))
+
+    def __str__(self) -> str:
+        name = self.strategy if isinstance(self.strategy, str) else "".join(map(str, self.stages))
+        return f"{name}@{'x'.join(map(str, self.shape))}-{self.reshard}"
+
+
+class Case(NamedTuple):
+    """One training run."""
+
+    on: On = On("zero3", (2,))
+    memory: str = "dynamic"
+    prefetch: int | str = 1
+    dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)  #: of computation and reduction
+    accumulation: str = "none"
+    layout: str = "per_parameter"
+    event: str = "none"
+
+    @property
+    def legal(self) -> bool:
+        return self.layout != "columns" or self.on.sharded_axes < 2
+
+    def __str__(self) -> str:
+        dtypes = "/".join("-" if d is None else str(d).removeprefix("torch.") for d in self.dtypes)
+        told = (self.on, self.memory, self.prefetch, dtypes, *self[4:])
+        return "-".join(str(t).replace(" ", "_") for t in told)
+
+
+class Net(Model):
+    """Blocks may be left out, recomputed in backward, or fail."""
+
+    skipped = -1
+    recomputed = False
+    fails = -1
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.embed(tokens)
+        for i, block in enumerate(self.blocks):
+            if i == self.fails:
+                raise ValueError("this block fails")
+            if i != self.skipped:
+                h = checkpoint(block, h, use_reentrant=False) if self.recomputed else block(h)
+        return self.head(self.norm(h))
+
+
+class Fails(torch.autograd.Function):
+    """The identity, in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("this backward fails")
+
+
+@contextmanager
+def fake_ranks(count: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def build(case: Case) -> Net:
+    mesh = init_device_mesh("cpu", case.on.shape, mesh_dim_names=("outer", "inner")[-len(case.on.shape) :])
+    torch.manual_seed(0)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "strategy": case.on.strategy,
+        "reshard_after_forward": case.on.reshard,
+        "mp_policy": sw.MixedPrecisionPolicy(param_dtype=case.dtypes[0], reduce_dtype=case.dtypes[1]),
+        "layout": "ragged" if case.layout == "ragged" else "per_parameter",
+    }
+    if case.layout == "columns":
+        options["shard_placement_fn"] = lambda p: Shard(1) if p.ndim > 1 else None
+    model = Net(layers=3)
+    for block in model.blocks:
+        sw.fully_shard(block, **options)
+    if case.event == "list unit":
+        sw.fully_shard([model.norm, model.head], **options)
+    return sw.fully_shard(model, memory=case.memory, prefetch=case.prefetch, **options)
+
+
+class Training:
+    """A case's model and optimizer, and what happens to them in its steps."""
+
+    def __init__(self, case: Case, simulator: Simulator) -> None:
+        self.case, self.simulator = case, simulator
+        self.model = build(case)
+        parameters = self.model.parameters()
+        optimizer: torch.optim.Optimizer
+        if case.event == "whole matrices":
+            matrices = [p for p in parameters if p.ndim == 2]
+            optimizer = torch.optim.Muon(matrices, lr=1e-3)
+        else:
+            # Sums of many tensors at once, as torch chooses on an accelerator.
+            optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
+        self.optimizer = sw.fully_shard_optimizer(optimizer)
+        self.other = simulator.device.Stream(name="user")
+        event, blocks = case.event, self.model.blocks
+        if event == "hook on a stream":
+            for module in (self.model, *blocks):
+                module.set_all_reduce_hook(lambda gradient: gradient.mul_(0.5), stream=self.other)
+        elif event == "separate group":
+            self.model.set_separate_reduce_scatter_group()
+        elif event == "two buffers":
+            self.model.set_reduce_scatter_max_input_buffers(2)
+        elif event == "kept after backward":
+            self.model.set_reshard_after_backward(False)
+        elif event == "own order":
+            blocks[0].set_modules_to_forward_prefetch([blocks[1], blocks[2]])
+            blocks[2].set_modules_to_backward_prefetch([blocks[1], blocks[0]])
+        elif event == "frozen":
+            blocks[1].requires_grad_(False)
+            self.model.embed.requires_grad_(False)
+        self.model.recomputed = event == "recomputed"
+
+    def run(self, steps: int = 4) -> None:
+        with self._everything():
+            for step in range(steps):
+                if step == 2:
+                    self.validate()
+                self.step(step)
+
+    @contextmanager
+    def _everything(self) -> Iterator[None]:
+        """All of the training on a stream of the user's."""
+        if self.case.event != "training on a stream":
+            yield
+            return
+        self.other.wait_stream(self.simulator.current)
+        with self.simulator.device.stream(self.other):
+            yield
+        self.simulator.current.wait_stream(self.other)
+
+    def validate(self) -> None:
+        with torch.no_grad():
+            self.model(tokens(99, 0, 0))
+
+    def step(self, step: int) -> None:
+        model, optimizer, case = self.model, self.optimizer, self.case
+        if case.event == "another order":
+            model.skipped = (-1, 2, -1, 1)[step]
+        if case.event == "unshard":
+            handle = model.blocks[1].unshard(async_op=True)
+            if step % 2:
+                handle.wait()
+            model.blocks[2].unshard()
+            model.blocks[2].reshard()
+        if case.event == "failures" and step in (1, 2):
+            self.fail(step)
+        micros = 1 if case.accumulation == "none" else 2
+        for micro in range(micros):
+            last = micro == micros - 1
+            if case.accumulation == "held":
+                model.set_requires_gradient_sync(last)
+            elif case.accumulation == "not all-reduced":
+                model.set_requires_all_reduce(last)
+            elif case.accumulation == "not last":
+                model.set_is_last_backward(last)
+            batch = tokens(step, micro, 0)
+            loss_of(model(batch), batch).backward()
+        sw.clip_grad_norm_(model.parameters(), 1.0)
+        if case.event == "optimizer on a stream":
+            self.other.wait_stream(self.simulator.current)
+            with self.simulator.device.stream(self.other):
+                optimizer.step()
+            model.set_post_optim_event(self.other.record_event())
+            self.validate()  # waits for its gathers, and so for the optimizer
+        else:
+            optimizer.step()
+        if case.event == "zeros kept":
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        else:
+            optimizer.zero_grad()
+
+    def fail(self, step: int) -> None:
+        """In the middle of forward, or of backward."""
+        model = self.model
+        if step == 1:
+            model.fails = 1
+            with pytest.raises(ValueError, match="this block fails"):
+                model(tokens(step, 9, 0))
+            model.fails = -1
+            return
+        handle = model.blocks[1].register_forward_hook(lambda module, args, output: Fails.apply(output))
+        with pytest.raises(ValueError, match="this backward fails"):
+            model(tokens(step, 9, 0)).sum().backward()
+        handle.remove()
+
+
+def run(case: Case, streams: Callable[[torch.device], DeviceStreams] = DeviceStreams) -> Simulator:
+    with fake_ranks(math.prod(case.on.shape)), Simulator(streams) as simulator:
+        Training(case, simulator).run()
+    return simulator
+
+
+# -- what is found ---------------------------------------------------------------------------------------------------
+
+
+def copy_beside(simulator: Simulator, *, waits: bool, joins: bool) -> None:
+    """A copy on a stream beside the computation, which has written the source and then reads the copy."""
+    device, side = simulator.device, simulator.device.Stream()
+    source = torch.zeros(8)
+    copied = torch.empty(8)
+    source.add_(1)
+    if waits:
+        side.wait_stream(device.current_stream())
+    with device.stream(side):
+        copied.copy_(source)
+    if joins:
+        device.current_stream().wait_event(side.record_event())
+    copied.sum()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("joins", [True, False])
+def test_a_race_is_two_accesses_without_order(waits: bool, joins: bool) -> None:
+    with Simulator() as simulator:
+        copy_beside(simulator, waits=waits, joins=joins)
+    told = "\n".join(simulator.races)
+    assert (
+        "write by aten::add_ on 'computation'" in told and "read by aten::copy_ on 'stream" in told
+    ) is not waits
+    assert ("write by aten::copy_" in told and "read by aten::sum on 'computation'" in told) is not joins
+    assert bool(told) is not (waits and joins)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_bytes_that_do_not_overlap_do_not_race(apart: bool) -> None:
+    with Simulator() as simulator:
+        memory = torch.zeros(8)
+        side = simulator.device.Stream()
+        side.wait_stream(simulator.current)
+        with simulator.device.stream(side):
+            memory[:4].add_(1)
+        memory[4 if apart else 3 :].mul_(2)
+        simulator.current.wait_stream(side)
+        del memory
+    assert bool(simulator.races) is not apart
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_memory_ends_after_its_last_use(joins: bool) -> None:
+    """Its stream may give it to the next tensor at once."""
+    with Simulator() as simulator:
+        memory, side = torch.zeros(8), simulator.device.Stream()
+        side.wait_stream(simulator.current)
+        with simulator.device.stream(side):
+            memory.sum()
+        if joins:
+            simulator.current.wait_stream(side)
+        del memory
+    assert bool(simulator.races) is not joins
+    assert joins or "the end of a tensor" in next(iter(simulator.races))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_memory_begins_after_what_its_stream_has_queued(waits: bool) -> None:
+    with Simulator() as simulator:
+        side = simulator.device.Stream()
+        if not waits:
+            side.wait_stream(simulator.current)
+        memory = torch.empty(8)
+        if waits:
+            side.wait_stream(simulator.current)
+        with simulator.device.stream(side):
+            memory.zero_()
+        simulator.current.wait_stream(side)
+        del memory
+    assert bool(simulator.races) is not waits
+
+
+def test_what_the_host_has_waited_for_is_over() -> None:
+    with Simulator() as simulator:
+        memory, side = torch.zeros(8), simulator.device.Stream()
+        memory.add_(1)
+        assert memory.sum().item() == 8
+        with simulator.device.stream(side):
+            memory.mul_(2)
+            assert memory.tolist() == [2.0] * 8
+        memory.add_(1)
+    simulator.check()
+
+
+def test_released_memory_is_not_read() -> None:
+    with Simulator(), pytest.raises(NoMemoryError, match="aten::sum reads released memory"):
+        memory = torch.zeros(8)
+        memory.untyped_storage().resize_(0)
+        memory.sum()
+
+
+def test_asynchronous_collectives_are_refused() -> None:
+    with fake_ranks(2), Simulator() as simulator, pytest.raises(RaceError, match="async_op=True"):
+        dist.all_reduce(torch.zeros(8), async_op=True)
+    simulator.check()
+
+
+# -- streams and an engine that are wrong ----------------------------------------------------------------------------
+
+
+class NeverJoins(DeviceStreams):
+    def join(self, mark: Any) -> None:
+        pass
+
+
+def forks_early(*names: str) -> type[DeviceStreams]:
+    """What is queued on these streams does not wait for the computation."""
+
+    class ForksEarly(DeviceStreams):
+        def fork(self, name: str) -> Any:
+            return self.beside(name) if name in names else super().fork(name)
+
+    return ForksEarly
+
+
+class MarksEarly(DeviceStreams):
+    """A mark stands before what was queued last."""
+
+    @contextmanager
+    def fork(self, name: str) -> Iterator[None]:
+        with super().fork(name):
+            self.early = super().mark(name)
+            yield
+
+    def mark(self, name: str) -> Any:
+        return self.early
+
+
+class ForgetsEvents(DeviceStreams):
+    def gather_after(self, event: Any) -> None:
+        pass
+
+
+class ForgetsWhatComesBefore(DeviceStreams):
+    def beside(self, name: str, after: Any = None) -> Any:
+        return super().beside(name)
+
+
+def hook_without_waiting(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
+    def run(gradient: torch.Tensor) -> None:
+        with torch.get_device_module(gradient.device).stream(stream):
+            hook(gradient)
+
+    return run
+
+
+def release_without_waiting(self: Weights, release: Callable[[Weights], None] = Weights.release) -> None:
+    self.forgotten, self._pending = self._pending, None  # type: ignore[attr-defined]
+    release(self)
+
+
+def start_and_release(self: Reduction, *given: Any, start: Any = Reduction.start) -> None:
+    start(self, *given)
+    self._packed.release()
+
+
+def release_cast_early(self: Weights, *given: Any, gather: Any = Weights._gather) -> Pending:
+    pending: Pending = gather(self, *given)
+    self._cast.release()
+    return pending
+
+
+def next_with_new_output(self: Reduction, after: Pending | None, go: Any = Reduction._next) -> None:
+    """The result of a later collective gets its memory when that is queued, which waits for nothing else."""
+    if after is not None:
+        self._output = None
+    go(self, after)
+
+
+class Wrong(NamedTuple):
+    """What a defect is, in which case it shows, and the parts of a race that must be told."""
+
+    case: Case
+    defect: Any
+    told: tuple[str, str, str]
+
+
+GATHERS = "by c10d::allgather_into_tensor_coalesced_ on 'gather'"
+SCATTERS = "by c10d::_reduce_scatter_base_ on 'reduce'"
+SUMS = "by c10d::allreduce_ on 'all_reduce'"
+PACKS = "write by aten::_chunk_cat on 'computation'"
+DDP, HSDP = Case(On("ddp", (2,))), Case(On("hsdp", (2, 2)))
+WRONG_STREAMS = {
+    "weights are read too soon": Wrong(
+        Case(),
+        NeverJoins,
+        (f"write {GATHERS}", "read by aten::embedding on 'computation'", "parameters of Net"),
+    ),
+    "gradients are read too soon": Wrong(
+        DDP, NeverJoins, (f"write {SUMS}", "read by aten::_foreach_norm", "gradients of blocks.2")
+    ),
+    "gathered before the optimizer's step": Wrong(
+        Case(),
+        forks_early("gather"),
+        ("write by aten::_foreach_addcdiv_ on 'computation'", f"read {GATHERS}", ""),
+    ),
+    "gathered before memory is free": Wrong(
+        Case(),
+        forks_early("gather"),
+        ("a lease on 'computation'", f"write {GATHERS}", "parameters of blocks.0"),
+    ),
+    "reduced before packed": Wrong(
+        Case(), forks_early("reduce"), (PACKS, f"read {SCATTERS}", "reduction of blocks.2")
+    ),
+    "summed before packed": Wrong(DDP, forks_early("all_reduce"), (PACKS, f"write {SUMS}", "gradients of")),
+    "a mark before the gather": Wrong(
+        Case(), MarksEarly, (f"write {GATHERS}", "read by aten::native_layer_norm", "parameters of blocks.0")
+    ),
+    "no event of the optimizer's": Wrong(
+        Case(event="optimizer on a stream"),
+        ForgetsEvents,
+        ("write by aten::_foreach_addcdiv_ on 'user'", f"read {GATHERS}", ""),
+    ),
+    "replicas summed before reduced": Wrong(
+        HSDP, ForgetsWhatComesBefore, (f"write {SCATTERS}", f"write {SUMS}", "gradients of blocks.2")
+    ),
+}
+WRONG_ENGINES = {
+    "a hook that does not wait": Wrong(
+        Case(event="hook on a stream"),
+        (engine_module, "_on_stream", hook_without_waiting),
+        (f"write {SCATTERS}", "write by aten::mul_ on 'user'", "gradients of blocks.2"),
+    ),
+    "released under the gather": Wrong(
+        Case(event="another order"),
+        (Weights, "release", release_without_waiting),
+        (f"write {GATHERS}", "the release of memory on 'computation'", "parameters of blocks.2"),
+    ),
+    "released under the gather, planned": Wrong(
+        Case(event="another order", memory="max_pool"),
+        (Weights, "release", release_without_waiting),
+        (f"write {GATHERS}", "a release on 'computation'", "parameters of blocks.2"),
+    ),
+    "released under the reduction": Wrong(
+        Case(),
+        (Reduction, "start", start_and_release),
+        (f"read {SCATTERS}", "the release of memory on 'computation'", "reduction of blocks.2"),
+    ),
+    "released under the reduction, planned": Wrong(
+        Case(memory="arena"),
+        (Reduction, "start", start_and_release),
+        (f"read {SCATTERS}", "a release on 'computation'", "reduction of blocks.2"),
+    ),
+    "the cast released under the gather": Wrong(
+        Case(dtypes=(BF16, FP32)),
+        (Weights, "_gather", release_cast_early),
+        ("write by aten::_foreach_copy_ on 'gather'", "the release of memory", "cast shard of blocks.0"),
+    ),
+    "memory from behind the fork": Wrong(
+        Case(On("zero3", (2, 2))),
+        (Reduction, "_next", next_with_new_output),
+        ("aten::empty (allocation) on 'computation'", f"write {SCATTERS}", ""),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_STREAMS.values(), ids=WRONG_STREAMS)
+def test_wrong_streams_are_found(wrong: Wrong) -> None:
+    races = run(wrong.case, wrong.defect).races
+    assert any(all(part in race for part in wrong.told) for race in races), races
+
+
+@pytest.mark.parametrize("wrong", WRONG_ENGINES.values(), ids=WRONG_ENGINES)
+def test_a_wrong_engine_is_found(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
+    if wrong.case.memory != "dynamic" and not memory_can_be_swapped:
+        pytest.skip("planned memory needs torch 2.12")
+    monkeypatch.setattr(*wrong.defect)
+    races = run(wrong.case).races
+    assert any(all(part in race for part in wrong.told) for race in races), races
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+PLACES = [
+    On("ddp", (2,)),
+    On("ddp", (2, 2)),
+    On("zero1", (8,)),
+    On("zero1", (2, 2)),
+    On("zero2", (2,)),
+    On("zero3", (1,)),
+    On("zero3", (2,)),
+    On("zero3", (2,), True),
+    On("zero3", (8,), False),
+    On("zero3", (8,), 2),
+    On("zero3", (2, 2)),
+    On("hsdp", (2, 2)),
+    On("hsdp", (2, 4), 2),
+    On("hfsdp", (2, 2)),
+    On("hfsdp", (2, 4), True),
+    On("hfsdp", (2, 4), 2),
+    On(sw.Strategy.of_stages(2, 3), (2, 2)),
+    On(sw.Strategy.of_stages(1, 2), (2, 2)),
+]
+CHOICES: list[list[Any]] = [
+    PLACES,
+    ["dynamic", "arena", "max_pool"] if memory_can_be_swapped else ["dynamic"],
+    [1, 0, 3, "2 KiB"],
+    [(None, None), (BF16, FP32), (BF16, BF16), (None, FP16)],
+    ["none", "held", "not all-reduced", "not last"],
+    ["per_parameter", "ragged", "columns"],
+]
+EVENTS = [
+    "none",
+    "another order",
+    "failures",
+    "frozen",
+    "hook on a stream",
+    "kept after backward",
+    "list unit",
+    "optimizer on a stream",
+    "own order",
+    "recomputed",
+    "separate group",
+    "training on a stream",
+    "two buffers",
+    "unshard",
+    "whole matrices",
+    "zeros kept",
+]
+
+
+def pairwise() -> list[Case]:
+    """Cases in which every two choices meet that may, with the events in turn."""
+    draw = random.Random(0)
+    pairs = {
+        ((i, str(a)), (j, str(b)))
+        for (i, first), (j, second) in itertools.combinations(enumerate(CHOICES), 2)
+        for a, b in itertools.product(first, second)
+    }
+    legal = [case for made in itertools.product(*CHOICES) if (case := Case(*made)).legal]
+    met = {
+        case: set(itertools.combinations([(i, str(v)) for i, v in enumerate(case[:6])], 2)) for case in legal
+    }
+    left = pairs & set().union(*met.values())
+    chosen: list[Case] = []
+    while left:
+        best = max(draw.sample(legal, 200), key=lambda case: len(met[case] & left))
+        if not met[best] & left:
+            best = max(legal, key=lambda case: len(met[case] & left))
+        left -= met[best]
+        chosen.append(best._replace(event=EVENTS[len(chosen) % len(EVENTS)]))
+    return chosen
+
+
+CASES = pairwise()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_training_is_in_order(case: Case) -> None:
+    simulator = run(case)
+    simulator.check()
+    on_side = {name for name in simulator.side if simulator.operations.get(name)}
+    sums = any(n > 1 and stage == 0 for stage, n in zip(case.on.stages, case.on.shape, strict=True))
+    scatters = any(n > 1 and stage for stage, n in zip(case.on.stages, case.on.shape, strict=True))
+    assert on_side == {"gather"} | ({"reduce"} if scatters else set()) | ({"all_reduce"} if sums else set())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("left", ["a gather", "a backward"])
+def test_a_model_may_go_with_a_collective_under_way(left: str, ranks: int) -> None:
+    with fake_ranks(ranks), Simulator() as simulator:
+        training = Training(Case(On("zero3", (ranks,))), simulator)
+        training.step(0)
+        if left == "a gather":
+            training.model.blocks[1].unshard(async_op=True)
+        else:
+            training.fail(2)
+        training.model, training.optimizer = None, None  # type: ignore[assignment]
+        gc.collect()
+    simulator.check()

@@ -1,0 +1,537 @@
+"""An accelerator simulated on the CPU: it tells which operations would race on streams of their own.
+
+Everything runs at once and in the order of the program, as ever on the CPU. Beside it each stream has a vector clock,
+which waiting for streams and events joins; every operation reads and writes ranges of bytes at the time of the stream
+that is current; and two accesses to the same bytes of which one is a write must be ordered by these clocks. What is
+known of the engine here is where it makes its streams and its collectives, and what its slabs are called.
+
+Memory is modelled as torch's CUDA allocator gives it: an allocation is a write on the stream that is current, since
+earlier work of that stream may still use the memory, and its end is a write on the same stream, since later work of
+that stream may get it. So are the lease and the release of a slab, whoever gives the memory.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwright.comm import DeviceStreams, collectives
+from shardwright.engine import api
+from shardwright.memory import Slab
+
+Clock = dict[int, int]  #: by stream: how many of its operations are surely over
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for stream, time in other.items():
+        if clock.get(stream, 0) < time:
+            clock[stream] = time
+
+
+class Event:
+    """As ``torch.cuda.Event``: a moment of a stream."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        self._simulator = simulator
+        self.clock: Clock = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = dict((stream or self._simulator.current).clock)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self._simulator.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        _join(self._simulator.host, self.clock)
+
+
+class Stream:
+    """As ``torch.cuda.Stream``: its operations run one after another, and beside those of other streams."""
+
+    def __init__(self, simulator: Simulator, name: str) -> None:
+        self._simulator = simulator
+        self.name = name
+        self.number = len(simulator.streams)
+        self.clock: Clock = {self.number: 0}
+        simulator.streams.append(self)
+
+    def wait_stream(self, other: Stream) -> None:
+        _join(self.clock, other.clock)
+
+    def wait_event(self, event: Event) -> None:
+        _join(self.clock, event.clock)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self._simulator)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        _join(self._simulator.host, self.clock)
+
+    def tick(self) -> int:
+        """The time of the stream's next operation, which the host issues now."""
+        _join(self.clock, self._simulator.host)
+        self.clock[self.number] += 1
+        return self.clock[self.number]
+
+
+class Device:
+    """What ``torch.get_device_module`` gives for the simulated accelerator."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        self._simulator = simulator
+
+    def Stream(self, device: torch.device | None = None, priority: int = 0, name: str = "") -> Stream:
+        return Stream(self._simulator, name or f"stream {len(self._simulator.streams)}")
+
+    def Event(self, **options: Any) -> Event:
+        return Event(self._simulator)
+
+    def current_stream(self, device: torch.device | None = None) -> Stream:
+        return self._simulator.current
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self._simulator.current = self._simulator.current, stream
+        try:
+            yield
+        finally:
+            self._simulator.current = before
+
+
+class Access(NamedTuple):
+    """Bytes that an operation reads or writes."""
+
+    low: int
+    high: int
+    stream: Stream
+    time: int
+    write: bool
+    operation: str
+    where: tuple[tuple[str, int], ...]  #: code and lines, the innermost first
+    number: int  #: of the operation, counted over all streams
+
+    def __str__(self) -> str:
+        how = "write" if self.write else "read"
+        return f"{how} by {self.operation} on {self.stream.name!r} ({_told(self.where)})"
+
+
+class Block:
+    """Memory as the allocator gave it, and who used it last."""
+
+    __slots__ = ("accesses", "end", "maker", "origin", "start")
+
+    def __init__(self, start: int, end: int, origin: Stream, maker: str) -> None:
+        self.start, self.end, self.origin, self.maker = start, end, origin, maker
+        self.accesses: list[Access] = []
+
+
+@dataclass
+class Lease:
+    """A slab had this memory from one operation to another."""
+
+    since: int
+    until: float
+    low: int
+    high: int
+    slab: str
+
+
+class RaceError(AssertionError):
+    """Operations are not ordered that must be."""
+
+
+class NoMemoryError(AssertionError):
+    """An operation was given a tensor whose memory has been released."""
+
+
+#: Of these operations the arguments that are not written are looked at for their shapes alone.
+_SHAPES_ONLY = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("empty_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
+        *("full_like", "ones_like", "zeros_like", "rand_like", "randn_like", "_unsafe_view", "is_same_size"),
+    )
+)
+#: These move no bytes at all.
+_NO_ACCESS = frozenset(("aten::set_", "aten::resize_", "c10d::barrier"))
+#: After these the host knows what the device has computed.
+_HOST_WAITS = frozenset(("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"))
+#: Collectives: which arguments are written and which are read. Their schemas do not tell.
+_COLLECTIVES = {
+    "_allgather_base_": ((0,), (1,)),
+    "_reduce_scatter_base_": ((0,), (1,)),
+    "allgather_": ((0,), (1,)),
+    "allgather_into_tensor_coalesced_": ((0,), (1,)),
+    "allreduce_": ((0,), ()),
+    "alltoall_base_": ((0,), (1,)),
+    "broadcast_": ((0,), ()),
+    "reduce_scatter_tensor_coalesced_": ((0,), (1,)),
+}
+
+
+_plain_dispatch: Any = torch.Tensor.__torch_dispatch__
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        plain = type(value).__torch_dispatch__ is _plain_dispatch
+        if plain and value.layout is torch.strided and value.device.type == "cpu":
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+class _Plan(NamedTuple):
+    """What an operation does with its arguments, by position and name."""
+
+    writes: tuple[tuple[int, str], ...]
+    reads: tuple[tuple[int, str], ...]
+
+
+def _plan(operation: Any) -> _Plan:
+    schema = operation._schema
+    arguments = list(enumerate(schema.arguments))
+    if schema.name in _NO_ACCESS:
+        return _Plan((), ())
+    if schema.name.startswith("c10d::"):
+        found = _COLLECTIVES.get(schema.name.removeprefix("c10d::"))
+        if found is None:
+            raise NotImplementedError(f"what {schema.name} reads and writes is not in the simulator's table")
+        return _Plan(*(tuple((i, arguments[i][1].name) for i in group) for group in found))
+    written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    if operation.is_view or schema.name in _SHAPES_ONLY:
+        return _Plan(tuple(written), ())
+    # An argument that results are views of is not read by that.
+    read = [(i, a.name) for i, a in arguments if a.alias_info is None and "Tensor" in str(a.type)]
+    return _Plan(tuple(written), tuple(read))
+
+
+class Simulator(TorchDispatchMode):
+    """While it is entered, the engine takes the path of an accelerator, and races are collected.
+
+        with Simulator() as simulator:
+            ...  # fully_shard, train
+        simulator.check()
+
+    Shard models inside it, over a process group of the "fake" backend. Autograd's backward runs on the stream that is
+    current, as on CUDA if forward has run on that one.
+
+    Attributes:
+        device: streams and events for the program under test; the one that computes is current at first.
+        side: the engine's own streams, by name.
+        races: what was found, as texts.
+        operations: how many operations have run, by stream.
+    """
+
+    def __init__(self, streams: Callable[[torch.device], DeviceStreams] = DeviceStreams) -> None:
+        super().__init__()
+        self.streams: list[Stream] = []
+        self.host: Clock = {}  #: what the host has waited for
+        self.current = self.computation = Stream(self, "computation")
+        self.device = Device(self)
+        self.races: dict[str, None] = {}
+        self.operations: dict[str, int] = {}
+        self._make_streams = streams
+        self._number = 0
+        self._plans: dict[Any, _Plan] = {}
+        self._starts: list[int] = []
+        self._blocks: dict[int, Block] = {}
+        self._owned: dict[int, Block] = {}  #: by storage
+        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._leases: list[Lease] = []
+        self._open: weakref.WeakKeyDictionary[Slab, Lease] = weakref.WeakKeyDictionary()
+
+    # -- the engine on it
+
+    def __enter__(self) -> Simulator:
+        self._patches = pytest.MonkeyPatch()
+        patch = self._patches.setattr
+        module_of = torch.get_device_module
+        patch(
+            torch,
+            "get_device_module",
+            lambda device=None: (
+                self.device if torch.device(device or "cpu").type == "cpu" else module_of(device)
+            ),
+        )
+        made = self._make_streams(torch.device("cpu"))
+        self.side: dict[str, Stream] = made._side
+        for name, stream in self.side.items():
+            stream.name = name
+        patch(collectives, "streams_for", lambda device: made)
+        # Communicators of earlier simulations have other streams.
+        patch(api, "_communicators", weakref.WeakValueDictionary())
+        patch(collectives, "_separate", weakref.WeakKeyDictionary())
+        patch(collectives, "_neighbours", weakref.WeakKeyDictionary())
+        backend_for = collectives.backend_for
+        patch(collectives, "backend_for", lambda group, device: _Backend(self, backend_for(group, device)))
+        patch(dist, "all_to_all_single", self._asynchronous(dist.all_to_all_single))
+        patch(torch.UntypedStorage, "resize_", self._resize(torch.UntypedStorage.resize_))
+        patch(torch.Tensor, "tolist", self._tolist(torch.Tensor.tolist))
+        patch(Slab, "lease", self._lease(Slab.lease))
+        patch(Slab, "release", self._release(Slab.release))
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._patches.undo()
+        self._watched.clear()  # what ends from now on is not looked at
+
+    def check(self) -> None:
+        if self.races:
+            told = "\n".join(list(self.races)[:6])
+            raise RaceError(f"{len(self.races)} races:\n{told}")
+
+    def _resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            self._number += 1
+            self._end(storage._cdata, "the release of memory")
+            resize(storage, nbytes)
+            self._block_of(storage, "the allocation of memory")
+            return storage
+
+        return resize_
+
+    def _tolist(self, tolist: Callable[..., Any]) -> Callable[..., Any]:
+        def tolist_(tensor: torch.Tensor) -> Any:
+            if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
+                self.run("tolist", [], [tensor])
+                self.current.synchronize()
+            return tolist(tensor)
+
+        return tolist_
+
+    def _lease(self, lease: Callable[[Slab], None]) -> Callable[[Slab], None]:
+        def leased(slab: Slab) -> None:
+            lease(slab)
+            if slab not in self._open:
+                kind, end = f"{slab.kind} of {slab.unit or 'a unit'}", slab.address + slab.nbytes
+                self._open[slab] = Lease(self._number, math.inf, slab.address, end, kind)
+                self._leases.append(self._open[slab])
+                self._own(slab, "a lease", True)
+
+        return leased
+
+    def _release(self, release: Callable[[Slab], None]) -> Callable[[Slab], None]:
+        def released(slab: Slab) -> None:
+            if slab.leased:
+                self._own(slab, "a release", False)
+            release(slab)
+            if slab in self._open and not slab.leased:
+                self._open.pop(slab).until = self._number
+
+        return released
+
+    def _own(self, slab: Slab, operation: str, stays: bool) -> None:
+        """All use of a slab lies between its lease and its release, whoever gives the memory."""
+        block = self._find(slab.address)
+        if block is not None and slab.nbytes:
+            self._number += 1
+            low, high, now = slab.address, slab.address + slab.nbytes, self.current
+            access = Access(low, high, now, now.tick(), True, operation, _where(), self._number)
+            self._add(block, access, stays)
+
+    def _asynchronous(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        """An asynchronous collective runs on a stream of its group, after what the current one has queued so far."""
+        streams: dict[Any, Stream] = {}
+
+        def call(*args: Any, group: Any = None, async_op: bool = False, **options: Any) -> Any:
+            if not async_op:
+                return collective(*args, group=group, **options)
+            stream = streams.setdefault(group, Stream(self, "collectives"))
+            stream.wait_stream(self.current)
+            with self.device.stream(stream):
+                collective(*args, group=group, **options)
+            return stream.record_event()
+
+        return call
+
+    # -- operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(t, FakeTensor) for t in types):  # DTensor asks for shapes by them
+            return func(*args, **kwargs)
+        if any(t.__torch_dispatch__ is not _plain_dispatch for t in types):
+            return NotImplemented  # subclasses first become calls on plain tensors
+        plan = self._plans.get(func)
+        if plan is None:
+            plan = self._plans[func] = _plan(func)
+        name = func._schema.name
+        with torch._C.DisableTorchFunctionSubclass():
+            writes, reads = (
+                [t for i, key in part for t in _tensors(args[i] if i < len(args) else kwargs.get(key))]
+                for part in plan
+            )
+            if name.startswith("c10d::"):
+                self._refuse_asynchronous(func, args, kwargs)
+            self.run(name, writes, reads)
+            result = func(*args, **kwargs)
+            if name.startswith("c10d::") and "reduce_scatter" in name:
+                for output, given in zip(writes, reads, strict=True):
+                    output.copy_(given.view(-1)[: output.numel()])  # the fake backend leaves what was there
+            for tensor in (*_tensors(result), *writes):
+                self._block_of(tensor.untyped_storage(), name)
+        if name in _HOST_WAITS:
+            self.current.synchronize()
+        return result
+
+    def _refuse_asynchronous(self, func: Any, args: Any, kwargs: Any) -> None:
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.name == "async_op":
+                asked = args[i] if i < len(args) else kwargs.get("async_op", argument.default_value)
+                if asked:
+                    raise RaceError(
+                        f"{func._schema.name} was not issued on the current stream: async_op=True"
+                    )
+
+    def run(self, operation: str, writes: list[torch.Tensor], reads: list[torch.Tensor]) -> None:
+        """An operation runs on the current stream."""
+        if not writes and not reads:
+            return  # a view, or new memory
+        self._number += 1
+        self.operations[self.current.name] = self.operations.get(self.current.name, 0) + 1
+        time, where = self.current.tick(), _where()
+        for tensors, write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                if tensor.numel():
+                    storage = tensor.untyped_storage()
+                    if not storage.nbytes():
+                        told = f"{operation} {'writes' if write else 'reads'} released memory"
+                        raise NoMemoryError(f"{told}: {tuple(tensor.shape)}, {_told(where)}")
+                    block = self._block_of(storage, "unseen code")
+                    low = tensor.data_ptr()
+                    high = low + _extent(tensor)
+                    access = Access(low, high, self.current, time, write, operation, where, self._number)
+                    self._add(block, access)
+
+    def _add(self, block: Block, access: Access, stays: bool = True) -> None:
+        """Compare an access with those before it, and remember it if it ``stays``."""
+        clock, kept = access.stream.clock, []
+        for other in block.accesses:
+            overlaps = other.low < access.high and access.low < other.high
+            if overlaps and (access.write or other.write) and clock.get(other.stream.number, 0) < other.time:
+                self._tell(block, other, access)
+            # What comes after this access and not after the other one races with this one.
+            covered = access.low <= other.low and other.high <= access.high
+            if not (covered and (access.write or (other.stream is access.stream and not other.write))):
+                kept.append(other)
+        if stays:
+            kept.append(access)
+            block.accesses = kept
+
+    def _tell(self, block: Block, first: Access, second: Access) -> None:
+        low = max(first.low, second.low)
+        names = list(dict.fromkeys(self._owner(block, access, low) for access in (first, second)))
+        nbytes = min(first.high, second.high) - low
+        owner = ", then ".join(names)
+        self.races.setdefault(f"{first} and {second} are not ordered: {nbytes} bytes of {owner}")
+
+    def _owner(self, block: Block, access: Access, address: int) -> str:
+        for lease in reversed(self._leases):
+            if lease.since <= access.number <= lease.until and lease.low <= address < lease.high:
+                return lease.slab
+        return block.maker
+
+    # -- memory
+
+    def _find(self, address: int) -> Block | None:
+        i = bisect.bisect_right(self._starts, address) - 1
+        block = self._blocks[self._starts[i]] if i >= 0 else None
+        return block if block is not None and address < block.end else None
+
+    def _block_of(self, storage: torch.UntypedStorage, operation: str) -> Block:
+        """The memory of a storage; what was not known yet is allocated now, on the current stream."""
+        start, nbytes = storage.data_ptr(), storage.nbytes()
+        block = self._find(start)
+        if block is not None and start + nbytes <= block.end:
+            return block
+        where = _where()
+        block = Block(start, start + nbytes, self.current, f"what {operation} made ({_told(where)})")
+        if not nbytes:
+            return block
+        for stale in [b for s in self._starts if (b := self._blocks[s]).start < block.end and start < b.end]:
+            self._forget(stale)  # it ended where nobody saw it
+        bisect.insort(self._starts, start)
+        self._blocks[start] = self._owned[storage._cdata] = block
+        self._watch(storage)
+        self._add(block, Access(start, block.end, self.current, self.current.tick(), True,
+                                f"{operation} (allocation)", where, self._number))  # fmt: skip
+        return block
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        number, ref = storage._cdata, weakref.ref(self)
+
+        def ended(_: Any) -> None:
+            simulator = ref()
+            if simulator is not None and simulator._watched.pop(number, None) is not None:
+                simulator._end(number, "the end of a tensor")
+
+        if number not in self._watched:
+            self._watched[number] = weakref.ref(storage, ended)
+
+    def _end(self, number: int, operation: str) -> None:
+        block = self._owned.pop(number, None)
+        if block is None or self._blocks.get(block.start) is not block:
+            return
+        stream = block.origin
+        self._number += 1
+        access = Access(
+            block.start, block.end, stream, stream.tick(), True, operation, _where(), self._number
+        )
+        self._add(block, access)
+        self._forget(block)
+
+    def _forget(self, block: Block) -> None:
+        del self._blocks[block.start]
+        del self._starts[bisect.bisect_left(self._starts, block.start)]
+
+
+class _Backend:
+    """A backend whose collectives are seen, though they do not pass through the dispatcher."""
+
+    def __init__(self, simulator: Simulator, backend: Any) -> None:
+        self._simulator, self._backend = simulator, backend
+
+    def name(self) -> str:
+        return self._backend.name()
+
+    def _allgather_base(self, output: torch.Tensor, given: torch.Tensor) -> Any:
+        self._simulator.run("_allgather_base", [output], [given])
+        return self._backend._allgather_base(output, given)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _where() -> tuple[tuple[str, int], ...]:
+    found: list[tuple[str, int]] = []
+    frame: Any = sys._getframe(2)
+    while frame is not None and len(found) < 4:
+        file = frame.f_code.co_filename
+        if ("shardwright/" in file or "tests/engine" in file) and not file.endswith("support/races.py"):
+            found.append((file, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _told(where: tuple[tuple[str, int], ...]) -> str:
+    return " < ".join(f"{file.rpartition('/')[2]}:{line}" for file, line in where)
