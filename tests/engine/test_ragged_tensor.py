@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import shardwright as sw
 from shardwright.engine.ragged import RaggedDTensor, RaggedTensor
 from shardwright.engine.ragged_spec import RaggedSpec, boxes_of
 from shardwright.optim.needs import KNOWN
@@ -554,3 +555,21 @@ def test_without_the_state_dict_form_torch_returns_it_as_it_is(rank: int, world_
     assert isinstance(found["p"], RaggedTensor)
     with pytest.raises(NotImplementedError, match=r"torch\.save"):
         torch.save(found, io.BytesIO())
+
+
+class WithEmpty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.empty = nn.Linear(4, 4), nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.empty.sum()
+
+
+@multirank(4)
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
+def test_empty_parameters_over_two_axes(rank: int, world_size: int, layout: str) -> None:
+    mesh = world_mesh(2, 2)
+    model = sw.fully_shard(WithEmpty(), mesh=mesh, strategy="hfsdp", layout=layout)
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.empty.grad.shape == model.empty.full_tensor().shape == (0, 4)

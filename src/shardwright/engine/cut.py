@@ -130,7 +130,7 @@ def make_cut(ranks: Ranks, spec: TensorSpec, segment: Segment | RaggedSegment, m
     if isinstance(segment, RaggedSegment):
         return RaggedCut(ranks, spec, segment.chunk, member.offset, segment.slab_offset + member.offset)
     if len(ranks.axes) > 1:  # no DTensor says that the inner axis cuts first
-        return RaggedCut(ranks, spec, segment.chunk, 0, segment.slab_offset)
+        return RaggedCut(ranks, spec, max(segment.chunk, 1), 0, segment.slab_offset)  # 0 of an empty one
     return RowCut(ranks, spec, segment)
 
 
