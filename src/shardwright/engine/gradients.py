@@ -186,6 +186,11 @@ class Reduction:
         shape = (1, n * packing.numel) if packing.shared else (n, packing.numel)
         self._packed_view = self._packed.view(packing.reduce_dtype, 0, shape)
         self._packed_flat = self._packed.view(packing.reduce_dtype, 0, (n * packing.numel,))
+        #: What is reduced to be added to gradients that there are.
+        self._sum = Slab(packing.numel * packing.reduce_dtype.itemsize, device, "sum", owner)
+        self._sum.lease()
+        self._sum_flat = self._sum.view(packing.reduce_dtype, 0, (packing.numel,))
+        self._sum.release()
         self._packed_tensors: list[torch.Tensor] = []
         self._packed_tensors = self._tensors(self._packed_flat)
         self._packed.release()
@@ -320,6 +325,7 @@ class Reduction:
             self._announcer = _nothing
             self._todo.clear()
             self._packed.release()
+            self._sum.release()
         for name, held in self._merged.items():
             setattr(self, name, held)
         self._merged.clear()
@@ -390,7 +396,11 @@ class Reduction:
             self._fresh = self._has_no_gradients()
             shard = self._fresh_shard() if self._fresh else None
             direct = shard is not None and shard.direct
-            self._output = shard.flats[0] if shard is not None and direct else self._new(self.packing.numel)
+            if shard is not None and direct:
+                self._output = shard.flats[0]
+            else:
+                self._sum.lease()
+                self._output = self._sum_flat
 
     def _new(self, numel: int) -> torch.Tensor:
         return torch.empty(numel, dtype=self.packing.reduce_dtype, device=self._ranks.device)
@@ -457,9 +467,15 @@ class Reduction:
         if output is None:
             self._partial.add(self._value.view(-1), self._present)
             return
+        try:
+            self._deliver(output, hook)
+        finally:
+            self._value = self._flags
+            self._sum.release()
+
+    def _deliver(self, output: torch.Tensor, hook: Callable[[torch.Tensor], None] | None) -> None:
         if hook is not None:
             hook(output[: self.packing.flags])
-        self._value = self._flags
         used: list[bool] | None = None
         if self._present is not None:
             # Only a rank that lacks a gradient has to look at what the others had; the host waits for it.

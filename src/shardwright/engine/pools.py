@@ -16,7 +16,7 @@ import torch
 
 from shardwright._torch import memory_can_be_swapped
 from shardwright.memory import DYNAMIC, Allocator, Item, Plan, Planned, Recorder, Slab, pack, slots
-from shardwright.memory.plan import aligned, lasting, most_at_once
+from shardwright.memory.plan import aligned, fitting, most_at_once
 
 if TYPE_CHECKING:
     from shardwright.engine.unit import Unit
@@ -115,10 +115,9 @@ class Pools:
         if self.memory != "arena":
             chosen = [i for i, slab in enumerate(slabs) if self._in_pool(slab)]
             items, slabs = [items[i] for i in chosen], [slabs[i] for i in chosen]
-            stays = lasting(items, min(self._slots, most_at_once(items)))
-            self._outside = {id(slab) for slab, outside in zip(slabs, stays, strict=True) if outside}
-            items = [item for item, outside in zip(items, stays, strict=True) if not outside]
-            slabs = [slab for slab, outside in zip(slabs, stays, strict=True) if not outside]
+            fit = fitting(items, min(self._slots, most_at_once(items)))
+            self._outside = {id(slab) for i, slab in enumerate(slabs) if i not in fit}
+            items, slabs = [items[i] for i in fit], [slabs[i] for i in fit]
         self.plan = (
             pack(items) if self.memory == "arena" else slots(items, min(self._slots, most_at_once(items)))
         )

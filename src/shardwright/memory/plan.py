@@ -129,28 +129,38 @@ def overlap(one: Item, two: Item) -> bool:
     return False
 
 
+ROUNDS = 12  #: how often what lies too high is placed earlier, in each order
+
+
 def pack(items: Sequence[Item]) -> Plan:
     """One offset for each item, so that the block is small: the best of several orders, each placed lowest first.
 
     Storage packing of this kind is NP-hard; for the traces of training steps, in which equal units follow one another,
-    one of the orders mostly reaches the lower bound, and no other is tried then.
+    one of the orders mostly reaches the lower bound, and no other is tried then. Where none does, what lies above the
+    bound moves half-way to the front of its order, and all are placed again.
     """
     bound = peak(items)
     length = {id(item): sum(stop - start for start, stop in item.spans) for item in items}
-    orders = (
+    keys = (
         lambda item: (-item.size, item.spans[0]),
         lambda item: (-length[id(item)], -item.size),
         lambda item: (-item.size * length[id(item)],),
         lambda item: (item.spans[0], -item.size),
     )
+    orders = [sorted(range(len(items)), key=lambda i: key(items[i])) for key in keys]
     best: tuple[int, list[int]] | None = None
-    for order in orders:
-        offsets = _place(items, sorted(range(len(items)), key=lambda i: order(items[i])))
-        height = max((offset + item.size for offset, item in zip(offsets, items, strict=True)), default=0)
-        if best is None or height < best[0]:
-            best = height, offsets
-        if height == bound:
-            break
+    for _ in range(ROUNDS):
+        for order in orders:
+            offsets = _place(items, order)
+            ends = [offset + item.size for offset, item in zip(offsets, items, strict=True)]
+            height = max(ends, default=0)
+            if best is None or height < best[0]:
+                best = height, offsets
+            if height == bound:
+                return Plan(tuple(items), tuple(offsets), height, bound)
+            for i in [i for i in order if ends[i] > bound]:
+                place = order.index(i)
+                order.insert(place // 2, order.pop(place))
     assert best is not None
     return Plan(tuple(items), tuple(best[1]), best[0], bound)
 
@@ -173,14 +183,23 @@ def _place(items: Sequence[Item], order: Sequence[int]) -> list[int]:
     return offsets
 
 
-def lasting(items: Sequence[Item], count: int) -> list[bool]:
-    """Which items are leased while many others come and go, so that they would block one of ``count`` slots."""
-    starts = sorted(start for item in items for start, _ in item.spans)
+def fitting(items: Sequence[Item], count: int) -> list[int]:
+    """Which items can go round ``count`` slots, so that no two in a slot are ever leased at once.
 
-    def begin_inside(start: int, stop: int) -> int:
-        return bisect.bisect_left(starts, stop) - bisect.bisect_right(starts, start)
-
-    return [any(begin_inside(*span) > 2 * count for span in item.spans) for item in items]
+    Left out is what stays while others come and go: of each two that meet in a slot, what is leased longer.
+    """
+    length = [sum(stop - start for start, stop in item.spans) for item in items]
+    chosen = sorted(range(len(items)), key=lambda i: items[i].spans[0])
+    while True:
+        meet = [
+            max(i, j, key=lambda k: length[k])
+            for slot in range(count)
+            for i, j in itertools.combinations(chosen[slot::count], 2)
+            if overlap(items[i], items[j])
+        ]
+        if not meet:
+            return sorted(chosen)
+        chosen.remove(max(meet, key=lambda k: length[k]))
 
 
 def slots(items: Sequence[Item], count: int) -> Plan:
