@@ -46,7 +46,7 @@ SIZE = 64
 
 
 class Deep(nn.Module):
-    """Matrices of one size, each initialised twice, changed afterwards and converted: nothing of it needs two models."""
+    """Matrices of one size, each initialised twice and changed afterwards."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()

@@ -41,8 +41,8 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def initialised(build: Callable[[], nn.Module], seed: int, init: Callable[[Any], Any]) -> nn.Module:
-    """The plain model, given memory and then initialised."""
-    model = on_meta(build).to_empty(device="cpu")
+    """The plain model, initialised once more."""
+    model = build()
     torch.manual_seed(seed)
     with torch.no_grad():
         init(model)
