@@ -149,6 +149,18 @@ def test_tensors_from_outside_are_read_as_they_were() -> None:
         sw.materialize(model)
 
 
+def test_data_may_be_a_tensor_from_outside() -> None:
+    given = torch.randn(4, 3)
+
+    def build() -> nn.Module:
+        model = nn.Linear(3, 4)
+        model.weight.data = given
+        model.bias.data = given[:, 0] * 2
+        return model
+
+    assert_built_alike(build, 0)
+
+
 def test_real_tensors_are_filled_at_once_and_in_order() -> None:
     outside = torch.zeros(5)
 

@@ -176,6 +176,26 @@ def test_loaded_parameters_are_not_initialised(rank: int, world_size: int) -> No
     assert full(model[0].bias).abs().sum() > 0
 
 
+def test_an_initialiser_that_reads_what_is_there_already() -> None:
+    model: Any = on_meta(lambda: nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)))
+    model[0] = nn.Linear(3, 3, bias=False)
+    with pytest.raises(ValueError, match=r"reads '0.weight', which hold values already"):
+        sw.materialize(model, init=lambda: model[1].weight.copy_(model[0].weight))
+
+
+@multirank(2)
+def test_a_part_of_a_unit(rank: int, world_size: int) -> None:
+    with sw.deferred_init():
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    sw.fully_shard(model)
+    sw.materialize(model[0])
+    assert full(model[0].weight).abs().sum() > 0
+    with pytest.raises(RuntimeError, match=r"Parameters '1.weight', '1.bias' of unit"):
+        model(torch.ones(1, 3))
+    sw.materialize(model[1])
+    model(torch.ones(1, 3))
+
+
 @multirank(1)
 def test_devices_that_cannot_be(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"sharded over a mesh on 'cpu' and cannot be materialized on meta"):
