@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
+from shardwright._torch import subclasses_dispatch
 from tests.init.models import assert_same, full, tensors_of
 from tests.support import multirank
 
@@ -160,6 +161,28 @@ def test_to_empty_and_the_users_own_values(rank: int, world_size: int, layout: s
     model(torch.ones(2, 3)).sum().backward()
     sw.materialize(model)  # has nothing to do
     assert [full(p).unique().tolist() for p in model.parameters()] == [[0.0], [1.0], [2.0], [3.0]]
+
+
+@multirank(2, 3)
+def test_to_empty_and_the_users_own_random_numbers(rank: int, world_size: int) -> None:
+    if not subclasses_dispatch:
+        pytest.skip("in torch 2.11 operations on DTensors go past their subclasses")
+
+    def init(model: Any) -> None:
+        nn.init.kaiming_uniform_(model.weight)
+        nn.init.normal_(model.bias.data)
+
+    plain = initialised(lambda: nn.Linear(3, 5), 0, init)
+    model: Any = sw.fully_shard(on_meta(lambda: nn.Linear(3, 5)))
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        init(model)
+    assert_same(model, plain)
+    model = sw.fully_shard(on_meta(lambda: nn.Linear(3, 5)), layout="ragged")
+    model.to_empty(device="cpu")
+    with pytest.raises(NotImplementedError, match=r"normal_.* is not supported on a ragged tensor"):
+        nn.init.normal_(model.weight)
 
 
 @multirank(2)

@@ -153,7 +153,8 @@ def _check(model: nn.Module, found: list[StandIn], kept: dict[Memory, StandIn]) 
     if read:
         raise ValueError(
             f"The initialiser reads {', '.join(map(repr, read))}, which hold values already, to compute others. "
-            "Compute those after materialize, or build the model under shardwright.deferred_init(). Nothing was changed."
+            "Compute those after materialize, or build the model under shardwright.deferred_init(). Nothing was "
+            "changed."
         )
     if twice:
         warnings.warn(
