@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
 
     from shardwright import layout
+    from shardwright.checkpoint import load_pretrained, save_pretrained
     from shardwright.engine import (
         FSDPModule,
         MemoryReport,
@@ -56,8 +57,10 @@ __all__ = [
     "fully_shard",
     "fully_shard_optimizer",
     "layout",
+    "load_pretrained",
     "memory_report",
     "register_fsdp_forward_method",
+    "save_pretrained",
     "share_comm_ctx",
 ]
 
@@ -77,9 +80,11 @@ _HOMES = {
     "clip_grad_norm_": "shardwright.optim",
     "fully_shard": "shardwright.engine",
     "fully_shard_optimizer": "shardwright.optim",
+    "load_pretrained": "shardwright.checkpoint",
     "MemoryReport": "shardwright.engine",
     "memory_report": "shardwright.engine",
     "register_fsdp_forward_method": "shardwright.engine",
+    "save_pretrained": "shardwright.checkpoint",
     "share_comm_ctx": "shardwright.engine",
 }
 
@@ -88,7 +93,6 @@ _HOMES = {
 _LATER = {
     "deferred_init",
     "load_checkpoint",
-    "load_pretrained",
     "materialize",
     "save_checkpoint",
     "unsharded",
