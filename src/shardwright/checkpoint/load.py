@@ -23,6 +23,7 @@ from shardwright.checkpoint.model import (
     allocate,
     at_rest,
     boxes_of,
+    mark_loaded,
     mesh_of,
     on_every_rank,
     same_bits,
@@ -228,8 +229,12 @@ def _told(path: Path, missing: list[str], unexpected: list[str], unfit: list[str
 
 def _fill(load: _Load, device: torch.device) -> int:
     """Copy this rank's part out of the files. Returns how many bytes of them that is."""
-    held = allocate(load.held, device) if load.held.tensor.is_meta else load.held
-    return _read(load, boxes_of(held))
+    held = load.held
+    if held.unit is None and held.tensor.is_meta:
+        held = allocate(held, device)
+    count = _read(load, boxes_of(held))
+    mark_loaded(held)
+    return count
 
 
 def _read(load: _Load, boxes: list[Box]) -> int:

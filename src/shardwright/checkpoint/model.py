@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import is_persistent
+from shardwright._torch import increment_version, is_persistent
 from shardwright.engine.construct import UNIT
 from shardwright.engine.parameter import unit_of
 from shardwright.engine.ragged import RaggedTensor
@@ -111,11 +111,15 @@ def boxes_of(held: Held) -> list[Box]:
     return [Box((0,) * tensor.ndim, tensor.detach())]
 
 
-def allocate(held: Held, device: torch.device) -> Held:
-    """Give a parameter or buffer on meta memory for what this rank has of it; the parameter stays the same object."""
-    tensor = held.tensor
+def mark_loaded(held: Held) -> None:
+    """Let the unit know of new values, also on a rank that has no element of them."""
     if held.unit is not None:
-        raise NotImplementedError
+        increment_version([held.unit.managed(held.tensor).local])
+
+
+def allocate(held: Held, device: torch.device) -> Held:
+    """Give a tensor on meta that no unit owns memory; a parameter stays the same object."""
+    tensor = held.tensor
     if not isinstance(tensor, nn.Parameter):
         made = torch.empty_like(tensor, device=device)
         for module, name in held.slots:
