@@ -15,6 +15,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,9 @@ def _open_index(index: Path) -> dict[str, StoredTensor]:
     by_file = {name: _open_file(index.parent / name) for name in names}
     absent = [key for key, name in places.items() if key not in by_file[name]]
     if absent:
-        raise ValueError(f"{index}: tensors are not in the files that it names for them: {abbreviated(absent)}")
+        raise ValueError(
+            f"{index}: tensors are not in the files that it names for them: {abbreviated(absent)}"
+        )
     return {key: by_file[name][key] for key, name in places.items()}
 
 
@@ -162,8 +165,7 @@ def _open_safetensors(file: Path) -> dict[str, StoredTensor]:
 
     def bytes_of_file() -> Tensor:
         if not mapped:
-            storage = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=size)
-            mapped.append(torch.empty(0, dtype=torch.uint8).set_(storage))  # type: ignore[call-overload]
+            mapped.append(torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8))
         return mapped[0]
 
     def viewer(shape: torch.Size, dtype: torch.dtype, begin: int, end: int) -> Callable[[], Tensor]:
@@ -206,7 +208,9 @@ class SafetensorsFile:
     """
 
     def __init__(self, file: Path, tensors: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
+        header: dict[str, Any] = {
+            "__metadata__": {"format": "pt"}
+        }  # without it transformers refuses the file
         self._places: dict[str, int] = {}
         end = 0
         # Wide elements first, so that all of them are aligned.
@@ -239,7 +243,9 @@ class SafetensorsFile:
 def name_of(dtype: torch.dtype, key: str) -> str:
     """The format's name of a dtype. Raises ValueError, which names the tensor, where it has none."""
     if dtype not in _NAMES:
-        raise ValueError(f"{key!r} has {dtype}, which safetensors cannot hold; give save_pretrained another dtype")
+        raise ValueError(
+            f"{key!r} has {dtype}, which safetensors cannot hold; give save_pretrained another dtype"
+        )
     return _NAMES[dtype]
 
 
@@ -272,9 +278,13 @@ def _open_torch(file: Path) -> dict[str, StoredTensor]:
             "alone."
         )
     return {
-        str(key): StoredTensor(str(key), file, number, value.shape, value.dtype, lambda value=value: value)
+        str(key): StoredTensor(str(key), file, number, value.shape, value.dtype, partial(_itself, value))
         for number, (key, value) in enumerate(found.items())
     }
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:

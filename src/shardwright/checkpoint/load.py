@@ -99,7 +99,13 @@ def load_pretrained(
     at_rest(units, "load_pretrained was called")
     patterns = _patterns(allow_missing), _patterns(allow_unexpected)
     plan: _Plan = on_every_rank(mesh, lambda: _plan(model, Path(path), key_map, *patterns))
-    on_meta = torch.device(device) if device is not None else units[0].ranks.device if units else torch.device("cpu")
+    on_meta = (
+        torch.device(device)
+        if device is not None
+        else units[0].ranks.device
+        if units
+        else torch.device("cpu")
+    )
     bytes_read = on_every_rank(mesh, lambda: sum(_fill(load, on_meta) for load in plan.in_order()))
     return Loaded(plan.missing, plan.unexpected, bytes_read + plan.bytes_compared)
 

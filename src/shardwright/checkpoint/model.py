@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -19,6 +18,7 @@ from shardwright._torch import increment_version, is_persistent
 from shardwright.engine.construct import UNIT
 from shardwright.engine.parameter import unit_of
 from shardwright.engine.ragged import RaggedTensor
+from shardwright.engine.states import everywhere
 from shardwright.engine.unit import Unit
 
 #: Of modules that wrap others without being part of a model's structure: activation checkpointing, torch.compile.
@@ -131,26 +131,20 @@ def allocate(held: Held, device: torch.device) -> Held:
     return held
 
 
-def everywhere(mesh: DeviceMesh | None, value: object) -> list[Any]:
-    """The value of every rank of the mesh, this one's alone without a mesh. Every rank must come."""
-    values: list[Any] = [value]
-    for axis in range(mesh.ndim) if mesh is not None else ():
-        assert mesh is not None
-        group = mesh.get_group(axis)
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, values, group)
-        values = [each for part in gathered for each in part]
-    return values
-
-
 def raise_everywhere(mesh: DeviceMesh | None, error: Exception | None) -> None:
     """Raise, on every rank, what was raised on any: the error itself where it came up, its text on the others."""
-    told = everywhere(mesh, None if error is None else (type(error).__name__, str(error)))
+    told = (
+        []
+        if mesh is None
+        else everywhere(mesh, None if error is None else (type(error).__name__, str(error)))
+    )
     if error is not None:
         raise error
-    for rank, found in enumerate(told):
+    for number, found in enumerate(told):
         if found is not None:
-            raise RuntimeError(f"Rank {rank} of the mesh failed, so no rank goes on. {found[0]}: {found[1]}")
+            assert mesh is not None
+            rank = mesh.mesh.flatten()[number].item()
+            raise RuntimeError(f"Rank {rank} failed, so no rank goes on. {found[0]}: {found[1]}")
 
 
 def on_every_rank(mesh: DeviceMesh | None, action: Callable[[], Any]) -> Any:

@@ -128,7 +128,9 @@ def views_of(source: Source, get: Callable[[str], Tensor]) -> tuple[torch.Size, 
     if isinstance(source, Transposed):
         shape, views = views_of(source.source, get)
         if len(shape) != len(source.dims):
-            raise ValueError(f"{keys_of(source)[0]!r} of shape {tuple(shape)} cannot be permuted {source.dims}")
+            raise ValueError(
+                f"{keys_of(source)[0]!r} of shape {tuple(shape)} cannot be permuted {source.dims}"
+            )
         permuted = [View(tuple(o[d] for d in source.dims), t.permute(source.dims)) for o, t in views]
         return torch.Size(shape[d] for d in source.dims), permuted
     parts = [views_of(each, get) for each in source.sources]
@@ -139,11 +141,18 @@ def views_of(source: Source, get: Callable[[str], Tensor]) -> tuple[torch.Size, 
         stacked = [View((i, *o), t.unsqueeze(0)) for i, (_, views) in enumerate(parts) for o, t in views]
         return torch.Size([len(parts), *shapes[0]]), stacked
     dim = source.dim
-    if any(len(s) <= dim or (*s[:dim], *s[dim + 1 :]) != (*shapes[0][:dim], *shapes[0][dim + 1 :]) for s in shapes):
-        raise ValueError(f"{_told(source)} are joined along dimension {dim} and have shapes {_unlike(shapes)}")
+    if any(
+        len(s) <= dim or (*s[:dim], *s[dim + 1 :]) != (*shapes[0][:dim], *shapes[0][dim + 1 :])
+        for s in shapes
+    ):
+        raise ValueError(
+            f"{_told(source)} are joined along dimension {dim} and have shapes {_unlike(shapes)}"
+        )
     sizes = source.sizes or (shapes[0][dim],) * len(parts)
     if tuple(s[dim] for s in shapes) != tuple(sizes):
-        raise ValueError(f"{_told(source)} are joined in sizes {sizes} along {dim} and have shapes {_unlike(shapes)}")
+        raise ValueError(
+            f"{_told(source)} are joined in sizes {sizes} along {dim} and have shapes {_unlike(shapes)}"
+        )
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     joined = [
         View((*o[:dim], start + o[dim], *o[dim + 1 :]), t)
@@ -197,6 +206,8 @@ def pieces_of(source: Source, tensor: Tensor) -> Iterator[Piece]:
         count = len(source.sources)
         sizes = source.sizes or (size // count,) * count
         if not size or sum(sizes) != size:
-            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is no join of {count} along {source.dim}")
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} is no join of {count} along {source.dim}"
+            )
         for each, part in zip(source.sources, tensor.split(list(sizes), source.dim), strict=True):
             yield from pieces_of(each, part)

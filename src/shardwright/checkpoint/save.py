@@ -93,7 +93,9 @@ def save_pretrained(
     try:
         on_every_rank(mesh, writer.begin if writes else lambda: None)
         for group in plan.groups:
-            whole = {held.name: _whole(held) for held in group}  # every rank takes part, whatever the writer met
+            whole = {
+                held.name: _whole(held) for held in group
+            }  # every rank takes part, whatever the writer met
             if writes and error is None:
                 try:
                     writer.write(group, whole)
@@ -117,7 +119,9 @@ def _bytes(size: int | str) -> int:
             return max(int(float(match[1]) * _UNITS[match[2].upper()]), 1)
     elif not isinstance(size, bool) and isinstance(size, int) and size > 0:
         return size
-    raise ValueError(f'max_shard_size must be bytes, as a number or such as "5 GB" or "512 MiB", got {size!r}')
+    raise ValueError(
+        f'max_shard_size must be bytes, as a number or such as "5 GB" or "512 MiB", got {size!r}'
+    )
 
 
 def _whole(held: Held) -> Tensor:
@@ -162,7 +166,9 @@ def _plan(tensors: list[Held], key_map: KeyMap | None, dtype: torch.dtype | None
     tensors = [held for held in tensors if not held.optional]
     on_meta = [held.name for held in tensors if held.tensor.is_meta]
     if on_meta:
-        raise ValueError(f"tensors are on the meta device and have no values to be saved: {abbreviated(on_meta)}")
+        raise ValueError(
+            f"tensors are on the meta device and have no values to be saved: {abbreviated(on_meta)}"
+        )
     plan = _Plan(key_map, dtype)
     pieces: dict[str, list[tuple[Held, Piece]]] = {}
     for held in tensors:
@@ -266,9 +272,13 @@ class _Writer:
         if not self._final.is_dir():
             raise FileExistsError(f"{self._final}: expected a folder, or none yet, found a file")
         there = sorted(item.name for item in self._final.iterdir())
-        others = [name for name in there if not (name.endswith(".safetensors") or name in (INDEX, "config.json"))]
+        others = [
+            name for name in there if not (name.endswith(".safetensors") or name in (INDEX, "config.json"))
+        ]
         if there and not self._overwrite:
-            raise FileExistsError(f"{self._final}: there is a folder that is not empty; give another, or overwrite=True")
+            raise FileExistsError(
+                f"{self._final}: there is a folder that is not empty; give another, or overwrite=True"
+            )
         if others:
             raise FileExistsError(
                 f"{self._final}: overwrite=True replaces the whole folder, in which lies more than a saved model: "

@@ -187,7 +187,9 @@ def shape_of(config: Mapping[str, Any]) -> LlamaConfig | HybridConfig:
     """
     kind = config.get("model_type")
     if kind not in ("llama", "nemotron_h", "shardwright_hybrid"):
-        raise UserError(f"config.json: expected model_type llama, nemotron_h or shardwright_hybrid, found {kind!r}")
+        raise UserError(
+            f"config.json: expected model_type llama, nemotron_h or shardwright_hybrid, found {kind!r}"
+        )
     try:
         return _llama_shape(config) if kind == "llama" else _hybrid_shape(config)
     except KeyError as error:
@@ -267,8 +269,8 @@ def _hybrid_shape(config: Mapping[str, Any]) -> HybridConfig:
     pattern, ours = _pattern(config), config["model_type"] == "shardwright_hybrid"
     if not ours and ("E" in pattern or config.get("num_nextn_predict_layers")):
         raise UserError(
-            "config.json: Nemotron-H routes to experts by sigmoid scores with a bias and predicts further tokens in its "
-            "own way, which the model here does not; expected a pattern of M, * and - alone, found "
+            "config.json: Nemotron-H routes to experts by sigmoid scores with a bias and predicts further tokens in "
+            "its own way, which the model here does not; expected a pattern of M, * and - alone, found "
             f"{pattern!r} with num_nextn_predict_layers {config.get('num_nextn_predict_layers', 0)}"
         )
     more: dict[str, Any] = {}
