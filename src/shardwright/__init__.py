@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         share_comm_ctx,
     )
+    from shardwright.init import deferred_init, materialize
     from shardwright.layout import Ragged, Strategy
     from shardwright.memory import Allocator
     from shardwright.optim import AdamW8bit, Muon, clip_grad_norm_, fully_shard_optimizer
@@ -54,10 +55,12 @@ __all__ = [
     "Strategy",
     "UnshardHandle",
     "clip_grad_norm_",
+    "deferred_init",
     "fully_shard",
     "fully_shard_optimizer",
     "layout",
     "load_pretrained",
+    "materialize",
     "memory_report",
     "register_fsdp_forward_method",
     "save_pretrained",
@@ -78,9 +81,11 @@ _HOMES = {
     "Strategy": "shardwright.layout",
     "UnshardHandle": "shardwright.engine",
     "clip_grad_norm_": "shardwright.optim",
+    "deferred_init": "shardwright.init",
     "fully_shard": "shardwright.engine",
     "fully_shard_optimizer": "shardwright.optim",
     "load_pretrained": "shardwright.checkpoint",
+    "materialize": "shardwright.init",
     "MemoryReport": "shardwright.engine",
     "memory_report": "shardwright.engine",
     "register_fsdp_forward_method": "shardwright.engine",
@@ -91,9 +96,7 @@ _HOMES = {
 
 #: Names of later versions and of torch's module that are not there yet: asking for one says so.
 _LATER = {
-    "deferred_init",
     "load_checkpoint",
-    "materialize",
     "save_checkpoint",
     "unsharded",
 }

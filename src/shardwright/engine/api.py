@@ -29,6 +29,7 @@ from shardwright.engine.construct import (
 )
 from shardwright.engine.extension import is_extended
 from shardwright.engine.module import FSDPModule, install
+from shardwright.engine.parameter import has_no_values
 from shardwright.engine.pools import check_memory
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.root import attach, hook_optimizers
@@ -304,5 +305,5 @@ def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
     for top in modules:
         for _, module in own_modules(top):
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != device and not buffer.is_meta:
+                if buffer is not None and not has_no_values(buffer) and buffer.device != device:
                     module._buffers[name] = buffer.to(device)

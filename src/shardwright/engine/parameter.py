@@ -28,6 +28,9 @@ UNIT_OF = "_shardwright_unit_of"
 _detach = torch.ops.aten.detach.default
 #: Set on a full parameter: what to call when its ``.data`` is handed out.
 ON_DATA = "_shardwright_on_data"
+#: True on classes of tensors whose values are computed later (``shardwright.init``).
+DEFERRED = "_shardwright_deferred"
+_NOT_COPIED = {UNIT_OF, TAKEN, "_is_param"}  #: attributes of a parameter that its sharded and full forms do not get
 
 
 class Taken(NamedTuple):
@@ -186,6 +189,11 @@ class FullParameter(nn.Parameter):
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
 
 
+def has_no_values(tensor: torch.Tensor) -> bool:
+    """Whether it is on the meta device, or deferred: a shape, whose values come later."""
+    return tensor.is_meta or getattr(type(tensor), DEFERRED, False)
+
+
 def unit_of(parameter: torch.Tensor) -> Any:
     """The unit of a sharded parameter, or None if it has none (any more)."""
     ref = parameter.__dict__.get(UNIT_OF)
@@ -325,7 +333,7 @@ def build(
     full_parameter: Any = nn.Parameter(full, requires_grad=original.requires_grad)
     for form in (sharded, full_parameter):
         for key, value in original.__dict__.items():
-            if key not in (UNIT_OF, TAKEN):
+            if key not in _NOT_COPIED:
                 form.__dict__.setdefault(key, value)
     if original.is_floating_point() or original.is_complex():
         listen(full_parameter, on_gradient, original.requires_grad)
