@@ -59,7 +59,7 @@ def load_pretrained(
     allow_unexpected: bool | Iterable[str] = False,
     device: torch.device | str | None = None,
 ) -> Loaded:
-    """Read stored weights into a model, sharded or not, on meta or not; each rank reads no more than its part.
+    """Read stored weights into a model, sharded or not, deferred or not; each rank reads no more than its part.
 
         sw.load_pretrained(model, "checkpoint/")
 
@@ -68,10 +68,11 @@ def load_pretrained(
     Before anything is written names, shapes and dtypes are compared on every rank, and what does not fit is told
     together. Call it between steps; gradients and optimizer state stay as they are.
 
-    **On meta.** Parameters and buffers that are on the meta device get memory here, those that are loaded and no
-    others: so a tensor that is not on meta holds values. ``sw.materialize`` goes by that: it initialises what is on
-    meta still, and leaves alone what is not, so loading first and materialising then never overwrites what was loaded.
-    Parameters stay the same objects, so optimizers that were made before still have them.
+    **Models without values.** Of a deferred model (``sw.deferred_init``), or one built on the meta device, sharded or
+    not, what is loaded holds values afterwards and the rest still holds none. ``sw.materialize`` goes by that: it
+    initialises what holds no values, and nothing else. So loading first and materialising then never overwrites what
+    was loaded, and gives the rest (say tables that are not stored) what it lacks. Parameters stay the same
+    objects, so optimizers that were made before still have them.
 
     Args:
         model: plain, or sharded by ``fully_shard`` in any layout and strategy. Tied weights need be stored once; where
@@ -83,7 +84,7 @@ def load_pretrained(
             :class:`Joined` of them, or None for a tensor that is not stored and is left as it is.
         allow_missing: True, or names of the model, with ``*`` as in file names, that need not be stored.
         allow_unexpected: True, or keys that may be stored without a place in the model, with ``*``.
-        device: where what is on meta gets memory. Default: the mesh's device; of plain models the CPU.
+        device: where what has no memory yet gets some. Default: the mesh's device; of plain models the CPU.
 
     Returns:
         What was missing and unexpected, where that is allowed, and how many bytes this rank has read.
@@ -236,7 +237,7 @@ def _told(path: Path, missing: list[str], unexpected: list[str], unfit: list[str
 def _fill(load: _Load, device: torch.device) -> int:
     """Copy this rank's part out of the files. Returns how many bytes of them that is."""
     held = load.held
-    if held.unit is None and held.tensor.is_meta:
+    if held.unit is None and not held.has_values:
         held = allocate(held, device)
     count = _read(load, boxes_of(held))
     mark_loaded(held)

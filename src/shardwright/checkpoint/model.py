@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright._torch import increment_version, is_persistent
 from shardwright.engine.construct import UNIT
-from shardwright.engine.parameter import unit_of
+from shardwright.engine.parameter import has_no_values, unit_of
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.states import everywhere
 from shardwright.engine.unit import Unit
@@ -48,6 +48,12 @@ class Held:
     @property
     def unit(self) -> Any:
         return unit_of(self.tensor)
+
+    @property
+    def has_values(self) -> bool:
+        """False on the meta device, and where the model is deferred."""
+        unset = self.unit.without_values() if self.unit is not None else ()
+        return not has_no_values(self.tensor) and self.tensor not in unset
 
 
 def units_of(model: nn.Module) -> list[Unit]:
@@ -98,7 +104,7 @@ def at_rest(units: list[Unit], doing: str) -> None:
 
 
 def boxes_of(held: Held) -> list[Box]:
-    """What this rank has of it, which must not be on meta."""
+    """What this rank has of it; on meta if it is nowhere yet."""
     tensor = held.tensor
     if held.unit is not None:
         managed = held.unit.managed(tensor)
@@ -108,6 +114,8 @@ def boxes_of(held: Held) -> list[Box]:
             f"{held.name!r} is a {type(tensor).__name__} that no unit of fully_shard owns; pretrained weights are read "
             "into plain tensors and into those of fully_shard"
         )
+    if has_no_values(tensor):
+        return [Box((0,) * tensor.ndim, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))]
     return [Box((0,) * tensor.ndim, tensor.detach())]
 
 
@@ -118,16 +126,16 @@ def mark_loaded(held: Held) -> None:
 
 
 def allocate(held: Held, device: torch.device) -> Held:
-    """Give a tensor on meta that no unit owns memory; a parameter stays the same object."""
-    tensor = held.tensor
-    if not isinstance(tensor, nn.Parameter):
-        made = torch.empty_like(tensor, device=device)
+    """Give a tensor without values that no unit owns memory; a parameter stays the same object."""
+    old = held.tensor
+    made = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=device)
+    if not isinstance(old, nn.Parameter):
         for module, name in held.slots:
             module._buffers[name] = made
         return replace(held, tensor=made)
-    new = nn.Parameter(torch.empty_like(tensor, device=device), tensor.requires_grad)
-    new.__dict__.update(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, new)
+    new = nn.Parameter(made, old.requires_grad)
+    new.__dict__.update({key: value for key, value in vars(old).items() if key != "_is_param"})
+    torch.utils.swap_tensors(old, new)
     return held
 
 

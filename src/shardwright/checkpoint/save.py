@@ -76,7 +76,7 @@ def save_pretrained(
         overwrite: replace a folder in which nothing but such files lie.
 
     Raises:
-        ValueError: a tensor is on meta or has a dtype without a name in the format, the key map does not fit, two
+        ValueError: a tensor holds no values, or has a dtype without a name in the format, the key map does not fit, two
             tensors have one key, or a bad argument; told before anything is written.
         FileExistsError: the folder is there, and not empty (or, with ``overwrite``, holds other files).
         OSError: it cannot be written.
@@ -164,10 +164,11 @@ def _plan(tensors: list[Held], key_map: KeyMap | None, dtype: torch.dtype | None
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating one, got {dtype}")
     tensors = [held for held in tensors if not held.optional]
-    on_meta = [held.name for held in tensors if held.tensor.is_meta]
-    if on_meta:
+    empty = [held.name for held in tensors if not held.has_values]
+    if empty:
         raise ValueError(
-            f"tensors are on the meta device and have no values to be saved: {abbreviated(on_meta)}"
+            f"tensors hold no values yet, since they are deferred or on the meta device: {abbreviated(empty)}. Call "
+            "shardwright.materialize, or load them."
         )
     plan = _Plan(key_map, dtype)
     pieces: dict[str, list[tuple[Held, Piece]]] = {}

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright.engine.construct import Found, own_modules
+from shardwright.engine.parameter import has_no_values
 from shardwright.engine.ragged import RaggedTensor
 
 _CHUNK = 1 << 23  #: bytes that are hashed at a time
@@ -62,13 +63,13 @@ def sync_states(mesh: DeviceMesh, device: torch.device, states: list[State], own
     Raises:
         ValueError: a tensor has no values, or the ranks have different tensors.
     """
-    empty = [state.name for state in states if state.tensor.is_meta]
+    empty = [state.name for state in states if has_no_values(state.tensor)]
     forms = everywhere(mesh, ([state.form for state in states], empty))
     for rank, (_, without) in zip(mesh.mesh.flatten().tolist(), forms, strict=True):
         if without:
             raise ValueError(
-                f"sync_module_states broadcasts values, and on rank {rank} {without[0]!r} of {owner} is on the meta "
-                "device. Build the model for real on every rank, or load or materialise it after sharding."
+                f"sync_module_states broadcasts values, and on rank {rank} {without[0]!r} of {owner} holds none. "
+                "Build the model for real on every rank, or load or materialise it after sharding."
             )
     _refuse_different_forms(mesh, [form for form, _ in forms], owner)
     for state in states:
@@ -81,13 +82,13 @@ def sync_states(mesh: DeviceMesh, device: torch.device, states: list[State], own
 
 @torch.no_grad()
 def check_states(mesh: DeviceMesh, states: list[State], owner: str) -> None:
-    """Compare hashes of all bytes over the ranks. Tensors on meta are passed over.
+    """Compare hashes of all bytes over the ranks. Tensors without values are passed over.
 
     Raises:
         ValueError: tensors are not the same on every rank, all of them named, with the ranks that differ from the
             first.
     """
-    states = [state for state in states if not state.tensor.is_meta]
+    states = [state for state in states if not has_no_values(state.tensor)]
     sums = [digest(tensor) for state in states for tensor in _plain(state)]
     numbers = torch.stack(sums).tolist() if sums else []
     forms = [state.form for state in states]
