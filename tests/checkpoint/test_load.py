@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
 from shardwright.checkpoint import Joined, Slice, Stacked, Transposed
@@ -109,26 +108,26 @@ def test_values_arrive_and_each_rank_reads_its_part(
     assert optimizer_first is None or optimizer_first.param_groups
 
 
-class ReadOfFiles(TorchDispatchMode):
-    """Counts the bytes of mapped files that operations take in, views aside."""
+class ReadOfFiles:
+    """Counts the bytes of mapped files that are copied from."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.nbytes = 0
-        self._mapped: list[torch.Tensor] = []
+        mapped: list[torch.Tensor] = []
+        from_file = torch.from_file
+        patch.setattr(torch, "from_file", lambda *a, **k: mapped.append(from_file(*a, **k)) or mapped[-1])
 
-    def from_file(self, *args: Any, original: Any = torch.from_file, **kwargs: Any) -> torch.Tensor:
-        self._mapped.append(original(*args, **kwargs))
-        return self._mapped[-1]
+        def counted(function: Any, place: int) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                source = args[place]
+                if any(m.data_ptr() <= source.data_ptr() < m.data_ptr() + m.nbytes for m in mapped):
+                    self.nbytes += source.nbytes
+                return function(*args, **kwargs)
 
-    def _is_mapped(self, tensor: torch.Tensor) -> bool:
-        return any(m.data_ptr() <= tensor.data_ptr() < m.data_ptr() + m.nbytes for m in self._mapped)
+            return call
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and self._mapped:
-            plain = [t for t in args if type(t) is torch.Tensor and not t.is_meta]
-            self.nbytes += sum(t.nbytes for t in plain if self._is_mapped(t))
-        return func(*args, **(kwargs or {}))
+        for name in ("copy_", "clone", "contiguous", "to"):
+            patch.setattr(torch.Tensor, name, counted(getattr(torch.Tensor, name), int(name == "copy_")))
 
 
 @on_meshes([on("zero3", (4,))[0], on("hfsdp", (2, 2))[0], on("hsdp", (2, 2))[0]])
@@ -138,13 +137,10 @@ def test_nothing_of_other_ranks_is_read(rank: int, world_size: int, at: On, tmp_
         sw.save_pretrained(plain, tmp_path / "saved", dtype=torch.bfloat16, max_shard_size=40_000)
     torch.distributed.barrier()
     model = sw.fully_shard(plain, mesh=at.mesh, strategy=at.strategy, layout=sw.Ragged("element"))
-    counting = ReadOfFiles()
-    original, torch.from_file = torch.from_file, counting.from_file
-    try:
-        with counting:
-            loaded = sw.load_pretrained(model, tmp_path / "saved")
-    finally:
-        torch.from_file = original
+    sw.load_pretrained(model, tmp_path / "saved")  # what is imported and made at the first call
+    with pytest.MonkeyPatch.context() as patch:
+        counting = ReadOfFiles(patch)
+        loaded = sw.load_pretrained(model, tmp_path / "saved")
     whole = 2 * (64 * 256 + 256 * 32)
     assert counting.nbytes == loaded.bytes_read == whole // at.parts
 

@@ -202,11 +202,9 @@ def _join(groups: list[list[Held]], held: Held, others: list[Held]) -> None:
 
 def _shape_of(key: str, found: list[tuple[Held, Piece]]) -> tuple[torch.Size, torch.dtype]:
     """Shape and dtype of the stored tensor that these make."""
-    names = ", ".join(repr(held.name) for held, _ in found)
+    names = abbreviated([repr(held.name) for held, _ in found], 6)
     tensors = [piece.tensor for _, piece in found]
     first = tensors[0]
-    if len({t.dtype for t in tensors}) > 1:
-        raise ValueError(f"{names} make up {key!r} and have different dtypes; give one, as dtype")
     if found[0][1].part is None and len(found) == 1:
         return first.shape, first.dtype
     parts = sorted((p.part.start, p.part) for _, p in found if p.part is not None)
@@ -222,6 +220,8 @@ def _shape_of(key: str, found: list[tuple[Held, Piece]]) -> tuple[torch.Size, to
             f"{names} are to be stored as {key!r}, of which they are not all the slices, each once. Give every tensor "
             "a key of its own, or slices of one that follow one another from 0."
         )
+    if len({t.dtype for t in tensors}) > 1:
+        raise ValueError(f"{names} make up {key!r} and have different dtypes; give one, as dtype")
     return torch.Size([*first.shape[:dim], ends[-1], *first.shape[dim + 1 :]]), first.dtype
 
 
