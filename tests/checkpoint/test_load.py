@@ -20,10 +20,11 @@ from tests.support import multirank, world_mesh
 
 
 def source_model(seed: int = 0) -> Model:
-    """Tied, with buffers, one of them not stored, and a parameter of no dimension."""
+    """Tied, with buffers, one of them not stored, and parameters of no dimension and of hardly any size."""
     model = build(seed)
     model.head.weight = model.embed.weight
     model.scale = nn.Parameter(torch.tensor(float(seed)))
+    model.few = nn.Parameter(torch.tensor([1.0, 2.0]) - seed)  # of three ranks one has nothing of it
     model.norm.register_buffer("count", torch.tensor([seed, 7]))
     model.blocks[0].register_buffer("table", torch.full((2,), float(seed)), persistent=False)
     return model

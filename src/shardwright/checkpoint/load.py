@@ -258,7 +258,9 @@ def _read(load: _Load, boxes: list[Box]) -> int:
             if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
                 continue
             part = stored[_index(begins, ends, offsets)]
-            box.local[_index(begins, ends, box.offsets)].copy_(part)
+            whole = part.shape == box.local.shape  # tensors of other classes may not know how to be indexed
+            target = box.local if whole else box.local[_index(begins, ends, box.offsets)]
+            target.copy_(part)
             count += part.nbytes
     return count
 
