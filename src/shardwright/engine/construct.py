@@ -132,8 +132,8 @@ def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter, mesh
         )
     if has_no_values(parameter) and is_extended(parameter):
         raise NotImplementedError(
-            f"{where}, a {type(parameter).__name__}, decides itself what is gathered of it, so it must hold values when "
-            "it is sharded. Build it on a device, outside of deferred_init."
+            f"{where}, a {type(parameter).__name__}, decides itself what is gathered of it, so it must hold values "
+            "when it is sharded. Build it on a device, outside of deferred_init."
         )
     if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         raise ValueError(

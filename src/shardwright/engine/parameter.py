@@ -30,7 +30,11 @@ _detach = torch.ops.aten.detach.default
 ON_DATA = "_shardwright_on_data"
 #: True on classes of tensors whose values are computed later (``shardwright.init``).
 DEFERRED = "_shardwright_deferred"
-_NOT_COPIED = {UNIT_OF, TAKEN, "_is_param"}  #: attributes of a parameter that its sharded and full forms do not get
+_NOT_COPIED = {
+    UNIT_OF,
+    TAKEN,
+    "_is_param",
+}  #: attributes of a parameter that its sharded and full forms do not get
 
 
 class Taken(NamedTuple):

@@ -228,7 +228,7 @@ class Weights:
         return next((p for p in self.parameters if p.sharded is sharded), None)
 
     def expect_values(self, p: ManagedParameter, source: torch.Tensor) -> None:
-        """The shard holds no values of ``p`` until somebody writes them; ``source`` is what was sharded, if it tells."""
+        """The shard holds no values of ``p`` until somebody writes them; ``source`` is what was sharded."""
         self._unset[p.sharded] = source, p.sharded._version + p.local._version
 
     def without_values(self) -> dict[nn.Parameter, torch.Tensor]:

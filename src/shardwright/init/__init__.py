@@ -11,6 +11,7 @@ Units, slabs and collectives are the engine's; nothing here communicates.
 """
 
 from shardwright.init.context import deferred_init
-from shardwright.init.materialize import materialize
+from shardwright.init.delivery import materialize
+from shardwright.init.recorder import value_of
 
-__all__ = ["deferred_init", "materialize"]
+__all__ = ["deferred_init", "materialize", "value_of"]

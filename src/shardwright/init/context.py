@@ -107,7 +107,12 @@ def _settled(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
     def fill(
-        tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+        tensor: torch.Tensor,
+        mean: float,
+        std: float,
+        a: float,
+        b: float,
+        generator: torch.Generator | None = None,
     ) -> torch.Tensor:
         if not isinstance(tensor, DeferredTensor):
             return original(tensor, mean, std, a, b, generator=generator)  # type: ignore[no-any-return]

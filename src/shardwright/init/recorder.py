@@ -7,7 +7,7 @@ every operation on one. What runs later, and how, is in ``replay.py``; the conte
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -106,11 +106,15 @@ class Recorder:
     def view_of(self, tensor: torch.Tensor) -> View:
         memory = self.memory_of(tensor)
         if memory.gone:
-            raise RuntimeError(f"A deferred tensor of shape {tuple(tensor.shape)} was used after {memory.gone}")
+            raise RuntimeError(
+                f"A deferred tensor of shape {tuple(tensor.shape)} was used after {memory.gone}"
+            )
         if tensor.is_neg():
-            raise NotImplementedError("deferred_init does not support negative views, such as Tensor.imag of conj()")
+            raise NotImplementedError(
+                "deferred_init does not support negative views, such as Tensor.imag of conj()"
+            )
         size, stride = tuple(tensor.shape), tensor.stride()
-        return View(memory, tensor.dtype, size, stride, tensor.storage_offset(), tensor.is_conj())
+        return View(memory, tensor.dtype, size, stride, int(tensor.storage_offset()), tensor.is_conj())
 
     def wrap(self, meta: torch.Tensor, device: torch.device | None = None) -> DeferredTensor:
         """A deferred tensor over the memory that ``meta`` views, which is at ``device`` if it is a new one."""
@@ -228,7 +232,7 @@ class Recorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         views: dict[DeferredTensor, View],
-        written: list[torch.Tensor],
+        written: Sequence[torch.Tensor],
         results: list[tuple[int, View]],
         where: torch.device | None,
         random: bool,
@@ -295,7 +299,12 @@ class Recorder:
         return result
 
     def carry_out(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor], random: bool
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: Sequence[torch.Tensor],
+        random: bool,
     ) -> Any:
         """Run an operation now, on the values that its arguments have: they are read, or its result is not foreseen."""
         deferred = [t for t in written if isinstance(t, DeferredTensor)]
@@ -309,7 +318,9 @@ class Recorder:
             if random:
                 for stream, state in before:
                     stream.resume(state)
-            views = {t: self.view_of(t) for t in tree_flatten((args, kwargs))[0] if isinstance(t, DeferredTensor)}
+            views = {
+                t: self.view_of(t) for t in tree_flatten((args, kwargs))[0] if isinstance(t, DeferredTensor)
+            }
             self._record(func, args, kwargs, views, deferred, [], None, random)
             return deferred[0] if len(deferred) == 1 else deferred
         if written:
@@ -318,6 +329,11 @@ class Recorder:
 
 
 RECORDER = Recorder()
+
+
+def value_of(value: Any) -> Any:
+    """The values of a deferred tensor, computed now; anything else as it is."""
+    return RECORDER.read(value) if isinstance(value, DeferredTensor) else value
 
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

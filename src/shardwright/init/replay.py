@@ -57,7 +57,9 @@ class _Replay:
         memory = view.memory
         storage = self.storages.get(memory)
         if storage is None:
-            block = torch.empty(memory.storage.nbytes(), dtype=torch.uint8, device=memory.device or self.device)
+            block = torch.empty(
+                memory.storage.nbytes(), dtype=torch.uint8, device=memory.device or self.device
+            )
             storage = self.storages[memory] = block.untyped_storage()
         result = torch.empty(0, dtype=view.dtype, device=storage.device)
         result.set_(storage, view.offset, view.size, view.stride)
@@ -105,9 +107,13 @@ class _Replay:
         known = {s._cdata for s in self.storages.values()}
         for position, view in entry.results:
             out = outputs[position]
-            same = out.shape == view.size and out.stride() == view.stride and out.storage_offset() == view.offset
+            same = (
+                out.shape == view.size and out.stride() == view.stride and out.storage_offset() == view.offset
+            )
             own = out.untyped_storage()._cdata not in known and type(out) is torch.Tensor
-            if not (same and own and out.dtype == view.dtype):  # meta kernels foretell strides, real ones differ
+            if not (
+                same and own and out.dtype == view.dtype
+            ):  # meta kernels foretell strides, real ones differ
                 place = view.memory.device or self.device
                 out = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=place).copy_(out)
             self.storages[view.memory] = out.untyped_storage()

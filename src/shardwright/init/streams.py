@@ -29,6 +29,10 @@ class Stream:
         origin = self.position()
         if isinstance(origin, Entry):
             entry.draws[self] = Draw(after=origin)
+            if (
+                origin is not self.last
+            ):  # several go on from there, so the state is remembered when it is known
+                origin.ends.setdefault(self)
         else:
             entry.draws[self] = Draw(state=origin)
         self.last = entry
@@ -59,7 +63,7 @@ class Stream:
             raise RuntimeError(
                 f"Numbers were drawn from the {self.generator.device.type} generator after deferred_init recorded "
                 "random operations and before they were carried out; without deferral they would have been others. "
-                "Call shardwright.materialize first, seed the generator anew, or draw from a torch.Generator of your own."
+                "Call shardwright.materialize first, seed the generator anew, or draw from one of your own."
             )
         return entry
 
