@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
 
     from shardwright import layout
+    from shardwright.checkpoint import load_pretrained, save_pretrained
     from shardwright.engine import (
         FSDPModule,
         GraphedStep,
@@ -60,9 +61,11 @@ __all__ = [
     "fully_shard",
     "fully_shard_optimizer",
     "layout",
+    "load_pretrained",
     "materialize",
     "memory_report",
     "register_fsdp_forward_method",
+    "save_pretrained",
     "share_comm_ctx",
 ]
 
@@ -84,10 +87,12 @@ _HOMES = {
     "deferred_init": "shardwright.init",
     "fully_shard": "shardwright.engine",
     "fully_shard_optimizer": "shardwright.optim",
+    "load_pretrained": "shardwright.checkpoint",
     "materialize": "shardwright.init",
     "MemoryReport": "shardwright.engine",
     "memory_report": "shardwright.engine",
     "register_fsdp_forward_method": "shardwright.engine",
+    "save_pretrained": "shardwright.checkpoint",
     "share_comm_ctx": "shardwright.engine",
 }
 
@@ -95,7 +100,6 @@ _HOMES = {
 #: Names of later versions and of torch's module that are not there yet: asking for one says so.
 _LATER = {
     "load_checkpoint",
-    "load_pretrained",
     "save_checkpoint",
     "unsharded",
 }

@@ -218,6 +218,11 @@ def in_backward() -> bool:
     return _graph_task_id() != -1
 
 
+def is_persistent(module: torch.nn.Module, buffer: str) -> bool:
+    """Whether state dicts have this buffer of the module."""
+    return buffer not in module._non_persistent_buffers_set
+
+
 def address_of(tensor: torch.Tensor) -> int:
     """Where the tensor's memory lies; 0 for one without (sparse, or wrapped by torch.func)."""
     return tensor.data_ptr() if tensor.layout is torch.strided and not _is_functorch(tensor) else 0

@@ -43,6 +43,8 @@ _SETTINGS = (
     "memory",
     "prefetch",
     "strict",
+    "synced",
+    "checked",
 )
 
 
