@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
 
     from shardwright import layout
+    from shardwright.checkpoint import load_pretrained, save_pretrained
     from shardwright.engine import (
         FSDPModule,
         GraphedStep,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         share_comm_ctx,
     )
+    from shardwright.init import deferred_init, materialize
     from shardwright.layout import Ragged, Strategy
     from shardwright.memory import Allocator
     from shardwright.optim import AdamW8bit, Muon, clip_grad_norm_, fully_shard_optimizer
@@ -55,11 +57,15 @@ __all__ = [
     "Strategy",
     "UnshardHandle",
     "clip_grad_norm_",
+    "deferred_init",
     "fully_shard",
     "fully_shard_optimizer",
     "layout",
+    "load_pretrained",
+    "materialize",
     "memory_report",
     "register_fsdp_forward_method",
+    "save_pretrained",
     "share_comm_ctx",
 ]
 
@@ -78,21 +84,22 @@ _HOMES = {
     "Strategy": "shardwright.layout",
     "UnshardHandle": "shardwright.engine",
     "clip_grad_norm_": "shardwright.optim",
+    "deferred_init": "shardwright.init",
     "fully_shard": "shardwright.engine",
     "fully_shard_optimizer": "shardwright.optim",
+    "load_pretrained": "shardwright.checkpoint",
+    "materialize": "shardwright.init",
     "MemoryReport": "shardwright.engine",
     "memory_report": "shardwright.engine",
     "register_fsdp_forward_method": "shardwright.engine",
+    "save_pretrained": "shardwright.checkpoint",
     "share_comm_ctx": "shardwright.engine",
 }
 
 
 #: Names of later versions and of torch's module that are not there yet: asking for one says so.
 _LATER = {
-    "deferred_init",
     "load_checkpoint",
-    "load_pretrained",
-    "materialize",
     "save_checkpoint",
     "unsharded",
 }

@@ -138,6 +138,26 @@ def hide_from_dynamo(*modules: str) -> None:
         trace_rules.add(name)
 
 
+#: Name, in ``torch.nn.init``, of what fills a tensor with truncated normal numbers, in a loop that looks at them.
+fill_truncated_normal = "_no_grad_trunc_normal_"
+_probe(torch.nn.init, fill_truncated_normal)
+
+_make_subclass = _probe(torch.Tensor, "_make_subclass")
+
+
+def tensor_without_memory(kind: type, meta: torch.Tensor, device: torch.device) -> Any:
+    """A tensor of class ``kind`` over the storage of ``meta`` that says it lies on ``device``.
+
+    The class is asked for its device (``prim.device``) and about every operation.
+    """
+    return _make_subclass(kind, meta, False, dispatch_device=True, device_for_backend_keys=device)
+
+
+def set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
+    """``tensor.data = new``, whatever the class of ``tensor`` makes of that."""
+    torch.Tensor.data.__set__(tensor, new)  # type: ignore[attr-defined]
+
+
 def _subclasses_dispatch() -> bool:
     # Elsewhere C++ takes every DTensor past Python, and what stands there only says so.
     code = DTensor.__torch_dispatch__.__code__
@@ -196,6 +216,11 @@ def queue_callback(callback: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether this thread is now inside a backward pass."""
     return _graph_task_id() != -1
+
+
+def is_persistent(module: torch.nn.Module, buffer: str) -> bool:
+    """Whether state dicts have this buffer of the module."""
+    return buffer not in module._non_persistent_buffers_set
 
 
 def address_of(tensor: torch.Tensor) -> int:

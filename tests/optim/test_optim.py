@@ -155,11 +155,6 @@ def test_schedulers_and_closures_work(rank: int, world_size: int) -> None:
 
 @multirank(2)
 def test_optimizers_that_cannot_step_on_shards(rank: int, world_size: int) -> None:
-    plain = build()
-    stale = torch.optim.SGD(plain.parameters(), lr=0.1)
-    shard(plain)
-    with pytest.raises(ValueError, match=r"holds 'embed.weight of Model' as it was before fully_shard"):
-        sw.fully_shard_optimizer(stale)
     with pytest.raises(TypeError, match=r"expects a torch.optim.Optimizer, got str"):
         sw.fully_shard_optimizer("adamw")
 

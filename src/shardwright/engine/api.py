@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardwright._torch import DataParallelMeshDims, local_of
 from shardwright.comm import Communicator
 from shardwright.engine.construct import (
+    UNIT,
     Found,
     ShardPlacementFn,
     borrow_parameters,
@@ -28,9 +29,11 @@ from shardwright.engine.construct import (
 )
 from shardwright.engine.extension import is_extended
 from shardwright.engine.module import FSDPModule, install
+from shardwright.engine.parameter import has_no_values
 from shardwright.engine.pools import check_memory
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.root import attach, hook_optimizers
+from shardwright.engine.states import check_states, states_of, sync_states
 from shardwright.engine.unit import Unit
 from shardwright.layout import Ragged, Strategy, resolve
 from shardwright.memory import Allocator
@@ -53,6 +56,8 @@ def fully_shard(
     memory: str | Allocator = "dynamic",
     prefetch: int | str = 1,
     strict: bool = False,
+    sync_module_states: bool = False,
+    check_module_states: bool = False,
 ) -> _M:
     """Shard the parameters of ``module`` over a device mesh, in place: ZeRO-3, also called FSDP, unless told otherwise.
 
@@ -61,8 +66,9 @@ def fully_shard(
     bottom-up, on each block and at last on the whole model. Between steps every parameter is a ``DTensor``; build
     the optimizer after sharding.
 
-    Nothing is communicated here, and no process group is made unless ``reshard_after_forward`` is a number: each rank
-    cuts its part out of its own copy, so the copies must be equal (build the model with the same seed on every rank).
+    Nothing is communicated here unless one of the last two arguments asks for it, and no process group is made unless
+    ``reshard_after_forward`` is a number: each rank cuts its part out of its own copy, so the copies must be equal
+    (build the model with the same seed on every rank, or give ``sync_module_states``).
 
     Args:
         module: a module, or a list of modules that form one unit (say the final norm and the output layer).
@@ -85,6 +91,10 @@ def fully_shard(
             engine leases, planned from the first step; or an :class:`Allocator`. docs/memory.md tells them apart.
         prefetch: on the root: how many units are gathered ahead, or how many bytes, such as "512 MiB".
         strict: on the root: raise where a step leases memory outside the plan, instead of telling it once.
+        sync_module_states: broadcast the parameters and buffers that this call takes over from the first rank of the
+            mesh, before they are cut. For models built for real on every rank; give it to every call of a model.
+        check_module_states: compare them over the ranks by hash, and raise on every rank, naming what differs and
+            where. Give it to every call, too.
         dp_mesh_dims: only its default in this version.
 
     Returns:
@@ -125,6 +135,8 @@ def fully_shard(
         attach=attach,
     )
     unit.memory, unit.prefetch, unit.strict = memory, prefetch, strict
+    unit.synced, unit.checked = sync_module_states, check_module_states
+    _same_start(unit, modules, found)
     if found.owned:
         own_parameters(unit, found)
     borrow_parameters(unit, found)
@@ -267,6 +279,25 @@ def _communicator(group: dist.ProcessGroup | None, device: torch.device) -> Comm
     return comm
 
 
+def _same_start(unit: Unit, modules: list[nn.Module], found: Found) -> None:
+    """Broadcast what the unit is about to take over, or compare it over the ranks, where that was asked for."""
+    for name, asked in (("synced", unit.synced), ("checked", unit.checked)):
+        for module in (m for top in modules for m in top.modules()) if asked else ():
+            inner: Unit | None = module.__dict__.get(UNIT)
+            if inner is not None and inner.parameters and not getattr(inner, name):
+                option = {"synced": "sync_module_states", "checked": "check_module_states"}[name]
+                raise ValueError(
+                    f"{option} holds for what a call takes over, and {inner.name!r} inside was cut without it: each "
+                    f"rank has its part of its own copy. Give {option}=True to every fully_shard of the model."
+                )
+    if unit.synced or unit.checked:
+        states = states_of(modules, found)
+        if unit.synced:
+            sync_states(unit.mesh, unit.ranks.device, states, unit.name)
+        if unit.checked:
+            check_states(unit.mesh, states, unit.name)
+
+
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 
@@ -274,5 +305,5 @@ def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
     for top in modules:
         for _, module in own_modules(top):
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != device and not buffer.is_meta:
+                if buffer is not None and not has_no_values(buffer) and buffer.device != device:
                     module._buffers[name] = buffer.to(device)

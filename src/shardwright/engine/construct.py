@@ -27,6 +27,7 @@ from shardwright.engine.parameter import (
     Taken,
     become,
     build,
+    has_no_values,
     unit_of,
 )
 from shardwright.engine.ragged import RaggedTensor
@@ -129,17 +130,19 @@ def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter, mesh
             f"{where} is a DTensor already. fully_shard does not yet compose with tensor parallelism; shard it first "
             "or pass it in ignored_params."
         )
-    if parameter.is_meta:
+    if has_no_values(parameter) and is_extended(parameter):
         raise NotImplementedError(
-            f"{where} is on the meta device. This version shards parameters that hold values: build the model on the "
-            "CPU or the device, then call fully_shard."
+            f"{where}, a {type(parameter).__name__}, decides itself what is gathered of it, so it must hold values "
+            "when it is sharded. Build it on a device, outside of deferred_init."
         )
-    if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return
+    if module.max_norm is not None:
         raise ValueError(
             f"{where}: with max_norm the module changes its own weights in forward, on each rank those of its own "
             "tokens, so the ranks would differ. Build the embedding without max_norm."
         )
-    if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+    if module.sparse:
         raise ValueError(
             f"{where}: sparse gradients cannot be reduced. Build the embedding with sparse=False."
         )
@@ -216,14 +219,16 @@ def own_parameters(unit: Unit, found: Found) -> None:
                 for member in segment.members:
                     _, original, slots = owned[member.index]
                     cut = make_cut(ranks, specs[member.index], segment, member)
-                    part = cut.part_of(original)
                     if run.extended:
+                        part = cut.part_of(original)
                         local = part.to(device, copy=True)
                         full = torch.empty(
                             0, dtype=run.compute_dtype, device=device
                         )  # until the first gather
                     else:
-                        local = cut.local_view(shards[-1], 0).copy_(part)
+                        local = cut.local_view(shards[-1], 0)
+                        if not has_no_values(original):
+                            local.copy_(cut.part_of(original))
                         full = cut.full_view(slab, run)
                     p = managed[member.index] = build(
                         original, cut, slots, local=local, full=full, on_gradient=on_gradient, on_data=on_data
@@ -232,7 +237,11 @@ def own_parameters(unit: Unit, found: Found) -> None:
                     if run.extended and module is not None:
                         p.extension = Extension(specs[member.index], ranks, module, unit.policy, unit.owner)
     parameters = [p for p in managed if p is not None]
+    unset = unit.without_values()  # a change of dtype does not give them any
     unit.own(layout, shards, slab, parameters)
+    for p, (_, original, _) in zip(parameters, owned, strict=True):
+        if original in unset or has_no_values(original):
+            unit.expect_values(p, unset.get(original, original))
     ref = weakref.ref(unit)
     for parameter, (_, original, _) in zip(parameters, owned, strict=True):
         setattr(parameter.sharded, UNIT_OF, ref)
@@ -266,7 +275,7 @@ def settle(unit: Unit) -> None:
     The old parameters keep their values, for whoever still has them and may put them back. A tensor that is no
     parameter is left in its place: ``torch.func.functional_call`` lends it to the module for one call.
     """
-    if not unit.lends_over and unit.untouched():
+    if unit.settling_paused or (not unit.lends_over and unit.untouched()):
         return
     replaced = [p for p in unit.parameters if p.replaced]
     for p in unit.parameters:

@@ -43,6 +43,8 @@ _SETTINGS = (
     "memory",
     "prefetch",
     "strict",
+    "synced",
+    "checked",
 )
 
 
@@ -99,6 +101,11 @@ def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], instal
     for name in ("forward_prefetch", "backward_prefetch"):
         wanted = [memo.get(id(u), u) for ref in getattr(old, name) if (u := ref()) is not None]
         setattr(new, name, [weakref.ref(u) for u in wanted])
+    if old.without_values():
+        raise RuntimeError(
+            f"Unit {old.name!r} was sharded deferred or on the meta device and holds no values yet that could be "
+            "copied. Call shardwright.materialize first."
+        )
     found = find_parameters(modules, new.living_ignored(), new.mesh)
     if found.owned:
         own_parameters(new, found)

@@ -39,6 +39,9 @@ class Cut(Protocol):
     def full_view(self, slab: Slab, run: Run) -> torch.Tensor:
         """The whole parameter as a view of the slab."""
 
+    def pieces(self, local: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+        """This rank's part as boxes of the whole: where each begins, and its memory as a view of ``local``."""
+
 
 class RowCut:
     """Rows of one dimension, as ``torch.chunk`` cuts; a 0-d parameter whole on every rank. Its form is a DTensor."""
@@ -89,6 +92,12 @@ class RowCut:
         view = slab.view(dtype, offset, (spec.shape[spec.dim], *spec.row_shape))
         return view if spec.is_natural else view.permute(spec.inverse)
 
+    def pieces(self, local: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+        first, rows = self._rows
+        if not self.spec.replicated and not rows:
+            return []
+        return [(tuple(first if d == self.spec.dim else 0 for d in range(local.ndim)), local)]
+
 
 class RaggedCut:
     """A range of elements in memory order. Its form is a RaggedTensor."""
@@ -123,6 +132,15 @@ class RaggedCut:
     def full_view(self, slab: Slab, run: Run) -> torch.Tensor:
         offset = run.slab_bytes // run.compute_dtype.itemsize + self._slab_offset
         return slab.view(run.compute_dtype, offset, self.spec.shape)
+
+    def pieces(self, local: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+        flat, sizes = local.view(-1), [box[1] for box in self._ragged.boxes]
+        parts = flat.split([size.numel() for size in sizes])
+        return [
+            (tuple(offsets), part.view(size))
+            for (offsets, size), part in zip(self._ragged.boxes, parts, strict=True)
+            if size.numel()
+        ]
 
 
 def make_cut(ranks: Ranks, spec: TensorSpec, segment: Segment | RaggedSegment, member: Any) -> Cut:

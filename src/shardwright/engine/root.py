@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright._torch import annotate, increment_version, queue_callback, subclasses_dispatch
@@ -19,8 +20,9 @@ from shardwright.comm import Communicator
 from shardwright.engine.construct import UNIT
 from shardwright.engine.gradients import Announcer, Reduction
 from shardwright.engine.hooks import map_arguments
-from shardwright.engine.parameter import unit_of
+from shardwright.engine.parameter import DEFERRED, TAKEN, Managed, unit_of
 from shardwright.engine.pools import Pools, prefetch_budget
+from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.unit import Unit
 from shardwright.engine.visit import Frame, Visit
 from shardwright.engine.weights import Weights
@@ -516,6 +518,10 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
         root.check_divergence()
         root.recover_if_failed()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    _refuse_dead(parameters)
+    if "_shardwright_stepped" not in optimizer.__dict__:
+        optimizer.__dict__["_shardwright_stepped"] = True
+        _refuse_deferred_state(optimizer)
     for unit in _units_of(parameters):
         unit.drop_kept()  # some kernels write without moving a version counter
         if unit.root is not None:
@@ -523,6 +529,33 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     reduce_held(parameters)
     if not subclasses_dispatch:  # else those that are written move theirs by themselves
         increment_version([p for p in parameters if unit_of(p) is not None and p.grad is not None])
+
+
+def _refuse_dead(parameters: Iterable[torch.Tensor]) -> None:
+    for p in parameters:
+        taken = p.__dict__.get(TAKEN)
+        if taken is not None and not isinstance(p, (DTensor, RaggedTensor)):
+            if not isinstance(taken.sharded, Managed) or unit_of(taken.sharded) is not None:
+                raise RuntimeError(
+                    f"The optimizer holds parameter {taken.label!r} as it was before the model was sharded or "
+                    "materialized, so its step would train nothing. Call shardwright.fully_shard_optimizer(optimizer) "
+                    "after fully_shard, or build the optimizer from model.parameters() afterwards."
+                )
+        elif getattr(type(p), DEFERRED, False):
+            raise RuntimeError(
+                f"The optimizer holds a deferred parameter of shape {tuple(p.shape)}, which has no values yet. Call "
+                "shardwright.materialize(model) first."
+            )
+
+
+def _refuse_deferred_state(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if getattr(type(value), DEFERRED, False):
+                raise RuntimeError(
+                    f"Optimizer state {key!r} is deferred: the optimizer made it from deferred parameters. Call "
+                    "shardwright.fully_shard_optimizer(optimizer), or build the optimizer after materialize."
+                )
 
 
 def _units_of(parameters: Iterable[torch.Tensor]) -> Iterable[Unit]:

@@ -106,6 +106,8 @@ class Unit(Weights):
         self.memory: str | Allocator = "dynamic"  #: of the model whose root this unit is
         self.prefetch: int | str = 1
         self.strict = False
+        self.synced = False  #: whether the ranks' values were made the same before they were cut
+        self.checked = False  #: whether they were compared
         self.holds = False  #: whether earlier micro-batches have left sums, on this rank or on another
         self._holds_whole = False  #: whether some of them are whole gradients, not yet summed over any ranks
         self._held_before = False, False  #: both, before the reduction under way took up such sums

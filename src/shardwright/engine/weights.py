@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from shardwright._torch import annotate, increment_version, quick_attributes, subclasses_dispatch
 from shardwright.comm import Communicator, Pending
@@ -60,6 +61,8 @@ class Weights:
         self.parameters: list[ManagedParameter] = []
         self.build = 0  #: how often the memory was made; graphs over earlier memory can't be run any more
         self._full_shown = False
+        self.settling_paused = False  #: while stand-ins are initialised in the place of the parameters
+        self._unset: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
         self.hold_memory(plan_unit([], ranks.parts), [], Slab(0, ranks.device), [])
 
     def hold_memory(
@@ -224,6 +227,26 @@ class Weights:
         """The parameter whose sharded form this is."""
         return next((p for p in self.parameters if p.sharded is sharded), None)
 
+    def expect_values(self, p: ManagedParameter, source: torch.Tensor) -> None:
+        """The shard holds no values of ``p`` until somebody writes them; ``source`` is what was sharded."""
+        self._unset[p.sharded] = source, p.sharded._version + p.local._version
+
+    def without_values(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Sharded parameters that nobody has given values yet, and what each was before it was sharded."""
+        if self._unset:
+            versions = {p.sharded: p.sharded._version + p.local._version for p in self.parameters}
+            self._unset = {q: told for q, told in self._unset.items() if versions.get(q, told[1]) == told[1]}
+        return {q: source for q, (source, _) in self._unset.items()}
+
+    def _refuse_without_values(self) -> None:
+        missing = self.without_values()
+        names = [p.name for p in self.parameters if p.sharded in missing]
+        if names:
+            raise RuntimeError(
+                f"Parameters {', '.join(map(repr, names))} of unit {self.name!r} hold no values yet, since they were "
+                "sharded deferred or on the meta device. Call shardwright.materialize(model), or load a checkpoint."
+            )
+
     def notice_edits(self) -> None:
         """Pass changes of the sharded parameters on to the full ones' version counters.
 
@@ -259,6 +282,8 @@ class Weights:
         """
         root = self.root
         assert root is not None
+        if self._unset:
+            self._refuse_without_values()
         if self._pending is not None:
             self.wait()
         if look:

@@ -20,6 +20,7 @@ from shardwright.engine.parameter import TAKEN, unit_of
 from shardwright.engine.ragged import RaggedTensor, part_of
 from shardwright.engine.ragged_spec import RaggedSpec
 from shardwright.engine.root import before_optimizer_step
+from shardwright.init import value_of
 from shardwright.optim.blocks import block_spec
 from shardwright.optim.held import mapped
 from shardwright.optim.needs import Need, Needs, check, cost_of, needs_of
@@ -44,7 +45,9 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
     If a step on whole tensors raises, every rank raises.
 
     Args:
-        optimizer: built on the parameters of a sharded model, after sharding. Plain parameters may be among them.
+        optimizer: built on the parameters of a sharded model. If it was built before ``fully_shard`` (on parameters
+            that were deferred, on the meta device or whole), its groups and its state follow what they have become.
+            Plain parameters may be among them.
         needs: what the optimizer needs of a parameter in one piece: 1 for each element alone, n for blocks of n
             consecutive elements in row-major order from the tensor's first, "tensor" for the whole of it, or a
             function of the parameter that returns one of these. Not needed for torch's own optimizers and for those
@@ -52,37 +55,86 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
 
     Raises:
         TypeError: not a torch optimizer, or ``needs`` is none of these.
-        ValueError: it was built before ``fully_shard``, or is unknown, or has a scheduler already, or a layout cuts
-            what must stay whole; the last also from ``add_param_group``.
+        ValueError: it is unknown, or has a scheduler already, or has state on the meta device, or a layout cuts what
+            must stay whole; the last also from ``add_param_group``.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"fully_shard_optimizer expects a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
-    if isinstance(optimizer, _ShardedStep):
+    sharded_already = isinstance(optimizer, _ShardedStep)
+    if sharded_already and not _became(optimizer):
         return optimizer
-    need = needs_of(optimizer, needs)
-    for index, group in enumerate(optimizer.param_groups):
-        for p in group["params"]:
-            taken = getattr(p, TAKEN, None)
-            if taken is not None and not isinstance(p, SHARDED):
-                raise ValueError(
-                    f"Parameter group {index} holds {taken.label!r} as it was before fully_shard, so the model would "
-                    "not be trained. Build the optimizer from model.parameters() after sharding."
-                )
-    if "step" in vars(optimizer):
+    need = optimizer.__dict__["_shardwright_needs"] if sharded_already else needs_of(optimizer, needs)
+    if "step" in vars(optimizer) and not sharded_already:
         raise ValueError(
             f"The step of this {type(optimizer).__name__} was wrapped already, as schedulers do, so it would go past "
             "the one for shards. Call fully_shard_optimizer first and build the scheduler afterwards."
         )
-    found = check(optimizer.param_groups, need)
+    became = _became(optimizer)
+    groups = [[became.get(p, p) for p in group["params"]] for group in optimizer.param_groups]
+    renewed = [
+        {**group, "params": params} for group, params in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    found = check(renewed, need)
     _check_state_per_block(optimizer, found)
     _choose_owners(optimizer, found)
+    _follow(optimizer, groups, became)
+    if sharded_already:
+        return optimizer
     optimizer.__dict__["_shardwright_needs"] = need
     optimizer.__class__ = _sharded_class(type(optimizer))
     optimizer.register_state_dict_post_hook(_state_as_dtensors)
     optimizer.register_load_state_dict_post_hook(_state_as_ragged)
     return optimizer
+
+
+def _became(optimizer: Optimizer) -> dict[torch.Tensor, torch.Tensor]:
+    """What fully_shard or materialize made of those parameters of the optimizer that the model has no more."""
+    became: dict[torch.Tensor, torch.Tensor] = {}
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        now = p
+        while (taken := now.__dict__.get(TAKEN)) is not None and not isinstance(now, SHARDED):
+            now = taken.sharded
+        if now is not p:
+            became[p] = now
+            for key, value in optimizer.state.get(p, {}).items():
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    raise ValueError(
+                        f"Optimizer state {key!r} of parameter {taken_label(p)!r} is on the meta device, so it has no "
+                        "values. Build the optimizer after materialize, or the model under deferred_init."
+                    )
+    return became
+
+
+def taken_label(p: torch.Tensor) -> str:
+    return p.__dict__[TAKEN].label  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _follow(
+    optimizer: Any, groups: list[list[torch.Tensor]], became: dict[torch.Tensor, torch.Tensor]
+) -> None:
+    """Let groups and state be those of what the parameters have become. State is cut as they are."""
+    for group, params in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = params
+    whole = optimizer.__dict__.get("_shardwright_whole", ())
+    for state in optimizer.state.values():
+        state.update({key: value_of(value) for key, value in state.items()})
+    for old, new in became.items():
+        if old not in optimizer.state:
+            continue
+        state = optimizer.state.pop(old)
+        unit = unit_of(new)
+        for key, value in state.items():
+            if new not in whole and isinstance(value, torch.Tensor) and unit is not None:
+                spec = _ragged_spec(optimizer, new, key, value, new.shape)  # type: ignore[arg-type]
+                if spec is not None:
+                    value = RaggedTensor.from_full(value, spec)
+                elif value.ndim and value.shape == new.shape:
+                    cut = unit.managed(new).cut
+                    value = cut.wrap(cut.part_of(value).clone(memory_format=torch.contiguous_format))
+            optimizer.state[new][key] = value
 
 
 def _check_state_per_block(optimizer: Any, found: list[tuple[str, torch.Tensor, Need]]) -> None:

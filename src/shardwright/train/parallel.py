@@ -267,7 +267,7 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
     if config.engine == "shardwright":
         whole_rows = config.layout in ("per_parameter", "ragged")
         layout = config.layout if whole_rows else sw.Ragged(config.layout)
-        options |= {"strategy": config.strategy, "layout": layout}
+        options |= {"strategy": config.strategy, "layout": layout, "check_module_states": True}
     # What forward uses last, backward needs first: by default it stays gathered.
     keeps = config.reshard_after_forward == "never" or config.strategy in ("zero1", "zero2")
     reshard = config.reshard_after_forward

@@ -1,0 +1,117 @@
+"""Fine-tune pretrained weights, sharded from the first byte on: load, train a few steps, save.
+
+    torchrun --standalone --nproc-per-node 2 examples/finetune_pretrained.py
+    torchrun --standalone --nproc-per-node 2 examples/finetune_pretrained.py --from llama-folder --to tuned-folder
+
+The folder holds safetensors and config.json in Hugging Face's names, of a Llama or a hybrid. Without one a small Llama
+is made first. The text is Python's own reference, a byte a token; for a model with a tokenizer put your own batches in.
+No rank ever holds the whole model: parameters are made as shards, each rank reads its part of the files, and saving
+gathers one parameter at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwright as sw
+from shardwright.train.config import DataConfig
+from shardwright.train.data.corpus import batch, load_corpus
+from shardwright.train.models import hugging_face
+from shardwright.train.models.build import model_of
+from shardwright.train.models.presets import LlamaConfig
+
+BATCH, LENGTH = 4, 128  # sequences per rank and step, tokens in each
+
+
+def make_pretrained(folder: Path) -> None:
+    """A small Llama, not trained at all, as somebody else might have left it. On one rank."""
+    shape = LlamaConfig(
+        dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=192, vocab_size=256, max_seq_len=256
+    )
+    torch.manual_seed(0)
+    sw.save_pretrained(
+        model_of(shape),
+        folder,
+        key_map=hugging_face.key_map(shape),
+        config=hugging_face.config_json(shape),
+        max_shard_size="200 KB",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Fine-tune pretrained weights on several ranks.")
+    parser.add_argument(
+        "--from", dest="source", type=Path, help="folder of weights; default: a small one is made"
+    )
+    parser.add_argument(
+        "--to", type=Path, help="folder for the result, which must be new; default: a temporary one"
+    )
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))
+    first = mesh.get_rank() == 0
+
+    def say(text: str) -> None:
+        if first:
+            print(text, flush=True)
+
+    # Every rank must know the same folders.
+    folders = [options.source, options.to, tempfile.mkdtemp(prefix="shardwright-") if first else None]
+    dist.broadcast_object_list(folders, src=0)
+    source, target, scratch = folders
+    if source is None:
+        source = Path(scratch) / "pretrained"
+        if first:
+            make_pretrained(source)
+        dist.barrier()
+        say(f"made a small pretrained Llama in {source}")
+    target = target or Path(scratch) / "tuned"
+
+    shape = hugging_face.shape_of(json.loads((source / "config.json").read_text()))
+    key_map = hugging_face.key_map(shape)
+    torch.manual_seed(0)
+    with sw.deferred_init():  # nothing is allocated
+        model = model_of(shape)
+    for block in model.blocks():
+        sw.fully_shard(block, mesh=mesh)
+    sw.fully_shard(model.head(), mesh=mesh)
+    sw.fully_shard(model, mesh=mesh)
+    loaded = sw.load_pretrained(model, source, key_map=key_map)
+    sw.materialize(model)  # what is not stored: rotary tables
+    say(
+        f"{model.num_params():,} parameters on {mesh.size()} ranks; this one read {loaded.bytes_read:,} of "
+        f"{sum(file.stat().st_size for file in source.glob('*.safetensors')):,} bytes"
+    )
+
+    optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    corpus = load_corpus(DataConfig(source="pydoc"))
+    for step in range(options.steps):
+        number = (step * mesh.size() + mesh.get_rank()) * BATCH  # every rank has data of its own
+        inputs, targets = (t.to(device) for t in batch(corpus, 0, number, BATCH, LENGTH))
+        loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
+        loss.backward()
+        sw.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach() / mesh.size()
+        dist.all_reduce(mean)
+        say(f"step {step}: loss {mean.item():.4f}")
+
+    sw.save_pretrained(model, target, key_map=key_map, config=hugging_face.config_json(shape))
+    say(f"saved the tuned model in {target}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""What lies in files of weights: safetensors, and what ``torch.save`` has written; one file, or several with an index.
+
+Reading maps files into memory: a tensor is a view of its file, and only the pages that are copied from are read. The
+safetensors format is small enough to be read and written here
+(https://github.com/huggingface/safetensors#format), byte ranges and all, without its library. Models and ranks are not
+known in this file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import struct
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: The format's names of dtypes.
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+LONGEST_HEADER = 100_000_000  #: bytes; the format's own limit
+INDEX = "model.safetensors.index.json"
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file, of which nothing but name, shape and dtype was read."""
+
+    key: str
+    file: Path
+    position: int  #: in the file, to read in its order
+    shape: torch.Size
+    dtype: torch.dtype
+    view: Callable[[], Tensor]  #: the mapped tensor
+
+    def on_meta(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+def open_stored(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
+    """Every tensor of a file, or of a folder with an index or a single file of weights.
+
+    In a folder safetensors go before what torch has written, and an index before a file. Headers are read, weights are
+    not (a file of the format that ``torch.save`` had before torch 1.6 is read whole: it cannot be mapped).
+
+    Raises:
+        FileNotFoundError: there is nothing there, or a file that the index names is missing.
+        ValueError: a file is damaged, of an unknown kind, or holds something else than tensors by name; or it is not
+            clear which file is meant.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _open_folder(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: expected a file or a folder of weights, found neither")
+    if path.name.endswith(".index.json"):
+        return _open_index(path)
+    return _open_file(path)
+
+
+def _open_folder(folder: Path) -> dict[str, StoredTensor]:
+    for suffixes, ending in (((".safetensors",), ".safetensors.index.json"), (TORCH_SUFFIXES, ".index.json")):
+        indices = sorted(p for p in folder.iterdir() if p.name.endswith(ending))
+        files = sorted(p for p in folder.iterdir() if p.suffix in suffixes)
+        if len(indices) == 1:
+            return _open_index(indices[0])
+        if len(indices) > 1 or len(files) > 1:
+            several = ", ".join(p.name for p in indices or files)
+            raise ValueError(
+                f"{folder}: expected one index or one file of weights, found {several}. Give the path of the one that "
+                "is meant."
+            )
+        if files:
+            return _open_file(files[0])
+    raise FileNotFoundError(
+        f"{folder}: expected {INDEX}, or a file of weights (.safetensors, {', '.join(TORCH_SUFFIXES)}), found none"
+    )
+
+
+def _open_index(index: Path) -> dict[str, StoredTensor]:
+    try:
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = dict.fromkeys(places.values())
+        if any(not isinstance(name, str) or Path(name).name != name for name in names):
+            raise ValueError("file names")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f'{index}: expected JSON with a "weight_map" from keys to names of files beside it, found something else '
+            f"({type(error).__name__}: {error})"
+        ) from None
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise FileNotFoundError(f"{index}: files that it names are missing: {abbreviated(missing)}")
+    by_file = {name: _open_file(index.parent / name) for name in names}
+    absent = [key for key, name in places.items() if key not in by_file[name]]
+    if absent:
+        raise ValueError(
+            f"{index}: tensors are not in the files that it names for them: {abbreviated(absent)}"
+        )
+    return {key: by_file[name][key] for key, name in places.items()}
+
+
+def _open_file(file: Path) -> dict[str, StoredTensor]:
+    if file.suffix == ".safetensors":
+        return _open_safetensors(file)
+    if file.suffix in TORCH_SUFFIXES:
+        return _open_torch(file)
+    raise ValueError(
+        f"{file}: expected a file ending in .safetensors, {', '.join(TORCH_SUFFIXES)} or .index.json"
+    )
+
+
+def abbreviated(names: Sequence[object], limit: int = 12) -> str:
+    """The names, separated by commas; of very many the first, and how many more there are."""
+    told = ", ".join(map(str, names[:limit]))
+    return f"{told} and {len(names) - limit:,} more" if len(names) > limit else told
+
+
+# -- safetensors -------------------------------------------------------------------------------------------------------
+
+
+def _open_safetensors(file: Path) -> dict[str, StoredTensor]:
+    size = file.stat().st_size
+    with open(file, "rb") as stream:
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= min(LONGEST_HEADER, size - 8):
+            raise ValueError(
+                f"{file}: expected a safetensors file, found {size:,} bytes that do not begin with the length of a "
+                "header. It is damaged, or not fully downloaded."
+            )
+        text = stream.read(length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        entries = [(key, _entry(value, size - 8 - length)) for key, value in header.items()]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file}: the header is not that of a whole safetensors file: {error}") from None
+    mapped: list[Tensor] = []
+
+    def bytes_of_file() -> Tensor:
+        if not mapped:
+            mapped.append(torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8))
+        return mapped[0]
+
+    def viewer(shape: torch.Size, dtype: torch.dtype, begin: int, end: int) -> Callable[[], Tensor]:
+        def view() -> Tensor:
+            if begin == end:
+                return torch.empty(shape, dtype=dtype)
+            data = bytes_of_file()[8 + length + begin : 8 + length + end]
+            if data.data_ptr() % dtype.itemsize:
+                # As no usual writer leaves it. It cannot be read in place, so it is read whole.
+                data = data.clone()
+            return data.view(dtype).view(shape)
+
+        return view
+
+    return {
+        key: StoredTensor(key, file, begin, shape, dtype, viewer(shape, dtype, begin, end))
+        for key, (shape, dtype, begin, end) in entries
+    }
+
+
+def _entry(value: Mapping[str, Any], available: int) -> tuple[torch.Size, torch.dtype, int, int]:
+    name = value["dtype"]
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name!r} is not known here")
+    shape, (begin, end) = torch.Size(value["shape"]), value["data_offsets"]
+    if not 0 <= begin <= end <= available or end - begin != shape.numel() * DTYPES[name].itemsize:
+        raise ValueError(f"{tuple(shape)} of {name} at bytes {begin} to {end} of {available:,}")
+    return shape, DTYPES[name], begin, end
+
+
+class SafetensorsFile:
+    """A safetensors file under construction: its size and header are written at once, tensors in any order.
+
+    Args:
+        file: made anew.
+        tensors: by key, shape and dtype.
+
+    Raises:
+        ValueError: a dtype that the format does not know, by name.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, file: Path, tensors: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        header: dict[str, Any] = {
+            "__metadata__": {"format": "pt"}
+        }  # without it transformers refuses the file
+        self._places: dict[str, int] = {}
+        end = 0
+        # Wide elements first, so that all of them are aligned.
+        for key, (shape, dtype) in sorted(tensors.items(), key=lambda item: -item[1][1].itemsize):
+            self._places[key] = end
+            begin, end = end, end + shape.numel() * dtype.itemsize
+            header[key] = {"dtype": name_of(dtype, key), "shape": list(shape), "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._data = 8 + len(text)
+        self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        os.truncate(self._descriptor, self._data + end)
+        _write(self._descriptor, memoryview(struct.pack("<Q", len(text)) + text), 0)
+
+    def write(self, key: str, tensor: Tensor) -> None:
+        """Write the tensor of that key, of the shape and dtype that were told."""
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.nbytes:
+            data = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+            _write(self._descriptor, memoryview(data).cast("B"), self._data + self._places[key])
+
+    def close(self, sync: bool = True) -> None:
+        try:
+            if sync:
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+
+def name_of(dtype: torch.dtype, key: str) -> str:
+    """The format's name of a dtype. Raises ValueError, which names the tensor, where it has none."""
+    if dtype not in _NAMES:
+        raise ValueError(
+            f"{key!r} has {dtype}, which safetensors cannot hold; give save_pretrained another dtype"
+        )
+    return _NAMES[dtype]
+
+
+def _write(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:  # one call writes 2 GiB at most
+        count = os.pwrite(descriptor, data[: 1 << 30], offset)
+        data, offset = data[count:], offset + count
+
+
+# -- torch.save --------------------------------------------------------------------------------------------------------
+
+
+def _open_torch(file: Path) -> dict[str, StoredTensor]:
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:  # unpickling damaged bytes can raise nearly anything
+        reason = str(error).strip().splitlines()[:1]
+        raise ValueError(
+            f"{file}: torch.load cannot read it with weights_only=True, which lets nothing but tensors and plain "
+            f"values in ({type(error).__name__}: {''.join(reason)})"
+        ) from error
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        others = (
+            abbreviated([repr(key) for key, value in found.items() if not isinstance(value, Tensor)])
+            if isinstance(found, dict)
+            else type(found).__name__
+        )
+        raise ValueError(
+            f"{file}: expected a dict of tensors by name, found what is none: {others}. Save the model's state dict "
+            "alone."
+        )
+    return {
+        str(key): StoredTensor(str(key), file, number, value.shape, value.dtype, partial(_itself, value))
+        for number, (key, value) in enumerate(found.items())
+    }
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    with open(file, "w", encoding="utf-8") as stream:
+        json.dump(content, stream, indent=2)
+        stream.write("\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Without this a crash of the machine can lose names although the files are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def shard_names(count: int) -> Iterable[str]:
+    """Names of the files of a model, as Hugging Face writes them."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]

@@ -1,0 +1,280 @@
+"""``load_pretrained``: weights from files straight into this rank's part of a model.
+
+Everything that can be known before is checked before: names, shapes and dtypes of all files come from their headers, on
+every rank, and one error names all that does not fit. Then each rank copies its boxes out of the mapped files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from shardwright.checkpoint.files import StoredTensor, abbreviated, open_stored
+from shardwright.checkpoint.model import (
+    Box,
+    Held,
+    allocate,
+    at_rest,
+    boxes_of,
+    mark_loaded,
+    mesh_of,
+    on_every_rank,
+    same_bits,
+    tensors_of,
+    units_of,
+)
+from shardwright.checkpoint.names import KeyMap, Source, keys_of, source_of, views_of
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What :func:`load_pretrained` did.
+
+    Attributes:
+        missing: the model's tensors that are not stored, by name; they are as they were.
+        unexpected: stored tensors that the model has no place for, by key.
+        bytes_read: out of files, by this rank.
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+    bytes_read: int
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def load_pretrained(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    key_map: KeyMap | None = None,
+    allow_missing: bool | Iterable[str] = False,
+    allow_unexpected: bool | Iterable[str] = False,
+    device: torch.device | str | None = None,
+) -> Loaded:
+    """Read stored weights into a model, sharded or not, deferred or not; each rank reads no more than its part.
+
+        sw.load_pretrained(model, "checkpoint/")
+
+    Of a sharded model every rank must call it, with files of the same content; of a plain one each process on its own.
+    Values are converted to the dtype of the parameter or buffer (floating to floating; other kinds must be the same).
+    Before anything is written names, shapes and dtypes are compared on every rank, and what does not fit is told
+    together. Call it between steps; gradients and optimizer state stay as they are.
+
+    **Models without values.** Of a deferred model (``sw.deferred_init``), or one built on the meta device, sharded or
+    not, what is loaded holds values afterwards and the rest still holds none. ``sw.materialize`` goes by that: it
+    initialises what holds no values, and nothing else. So loading first and materialising then never overwrites what
+    was loaded, and gives the rest (say tables that are not stored) what it lacks. Parameters stay the same
+    objects, so optimizers that were made before still have them.
+
+    Args:
+        model: plain, or sharded by ``fully_shard`` in any layout and strategy. Tied weights need be stored once; where
+            they are stored under several names, those must be equal.
+        path: a file (.safetensors; .pt, .pth or .bin of ``torch.save``, opened with ``weights_only=True``), an index
+            (.index.json), or a folder with an index or a single file.
+        key_map: where the model's tensors are stored: a dict from its names to keys (what it leaves out has the same
+            name in both), or a callable. Values are keys, or :class:`Transposed`, :class:`Slice`, :class:`Stacked`,
+            :class:`Joined` of them, or None for a tensor that is not stored and is left as it is.
+        allow_missing: True, or names of the model, with ``*`` as in file names, that need not be stored.
+        allow_unexpected: True, or keys that may be stored without a place in the model, with ``*``.
+        device: where what has no memory yet gets some. Default: the mesh's device; of plain models the CPU.
+
+    Returns:
+        What was missing and unexpected, where that is allowed, and how many bytes this rank has read.
+
+    Raises:
+        FileNotFoundError: there are no such files.
+        ValueError: a file is damaged, or names, shapes or dtypes do not fit. All of it is told together, and the model
+            is as it was.
+        RuntimeError: another rank failed, or the model is in use.
+    """
+    units = units_of(model)
+    mesh = mesh_of(units)
+    at_rest(units, "load_pretrained was called")
+    patterns = _patterns(allow_missing), _patterns(allow_unexpected)
+    plan: _Plan = on_every_rank(mesh, lambda: _plan(model, Path(path), key_map, *patterns))
+    on_meta = (
+        torch.device(device)
+        if device is not None
+        else units[0].ranks.device
+        if units
+        else torch.device("cpu")
+    )
+    bytes_read = on_every_rank(mesh, lambda: sum(_fill(load, on_meta) for load in plan.in_order()))
+    return Loaded(plan.missing, plan.unexpected, bytes_read + plan.bytes_compared)
+
+
+def _patterns(allowed: bool | Iterable[str]) -> tuple[str, ...]:
+    if isinstance(allowed, bool):
+        return ("*",) if allowed else ()
+    if isinstance(allowed, str):
+        raise TypeError(f"expected True, False or a list of names, got the string {allowed!r}")
+    return tuple(allowed)
+
+
+class _Load(NamedTuple):
+    held: Held
+    source: Source
+    stored: dict[str, StoredTensor]
+
+    @property
+    def place(self) -> tuple[Path, int]:
+        first = self.stored[keys_of(self.source)[0]]
+        return first.file, first.position
+
+
+@dataclass
+class _Plan:
+    loads: list[_Load] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    bytes_compared: int = 0
+
+    def in_order(self) -> list[_Load]:
+        """As they lie in the files, which disks like."""
+        return sorted(self.loads, key=lambda load: load.place)
+
+
+def _plan(
+    model: nn.Module,
+    path: Path,
+    key_map: KeyMap | None,
+    may_miss: tuple[str, ...],
+    may_be_unexpected: tuple[str, ...],
+) -> _Plan:
+    """What is to be read. Raises ValueError with everything that does not fit."""
+    stored = open_stored(path)
+    plan = _Plan()
+    used: set[str] = set()
+    missing: list[str] = []
+    unfit: list[str] = []
+    copies: list[tuple[_Load, _Load]] = []
+    for held in tensors_of(model):
+        sources = {s: name for name in held.names if (s := source_of(key_map, name)) is not None}
+        used.update(key for source in sources for key in keys_of(source))
+        there = [s for s in sources if all(key in stored for key in keys_of(s))]
+        if not there:
+            if sources and not held.optional:
+                plan.missing.append(held.name)
+                if not _allowed(held.names, may_miss):
+                    missing.append(_told_missing(held, next(iter(sources)), stored))
+            continue
+        loads = [_Load(held, source, stored) for source in there]
+        problems = [p for load in loads if (p := _misfit(load, sources[load.source])) is not None]
+        unfit += problems
+        if not problems:
+            plan.loads.append(loads[0])
+            copies += [(loads[0], other) for other in loads[1:]]
+    plan.unexpected = [key for key in stored if key not in used]
+    unexpected = [repr(key) for key in plan.unexpected if not _allowed([key], may_be_unexpected)]
+    if not (missing or unexpected or unfit):
+        for one, other in copies:
+            nbytes, equal = _compare(one, other)
+            plan.bytes_compared += nbytes
+            if not equal:
+                unfit.append(
+                    f"{one.held.name!r} is tied to {one.held.names[1]!r}, and {keys_of(one.source)[0]!r} and "
+                    f"{keys_of(other.source)[0]!r} have different values"
+                )
+    if missing or unexpected or unfit:
+        raise ValueError(_told(path, missing, unexpected, unfit))
+    return plan
+
+
+def _allowed(names: list[str], patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def _told_missing(held: Held, source: Source, stored: dict[str, StoredTensor]) -> str:
+    absent = [key for key in dict.fromkeys(keys_of(source)) if key not in stored]
+    return repr(held.name) if absent == [held.name] else f"{held.name!r} (stored as {abbreviated(absent, 3)})"
+
+
+def _misfit(load: _Load, name: str) -> str | None:
+    """Why what is stored cannot go into the model's tensor."""
+    tensor = load.held.tensor
+    keys = keys_of(load.source)
+    told = repr(name) if keys == [name] else f"{name!r} (stored as {abbreviated(keys, 3)})"
+    try:
+        shape, _ = views_of(load.source, lambda key: load.stored[key].on_meta())
+    except ValueError as error:
+        return f"{told}: {error}"
+    if shape != tensor.shape:
+        return f"{told}: expected shape {tuple(tensor.shape)}, found {tuple(shape)}"
+    for key in keys:
+        found = load.stored[key].dtype
+        if found != tensor.dtype and not (found.is_floating_point and tensor.dtype.is_floating_point):
+            return f"{told}: expected {tensor.dtype}, found {found}, which is not converted to it"
+    return None
+
+
+def _told(path: Path, missing: list[str], unexpected: list[str], unfit: list[str]) -> str:
+    lines = [f"{path} does not fit the model, of which nothing was changed."]
+    for what, found in (
+        ("Missing, the model has them", missing),
+        ("Unexpected, the model has no place for them", unexpected),
+        ("Of another shape, dtype or value", unfit),
+    ):
+        if found:
+            lines.append(f"{what} ({len(found)}): {abbreviated(found, 20)}.")
+    if missing or unexpected:
+        lines.append(
+            "Give a key_map where names differ, allow_missing or allow_unexpected where that is meant to be so."
+        )
+    return "\n".join(lines)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _fill(load: _Load, device: torch.device) -> int:
+    """Copy this rank's part out of the files. Returns how many bytes of them that is."""
+    held = load.held
+    if held.unit is None and not held.has_values:
+        held = allocate(held, device)
+    count = _read(load, boxes_of(held))
+    mark_loaded(held)
+    return count
+
+
+def _read(load: _Load, boxes: list[Box]) -> int:
+    """Copy what belongs into these boxes. Returns how many bytes of files that is."""
+    _, views = views_of(load.source, lambda key: load.stored[key].view())
+    count = 0
+    for box in boxes:
+        for offsets, stored in views:
+            begins = [max(a, b) for a, b in zip(box.offsets, offsets, strict=True)]
+            ends = [
+                min(a + n, b + m)
+                for a, n, b, m in zip(box.offsets, box.local.shape, offsets, stored.shape, strict=True)
+            ]
+            if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
+                continue
+            part = stored[_index(begins, ends, offsets)]
+            whole = part.shape == box.local.shape  # tensors of other classes may not know how to be indexed
+            target = box.local if whole else box.local[_index(begins, ends, box.offsets)]
+            target.copy_(part)
+            count += part.nbytes
+    return count
+
+
+def _index(begins: list[int], ends: list[int], offsets: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(begin - o, end - o) for begin, end, o in zip(begins, ends, offsets, strict=True))
+
+
+def _compare(one: _Load, other: _Load) -> tuple[int, bool]:
+    """Bytes read, and whether both would load the same values into this rank's part."""
+    held = one.held
+    parts = [
+        [Box(offsets, torch.empty(local.shape, dtype=held.tensor.dtype)) for offsets, local in boxes_of(held)]
+        for _ in range(2)
+    ]
+    count = _read(one, parts[0]) + _read(other, parts[1])
+    return count, all(same_bits(a.local, b.local) for a, b in zip(*parts, strict=True))

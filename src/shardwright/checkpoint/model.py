@@ -1,0 +1,177 @@
+"""The tensors of a model as files know them: every parameter and buffer by name, ties once, and this rank's part.
+
+Plain models and sharded ones look the same from here on; which boxes of a tensor a rank has, its cut knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardwright._torch import increment_version, is_persistent
+from shardwright.engine.construct import UNIT
+from shardwright.engine.parameter import has_no_values, unit_of
+from shardwright.engine.ragged import RaggedTensor
+from shardwright.engine.states import everywhere
+from shardwright.engine.unit import Unit
+
+#: Of modules that wrap others without being part of a model's structure: activation checkpointing, torch.compile.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+class Box(NamedTuple):
+    """A box of a tensor that this rank has, and its memory: a view of that shape."""
+
+    offsets: tuple[int, ...]
+    local: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A parameter or buffer of a model, under every name it has."""
+
+    names: list[str]
+    tensor: Tensor  #: as the module holds it, between steps
+    slots: list[tuple[nn.Module, str]]
+    optional: bool  #: a buffer that state dicts leave out
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def unit(self) -> Any:
+        return unit_of(self.tensor)
+
+    @property
+    def has_values(self) -> bool:
+        """False on the meta device, and where the model is deferred."""
+        unset = self.unit.without_values() if self.unit is not None else ()
+        return not has_no_values(self.tensor) and self.tensor not in unset
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """Every unit of a model, once."""
+    found = [module.__dict__.get(UNIT) for module in model.modules()]
+    return list(dict.fromkeys(unit for unit in found if unit is not None))
+
+
+def mesh_of(units: list[Unit]) -> DeviceMesh | None:
+    """The mesh of a sharded model; None of a plain one."""
+    return units[0].mesh if units else None
+
+
+def tensors_of(model: nn.Module) -> list[Held]:
+    """The model's parameters and buffers in the order of its modules, tied ones once."""
+    found: dict[int, Held] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        tables: tuple[tuple[dict[str, Any], bool], ...] = (module._parameters, False), (module._buffers, True)
+        for table, are_buffers in tables:
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                full_name = f"{prefix}.{name}" if prefix else name
+                for wrapper in _WRAPPERS:
+                    full_name = full_name.replace(wrapper, "")
+                optional = are_buffers and not is_persistent(module, name)
+                held = found.setdefault(id(tensor), Held([], tensor, [], optional))
+                held.names.append(full_name)
+                held.slots.append((module, name))
+    return list(found.values())
+
+
+def at_rest(units: list[Unit], doing: str) -> None:
+    """Show the sharded parameters, and take over what users have put in their place.
+
+    Raises:
+        RuntimeError: a forward or backward is under way.
+    """
+    for unit in units:
+        if unit.root is not None:
+            unit.root.recover_if_failed()
+        if unit.calls or unit.visits:
+            raise RuntimeError(f"{doing} while unit {unit.name!r} is in use: call it between steps")
+    for unit in units:
+        unit.drop_kept()
+        unit.release()
+        unit.settle()
+
+
+def boxes_of(held: Held) -> list[Box]:
+    """What this rank has of it; on meta if it is nowhere yet."""
+    tensor = held.tensor
+    if held.unit is not None:
+        managed = held.unit.managed(tensor)
+        return [Box(*piece) for piece in managed.cut.pieces(managed.local)]
+    if isinstance(tensor, (DTensor, RaggedTensor)):
+        raise NotImplementedError(
+            f"{held.name!r} is a {type(tensor).__name__} that no unit of fully_shard owns; pretrained weights are read "
+            "into plain tensors and into those of fully_shard"
+        )
+    if has_no_values(tensor):
+        return [Box((0,) * tensor.ndim, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))]
+    return [Box((0,) * tensor.ndim, tensor.detach())]
+
+
+def mark_loaded(held: Held) -> None:
+    """Let the unit know of new values, also on a rank that has no element of them."""
+    if held.unit is not None:
+        increment_version([held.unit.managed(held.tensor).local])
+
+
+def allocate(held: Held, device: torch.device) -> Held:
+    """Give a tensor without values that no unit owns memory; a parameter stays the same object."""
+    old = held.tensor
+    made = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=device)
+    if not isinstance(old, nn.Parameter):
+        for module, name in held.slots:
+            module._buffers[name] = made
+        return replace(held, tensor=made)
+    new = nn.Parameter(made, old.requires_grad)
+    new.__dict__.update({key: value for key, value in vars(old).items() if key != "_is_param"})
+    torch.utils.swap_tensors(old, new)
+    return held
+
+
+def raise_everywhere(mesh: DeviceMesh | None, error: Exception | None) -> None:
+    """Raise, on every rank, what was raised on any: the error itself where it came up, its text on the others."""
+    told = (
+        []
+        if mesh is None
+        else everywhere(mesh, None if error is None else (type(error).__name__, str(error)))
+    )
+    if error is not None:
+        raise error
+    for number, found in enumerate(told):
+        if found is not None:
+            assert mesh is not None
+            rank = mesh.mesh.flatten()[number].item()
+            raise RuntimeError(f"Rank {rank} failed, so no rank goes on. {found[0]}: {found[1]}")
+
+
+def on_every_rank(mesh: DeviceMesh | None, action: Callable[[], Any]) -> Any:
+    """Do ``action``, which does not communicate; where it raises on one rank, every rank raises."""
+    error: Exception | None = None
+    result = None
+    try:
+        result = action()
+    except Exception as failure:
+        error = failure
+    raise_everywhere(mesh, error)
+    return result
+
+
+def first_rank(mesh: DeviceMesh | None) -> bool:
+    """Whether this is the rank that writes."""
+    return mesh is None or not any(mesh.get_coordinate() or ())
+
+
+def same_bits(one: Tensor, two: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are equal, NaNs and the signs of zeros included."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8))

@@ -1,0 +1,213 @@
+"""Where a model's tensors lie in files of other names: key maps, and the few ways in which tensors differ there.
+
+A model's tensor may be a stored one under another name, transposed, a slice of one that was fused, or several of them
+stacked or joined. All of it works on views, so that whoever reads one knows which bytes a part needs. Neither files
+nor models are known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """The source with its dimensions in another order, as ``Tensor.permute`` takes it: ``dims[i]`` becomes the i-th."""
+
+    source: Source
+    dims: tuple[int, ...] = (1, 0)
+
+    def __post_init__(self) -> None:
+        if sorted(self.dims) != list(range(len(self.dims))):
+            raise ValueError(f"Transposed needs every dimension once, got {self.dims}")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """``length`` entries along ``dim`` of a stored tensor, from ``start``: one of several that were fused into it."""
+
+    source: str
+    start: int
+    length: int
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.source, str) or self.start < 0 or self.length < 1 or self.dim < 0:
+            raise ValueError(
+                "Slice needs the key of a stored tensor, start >= 0, length >= 1 and dim >= 0, got "
+                f"{self.source!r}, {self.start}, {self.length}, {self.dim}"
+            )
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Sources of one shape along a new first dimension, as ``torch.stack`` makes it: say one for each expert."""
+
+    sources: tuple[Source, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ValueError("Stacked needs at least one source")
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Sources one after the other along ``dim``, as ``torch.cat`` makes it. ``sizes`` along it; None: equal ones."""
+
+    sources: tuple[Source, ...]
+    dim: int = 0
+    sizes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sources or self.dim < 0 or (self.sizes and len(self.sizes) != len(self.sources)):
+            raise ValueError(
+                "Joined needs at least one source, dim >= 0 and as many sizes as sources, got "
+                f"{len(self.sources)}, {self.dim}, {self.sizes}"
+            )
+
+
+Source: TypeAlias = "str | Transposed | Slice | Stacked | Joined"
+#: From a name in the model to where that tensor lies. A mapping may leave out names that are the same in both; None
+#: says that the tensor is not stored.
+KeyMap: TypeAlias = "Mapping[str, Source | None] | Callable[[str], Source | None]"
+
+
+def source_of(key_map: KeyMap | None, name: str) -> Source | None:
+    """Where the model's tensor ``name`` is stored."""
+    if key_map is None:
+        return name
+    found = key_map.get(name, name) if isinstance(key_map, Mapping) else key_map(name)
+    if found is not None and not isinstance(found, (str, Transposed, Slice, Stacked, Joined)):
+        raise TypeError(
+            f"The key map gave {found!r} ({type(found).__name__}) for {name!r}; expected a key, Transposed, Slice, "
+            "Stacked, Joined or None."
+        )
+    return found
+
+
+def keys_of(source: Source) -> list[str]:
+    """Every stored tensor that the source is made of."""
+    if isinstance(source, str):
+        return [source]
+    if isinstance(source, (Transposed, Slice)):
+        return keys_of(source.source)
+    return [key for each in source.sources for key in keys_of(each)]
+
+
+class View(NamedTuple):
+    """A box of a model's tensor, as a view of a stored one."""
+
+    offsets: tuple[int, ...]
+    stored: Tensor
+
+
+def views_of(source: Source, get: Callable[[str], Tensor]) -> tuple[torch.Size, list[View]]:
+    """The shape that a source gives, and the boxes it consists of. ``get`` gives the stored tensors, or meta ones.
+
+    Raises:
+        ValueError: what is stored cannot be put together in this way.
+    """
+    if isinstance(source, str):
+        stored = get(source)
+        return stored.shape, [View((0,) * stored.ndim, stored)]
+    if isinstance(source, Slice):
+        stored = get(source.source)
+        size = stored.shape[source.dim] if source.dim < stored.ndim else 0
+        if source.start + source.length > size:
+            raise ValueError(
+                f"{source.source!r} of shape {tuple(stored.shape)} has no entries {source.start} to "
+                f"{source.start + source.length} along dimension {source.dim}"
+            )
+        part = stored.narrow(source.dim, source.start, source.length)
+        return part.shape, [View((0,) * part.ndim, part)]
+    if isinstance(source, Transposed):
+        shape, views = views_of(source.source, get)
+        if len(shape) != len(source.dims):
+            raise ValueError(
+                f"{keys_of(source)[0]!r} of shape {tuple(shape)} cannot be permuted {source.dims}"
+            )
+        permuted = [View(tuple(o[d] for d in source.dims), t.permute(source.dims)) for o, t in views]
+        return torch.Size(shape[d] for d in source.dims), permuted
+    parts = [views_of(each, get) for each in source.sources]
+    shapes = [shape for shape, _ in parts]
+    if isinstance(source, Stacked):
+        if len(set(shapes)) > 1:
+            raise ValueError(f"{_told(source)} are stacked and have shapes {_unlike(shapes)}")
+        stacked = [View((i, *o), t.unsqueeze(0)) for i, (_, views) in enumerate(parts) for o, t in views]
+        return torch.Size([len(parts), *shapes[0]]), stacked
+    dim = source.dim
+    if any(
+        len(s) <= dim or (*s[:dim], *s[dim + 1 :]) != (*shapes[0][:dim], *shapes[0][dim + 1 :])
+        for s in shapes
+    ):
+        raise ValueError(
+            f"{_told(source)} are joined along dimension {dim} and have shapes {_unlike(shapes)}"
+        )
+    sizes = source.sizes or (shapes[0][dim],) * len(parts)
+    if tuple(s[dim] for s in shapes) != tuple(sizes):
+        raise ValueError(
+            f"{_told(source)} are joined in sizes {sizes} along {dim} and have shapes {_unlike(shapes)}"
+        )
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    joined = [
+        View((*o[:dim], start + o[dim], *o[dim + 1 :]), t)
+        for start, (_, views) in zip(starts, parts, strict=True)
+        for o, t in views
+    ]
+    return torch.Size([*shapes[0][:dim], sum(sizes), *shapes[0][dim + 1 :]]), joined
+
+
+def _told(source: Stacked | Joined) -> str:
+    keys = keys_of(source)
+    return f"{keys[0]!r} to {keys[-1]!r}" if len(keys) > 1 else repr(keys[0])
+
+
+def _unlike(shapes: Sequence[Sequence[int]]) -> str:
+    return " and ".join(str(s) for s in dict.fromkeys(tuple(shape) for shape in shapes))
+
+
+class Piece(NamedTuple):
+    """What a model's tensor contributes to a stored one."""
+
+    key: str
+    tensor: Tensor
+    part: Slice | None  #: of the stored one; None: it is the whole
+
+
+def pieces_of(source: Source, tensor: Tensor) -> Iterator[Piece]:
+    """The stored tensors, as views of the model's: the inverse of :func:`views_of`.
+
+    Raises:
+        ValueError: the tensor cannot be taken apart in this way.
+    """
+    if isinstance(source, str):
+        yield Piece(source, tensor, None)
+    elif isinstance(source, Slice):
+        if tensor.ndim <= source.dim or tensor.shape[source.dim] != source.length:
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is no {source}")
+        yield Piece(source.source, tensor, source)
+    elif isinstance(source, Transposed):
+        if tensor.ndim != len(source.dims):
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} cannot be permuted {source.dims}")
+        inverse = [source.dims.index(d) for d in range(tensor.ndim)]
+        yield from pieces_of(source.source, tensor.permute(inverse))
+    elif isinstance(source, Stacked):
+        if not tensor.ndim or len(tensor) != len(source.sources):
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is no stack of {len(source.sources)}")
+        for each, part in zip(source.sources, tensor, strict=True):
+            yield from pieces_of(each, part)
+    else:
+        size = tensor.shape[source.dim] if source.dim < tensor.ndim else 0
+        count = len(source.sources)
+        sizes = source.sizes or (size // count,) * count
+        if not size or sum(sizes) != size:
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} is no join of {count} along {source.dim}"
+            )
+        for each, part in zip(source.sources, tensor.split(list(sizes), source.dim), strict=True):
+            yield from pieces_of(each, part)

@@ -1,0 +1,331 @@
+"""``save_pretrained``: a model's weights as safetensors with an index, without any rank holding the model.
+
+Where every tensor goes is planned from shapes alone. Then parameters are gathered one after the other and the first
+rank writes each into its place. The folder appears under its name when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.checkpoint.files import (
+    INDEX,
+    SafetensorsFile,
+    abbreviated,
+    name_of,
+    shard_names,
+    sync_folder,
+    write_json,
+)
+from shardwright.checkpoint.model import (
+    Held,
+    at_rest,
+    first_rank,
+    mesh_of,
+    on_every_rank,
+    raise_everywhere,
+    tensors_of,
+    units_of,
+)
+from shardwright.checkpoint.names import KeyMap, Piece, pieces_of, source_of
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def save_pretrained(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    key_map: KeyMap | None = None,
+    max_shard_size: int | str = "5 GB",
+    dtype: torch.dtype | None = None,
+    config: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write a model's parameters and persistent buffers as safetensors into a folder.
+
+        sw.save_pretrained(model, "checkpoint/")
+
+    One file ``model.safetensors``, or several with ``model.safetensors.index.json``, as Hugging Face names them. Of a
+    sharded model every rank must call it: parameters are gathered one at a time, and the mesh's first rank writes, so
+    that a rank holds at most the largest of them beside its shards. Of a plain model only the rank that calls it does
+    anything: call it on one. Tied weights are written once, under the first of their names. Call it between steps.
+
+    The folder is written beside its place and renamed when it is whole and on disk; if anything fails, on any rank,
+    nothing is left of it and every rank raises.
+
+    Args:
+        model: plain, or sharded by ``fully_shard`` in any layout and strategy.
+        path: the folder; it must be new or empty, unless ``overwrite``.
+        key_map: as for :func:`load_pretrained`, for which what is written with it is read with it.
+        max_shard_size: bytes of tensors in a file, as a number or such as "5 GB" or "512 MiB". A larger tensor gets a
+            file of its own.
+        dtype: floating tensors are converted to it. Default: as the model stores them.
+        config: what ``config.json`` is to hold beside the weights. None: no such file.
+        overwrite: replace a folder in which nothing but such files lie.
+
+    Raises:
+        ValueError: a tensor holds no values, or has a dtype without a name in the format, the key map does not fit, two
+            tensors have one key, or a bad argument; told before anything is written.
+        FileExistsError: the folder is there, and not empty (or, with ``overwrite``, holds other files).
+        OSError: it cannot be written.
+        RuntimeError: another rank failed, or the model is in use.
+    """
+    units = units_of(model)
+    mesh = mesh_of(units)
+    at_rest(units, "save_pretrained was called")
+    limit = _bytes(max_shard_size)
+    plan: _Plan = on_every_rank(mesh, lambda: _plan(tensors_of(model), key_map, dtype, limit))
+    writer = _Writer(Path(path), plan, overwrite)
+    writes = first_rank(mesh)
+    error: Exception | None = None
+    try:
+        on_every_rank(mesh, writer.begin if writes else lambda: None)
+        for group in plan.groups:
+            whole = {
+                held.name: _whole(held) for held in group
+            }  # every rank takes part, whatever the writer met
+            if writes and error is None:
+                try:
+                    writer.write(group, whole)
+                except Exception as failure:
+                    error = failure
+            del whole
+        if writes and error is None:
+            try:
+                writer.finish(config)
+            except Exception as failure:
+                error = failure
+        raise_everywhere(mesh, error)
+    finally:
+        writer.clean_up()
+
+
+def _bytes(size: int | str) -> int:
+    if isinstance(size, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)", size.strip(), re.IGNORECASE)
+        if match:
+            return max(int(float(match[1]) * _UNITS[match[2].upper()]), 1)
+    elif not isinstance(size, bool) and isinstance(size, int) and size > 0:
+        return size
+    raise ValueError(
+        f'max_shard_size must be bytes, as a number or such as "5 GB" or "512 MiB", got {size!r}'
+    )
+
+
+def _whole(held: Held) -> Tensor:
+    tensor = held.tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+# -- where everything goes ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Plan:
+    """What is written where.
+
+    Attributes:
+        groups: tensors of the model that are needed together, since a stored one is made of them; mostly one.
+        keys: by stored key, shape and dtype.
+        files: the keys in each file.
+    """
+
+    key_map: KeyMap | None
+    dtype: torch.dtype | None
+    groups: list[list[Held]] = field(default_factory=list)
+    keys: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    files: dict[str, list[str]] = field(default_factory=dict)
+
+    def pieces(self, held: Held, tensor: Tensor) -> list[Piece]:
+        source = source_of(self.key_map, held.name)
+        return [] if source is None else list(pieces_of(source, tensor))
+
+    def stored_dtype(self, tensor: Tensor) -> torch.dtype:
+        return self.dtype if self.dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+
+    def nbytes(self, key: str) -> int:
+        shape, dtype = self.keys[key]
+        return shape.numel() * dtype.itemsize
+
+
+def _plan(tensors: list[Held], key_map: KeyMap | None, dtype: torch.dtype | None, limit: int) -> _Plan:
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating one, got {dtype}")
+    tensors = [held for held in tensors if not held.optional]
+    empty = [held.name for held in tensors if not held.has_values]
+    if empty:
+        raise ValueError(
+            f"tensors hold no values yet, since they are deferred or on the meta device: {abbreviated(empty)}. Call "
+            "shardwright.materialize, or load them."
+        )
+    plan = _Plan(key_map, dtype)
+    pieces: dict[str, list[tuple[Held, Piece]]] = {}
+    for held in tensors:
+        shape_only = torch.empty(held.tensor.shape, dtype=plan.stored_dtype(held.tensor), device="meta")
+        try:
+            own = plan.pieces(held, shape_only)
+        except ValueError as error:
+            raise ValueError(f"the key map does not fit {held.name!r}: {error}") from None
+        for piece in own:
+            pieces.setdefault(piece.key, []).append((held, piece))
+        if own:
+            _join(plan.groups, held, [other for piece in own for other, _ in pieces[piece.key]])
+    plan.keys = {key: _shape_of(key, found) for key, found in pieces.items()}
+    for key, (_, stored_dtype) in plan.keys.items():
+        name_of(stored_dtype, key)
+    plan.files = _files(plan, limit)
+    return plan
+
+
+def _join(groups: list[list[Held]], held: Held, others: list[Held]) -> None:
+    """One group of ``held`` and all that contribute to the same stored tensors."""
+    ids = {id(other) for other in others if other is not held}
+    if not ids:
+        groups.append([held])
+        return
+    joined = [group for group in groups if any(id(member) in ids for member in group)]
+    kept = [group for group in groups if not any(group is other for other in joined)]
+    groups[:] = [*kept, [*(member for group in joined for member in group), held]]
+
+
+def _shape_of(key: str, found: list[tuple[Held, Piece]]) -> tuple[torch.Size, torch.dtype]:
+    """Shape and dtype of the stored tensor that these make."""
+    names = abbreviated([repr(held.name) for held, _ in found], 6)
+    tensors = [piece.tensor for _, piece in found]
+    first = tensors[0]
+    if found[0][1].part is None and len(found) == 1:
+        return first.shape, first.dtype
+    parts = sorted((p.part.start, p.part) for _, p in found if p.part is not None)
+    ends = [start + part.length for start, part in parts]
+    dim = parts[0][1].dim if parts else 0
+    if (
+        len(parts) < len(found)
+        or [start for start, _ in parts] != [0, *ends[:-1]]
+        or len({part.dim for _, part in parts}) > 1
+        or len({(*t.shape[:dim], *t.shape[dim + 1 :]) for t in tensors}) > 1
+    ):
+        raise ValueError(
+            f"{names} are to be stored as {key!r}, of which they are not all the slices, each once. Give every tensor "
+            "a key of its own, or slices of one that follow one another from 0."
+        )
+    if len({t.dtype for t in tensors}) > 1:
+        raise ValueError(f"{names} make up {key!r} and have different dtypes; give one, as dtype")
+    return torch.Size([*first.shape[:dim], ends[-1], *first.shape[dim + 1 :]]), first.dtype
+
+
+def _files(plan: _Plan, limit: int) -> dict[str, list[str]]:
+    """The keys of each file, in their order, as many as fit."""
+    files: list[list[str]] = [[]]
+    size = 0
+    for key in plan.keys:
+        if files[-1] and size + plan.nbytes(key) > limit:
+            files.append([])
+            size = 0
+        files[-1].append(key)
+        size += plan.nbytes(key)
+    return dict(zip(shard_names(len(files)), files, strict=True))
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """The folder under construction, on the rank that writes."""
+
+    def __init__(self, path: Path, plan: _Plan, overwrite: bool) -> None:
+        self._final = path.resolve()
+        self._partial = self._final.with_name(f".{self._final.name}.partial")
+        self._plan = plan
+        self._overwrite = overwrite
+        self._begun = False
+        self._open: dict[str, SafetensorsFile] = {}
+        self._file_of = {key: name for name, keys in plan.files.items() for key in keys}
+
+    def begin(self) -> None:
+        """Make every file, with its header and at its size."""
+        self._check_place()
+        if self._partial.exists():  # a process that was killed has left it
+            shutil.rmtree(self._partial)
+        self._partial.mkdir(parents=True)
+        self._begun = True
+        need, free = sum(map(self._plan.nbytes, self._plan.keys)), shutil.disk_usage(self._partial).free
+        if need > free:
+            raise OSError(f"{self._final}: needs {need:,} bytes, {free:,} are free")
+        for name, keys in self._plan.files.items():
+            contents = {key: self._plan.keys[key] for key in keys}
+            self._open[name] = SafetensorsFile(self._partial / name, contents)
+
+    def _check_place(self) -> None:
+        if not self._final.exists():
+            return
+        if not self._final.is_dir():
+            raise FileExistsError(f"{self._final}: expected a folder, or none yet, found a file")
+        there = sorted(item.name for item in self._final.iterdir())
+        others = [
+            name for name in there if not (name.endswith(".safetensors") or name in (INDEX, "config.json"))
+        ]
+        if there and not self._overwrite:
+            raise FileExistsError(
+                f"{self._final}: there is a folder that is not empty; give another, or overwrite=True"
+            )
+        if others:
+            raise FileExistsError(
+                f"{self._final}: overwrite=True replaces the whole folder, in which lies more than a saved model: "
+                f"{abbreviated(others)}. Give another folder."
+            )
+
+    def write(self, group: list[Held], whole: dict[str, Tensor]) -> None:
+        """Write all that is made of these tensors of the model."""
+        pieces: dict[str, list[Piece]] = {}
+        for held in group:
+            for piece in self._plan.pieces(held, whole[held.name]):
+                pieces.setdefault(piece.key, []).append(piece)
+        for key, found in pieces.items():
+            found.sort(key=lambda piece: piece.part.start if piece.part is not None else 0)
+            tensors = [piece.tensor for piece in found]
+            dim = found[0].part.dim if found[0].part is not None else 0
+            tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+            self._open[self._file_of[key]].write(key, tensor.to(self._plan.keys[key][1]))
+
+    def finish(self, config: Mapping[str, Any] | None) -> None:
+        """Bring all to disk, and the folder into its place."""
+        while self._open:
+            self._open.popitem()[1].close()
+        if len(self._plan.files) > 1:
+            size = sum(map(self._plan.nbytes, self._plan.keys))
+            write_json(self._partial / INDEX, {"metadata": {"total_size": size}, "weight_map": self._file_of})
+        if config is not None:
+            write_json(self._partial / "config.json", config)
+        sync_folder(self._partial)
+        old = self._final.with_name(f".{self._final.name}.old")
+        if self._final.is_dir() and any(self._final.iterdir()):
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(self._final, old)
+        try:
+            os.replace(self._partial, self._final)
+        except OSError:
+            if old.is_dir():
+                os.replace(old, self._final)
+            raise
+        self._begun = False
+        sync_folder(self._final.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def clean_up(self) -> None:
+        """Leave nothing of what was not finished."""
+        while self._open:
+            self._open.popitem()[1].close(sync=False)
+        if self._begun:
+            shutil.rmtree(self._partial, ignore_errors=True)

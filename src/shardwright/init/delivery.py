@@ -1,0 +1,241 @@
+"""``materialize``: gives a model's parameters and buffers their values, straight into shards where it is sharded.
+
+Deferred tensors bring their values along (``recorder.py``), for those on the meta device see ``stand_ins.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardwright._torch import share_gradient_hooks
+from shardwright.engine.parameter import (
+    TAKEN,
+    Managed,
+    ManagedParameter,
+    Slot,
+    Taken,
+    unit_of,
+)
+from shardwright.engine.root import hook_optimizers
+from shardwright.init.log import Entry, Memory, View, plan
+from shardwright.init.recorder import RECORDER, UNNAMED, DeferredTensor
+from shardwright.init.replay import Materialise, replay
+from shardwright.init.stand_ins import initialise, units_of
+
+
+def materialize(
+    model: nn.Module,
+    device: torch.device | str | None = None,
+    *,
+    init: Callable[[], Any] | None = None,
+) -> nn.Module:
+    """Give every parameter and buffer that has no values yet its values, in place, and return the model.
+
+        sw.materialize(model)                           # built under sw.deferred_init()
+        sw.materialize(model, init=model.init_weights)  # built under torch.device("meta")
+
+    A deferred model gets, bit by bit, the values of the model built on that device with the same seed, on any number
+    of ranks and in any layout, and the generators are left as that build leaves them. Parameters that a unit owns are
+    written into the shards, each whole tensor existing only while its own operations run. Ranks do not communicate;
+    each runs the same operations, so all must start with the same seed. Parameters that hold values already, loaded
+    ones among them, keep them.
+
+    On the meta device nothing was recorded, so values come from ``init``, or without it from the ``reset_parameters``
+    (or ``_reset_parameters``) of each module that owns such parameters or buffers: every module once, inner ones first.
+    Random operations draw the numbers that the whole tensors would have drawn.
+
+    Args:
+        device: where tensors go whose constructor named no device. Default: that of the mesh, or the CPU if nothing
+            is sharded.
+        init: called without arguments, once, for models on the meta device.
+
+    Raises:
+        ValueError: parameters or buffers that nothing initialises, with the class of their module; nothing was
+            changed then. Or ``device`` is not that of the mesh.
+        RuntimeError: numbers were drawn between ``deferred_init`` and here, or a tensor that the constructor read has
+            changed since.
+
+    Warns:
+        UserWarning: on the meta path, parameters that were initialised more than once; the last one counts.
+    """
+    where = _device(model, device)
+    states = [(stream, stream.generator.get_state()) for stream in RECORDER.streams.defaults()]
+    try:
+        stand_ins = initialise(model, init)
+    except BaseException:
+        for stream, state in states:
+            stream.generator.set_state(state)
+        raise
+    destinations = _Destinations()
+    for module, name, old, new in stand_ins:
+        destinations.add(module, name, old, new)
+    held = {id(p) for module in model.modules() for p in module._parameters.values()}
+    for unit in units_of(model):
+        for sharded, source in unit.without_values().items():
+            if isinstance(source, DeferredTensor) and id(sharded) in held:
+                p = unit.managed(sharded)
+                assert p is not None
+                destinations.of(source).shards.append((p, source))
+    for module in model.modules():
+        destinations.add_own(module)
+    if destinations.by_memory:
+        _replay(destinations, where)
+    for put in destinations.real:
+        put()
+    for unit in units_of(model):
+        unit.without_values()  # forgets what has values now
+    RECORDER.live()
+    hook_optimizers()
+    return model
+
+
+def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    of_mesh = next((unit.ranks.device for unit in units_of(model)), None)
+    wanted = torch.device(device) if device is not None else of_mesh or UNNAMED
+    if of_mesh is not None and wanted.type != of_mesh.type:
+        raise ValueError(
+            f"The model is sharded over a mesh on {of_mesh.type!r} and cannot be materialized on {wanted}. Leave "
+            "device out, or shard over a mesh of that device."
+        )
+    return of_mesh or wanted
+
+
+def _replay(destinations: _Destinations, where: torch.device) -> None:
+    targets = destinations.by_memory
+    streams = RECORDER.streams.waiting()
+    positions = {stream: stream.position() for stream in streams}
+    drawing = {stream: at for stream, at in positions.items() if isinstance(at, Entry)}
+    others = [memory for memory in RECORDER.live() if memory not in targets]
+    ends = replay(
+        targets,
+        lambda memory, tensor: targets[memory].deliver(tensor),
+        device=where,
+        drawing=drawing,
+        keep=set(plan(others).entries),
+    )
+    for stream in streams:
+        stream.last = None
+    for stream, state in ends.items():
+        stream.resume(state)
+    for memory in targets:
+        memory.gone = "its model was materialized; take the tensor that the model has now"
+
+
+# -- where values go ---------------------------------------------------------------------------------------------------
+
+
+class _Memory:
+    """What becomes of one deferred memory: parts of it in shards, and tensors that view it."""
+
+    def __init__(self) -> None:
+        self.shards: list[tuple[ManagedParameter, DeferredTensor]] = []
+        self.tensors: dict[torch.Tensor, tuple[View, Holder]] = {}
+
+    def deliver(self, tensor: Materialise) -> None:
+        for p, source in self.shards:
+            p.take_values(tensor(RECORDER.view_of(source)))
+        for old, (view, holder) in self.tensors.items():
+            _become(old, tensor(view), holder)
+
+
+class Holder(NamedTuple):
+    """The places where modules hold a tensor."""
+
+    slots: list[Slot]
+    buffers: list[tuple[dict[str, Any], str]]
+    attributes: list[nn.Module]
+
+
+class _Destinations:
+    def __init__(self) -> None:
+        self.by_memory: dict[Memory, _Memory] = {}
+        self.real: list[Callable[[], None]] = []  #: what puts values in place that are there already
+
+    def of(self, tensor: DeferredTensor) -> _Memory:
+        return self.by_memory.setdefault(RECORDER.view_of(tensor).memory, _Memory())
+
+    def add_own(self, module: nn.Module) -> None:
+        """Deferred tensors that the module holds: as parameters, buffers or attributes."""
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if isinstance(tensor, DeferredTensor):
+                self.add(module, name, tensor, tensor)
+        for key, value in vars(module).items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                for tensor in _deferred_in(value):
+                    self._holder(tensor, tensor).attributes.append(module)
+
+    def add(self, module: nn.Module, name: str, old: torch.Tensor, new: torch.Tensor) -> None:
+        """What ``module`` holds under ``name``, ``old``, gets the values of ``new``."""
+        if isinstance(old, Managed):
+            p = unit_of(old).managed(old)
+            if isinstance(new, DeferredTensor):
+                self.of(new).shards.append((p, new))
+            else:
+                self.real.append(lambda: p.take_values(new))
+        elif isinstance(new, DeferredTensor):
+            holder = self._holder(old, new)
+            if name in module._parameters:
+                holder.slots.append(Slot.of(module, name))
+            else:
+                holder.buffers.append((module._buffers, name))
+        else:
+            registry: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+            self.real.append(lambda: registry.__setitem__(name, new))
+
+    def _holder(self, old: torch.Tensor, new: DeferredTensor) -> Holder:
+        view = RECORDER.view_of(new)
+        memory = self.by_memory.setdefault(view.memory, _Memory())
+        return memory.tensors.setdefault(old, (view, Holder([], [], [])))[1]
+
+
+def _deferred_in(value: Any) -> Iterator[DeferredTensor]:
+    if isinstance(value, DeferredTensor):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _deferred_in(inner)
+    elif isinstance(value, (list, tuple, set)):
+        for inner in value:
+            yield from _deferred_in(inner)
+
+
+def _become(old: torch.Tensor, values: torch.Tensor, holder: Holder) -> None:
+    """Turn ``old`` into a real tensor: the same object if nothing forbids it, else another in all its places."""
+    new: Any = values
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(values, requires_grad=old.requires_grad)
+    elif old.requires_grad and old.is_leaf:
+        new = values.requires_grad_()
+    share_gradient_hooks(old, new)
+    new.__dict__.update({key: value for key, value in vars(old).items() if key != "_is_param"})
+    try:
+        torch.utils.swap_tensors(old, new)
+        return
+    except RuntimeError:  # something refers to it weakly, or a graph holds it
+        pass
+    old.__dict__[TAKEN] = Taken(f"of shape {tuple(old.shape)}", new)
+    for slot in holder.slots:
+        slot.show(new)
+    for registry, name in holder.buffers:
+        registry[name] = new
+    for module in holder.attributes:
+        for key, value in vars(module).items():
+            if any(tensor is old for tensor in _deferred_in(value)):
+                module.__dict__[key] = _replaced(value, old, new)
+
+
+def _replaced(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
+    if value is old:
+        return new
+    if isinstance(value, dict):
+        value.update({key: _replaced(inner, old, new) for key, inner in value.items()})
+    elif isinstance(value, list):
+        value[:] = [_replaced(inner, old, new) for inner in value]
+    elif isinstance(value, (tuple, set)) and any(tensor is old for tensor in _deferred_in(value)):
+        inner = [_replaced(v, old, new) for v in value]
+        return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)
+    return value

@@ -1,0 +1,371 @@
+"""Tensors without memory, of which every operation is recorded instead of carried out.
+
+A :class:`DeferredTensor` is a meta tensor that says it lies on the device where it will be. The recorder is asked about
+every operation on one. What runs later, and how, is in ``replay.py``; the context manager is in ``context.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from shardwright._torch import disabled_torch_function, set_data, storage_use_count, tensor_without_memory
+from shardwright.engine.parameter import DEFERRED
+from shardwright.init.log import Entry, Memory, View, record
+from shardwright.init.replay import HERE, Captured, replay
+from shardwright.init.streams import Stream, Streams, default_generator
+
+UNNAMED = torch.device("cpu")  #: this very object: the device of tensors whose constructor named none
+_prim_device = torch.ops.prim.device.default
+_aten = torch.ops.aten
+#: They write every element of their first argument and read none of it.
+_RENEWING = {
+    _aten.normal_, _aten.uniform_, _aten.zero_, _aten.fill_, _aten.copy_, _aten.random_, _aten.exponential_,
+    _aten.cauchy_, _aten.log_normal_, _aten.geometric_,
+}  # fmt: skip
+_UNINITIALISED = {
+    _aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided, _aten.empty_permuted,
+}  # fmt: skip
+
+
+_LIKE = {getattr(_aten, name) for name in dir(_aten) if name.endswith("_like") or name.startswith("new_")}
+
+
+class DeferredTensor(torch.Tensor):
+    """A tensor whose values are computed by :func:`shardwright.materialize`, or when they are read."""
+
+    __torch_function__ = disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return RECORDER.dispatch(func, args, kwargs or {})
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return RECORDER.memory_of(self).device or UNNAMED
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        set_data(self, value if isinstance(value, DeferredTensor) else RECORDER.constant(value))
+
+    def tolist(self) -> Any:
+        return RECORDER.read(self).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return RECORDER.read(self).numpy(force=force)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return RECORDER.read(self).__array__(*args, **kwargs)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return RECORDER.read(self).__dlpack__(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        kind = "Parameter, " if isinstance(self, nn.Parameter) else ""
+        return f"{type(self).__name__}({kind}shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            with torch.no_grad():
+                copied: Any = self.detach().clone().requires_grad_(self.requires_grad)
+            copied.__dict__.update(self.__dict__)
+            memo[id(self)] = copied
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"A deferred tensor of shape {tuple(self.shape)} holds no values that could be saved. Call "
+            "shardwright.materialize first."
+        )
+
+
+setattr(DeferredTensor, DEFERRED, True)
+
+
+class Recorder:
+    """Records operations on deferred tensors. There is one: models made in several contexts share the generators."""
+
+    def __init__(self) -> None:
+        self.streams = Streams()
+        self.recording = True
+        self.named = False  #: whether the operation under way was told a device by the constructor
+        self._memories: dict[int, Memory] = {}
+
+    # -- tensors and memories --------------------------------------------------------------------------------------
+
+    def memory_of(self, tensor: torch.Tensor) -> Memory:
+        storage = tensor.untyped_storage()
+        memory = self._memories.get(storage._cdata)
+        if memory is None:  # the registry keeps the storage, so that no other one gets its address
+            memory = self._memories[storage._cdata] = Memory(storage, None)
+        return memory
+
+    def view_of(self, tensor: torch.Tensor) -> View:
+        memory = self.memory_of(tensor)
+        if memory.gone:
+            raise RuntimeError(
+                f"A deferred tensor of shape {tuple(tensor.shape)} was used after {memory.gone}"
+            )
+        if tensor.is_neg():
+            raise NotImplementedError(
+                "deferred_init does not support negative views, such as Tensor.imag of conj()"
+            )
+        size, stride = tuple(tensor.shape), tensor.stride()
+        return View(memory, tensor.dtype, size, stride, int(tensor.storage_offset()), tensor.is_conj())
+
+    def wrap(self, meta: torch.Tensor, device: torch.device | None = None) -> DeferredTensor:
+        """A deferred tensor over the memory that ``meta`` views, which is at ``device`` if it is a new one."""
+        storage = meta.untyped_storage()
+        if storage._cdata not in self._memories:
+            self._memories[storage._cdata] = Memory(storage, device)
+        with torch.no_grad():
+            return tensor_without_memory(DeferredTensor, meta, self.memory_of(meta).device or UNNAMED)  # type: ignore[no-any-return]
+
+    def uninitialised(self, like: torch.Tensor) -> DeferredTensor:
+        """A deferred tensor of the shape, strides and dtype of another, with a memory that nothing has written yet."""
+        meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+        return self.wrap(meta)
+
+    def live(self) -> list[Memory]:
+        """Memories that some tensor still views and that were not materialised; the others are forgotten."""
+        found = [m for m in self._memories.values() if storage_use_count(m.storage) > 1]
+        self._memories = {m.storage._cdata: m for m in found}
+        return [m for m in found if not m.gone]
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values that a deferred tensor has now: replays what they depend on, and draws what precedes that."""
+        view = self.view_of(tensor)
+        result: list[torch.Tensor] = []
+        with self.paused():
+            replay([view.memory], lambda memory, tensor: result.append(tensor(view)), device=UNNAMED)
+        return result[0]
+
+    def settle(self, streams: list[Stream]) -> None:
+        """Bring generators into the state that they would have now."""
+        for stream in streams:
+            if isinstance(last := stream.position(), Entry):
+                with self.paused():
+                    ends = replay([], _nothing, device=UNNAMED, drawing={stream: last})
+                stream.resume(ends[stream])
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it operations are carried out, though a context may be active."""
+        before, self.recording = self.recording, False
+        try:
+            yield
+        finally:
+            self.recording = before
+
+    # -- recording -------------------------------------------------------------------------------------------------
+
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Carry out or record one operation. Called with no mode active."""
+        if func is _prim_device:
+            return self.memory_of(args[0]).device or UNNAMED
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+        deferred = [t for t in tensors if isinstance(t, DeferredTensor)]
+        packet = func.overloadpacket
+        if packet is _aten.lift_fresh and not deferred:
+            return self.constant(args[0])
+        device = kwargs.get("device")
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        makes = random or not tensors or packet in _LIKE
+        if not deferred and (not makes or (device is not None and device.type == "meta")):
+            return func(*args, **kwargs)
+        written = written_arguments(func, args, kwargs)
+        returns_tensors = any("Tensor" in str(r.type) for r in func._schema.returns)
+        if not returns_tensors or any(not isinstance(t, DeferredTensor) for t in written):
+            return self.carry_out(func, args, kwargs, written, random)
+        metas = {id(t): _as_meta(t) for t in tensors}
+        plain = [metas[id(t)] if isinstance(t, torch.Tensor) else t for t in leaves]
+        meta_args, meta_kwargs = tree_unflatten(plain, spec)
+        meta_kwargs = {k: v for k, v in meta_kwargs.items() if k not in ("generator", "pin_memory")}
+        if device is not None:
+            meta_kwargs["device"] = torch.device("meta")
+        try:
+            result = func(*meta_args, **meta_kwargs)
+        except (NotImplementedError, RuntimeError):
+            # A shape that depends on values, an operation without a meta kernel, or the user's mistake.
+            return self.carry_out(func, args, kwargs, written, random)
+        views = {t: self.view_of(t) for t in deferred}
+        if torch.Tag.inplace_view in func.tags:
+            written = []
+        where = self._where(device, deferred)
+        outputs, out_spec = tree_flatten(result)
+        known = {m.untyped_storage()._cdata for m in metas.values()}
+        originals = {id(metas[id(t)]): t for t in deferred}
+        results: list[tuple[int, View]] = []
+        for position, out in enumerate(outputs):
+            if not isinstance(out, torch.Tensor):
+                continue
+            original = originals.get(id(out))
+            if original is None:
+                outputs[position] = wrapped = self.wrap(out, where)
+                if out.untyped_storage()._cdata not in known:
+                    results.append((position, self.view_of(wrapped)))
+            else:
+                outputs[position] = original
+        for t in deferred:  # ``out=`` may be resized; operations such as ``t_`` change nothing but the view
+            if _geometry(metas[id(t)]) != _geometry(t):
+                set_data(t, self.wrap(metas[id(t)]))
+        if (results and packet not in _UNINITIALISED) or written:
+            self._record(func, args, kwargs, views, written, results, where, random)
+        return tree_unflatten(outputs, out_spec)
+
+    def _where(self, device: torch.device | None, deferred: list[DeferredTensor]) -> torch.device | None:
+        """The device of what an operation makes; None if nobody named one."""
+        if device is not None:
+            return device if self.named or device != UNNAMED else None
+        of_inputs = [self.memory_of(t).device for t in sorted(deferred, key=lambda t: not t.ndim)]
+        return of_inputs[0] if of_inputs else None
+
+    def _record(
+        self,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        views: dict[DeferredTensor, View],
+        written: Sequence[torch.Tensor],
+        results: list[tuple[int, View]],
+        where: torch.device | None,
+        random: bool,
+    ) -> None:
+        def described(value: torch.Tensor) -> Any:
+            return views[value] if isinstance(value, DeferredTensor) else Captured.of(value)
+
+        generator = kwargs.get("generator")
+        args, kwargs = tree_map_only(torch.Tensor, described, (args, kwargs))
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": HERE if where is None else where}
+        fresh = [view.memory for _, view in results]
+        changed = [views[t].memory for t in written]  # type: ignore[index]
+        memories = [v.memory for v in tree_flatten((args, kwargs))[0] if isinstance(v, View)]
+        renews = [
+            memory
+            for memory in changed
+            if getattr(call, "overloadpacket", call) in _RENEWING
+            and views[written[0]].whole  # type: ignore[index]
+            and memories.count(memory) == 1
+        ]
+        entry = Entry(
+            call,
+            args,
+            kwargs,
+            reads=tuple(dict.fromkeys(m for m in memories if m not in changed)),
+            writes=(*fresh, *dict.fromkeys(changed)),
+            renews=(*fresh, *renews),
+            results=tuple(results),
+            default_dtype=torch.get_default_dtype(),
+        )
+        if random:
+            place = where if results or where is not None else views[written[0]].memory.device  # type: ignore[index]
+            for stream in self._streams_of(generator, place):
+                stream.enter(entry)
+        record(entry)
+
+    def _streams_of(self, generator: torch.Generator | None, device: torch.device | None) -> list[Stream]:
+        if generator is not None:
+            return [self.streams.of(generator)]
+        if device is None:
+            return self.streams.defaults()
+        return [self.streams.of(default_generator(device))]
+
+    def record_whole(
+        self, call: Callable[..., Any], tensor: DeferredTensor, args: tuple[Any, ...], generator: Any
+    ) -> DeferredTensor:
+        """Record a function that fills its first argument with random numbers and decides itself how many it draws."""
+        views = {tensor: self.view_of(tensor)}
+        device = views[tensor].memory.device
+        kwargs = {"generator": generator} if generator is not None else {}
+        self._record(call, (tensor, *args), kwargs, views, [tensor], [], device, random=True)
+        return tensor
+
+    def constant(self, value: torch.Tensor) -> DeferredTensor:
+        """A deferred tensor that will be a copy of one that nobody else changes."""
+        result = self.wrap(_as_meta(value), value.device if value.device != UNNAMED else None)
+        view = self.view_of(result)
+        memories = (view.memory,)
+        call = torch.Tensor.clone
+        entry = Entry(call, (Captured.of(value),), {}, (), memories, memories, ((0, view),), value.dtype)
+        entry.default_dtype = torch.get_default_dtype()
+        record(entry)
+        return result
+
+    def carry_out(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: Sequence[torch.Tensor],
+        random: bool,
+    ) -> Any:
+        """Run an operation now, on the values that its arguments have: they are read, or its result is not foreseen."""
+        deferred = [t for t in written if isinstance(t, DeferredTensor)]
+        if random:
+            streams = self._streams_of(kwargs.get("generator"), None)
+            self.settle(streams)
+            before = [(stream, stream.generator.get_state()) for stream in streams]
+        values = tree_map_only(DeferredTensor, self.read, (args, kwargs))
+        result = func(*values[0], **values[1])
+        if deferred:  # it works, and is recorded like any other
+            if random:
+                for stream, state in before:
+                    stream.resume(state)
+            views = {
+                t: self.view_of(t) for t in tree_flatten((args, kwargs))[0] if isinstance(t, DeferredTensor)
+            }
+            self._record(func, args, kwargs, views, deferred, [], None, random)
+            return deferred[0] if len(deferred) == 1 else deferred
+        if written:
+            return result if random or len(written) > 1 else written[0]
+        return tree_map_only(torch.Tensor, self.constant, result)
+
+
+RECORDER = Recorder()
+
+
+def value_of(value: Any) -> Any:
+    """The values of a deferred tensor, computed now; anything else as it is."""
+    return RECORDER.read(value) if isinstance(value, DeferredTensor) else value
+
+
+def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Tensors that the operation changes, by its schema."""
+    found: list[torch.Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += [t for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor)]
+    return found
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage()._cdata, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain meta tensor of the same geometry: over the same storage for a deferred one."""
+    if not isinstance(tensor, DeferredTensor):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+    meta.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+    return meta.conj() if tensor.is_conj() else meta

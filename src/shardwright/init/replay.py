@@ -1,0 +1,173 @@
+"""Carries recorded entries out: in which memory, at which state of the generators, and what is dropped when.
+
+A memory is there from the first entry that touches it to the last. Which entries run and in which order is decided in
+``log.py``; what becomes of a finished memory is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from shardwright.init.log import Entry, Memory, View, plan, schedule, touched
+from shardwright.init.streams import Stream
+
+HERE = object()  #: in an entry's arguments: the device that the caller of ``replay`` gives
+
+Materialise = Callable[[View], torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Captured:
+    """A tensor with memory that an entry reads."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Captured:
+        # Of inference tensors nobody can tell whether they were changed.
+        if tensor.is_inference():
+            tensor = tensor.clone()
+        return cls(tensor, 0 if tensor.is_inference() else tensor._version)
+
+    def value(self) -> torch.Tensor:
+        if not self.tensor.is_inference() and self.tensor._version != self.version:
+            raise RuntimeError(
+                f"A tensor of shape {tuple(self.tensor.shape)} that the construction of a deferred model reads was "
+                "changed afterwards. Pass a clone of it to the constructor, or materialize the model first."
+            )
+        return self.tensor
+
+
+class _Replay:
+    def __init__(self, device: torch.device, keep: Collection[Entry] | None) -> None:
+        self.device = device
+        self.keep = keep
+        self.storages: dict[Memory, torch.UntypedStorage] = {}
+        self.at: dict[Stream, Entry] = {}
+
+    def tensor(self, view: View) -> torch.Tensor:
+        """The real tensor for a view, over memory that is made if it is not there yet."""
+        memory = view.memory
+        storage = self.storages.get(memory)
+        if storage is None:
+            block = torch.empty(
+                memory.storage.nbytes(), dtype=torch.uint8, device=memory.device or self.device
+            )
+            storage = self.storages[memory] = block.untyped_storage()
+        result = torch.empty(0, dtype=view.dtype, device=storage.device)
+        result.set_(storage, view.offset, view.size, view.stride)
+        return result.conj() if view.conjugate else result
+
+    def run(self, entry: Entry, drawn: bool) -> None:
+        dropped = set(entry.renews) if drawn else set()
+
+        def real(value: Any) -> Any:
+            if isinstance(value, View):
+                if value.memory in dropped:
+                    place = value.memory.device or self.device
+                    return torch.empty_strided(value.size, value.stride, dtype=value.dtype, device=place)
+                return self.tensor(value)
+            if isinstance(value, Captured):
+                return value.value()
+            return self.device if value is HERE else value
+
+        args, kwargs = tree_map(real, (entry.args, entry.kwargs))
+        for stream in entry.draws:
+            self._begin(stream, entry)
+        if torch.get_default_dtype() != entry.default_dtype:
+            torch.set_default_dtype(entry.default_dtype)
+        outputs = entry.call(*args, **kwargs)
+        for stream in entry.draws:
+            self.at[stream] = entry
+            if stream in entry.ends:
+                entry.ends[stream] = stream.generator.get_state()
+        if not drawn and entry.results:
+            self._keep_results(entry, tree_flatten(outputs)[0])
+
+    def _begin(self, stream: Stream, entry: Entry) -> None:
+        draw = entry.draws[stream]
+        if draw.state is not None:
+            stream.generator.set_state(draw.state)
+        elif self.at.get(stream) is not draw.after:
+            assert draw.after is not None
+            end = draw.after.ends[stream]
+            assert end is not None
+            stream.generator.set_state(end)
+        if self.keep is None or entry in self.keep:
+            draw.after, draw.state = None, stream.generator.get_state()
+
+    def _keep_results(self, entry: Entry, outputs: list[Any]) -> None:
+        known = {s._cdata for s in self.storages.values()}
+        for position, view in entry.results:
+            out = outputs[position]
+            same = (
+                out.shape == view.size and out.stride() == view.stride and out.storage_offset() == view.offset
+            )
+            own = out.untyped_storage()._cdata not in known and type(out) is torch.Tensor
+            if not (
+                same and own and out.dtype == view.dtype
+            ):  # meta kernels foretell strides, real ones differ
+                place = view.memory.device or self.device
+                out = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=place).copy_(out)
+            self.storages[view.memory] = out.untyped_storage()
+
+
+def replay(
+    targets: Iterable[Memory],
+    deliver: Callable[[Memory, Materialise], None],
+    *,
+    device: torch.device,
+    drawing: Mapping[Stream, Entry] | None = None,
+    keep: Collection[Entry] | None = None,
+) -> dict[Stream, torch.Tensor]:
+    """Run what makes the targets, give each to ``deliver`` when it is finished, then drop it.
+
+    Generators are left as they were.
+
+    Args:
+        deliver: gets the memory and a function that turns views into tensors; those of this memory may be kept.
+        device: for memories whose device was not named.
+        drawing: entries up to which generators are drawn from, too; the states after them are returned.
+        keep: entries that will run once more, whose generators' states are remembered. None: all.
+    """
+    targets = dict.fromkeys(targets)
+    drawing = drawing or {}
+    the = plan(targets, drawing.values())
+    for entry in the.entries:
+        for value in tree_flatten((entry.args, entry.kwargs))[0]:
+            if isinstance(value, Captured):
+                value.value()  # before anything is delivered
+    left = Counter(m for entry in the.entries for m in touched(entry, entry in the.drawn))
+    streams = {stream for entry in the.entries for stream in entry.draws}
+    before = {stream: stream.generator.get_state() for stream in streams}
+    for stream, last in drawing.items():
+        last.ends.setdefault(stream)
+    dtype = torch.get_default_dtype()
+    now = _Replay(device, keep)
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            for entry in schedule(the):
+                drawn = entry in the.drawn
+                now.run(entry, drawn)
+                for memory in touched(entry, drawn):
+                    left[memory] -= 1
+                    if not left[memory]:
+                        if memory in targets:
+                            deliver(memory, now.tensor)
+                        now.storages.pop(memory, None)
+            for memory in targets:
+                if memory not in left:  # nothing ever wrote it
+                    deliver(memory, now.tensor)
+                    now.storages.pop(memory, None)
+    finally:
+        torch.set_default_dtype(dtype)
+        for stream, state in before.items():
+            stream.generator.set_state(state)
+    return {stream: last.ends[stream] for stream, last in drawing.items()}  # type: ignore[misc]

@@ -1,0 +1,167 @@
+"""Models on the meta device: their initialisers run, recorded, on deferred stand-ins.
+
+So they draw what they would draw for whole tensors, and what they leave out is known before anything is changed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardwright.engine.construct import UNIT
+from shardwright.engine.module import original_class
+from shardwright.engine.parameter import Managed, Slot, has_no_values, unit_of
+from shardwright.engine.unit import Unit
+from shardwright.init.context import deferred_init
+from shardwright.init.log import Memory, plan
+from shardwright.init.recorder import RECORDER, DeferredTensor
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """Units of the model's modules, and those of modules around it that own parameters which the model holds."""
+    found: dict[Unit | None, None] = {}
+    for module in model.modules():
+        found[module.__dict__.get(UNIT)] = None
+        found.update((unit_of(p), None) for p in module._parameters.values() if p is not None)
+    return [unit for unit in found if unit is not None]
+
+
+class StandIn(NamedTuple):
+    """What stands, deferred, in the place of a tensor without values while a model is initialised."""
+
+    module: nn.Module
+    name: str
+    old: torch.Tensor
+    new: torch.Tensor
+
+
+def initialise(model: nn.Module, init: Callable[[], Any] | None) -> list[StandIn]:
+    """Run initialisers for what is on the meta device, recording them. The model is as it was afterwards."""
+    units = units_of(model)
+    unset = {id(q) for unit in units for q, source in unit.without_values().items() if source.is_meta}
+
+    def missing(tensor: torch.Tensor | None) -> bool:
+        return tensor is not None and (tensor.is_meta or id(tensor) in unset)
+
+    owners = [m for m in _inner_first(model) if any(missing(t) for t in _own(m).values())]
+    if not owners:
+        if init is not None:
+            raise ValueError(
+                f"materialize got init, but every parameter and buffer of this {type(model).__name__} holds values "
+                "or is deferred. Leave init out, or build the model on torch.device('meta')."
+            )
+        return []
+    put: dict[int, torch.Tensor] = {}
+    places: list[tuple[nn.Module, str, torch.Tensor]] = []
+    paused = [unit for unit in units if not unit.settling_paused]
+    for unit in paused:
+        unit.settling_paused = True
+    try:
+        with deferred_init(), torch.no_grad():
+            for module in list(model.modules()) if init is not None else owners:
+                for name, old in _own(module).items():
+                    if isinstance(old, DeferredTensor):
+                        continue
+                    if id(old) not in put:
+                        new: torch.Tensor = RECORDER.uninitialised(old)
+                        put[id(old)] = (
+                            nn.Parameter(new, old.requires_grad) if name in module._parameters else new
+                        )
+                    places.append((module, name, old))
+                    _show(module, name, put[id(old)])
+            if init is not None:
+                init()
+            else:
+                for module in owners:
+                    reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+                    if reset is not None:  # else an outer module may know; what nobody knows is found below
+                        reset()
+        found = [StandIn(module, name, old, _own(module)[name]) for module, name, old in places]
+    finally:
+        for module, name, old in reversed(places):
+            _show(module, name, old)
+        for unit in paused:
+            unit.settling_paused = False
+    kept = {
+        RECORDER.memory_of(put[id(each.old)]): each for each in found if not missing(each.old)
+    }  # their values stay, so what was recorded for their stand-ins is dropped
+    found = [each for each in found if missing(each.old)]
+    _check(model, found, kept)
+    return list(
+        {id(each.old) if isinstance(each.old, Managed) else id(each): each for each in found}.values()
+    )
+
+
+def _inner_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
+    seen = set() if seen is None else seen
+    if id(module) not in seen:
+        seen.add(id(module))
+        for child in module.children():
+            yield from _inner_first(child, seen)
+        yield module
+
+
+def _own(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers that the module itself holds."""
+    both = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in both.items() if tensor is not None}
+
+
+def _show(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    if name in module._parameters:
+        Slot.of(module, name).show(tensor)  # type: ignore[arg-type]
+    else:
+        module._buffers[name] = tensor
+
+
+def _check(model: nn.Module, found: list[StandIn], kept: dict[Memory, StandIn]) -> None:
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def full_name(each: StandIn) -> str:
+        return f"{names[id(each.module)]}.{each.name}".lstrip(".")
+
+    by_class: dict[str, list[str]] = {}
+    twice: list[str] = []
+    for each in found:
+        if each.new.shape != each.old.shape:
+            raise ValueError(
+                f"{full_name(each)!r} has shape {tuple(each.old.shape)}, and its initialiser put one of shape "
+                f"{tuple(each.new.shape)} in its place. Initialise it in its own shape."
+            )
+        if not isinstance(each.new, DeferredTensor):
+            if has_no_values(each.new):
+                by_class.setdefault(_class_name(each.module), []).append(full_name(each))
+            continue
+        memory = RECORDER.view_of(each.new).memory
+        if not memory.entries and each.new.numel():
+            by_class.setdefault(_class_name(each.module), []).append(full_name(each))
+        elif sum(memory in entry.renews for entry in memory.entries) > 1:
+            twice.append(full_name(each))
+    if by_class:
+        told = "; ".join(f"{cls}: {', '.join(map(repr, names_))}" for cls, names_ in by_class.items())
+        raise ValueError(
+            f"Nothing initialises these parameters and buffers, which are on the meta device: {told}. Give their class "
+            "a reset_parameters method, pass init= to materialize, or build the model under "
+            "shardwright.deferred_init(). Nothing was changed."
+        )
+    wanted = [RECORDER.view_of(each.new).memory for each in found if isinstance(each.new, DeferredTensor)]
+    read = [full_name(kept[memory]) for memory in plan(wanted).unwritten if memory in kept]
+    if read:
+        raise ValueError(
+            f"The initialiser reads {', '.join(map(repr, read))}, which hold values already, to compute others. "
+            "Compute those after materialize, or build the model under shardwright.deferred_init(). Nothing was "
+            "changed."
+        )
+    if twice:
+        warnings.warn(
+            f"Initialised more than once, the last one counts: {', '.join(map(repr, dict.fromkeys(twice)))}.",
+            stacklevel=3,
+        )
+
+
+def _class_name(module: nn.Module) -> str:
+    return (original_class(type(module)) if UNIT in module.__dict__ else type(module)).__name__

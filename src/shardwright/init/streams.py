@@ -1,0 +1,109 @@
+"""Random generators while what would be drawn from them is only recorded.
+
+Once an entry draws from a generator its state is not known. Then the generator gets a *placeholder*: a seed that is
+unique and known here. A constructor that seeds, saves, restores or forks is noticed because it leaves another seed, and
+whoever draws from a placeholder is noticed because it moves on. Nothing here knows of tensors that are deferred.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from shardwright.init.log import Draw, Entry
+
+
+class Stream:
+    """One generator, and the recorded entries that draw from it."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self.last: Entry | None = None  #: the entry after which the generator would be now
+        self._placeholder: torch.Tensor | None = None  #: the state that stands for the one after ``last``
+        self._known: dict[int, Entry] = {}  #: seed of a placeholder -> the entry after which it stands
+        self._number = 0
+
+    def enter(self, entry: Entry) -> None:
+        """``entry`` draws from this generator next."""
+        origin = self.position()
+        if isinstance(origin, Entry):
+            entry.draws[self] = Draw(after=origin)
+            if (
+                origin is not self.last
+            ):  # several go on from there, so the state is remembered when it is known
+                origin.ends.setdefault(self)
+        else:
+            entry.draws[self] = Draw(state=origin)
+        self.last = entry
+        self._number += 1
+        name = f"{self.generator.initial_seed()} {self._number}".encode()
+        # Depends on the user's seed, so that whoever draws from it nevertheless draws other numbers with another seed.
+        seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
+        self.generator.manual_seed(seed)
+        self._placeholder = self.generator.get_state()
+        self._known[seed] = entry
+
+    def position(self) -> Entry | torch.Tensor:
+        """Where the generator is: after an entry, or in a state that is known.
+
+        Raises:
+            RuntimeError: numbers were drawn that, without deferral, would have come after those of the model.
+        """
+        entry = self._known.get(self.generator.initial_seed())
+        if entry is None:
+            return self.generator.get_state()
+        now = self.generator.get_state()
+        if entry is self.last:
+            untouched = torch.equal(now, self._placeholder)  # type: ignore[arg-type]
+        else:  # a state that was saved earlier and restored
+            fresh = torch.Generator(self.generator.device).manual_seed(self.generator.initial_seed())
+            untouched = torch.equal(now, fresh.get_state())
+        if not untouched:
+            raise RuntimeError(
+                f"Numbers were drawn from the {self.generator.device.type} generator after deferred_init recorded "
+                "random operations and before they were carried out; without deferral they would have been others. "
+                "Call shardwright.materialize first, seed the generator anew, or draw from one of your own."
+            )
+        return entry
+
+    def resume(self, state: torch.Tensor) -> None:
+        """The generator's state is known again."""
+        self.generator.set_state(state)
+        self.last = self._placeholder = None
+
+
+class Streams:
+    """Those generators that recorded entries draw from."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, Stream] = {}
+
+    def of(self, generator: torch.Generator) -> Stream:
+        stream = self._streams.get(id(generator))
+        if stream is None:
+            stream = self._streams[id(generator)] = Stream(generator)
+        return stream
+
+    def defaults(self) -> list[Stream]:
+        """Of the CPU, and of the accelerator if it is in use: which one is drawn from is known with the device."""
+        streams = [self.of(torch.default_generator)]
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if accelerator is not None:
+            streams.append(self.of(default_generator(accelerator)))
+        return streams
+
+    def waiting(self) -> list[Stream]:
+        """Whose generator's state stands for one that is not known."""
+        return [s for s in self._streams.values() if s.last is not None]
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that operations on ``device`` draw from unless they are given one."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device.type)
+    if not module.is_initialized():
+        module.init()
+    index = device.index if device.index is not None else module.current_device()
+    return module.default_generators[index]  # type: ignore[no-any-return]

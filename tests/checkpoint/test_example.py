@@ -1,0 +1,55 @@
+"""The example of fine-tuning runs with one command, learns, and saves what it has learnt."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import shardwright as sw
+from shardwright.train.config import DataConfig
+from shardwright.train.data.corpus import batch, load_corpus
+from shardwright.train.models import hugging_face
+from shardwright.train.models.build import model_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str, scratch: Path) -> str:
+    script = str(ROOT / "examples" / "finetune_pretrained.py")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses(output: str) -> list[float]:
+    return [float(value) for value in re.findall(r"step \d+: loss ([\d.]+)", output)]
+
+
+def test_it_makes_loads_tunes_and_saves(tmp_path: Path) -> None:
+    first = run("--to", str(tmp_path / "tuned"), scratch=tmp_path)
+    assert "made a small pretrained Llama in" in first
+    parameters, read, whole = (
+        int(number.replace(",", ""))
+        for number in re.search(r"([\d,]+) parameters.* read ([\d,]+) of ([\d,]+) bytes", first).groups()  # type: ignore[union-attr]
+    )
+    assert 2 * parameters <= read <= 2 * parameters + 1024 < whole
+    assert len(losses(first)) == 20 and losses(first)[-1] < losses(first)[0] - 1
+    shape = hugging_face.shape_of(json.loads((tmp_path / "tuned" / "config.json").read_text()))
+    model = model_of(shape)
+    sw.load_pretrained(model, tmp_path / "tuned", key_map=hugging_face.key_map(shape))
+    inputs, targets = batch(load_corpus(DataConfig(source="pydoc")), 0, 0, 4, 128)
+    loss = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    assert loss.item() < losses(first)[0] - 1

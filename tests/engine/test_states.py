@@ -1,0 +1,92 @@
+"""Ranks that start different: made the same from the first rank, or found and named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from shardwright.engine.states import digest
+from tests.engine.models import Model, build, full
+from tests.engine.test_strategies import On, on, on_meshes
+from tests.support import multirank, world_mesh
+
+
+def different(rank: int) -> Model:
+    """A model of other values on every rank, with buffers, a tie and a channels-last weight."""
+    model = build(seed=rank)
+    model.head.weight = model.embed.weight
+    model.norm.register_buffer("count", torch.tensor(rank))
+    model.blocks[0].register_buffer("table", torch.full((3, 2), float(rank)).bfloat16(), persistent=False)
+    model.blocks[1].image = nn.Parameter(torch.rand(2, 3, 2, 2).to(memory_format=torch.channels_last))
+    model.blocks[1].register_buffer("nothing", torch.empty(0, 4))
+    return model
+
+
+def shard(model: Model, **options: Any) -> Model:
+    for block in model.blocks:
+        sw.fully_shard(block, **options)
+    sw.fully_shard([model.norm, model.head, model.embed], **options)
+    return sw.fully_shard(model, **options)
+
+
+@on_meshes([on("zero3", (3,))[0], on("hsdp", (2, 2))[0], on("hfsdp", (2, 2))[0]])
+def test_every_rank_gets_the_values_of_the_first(rank: int, world_size: int, at: On) -> None:
+    model = shard(
+        different(rank), mesh=at.mesh, strategy=at.strategy, sync_module_states=True, check_module_states=True
+    )
+    expected = different(0)
+    assert model.head.weight is model.embed.weight
+    for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(full(p), q), name
+    for (name, a), b in zip(model.named_buffers(), expected.buffers(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@multirank(3)
+def test_ranks_that_start_different_are_named(rank: int, world_size: int) -> None:
+    mesh = world_mesh(3)
+    block = build().blocks[0]
+    with torch.no_grad():
+        if rank == 2:
+            block.up.weight[-1, -1] = torch.nextafter(block.up.weight[-1, -1], torch.tensor(9.0))
+        if rank:
+            block.norm.bias[0] = -0.0  # equal to zero, and other bits
+    expected = r"same Block.* than on rank 0 have: 'norm.bias' on ranks 1, 2; 'up.weight' on rank 2\. .*the same seed"
+    with pytest.raises(ValueError, match=expected):
+        sw.fully_shard(block, mesh=mesh, check_module_states=True)
+    sw.fully_shard(block, mesh=mesh, sync_module_states=True)  # nothing was cut by the call that failed
+    buffers = nn.Linear(2, 2)
+    buffers.register_buffer("steps", torch.tensor([rank]))
+    torch.nn.init.zeros_(buffers.weight), torch.nn.init.zeros_(buffers.bias)
+    with pytest.raises(ValueError, match=r"'steps' on ranks 1, 2"):
+        sw.fully_shard(buffers, mesh=mesh, check_module_states=True)
+
+
+@multirank(2)
+@pytest.mark.parametrize("option", ["sync_module_states", "check_module_states"])
+def test_other_tensors_are_named_before_anything_is_sent(rank: int, world_size: int, option: str) -> None:
+    with pytest.raises(ValueError, match=r"rank 0 has .*'weight', \(2, 2\).*rank 1 .*'weight', \(2, 3\)"):
+        sw.fully_shard(nn.Linear(2 + rank, 2), mesh=world_mesh(2), **{option: True})
+    with pytest.raises(ValueError, match=r"Linear' inside was cut without it.*True to every"):
+        model = nn.Sequential(sw.fully_shard(nn.Linear(2, 2), mesh=world_mesh(2)), nn.Linear(2, 2))
+        sw.fully_shard(model, mesh=world_mesh(2), **{option: True})
+
+
+def test_a_hash_tells_bits_and_places() -> None:
+    one = torch.zeros(3_000_001, dtype=torch.bfloat16)
+    assert digest(one) == digest(one.clone())
+    assert digest(one[1:]) == digest(one[:-1])  # one begins between words
+    seen = {int(digest(one)), int(digest(one[:-1]))}
+    for place in (0, 1, 2_999_999, 3_000_000):
+        other = one.clone()
+        other[place] = 1
+        seen.add(int(digest(other)))
+    other = one.clone()
+    other[7] = -0.0
+    seen.add(int(digest(other)))
+    assert len(seen) == 7
+    assert digest(torch.tensor([True])) != digest(torch.tensor([False]))

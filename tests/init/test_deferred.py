@@ -1,0 +1,435 @@
+"""Deferred models equal the plain build bit by bit: values, ties, generators, on any ranks, layout and strategy."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardwright as sw
+from tests.init.models import MODELS, Recurrent, Ties, assert_built_alike, assert_same, tensors_of
+from tests.support import multirank, world_mesh
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("seed", [0, 1, 2**40])
+def test_unsharded_models_equal_the_plain_build(name: str, seed: int) -> None:
+    assert_built_alike(MODELS[name], seed)
+
+
+#: What ``fully_shard`` is told, by the number of mesh dimensions.
+HOW: dict[int, list[dict[str, Any]]] = {
+    1: [
+        {},
+        {"layout": "ragged", "strategy": "zero1"},
+        {"layout": sw.Ragged(32)},
+        {"layout": sw.Ragged("element"), "strategy": "zero2"},
+        {"strategy": "ddp"},
+        {"shard_placement_fn": lambda p: Shard(p.ndim - 1) if p.ndim else None},
+    ],
+    2: [{"strategy": "hsdp"}, {"strategy": "hfsdp"}, {"strategy": "hsdp", "layout": "ragged"}],
+}
+
+
+def shard(model: nn.Module, **options: Any) -> None:
+    """Every child that may be a unit, then the model."""
+    for child in model.children():
+        if not isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.ParameterList)):
+            sw.fully_shard(child, **options)
+    sw.fully_shard(model, **options)
+
+
+@multirank(1, 2, 3, 4)
+def test_sharded_models_equal_the_plain_build(rank: int, world_size: int) -> None:
+    for number, (name, build) in enumerate(MODELS.items()):
+        hows = [(world_mesh(world_size), how) for how in HOW[1]]
+        if world_size == 4:
+            hows += [(world_mesh(2, 2), how) for how in HOW[2]]
+        mesh, how = hows[(number + world_size) % len(hows)]
+        try:
+            assert_built_alike(build, number, partial(shard, mesh=mesh, **how))
+        except BaseException as error:
+            raise AssertionError(f"{name} with {how}") from error
+
+
+def hugging_face(name: str) -> Callable[[], nn.Module]:
+    transformers = pytest.importorskip("transformers", reason="needs transformers, of the extra dev")
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            n_layer=2, n_embd=16, n_head=2, vocab_size=60, n_positions=16, bos_token_id=0, eos_token_id=1
+        )
+        return lambda: transformers.GPT2LMHeadModel(config)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=16, intermediate_size=24, num_attention_heads=2, vocab_size=60
+    )
+    return lambda: transformers.LlamaForCausalLM(config)
+
+
+@multirank(2, timeout=180)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_hugging_face_models_are_built_unmodified(rank: int, world_size: int, name: str) -> None:
+    build = hugging_face(name)
+    assert_built_alike(build, 0)
+    model = assert_built_alike(build, 1, lambda m: sw.fully_shard(m, layout="ragged"))
+    model(torch.zeros(1, 4, dtype=torch.int64)).logits.sum().backward()
+
+
+def test_building_allocates_nothing() -> None:
+    with sw.deferred_init():
+        model = nn.Linear(2**20, 2**20)  # 4 TiB
+    assert model.weight.shape == (2**20, 2**20) and model.weight.device == torch.device("cpu")
+    assert isinstance(model.weight, nn.Parameter)
+
+
+def test_ties_and_aliases_stay() -> None:
+    model: Any = assert_built_alike(Ties, 0)
+    assert model.head.weight is model.embed.weight and model.again is model.block
+    assert model.aliases[0] is model.frozen and model.aliases[1]["embed"] is model.embed.weight
+    assert model.bias is None
+
+
+def test_parameters_that_are_referred_to_weakly_are_replaced() -> None:
+    model: Any = assert_built_alike(Recurrent, 0)
+    assert all(a is b for a, b in zip(model.lstm.parameters(), model.lstm._flat_weights, strict=True))
+    model.lstm(torch.ones(3, 2, 4))[0].sum().backward()
+
+
+def test_storage_aliases_stay() -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(4, 4)
+        model.register_buffer("row", model.weight.detach()[1])
+        return model
+
+    model: Any = assert_built_alike(build, 0)
+    with torch.no_grad():
+        model.weight.fill_(3)
+    assert model.row.tolist() == [3.0] * 4
+
+
+def test_changes_after_the_context_are_recorded() -> None:
+    def build(context: Any) -> nn.Module:
+        torch.manual_seed(3)
+        with context():
+            model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6))
+        model.to(torch.bfloat16)
+        nn.init.trunc_normal_(model[0].weight, std=0.1)
+        with torch.no_grad():
+            model[1].weight.copy_(torch.arange(30).view(6, 5))
+        model[1].bias = nn.Parameter(model[0].weight[0].detach().repeat(2)[:6])
+        return model
+
+    plain = build(torch.no_grad)
+    after = torch.get_rng_state()
+    model = sw.materialize(build(sw.deferred_init))
+    assert_same(model, plain)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_tensors_from_outside_are_read_as_they_were() -> None:
+    given = torch.randn(4, 3)
+
+    def build() -> nn.Module:
+        model = nn.Linear(3, 4)
+        model.weight.data.copy_(given)
+        return model
+
+    assert_built_alike(build, 0)
+    with sw.deferred_init():
+        model = build()
+    given.mul_(2)
+    with pytest.raises(RuntimeError, match=r"shape \(4, 3\) that the construction .* was changed afterwards"):
+        sw.materialize(model)
+
+
+def test_data_may_be_a_tensor_from_outside() -> None:
+    given = torch.randn(4, 3)
+
+    def build() -> nn.Module:
+        model = nn.Linear(3, 4)
+        model.weight.data = given
+        model.bias.data = given[:, 0] * 2
+        return model
+
+    assert_built_alike(build, 0)
+
+
+def test_real_tensors_are_filled_at_once_and_in_order() -> None:
+    outside = torch.zeros(5)
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 4))
+        outside.normal_()
+        model.append(nn.Linear(4, 3))
+        return model
+
+    torch.manual_seed(0)
+    build()
+    wanted = outside.clone()
+    assert_built_alike(build, 0)
+    assert torch.equal(outside, wanted)
+
+
+def test_default_dtype_is_that_of_the_constructor() -> None:
+    def build() -> nn.Module:
+        torch.set_default_dtype(torch.float64)
+        try:
+            model = nn.Linear(3, 4)
+            model.register_buffer("root", torch.arange(4).sqrt())
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return model
+
+    assert_built_alike(build, 0)
+
+
+# -- generators --------------------------------------------------------------------------------------------------------
+
+
+def test_generator_states_read_inside_are_those_of_the_plain_build() -> None:
+    def build() -> list[torch.Tensor]:
+        states = []
+        for _ in range(3):
+            nn.Linear(20, 30)
+            states.append(torch.get_rng_state())
+        return states
+
+    torch.manual_seed(4)
+    wanted = build()
+    torch.manual_seed(4)
+    with sw.deferred_init():
+        found = build()
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert torch.initial_seed() == 4
+
+
+def test_drawing_before_materialize_is_refused() -> None:
+    torch.manual_seed(0)
+    with sw.deferred_init():
+        model = nn.Linear(3, 3)
+    torch.rand(1)
+    with pytest.raises(RuntimeError, match=r"drawn from the cpu generator after deferred_init"):
+        sw.materialize(model)
+    torch.manual_seed(0)  # and then it goes on
+    sw.materialize(model)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_seeding_before_materialize_counts_as_without_deferral(seed: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 3)
+    torch.manual_seed(0)
+    with sw.deferred_init():
+        model = nn.Linear(3, 3)
+    torch.manual_seed(seed)
+    torch.rand(2)
+    state = torch.get_rng_state()
+    assert_same(sw.materialize(model), plain)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_context_inside_a_fork_leaves_the_outer_generator() -> None:
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    with torch.random.fork_rng():
+        torch.manual_seed(9)
+        plain = nn.Linear(3, 3)
+        torch.manual_seed(9)
+        with sw.deferred_init():
+            model = nn.Linear(3, 3)
+    assert_same(sw.materialize(model), plain)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Draws(TorchDispatchMode):
+    """Counts random operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+def test_models_may_be_materialised_apart_and_in_any_order(order: list[int]) -> None:
+    torch.manual_seed(0)
+    plain = [nn.Linear(3, n) for n in (20, 30, 40)]
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    models = []
+    for n in (20, 30, 40):
+        with sw.deferred_init():
+            models.append(nn.Linear(3, n))
+    with Draws() as draws:
+        for number in order:
+            sw.materialize(models[number])
+            assert torch.equal(torch.get_rng_state(), state)  # as if all were built
+    # Two for each model; what the first call passed over is drawn once more, and no more than that.
+    assert draws.count == 10
+    for model, each in zip(models, plain, strict=True):
+        assert_same(model, each)
+
+
+def test_a_model_that_is_dropped_has_drawn_its_numbers() -> None:
+    torch.manual_seed(0)
+    nn.Linear(20, 30)
+    plain = nn.Linear(3, 3)
+    torch.manual_seed(0)
+    with sw.deferred_init():
+        nn.Linear(20, 30)
+    with sw.deferred_init():
+        model = nn.Linear(3, 3)
+    assert_same(sw.materialize(model), plain)
+
+
+def test_a_tensor_left_over_says_where_it_went() -> None:
+    with sw.deferred_init():
+        model = nn.LSTM(3, 3)
+    old = model.weight_ih_l0
+    sw.materialize(model)
+    assert model.weight_ih_l0 is not old  # LSTM refers to its weights weakly
+    with pytest.raises(RuntimeError, match=r"was used after its model was materialized"):
+        old.sum()
+
+
+def test_a_deferred_model_cannot_be_saved() -> None:
+    with sw.deferred_init():
+        model = nn.Linear(3, 3)
+    with pytest.raises(TypeError, match=r"holds no values that could be saved"):
+        torch.save(model.state_dict(), "/dev/null")
+
+
+# -- sharded -----------------------------------------------------------------------------------------------------------
+
+
+@multirank(2)
+def test_ranks_do_not_communicate(rank: int, world_size: int) -> None:
+    with sw.deferred_init():
+        model = MODELS["llama"]()
+    sw.fully_shard(model, layout="ragged")
+    if rank == 0:
+        sw.materialize(model)
+    dist.barrier()  # rank 0 gets here only if it did not wait for rank 1
+    if rank == 1:
+        sw.materialize(model)
+
+
+@multirank(2)
+def test_nothing_runs_without_values(rank: int, world_size: int) -> None:
+    with sw.deferred_init():
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+    sw.fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"Parameters '0.weight', .* hold no values yet.*materialize"):
+        model(torch.ones(2, 3))
+    with pytest.raises(RuntimeError, match=r"no values yet that could be copied"):
+        copy.deepcopy(model)
+    sw.materialize(model)
+    model(torch.ones(2, 3))
+
+
+@multirank(2)
+def test_converted_after_sharding(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 5).to(torch.bfloat16)
+    torch.manual_seed(0)
+    with sw.deferred_init():
+        model = nn.Linear(3, 5)
+    sw.fully_shard(model)
+    model.to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"hold no values yet"):
+        model(torch.ones(2, 3, dtype=torch.bfloat16))
+    assert_same(sw.materialize(model), plain)
+
+
+@multirank(2)
+def test_loaded_parameters_stay(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    plain, other = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), nn.Linear(3, 5)
+    torch.manual_seed(0)
+    with sw.deferred_init():
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    sw.fully_shard(model)
+    state = {f"0.{name}": value for name, value in other.state_dict().items()}
+    model.load_state_dict(state, strict=False)
+    sw.materialize(model)
+    plain[0] = other
+    assert_same(model, plain)
+
+
+# -- random models -----------------------------------------------------------------------------------------------------
+
+
+class RandomModel(nn.Module):
+    """A random tree of modules with random initialisers, ties, dtypes, seeds and reads; the same for one ``seed``."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        choose = random.Random(seed)
+        made: list[nn.Module] = []
+        for number in range(choose.randint(2, 6)):
+            rows, columns = choose.randint(1, 20), choose.randint(1, 20)
+            module = choose.choice(
+                [
+                    lambda r=rows, c=columns: nn.Linear(r, c),
+                    lambda r=rows, c=columns: nn.Embedding(r, c, padding_idx=0),
+                    lambda r=rows, c=columns: nn.GRU(r, c),
+                    lambda r=rows, c=columns: nn.Conv1d(r, c, 2),
+                    lambda r=rows, c=columns: nn.BatchNorm1d(r),
+                ]
+            )()
+            made.append(module)
+            self.add_module(f"m{number}", module)
+            for _ in range(choose.randint(0, 3)):
+                self.change(choose, number, choose.choice(made))
+
+    def change(self, choose: random.Random, number: int, module: nn.Module) -> None:
+        parameter = choose.choice(list(module.parameters(recurse=False)))
+        what = choose.randrange(10)
+        with torch.no_grad():
+            if what == 0:
+                choose.choice([nn.init.trunc_normal_, nn.init.normal_, nn.init.ones_])(parameter)
+            elif what == 1:
+                parameter.mul_(choose.random())
+            elif what == 2:
+                parameter[0].uniform_()
+            elif what == 3:
+                module.to(choose.choice([torch.float64, torch.bfloat16, torch.float32]))
+            elif what == 4:
+                self.register_parameter(f"tied{number}", parameter)
+            elif what == 5:
+                self.register_buffer(
+                    f"buffer{number}", parameter.detach().float().cumsum(0), persistent=False
+                )
+            elif what == 6:
+                torch.manual_seed(choose.randrange(3))
+            elif what == 7 and torch.rand(1).item() > 0.5:
+                self.add_module(f"branch{number}", nn.Linear(2, 3))
+            elif what == 8:
+                self.add_module(f"copy{number}", copy.deepcopy(module))
+            elif what == 9:
+                parameter.data = (
+                    parameter.detach().clone().t() if parameter.ndim == 2 else parameter.detach() + 1
+                )
+
+
+@multirank(1, 3)
+def test_random_models_equal_the_plain_build(rank: int, world_size: int) -> None:
+    for seed in range(60):
+        shard_it = partial(sw.fully_shard, **HOW[1][seed % len(HOW[1])]) if seed % 2 else None
+        try:
+            assert_built_alike(partial(RandomModel, seed), seed, shard_it)
+        except BaseException as error:
+            raise AssertionError(f"RandomModel({seed})") from error
+
+
+def test_random_models_are_not_all_alike() -> None:
+    assert len({tuple(tensors_of(RandomModel(seed))) for seed in range(60)}) > 50
