@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -42,11 +43,10 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardwright._torch import local_of
+from shardwright._torch import foreach_norm, local_of
 from shardwright.checkpoint import load_pretrained
 from shardwright.engine import FSDPModule, fully_shard
 from shardwright.engine.construct import ShardPlacementFn
@@ -401,8 +401,8 @@ class _GradientSync:
                 unit.requires_sync = requires_sync
 
 
-class _Scaler(ShardedGradScaler):
-    """Unscales each rank's part of the gradients where it lies; an infinity on one rank skips the step on all."""
+class _Scaler(GradScaler):
+    """Unscales gradients where they lie. What is not finite on one rank skips the step on all."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -411,15 +411,19 @@ class _Scaler(ShardedGradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         reduce_held(parameters)
-        self._unscaled.add(id(optimizer))
+        gradients = _local_gradients(parameters)
         groups = [group["params"] for group in optimizer.param_groups]
         try:
+            # The gradients of one rank, and one more that tells of the other ranks'.
             for group in optimizer.param_groups:
-                group["params"] = [SimpleNamespace(grad=g) for g in _local_gradients(group["params"])]
+                group["params"] = []
+            told = [*gradients, _infinite_anywhere(gradients)] if gradients else []
+            optimizer.param_groups[0]["params"] = [_owner_of(each) for each in told]
             super().unscale_(optimizer)
         finally:
             for group, params in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = params
+        self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if (
@@ -433,10 +437,26 @@ class _Scaler(ShardedGradScaler):
         self._unscaled.clear()
 
 
+def _owner_of(gradient: torch.Tensor) -> torch.Tensor:
+    """A tensor that has this gradient."""
+    owner = gradient.detach()
+    owner.grad = gradient
+    return owner
+
+
+def _infinite_anywhere(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """One element, the same on every rank: infinite if any element of theirs is not finite, else 0."""
+    filled = [g for g in gradients if g.numel()]
+    largest = torch.stack([n.float() for n in foreach_norm(filled, math.inf)]) if filled else torch.zeros(1)
+    found = largest.isfinite().all().logical_not().float().to(gradients[0].device).view(1)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return torch.where(found > 0, math.inf, 0.0)
+
+
 def _scaler(given: Any, device: str) -> GradScaler:
     if isinstance(given, _Scaler):
         return given
-    if type(given) not in (GradScaler, ShardedGradScaler, torch.cuda.amp.GradScaler):
+    if type(given) not in (GradScaler, torch.cuda.amp.GradScaler):
         raise TypeError(
             f"A {type(given).__name__} does not know of other ranks' gradients. Pass MixedPrecision a "
             "torch.amp.GradScaler, whose settings are taken over."
@@ -462,21 +482,23 @@ def _is_sharded(optimizer: Optimizer) -> bool:
 def _within_wrapped_step(optimizer: Optimizer) -> Iterator[None]:
     """Let the optimizer become another class below what has wrapped its ``step``, as schedulers do when they are made.
 
-    A wrapper keeps the method that it calls in its closure. Of one that does not, ``fully_shard_optimizer`` tells.
+    A wrapper keeps the function that it calls in its closure. Of one that does not, ``fully_shard_optimizer`` tells.
     """
-    wrapper = vars(optimizer).get("step")
+    wrapper, function = vars(optimizer).get("step"), type(optimizer).step
     cells = [
         cell
         for cell in getattr(wrapper, "__closure__", None) or ()
-        if isinstance(cell.cell_contents, MethodType) and cell.cell_contents.__self__ is optimizer
+        if getattr(cell.cell_contents, "__func__", cell.cell_contents) is function
     ]
-    if len(cells) != 1:
+    if not cells:
         yield
         return
     del optimizer.step
     try:
         yield
-        cells[0].cell_contents = optimizer.step
+        for cell in cells:
+            bound = isinstance(cell.cell_contents, MethodType)
+            cell.cell_contents = optimizer.step if bound else type(optimizer).step
     finally:
         optimizer.step = wrapper  # type: ignore[method-assign, assignment]
 
