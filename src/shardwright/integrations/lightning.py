@@ -11,6 +11,7 @@ replaced here. docs/fabric.md is the page for users.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import inspect
 import math
@@ -163,7 +164,11 @@ class ShardwrightStrategy(DDPStrategy):
     # -- processes -----------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
+        joined_before = dist.is_initialized()
         super().setup_environment()
+        if not joined_before:
+            # Lightning leaves gloo's threads running, which abort the process at its end.
+            atexit.register(_leave_processes)
         if self._mesh is None:
             world = dist.get_world_size()
             sizes = self._mesh_sizes or (world,)
@@ -501,6 +506,11 @@ def _within_wrapped_step(optimizer: Optimizer) -> Iterator[None]:
             cell.cell_contents = optimizer.step if bound else type(optimizer).step
     finally:
         optimizer.step = wrapper  # type: ignore[method-assign, assignment]
+
+
+def _leave_processes() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _state_of_generators(device: torch.device) -> bytes:
