@@ -368,7 +368,8 @@ def _load_optimizer(parts: Parts, key: str, stored: Any) -> None:
                     f"the parameter's is {tuple(p.shape)}. It was saved for another model, or in another order."
                 )
     groups = [
-        {**group, "params": [number[each] for each in group["params"]]} for group in stored["param_groups"]
+        {**group, "params": [place[name] for name in here]}
+        for group, here in zip(stored["param_groups"], names, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
@@ -396,6 +397,19 @@ class _Stored(NamedTuple):
     path: tuple[str | int, ...]
     metadata: Any
 
+    @property
+    def shape(self) -> torch.Size | None:
+        """None of what is no tensor."""
+        return self.metadata.size if isinstance(self.metadata, TensorStorageMetadata) else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.metadata.properties.dtype  # type: ignore[no-any-return]
+
+    def room(self) -> torch.Tensor | None:
+        """What to load it into, whole; None is replaced by any other value."""
+        return None if self.shape is None else torch.empty(self.shape, dtype=self.dtype)
+
 
 def _load_sharded(
     path: Path, parts: Parts, state: dict[str, Any], mesh: DeviceMesh, strict: bool, weights_only: bool | None
@@ -404,16 +418,19 @@ def _load_sharded(
     entries = on_every_rank(mesh, lambda: _entries_of(path))
     _check_keys(state, {**entries, **others}, strict, path)
     asked: dict[str, Any] = {}
-    models: dict[str, dict[str, Any]] = {}
+    models: dict[str, dict[str, list[tuple[_Stored, Any]]]] = {}
     for key, model in parts.models.items():
         if key in entries:
             models[key] = _fitting(path, key, model, entries[key], strict)
-            asked.update(models[key])
+            asked.update({each.key: room for pairs in models[key].values() for each, room in pairs})
     for key in parts.optimizers:
         asked.update(_room_for(parts, key, entries.get(key, ())))
     dcp.load(asked, storage_reader=dcp.FileSystemReader(path))
     for key, values in models.items():
-        loaded = {name.removeprefix(f"{key}."): asked[name] for name in values}
+        loaded = {
+            name: _nested({each.path[1:]: asked[each.key] for each, _ in pairs})
+            for name, pairs in values.items()
+        }
         parts.models[key].load_state_dict(loaded, strict=strict)
     for key in parts.optimizers.keys() & entries.keys():
         _load_optimizer(parts, key, _nested({each.path: asked[each.key] for each in entries[key]}))
@@ -442,10 +459,14 @@ def _entries_of(path: Path) -> dict[str, list[_Stored]]:
     return entries
 
 
-def _fitting(path: Path, key: str, model: nn.Module, entries: list[_Stored], strict: bool) -> dict[str, Any]:
-    """The model's own tensors that are stored, by their keys in the folder."""
+def _fitting(
+    path: Path, key: str, model: nn.Module, entries: list[_Stored], strict: bool
+) -> dict[str, list[tuple[_Stored, Any]]]:
+    """What is stored of each entry of the model's state dict, with what to load it into: its own tensor."""
     mine = model.state_dict()
-    stored = {str(each.path[0]): each for each in entries if len(each.path) == 1}
+    stored: dict[str, list[_Stored]] = {}
+    for each in entries:
+        stored.setdefault(str(each.path[0]), []).append(each)
     problems = []
     if missing := [name for name in mine if name not in stored]:
         problems.append(f"missing in the checkpoint: {_listed(missing)}")
@@ -453,14 +474,19 @@ def _fitting(path: Path, key: str, model: nn.Module, entries: list[_Stored], str
         problems.append(f"unexpected in the checkpoint: {_listed(unexpected)}")
     if not strict:
         problems = []
-    for name in (name for name in mine if name in stored):
-        entry, value = stored[name].metadata, mine[name]
-        if isinstance(entry, TensorStorageMetadata) and entry.size != getattr(value, "shape", None):
-            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else "no tensor"
-            problems.append(f"{name!r} is {shape} here and {tuple(entry.size)} in the checkpoint")
+    for name, value in mine.items():
+        if isinstance(value, torch.Tensor) and name in stored:
+            shape = stored[name][0].shape if len(stored[name]) == 1 else None
+            if shape != value.shape:
+                found = "no tensor" if shape is None else tuple(shape)
+                problems.append(f"{name!r} is {tuple(value.shape)} here and {found} in the checkpoint")
     if problems:
         raise RuntimeError(f"The checkpoint {path} does not fit state[{key!r}]: {'; '.join(problems)}.")
-    return {stored[name].key: value for name, value in mine.items() if name in stored}
+    return {
+        name: [(each, value if isinstance(value, torch.Tensor) else each.room()) for each in stored[name]]
+        for name, value in mine.items()
+        if name in stored
+    }
 
 
 def _listed(names: list[str]) -> str:
@@ -475,16 +501,13 @@ def _room_for(parts: Parts, key: str, entries: Iterable[_Stored]) -> dict[str, A
     parameters = dict(zip(flat, (p for g in optimizer.param_groups for p in g["params"]), strict=True))
     room: dict[str, Any] = {}
     for each in entries:
-        room[each.key] = None  # any other value is put there
-        if isinstance(each.metadata, TensorStorageMetadata):
-            size, dtype = each.metadata.size, each.metadata.properties.dtype
-            p = parameters.get(str(each.path[1])) if each.path[0] == "state" and len(each.path) > 1 else None
-            unit = unit_of(p) if p is not None else None
-            if p is not None and unit is not None and size and size == p.shape:
-                managed = unit.managed(p)
-                room[each.key] = _shown(managed.cut.wrap(torch.empty_like(managed.local, dtype=dtype)))
-            else:
-                room[each.key] = torch.empty(size, dtype=dtype)
+        p = parameters.get(str(each.path[1])) if each.path[0] == "state" and len(each.path) > 1 else None
+        unit = unit_of(p) if p is not None else None
+        if p is not None and unit is not None and each.shape and each.shape == p.shape:
+            managed = unit.managed(p)
+            room[each.key] = _shown(managed.cut.wrap(torch.empty_like(managed.local, dtype=each.dtype)))
+        else:
+            room[each.key] = each.room()
     return room
 
 
