@@ -5,55 +5,15 @@ Imported by tests at run time only: importing Lightning takes seconds.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.fabric.plugins import ClusterEnvironment
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-import shardwright as sw
 from shardwright.integrations.lightning import ShardwrightStrategy
-
-
-class PoolEnvironment(ClusterEnvironment):
-    """The ranks of the pool, which have met already."""
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        return "127.0.0.1"
-
-    @property
-    def main_port(self) -> int:
-        raise AssertionError("the ranks have met already")
-
-    @staticmethod
-    def detect() -> bool:
-        return False
-
-    def world_size(self) -> int:
-        return dist.get_world_size()
-
-    def set_world_size(self, size: int) -> None:
-        assert size == self.world_size()
-
-    def global_rank(self) -> int:
-        return dist.get_rank()
-
-    def set_global_rank(self, rank: int) -> None:
-        assert rank == self.global_rank()
-
-    def local_rank(self) -> int:
-        return dist.get_rank()
-
-    def node_rank(self) -> int:
-        return 0
 
 
 class Block(nn.Module):
@@ -96,14 +56,22 @@ class Model(nn.Module):
         return self(x).sum(dim=-1) * self.gain.sum()
 
 
+def as_under_torchrun() -> None:
+    """Let Fabric find the ranks of the pool, which have met already. The pool restores the environment."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, GROUP_RANK="0", WORLD_SIZE=world)
+    os.environ.update(TORCHELASTIC_RUN_ID="pool", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+
+
 def fabric_of(precision: Any = None, plugins: Any = (), **options: Any) -> Fabric:
+    as_under_torchrun()
     options.setdefault("auto_wrap_policy", {Block})
     fabric = Fabric(
         accelerator="cpu",
         devices=dist.get_world_size(),
         strategy=ShardwrightStrategy(**options),
         precision=precision,
-        plugins=[PoolEnvironment(), *plugins],
+        plugins=list(plugins),
     )
     fabric.launch()
     return fabric
@@ -169,23 +137,3 @@ def train(fabric: Fabric, model: Any, optimizer: Any, steps: range) -> list[floa
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-__all__ = [
-    "Block",
-    "DTensor",
-    "Fabric",
-    "Model",
-    "PoolEnvironment",
-    "ShardwrightStrategy",
-    "assert_same_model",
-    "data",
-    "fabric_of",
-    "full",
-    "loss_of",
-    "plain_gradients",
-    "plain_model",
-    "set_up",
-    "sw",
-    "train",
-]

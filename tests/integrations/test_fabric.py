@@ -1,12 +1,13 @@
 """Lightning Fabric with ShardwrightStrategy: unchanged Fabric code has the numbers of one device.
 
-On ranks of the pool, which a cluster environment tells Fabric of; how Fabric launches processes itself is in
+On ranks of the pool, which Fabric takes for those of torchrun; how Fabric launches processes itself is in
 test_fabric_launch.py. Lightning is imported by the ranks alone.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -211,7 +212,8 @@ def test_float16_is_scaled_and_infinities_skip_the_step_on_every_rank(
             loss = nn.functional.mse_loss(outputs.float(), targets)
             plain_scaler.scale(loss / world_size).backward()
             if data_rank == rank:
-                fabric.backward(nn.functional.mse_loss(model(inputs), targets))
+                with fabric.no_backward_sync(model, enabled=step == 3):  # reduced when they are unscaled
+                    fabric.backward(nn.functional.mse_loss(model(inputs), targets))
         if step == 1:  # as an overflow in a part of the gradients that one rank has
             plain.stem.weight.grad.view(-1)[-1] = torch.inf
             if rank == 1:
@@ -547,11 +549,11 @@ def test_full_checkpoints_are_those_of_one_device(rank: int, world_size: int, tm
     fabric.save(full_file, state)
     fabric_of().save(folder, state)
     only_stem = {"model": lambda name, _: name.startswith("stem")}
-    replicas = fabric_of(state_dict_type="full", device_mesh=(2, 1))
+    replicas = fabric_of(state_dict_type="full", strategy="ddp")
     replicas.save(tmp_path / "filtered", {"model": set_up(replicas)[0]}, filter=only_stem)
     filtered = torch.load(tmp_path / "filtered")["model"]
     assert list(filtered) == ["stem.weight", "stem.bias"]
-    assert all(t.untyped_storage().nbytes() == t.nbytes for t in filtered.values())
+    assert (tmp_path / "filtered").stat().st_size < full_file.stat().st_size / 3
     fabric_of().save(tmp_path / "stem", {"model": model}, filter=only_stem)
     fresh, _ = set_up(fabric, seed=20)
     with refused(RuntimeError, "missing", "blocks.0.up.weight"):
@@ -752,7 +754,6 @@ def test_what_cannot_be_honoured_is_refused_by_name(rank: int, world_size: int) 
     from tests.integrations.fabrics import (
         Fabric,
         Model,
-        PoolEnvironment,
         ShardwrightStrategy,
         fabric_of,
         set_up,
@@ -790,7 +791,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(rank: int, world_size: int) 
         fabric_of(state_dict_type="local")
     with refused(ValueError, "zero9"):
         fabric_of(strategy="zero9").setup(Model())
-    idle = Fabric(accelerator="cpu", devices=2, strategy=ShardwrightStrategy(), plugins=[PoolEnvironment()])
+    idle = Fabric(accelerator="cpu", devices=2, strategy=ShardwrightStrategy())
     with refused(RuntimeError, "launch"):
         _ = idle.strategy.device_mesh
 
@@ -821,3 +822,16 @@ def test_what_fabric_offers_beside_works(rank: int, world_size: int) -> None:
     assert fabric.all_gather(torch.tensor(rank)).tolist() == [0, 1]
     assert fabric.broadcast(rank, src=1) == 1
     assert dist.get_world_size(fabric.strategy.device_mesh.get_group("replicate")) == 2
+
+
+@multirank(2, timeout=TIMEOUT)
+def test_examples_of_the_fabric_page_run(rank: int, world_size: int) -> None:
+    from tests.integrations.fabrics import as_under_torchrun
+
+    as_under_torchrun()
+    page = Path(__file__).parents[2] / "docs" / "fabric.md"
+    examples = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert len(examples) == 2
+    names: dict[str, Any] = {}
+    for example in examples:
+        exec(compile(example, str(page), "exec"), names)

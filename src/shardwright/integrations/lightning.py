@@ -433,7 +433,7 @@ class _Scaler(GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if (
             self.is_enabled() and id(optimizer) not in self._unscaled
-        ):  # fused ones would ask their own rank only
+        ):  # fused ones would go by what is not reduced yet
             self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)
 

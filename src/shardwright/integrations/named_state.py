@@ -232,11 +232,7 @@ def _gathered(values: dict[str, Any], keep: bool) -> dict[str, Any]:
             return value
         value = value.detach()
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if not keep:
-            return None
-        whole = whole.cpu()
-        # torch saves the whole memory that a tensor views, be it a shard of many.
-        return whole.clone() if whole.untyped_storage().nbytes() != whole.nbytes else whole
+        return whole.cpu() if keep else None
 
     return {key: mapped(value, gather) for key, value in values.items()}
 
