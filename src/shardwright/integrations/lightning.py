@@ -15,6 +15,7 @@ import atexit
 import hashlib
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -580,11 +581,12 @@ def _units(model: nn.Module, policy: Any) -> list[nn.Module]:
         return []
     if isinstance(policy, tuple):
         chosen = [m for m in _inner_first(model) if isinstance(m, policy)]
-        if not chosen:
+        if not chosen:  # right for a small model beside the one that the policy is for
             found = sorted({type(m).__name__ for m in model.modules()})
-            raise ValueError(
+            warnings.warn(
                 f"auto_wrap_policy names {', '.join(c.__name__ for c in policy)}, and this model has only "
-                f"{', '.join(found)}. Name the class of its blocks."
+                f"{', '.join(found)}: all of it is one unit, gathered at once.",
+                stacklevel=4,
             )
     elif "recurse" in inspect.signature(policy).parameters:
         chosen = []
