@@ -366,8 +366,7 @@ class RandomModel(nn.Module):
                 self.change(choose, number, choose.choice(made))
 
     def change(self, choose: random.Random, number: int, module: nn.Module) -> None:
-        parameters = list(module.named_parameters(recurse=False))
-        name, parameter = choose.choice(parameters)
+        parameter = choose.choice(list(module.parameters(recurse=False)))
         what = choose.randrange(10)
         with torch.no_grad():
             if what == 0:

@@ -174,7 +174,8 @@ def _open_safetensors(file: Path) -> dict[str, StoredTensor]:
                 return torch.empty(shape, dtype=dtype)
             data = bytes_of_file()[8 + length + begin : 8 + length + end]
             if data.data_ptr() % dtype.itemsize:
-                data = data.clone()  # not aligned, as no usual writer leaves it: cannot be read in place, nor in part
+                # As no usual writer leaves it. It cannot be read in place, so it is read whole.
+                data = data.clone()
             return data.view(dtype).view(shape)
 
         return view

@@ -135,12 +135,14 @@ def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter, mesh
             f"{where}, a {type(parameter).__name__}, decides itself what is gathered of it, so it must hold values "
             "when it is sharded. Build it on a device, outside of deferred_init."
         )
-    if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return
+    if module.max_norm is not None:
         raise ValueError(
             f"{where}: with max_norm the module changes its own weights in forward, on each rank those of its own "
             "tokens, so the ranks would differ. Build the embedding without max_norm."
         )
-    if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+    if module.sparse:
         raise ValueError(
             f"{where}: sparse gradients cannot be reduced. Build the embedding with sparse=False."
         )
