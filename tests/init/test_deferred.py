@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
 from tests.init.models import MODELS, Recurrent, Ties, assert_built_alike, assert_same, tensors_of
@@ -149,6 +150,18 @@ def test_tensors_from_outside_are_read_as_they_were() -> None:
         sw.materialize(model)
 
 
+def test_data_may_be_a_tensor_from_outside() -> None:
+    given = torch.randn(4, 3)
+
+    def build() -> nn.Module:
+        model = nn.Linear(3, 4)
+        model.weight.data = given
+        model.bias.data = given[:, 0] * 2
+        return model
+
+    assert_built_alike(build, 0)
+
+
 def test_real_tensors_are_filled_at_once_and_in_order() -> None:
     outside = torch.zeros(5)
 
@@ -236,6 +249,16 @@ def test_a_context_inside_a_fork_leaves_the_outer_generator() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class Draws(TorchDispatchMode):
+    """Counts random operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
 def test_models_may_be_materialised_apart_and_in_any_order(order: list[int]) -> None:
     torch.manual_seed(0)
@@ -246,9 +269,12 @@ def test_models_may_be_materialised_apart_and_in_any_order(order: list[int]) -> 
     for n in (20, 30, 40):
         with sw.deferred_init():
             models.append(nn.Linear(3, n))
-    for number in order:
-        sw.materialize(models[number])
-        assert torch.equal(torch.get_rng_state(), state)  # as if all were built
+    with Draws() as draws:
+        for number in order:
+            sw.materialize(models[number])
+            assert torch.equal(torch.get_rng_state(), state)  # as if all were built
+    # Two for each model; what the first call passed over is drawn once more, and no more than that.
+    assert draws.count == 10
     for model, each in zip(models, plain, strict=True):
         assert_same(model, each)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
+from shardwright._torch import subclasses_dispatch
 from tests.init.models import assert_same, full, tensors_of
 from tests.support import multirank
 
@@ -162,6 +163,28 @@ def test_to_empty_and_the_users_own_values(rank: int, world_size: int, layout: s
     assert [full(p).unique().tolist() for p in model.parameters()] == [[0.0], [1.0], [2.0], [3.0]]
 
 
+@multirank(2, 3)
+def test_to_empty_and_the_users_own_random_numbers(rank: int, world_size: int) -> None:
+    if not subclasses_dispatch:
+        pytest.skip("in torch 2.11 operations on DTensors go past their subclasses")
+
+    def init(model: Any) -> None:
+        nn.init.kaiming_uniform_(model.weight)
+        nn.init.normal_(model.bias.data)
+
+    plain = initialised(lambda: nn.Linear(3, 5), 0, init)
+    model: Any = sw.fully_shard(on_meta(lambda: nn.Linear(3, 5)))
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        init(model)
+    assert_same(model, plain)
+    model = sw.fully_shard(on_meta(lambda: nn.Linear(3, 5)), layout="ragged")
+    model.to_empty(device="cpu")
+    with pytest.raises(NotImplementedError, match=r"normal_.* is not supported on a ragged tensor"):
+        nn.init.normal_(model.weight)
+
+
 @multirank(2)
 def test_loaded_parameters_are_not_initialised(rank: int, world_size: int) -> None:
     loaded = nn.Linear(3, 5)
@@ -174,6 +197,26 @@ def test_loaded_parameters_are_not_initialised(rank: int, world_size: int) -> No
     sw.materialize(model)
     assert (full(model[0].weight) == 7).all()
     assert full(model[0].bias).abs().sum() > 0
+
+
+def test_an_initialiser_that_reads_what_is_there_already() -> None:
+    model: Any = on_meta(lambda: nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)))
+    model[0] = nn.Linear(3, 3, bias=False)
+    with pytest.raises(ValueError, match=r"reads '0.weight', which hold values already"):
+        sw.materialize(model, init=lambda: model[1].weight.copy_(model[0].weight))
+
+
+@multirank(2)
+def test_a_part_of_a_unit(rank: int, world_size: int) -> None:
+    with sw.deferred_init():
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    sw.fully_shard(model)
+    sw.materialize(model[0])
+    assert full(model[0].weight).abs().sum() > 0
+    with pytest.raises(RuntimeError, match=r"Parameters '1.weight', '1.bias' of unit"):
+        model(torch.ones(1, 3))
+    sw.materialize(model[1])
+    model(torch.ones(1, 3))
 
 
 @multirank(1)

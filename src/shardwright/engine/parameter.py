@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwright._torch import increment_version, local_of, rebind, share_gradient_hooks
 from shardwright.engine.cut import Cut
@@ -26,6 +26,7 @@ TAKEN = "_shardwright_taken_by"
 #: Set on a sharded parameter: a weak reference to its unit.
 UNIT_OF = "_shardwright_unit_of"
 _detach = torch.ops.aten.detach.default
+_RANDOM = torch.Tag.nondeterministic_seeded
 #: Set on a full parameter: what to call when its ``.data`` is handed out.
 ON_DATA = "_shardwright_on_data"
 #: True on classes of tensors whose values are computed later (``shardwright.init``).
@@ -56,6 +57,8 @@ class ShardedTensor(DTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if _RANDOM in func.tags and func._schema.is_mutable and isinstance(args[0], DTensor):
+            return _draw_whole(func, args, kwargs or {})
         result = DTensor.__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[arg-type]
         if func.is_view:
             if type(result) is DTensor and isinstance(args[0], ShardedTensor):
@@ -93,6 +96,19 @@ class ShardedTensor(DTensor):
             shape=self.shape,
             stride=self.stride(),
         )
+
+
+def _draw_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Fill this rank's part with what a whole tensor would have been filled with, there.
+
+    Ranks that are seeded alike agree. DTensor's own would give every rank the same numbers on the CPU.
+    """
+    target = args[0]
+    whole = torch.empty(target.shape, dtype=target.dtype, device=local_of(target).device)
+    func(whole, *args[1:], **kwargs)
+    part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+    local_of(target).copy_(local_of(part))
+    return target
 
 
 class Managed(torch.Tensor):

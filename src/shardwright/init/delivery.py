@@ -73,9 +73,10 @@ def materialize(
     destinations = _Destinations()
     for module, name, old, new in stand_ins:
         destinations.add(module, name, old, new)
+    held = {id(p) for module in model.modules() for p in module._parameters.values()}
     for unit in units_of(model):
         for sharded, source in unit.without_values().items():
-            if isinstance(source, DeferredTensor):
+            if isinstance(source, DeferredTensor) and id(sharded) in held:
                 p = unit.managed(sharded)
                 assert p is not None
                 destinations.of(source).shards.append((p, source))
@@ -85,6 +86,9 @@ def materialize(
         _replay(destinations, where)
     for put in destinations.real:
         put()
+    for unit in units_of(model):
+        unit.without_values()  # forgets what has values now
+    RECORDER.live()
     hook_optimizers()
     return model
 

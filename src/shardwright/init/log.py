@@ -106,10 +106,14 @@ def record(entry: Entry) -> None:
 
 @dataclass(slots=True)
 class Plan:
-    """What has to run: ``entries`` in recorded order; of those in ``drawn`` nothing is kept."""
+    """What has to run: ``entries`` in recorded order; of those in ``drawn`` nothing is kept.
+
+    Of the memories in ``unwritten`` something is needed that no entry wrote.
+    """
 
     entries: list[Entry]
     drawn: set[Entry]
+    unwritten: set[Memory]
 
 
 def plan(targets: Iterable[Memory], drawing: Iterable[Entry] = ()) -> Plan:
@@ -166,7 +170,7 @@ def plan(targets: Iterable[Memory], drawing: Iterable[Entry] = ()) -> Plan:
         for stream, draw in entry.draws.items():
             if draw.state is None and draw.after is not None:
                 force(draw.after, stream)
-    return Plan(needed[::-1], drawn)
+    return Plan(needed[::-1], drawn, live)
 
 
 def touched(entry: Entry, drawn: bool) -> set[Memory]:

@@ -51,6 +51,14 @@ class DeferredTensor(torch.Tensor):
     def device(self) -> torch.device:  # type: ignore[override]
         return RECORDER.memory_of(self).device or UNNAMED
 
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        set_data(self, value if isinstance(value, DeferredTensor) else RECORDER.constant(value))
+
     def tolist(self) -> Any:
         return RECORDER.read(self).tolist()
 

@@ -14,15 +14,20 @@ from torch import nn
 
 from shardwright.engine.construct import UNIT
 from shardwright.engine.module import original_class
-from shardwright.engine.parameter import Managed, Slot, has_no_values
+from shardwright.engine.parameter import Managed, Slot, has_no_values, unit_of
 from shardwright.engine.unit import Unit
 from shardwright.init.context import deferred_init
+from shardwright.init.log import Memory, plan
 from shardwright.init.recorder import RECORDER, DeferredTensor
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    found = [module.__dict__.get(UNIT) for module in model.modules()]
-    return list(dict.fromkeys(unit for unit in found if unit is not None))
+    """Units of the model's modules, and those of modules around it that own parameters which the model holds."""
+    found: dict[Unit | None, None] = {}
+    for module in model.modules():
+        found[module.__dict__.get(UNIT)] = None
+        found.update((unit_of(p), None) for p in module._parameters.values() if p is not None)
+    return [unit for unit in found if unit is not None]
 
 
 class StandIn(NamedTuple):
@@ -81,8 +86,11 @@ def initialise(model: nn.Module, init: Callable[[], Any] | None) -> list[StandIn
             _show(module, name, old)
         for unit in paused:
             unit.settling_paused = False
+    kept = {
+        RECORDER.memory_of(put[id(each.old)]): each for each in found if not missing(each.old)
+    }  # their values stay, so what was recorded for their stand-ins is dropped
     found = [each for each in found if missing(each.old)]
-    _check(model, found)
+    _check(model, found, kept)
     return list(
         {id(each.old) if isinstance(each.old, Managed) else id(each): each for each in found}.values()
     )
@@ -110,7 +118,7 @@ def _show(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         module._buffers[name] = tensor
 
 
-def _check(model: nn.Module, found: list[StandIn]) -> None:
+def _check(model: nn.Module, found: list[StandIn], kept: dict[Memory, StandIn]) -> None:
     names = {id(module): name for name, module in model.named_modules()}
 
     def full_name(each: StandIn) -> str:
@@ -139,6 +147,14 @@ def _check(model: nn.Module, found: list[StandIn]) -> None:
             f"Nothing initialises these parameters and buffers, which are on the meta device: {told}. Give their class "
             "a reset_parameters method, pass init= to materialize, or build the model under "
             "shardwright.deferred_init(). Nothing was changed."
+        )
+    wanted = [RECORDER.view_of(each.new).memory for each in found if isinstance(each.new, DeferredTensor)]
+    read = [full_name(kept[memory]) for memory in plan(wanted).unwritten if memory in kept]
+    if read:
+        raise ValueError(
+            f"The initialiser reads {', '.join(map(repr, read))}, which hold values already, to compute others. "
+            "Compute those after materialize, or build the model under shardwright.deferred_init(). Nothing was "
+            "changed."
         )
     if twice:
         warnings.warn(
