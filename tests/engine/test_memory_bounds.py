@@ -180,8 +180,8 @@ def leased(program: Program, setting: Setting, memory: str) -> dict[str, int]:
     """The most bytes of slabs of each kind, with one unit gathered ahead.
 
     2 units' parameters and 1 gradient slab, and what is kept: the parameters of the root and of units that span the
-    model, or with zero2 all. Beside these what is sharded: casts of the 2 shards that are being gathered, all gradients,
-    and while micro-batches add up what one unit's are added from.
+    model, or with zero2 all. Beside these what is sharded: casts of the 2 shards that are being gathered, all
+    gradients, and while micro-batches add up what one unit's are added from.
     """
     shapes, kept = units_in(program)
     if setting.strategy == "zero2" and setting.ranks > 1:

@@ -41,6 +41,23 @@ def refused(kind: type[BaseException], *words: str) -> Iterator[None]:
 
 
 @multirank(2, timeout=TIMEOUT)
+def test_parameter_groups_can_be_added(rank: int, world_size: int) -> None:
+    from tests.integrations.fabrics import fabric_of
+
+    fabric = fabric_of(auto_wrap_policy={nn.Linear})
+    fabric.seed_everything(0, verbose=False)
+    model = fabric.setup_module(nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 5)))
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.module[0].parameters(), lr=0.1))
+    optimizer.add_param_group({"params": list(model.module[1].parameters()), "lr": 0.2})
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    fabric.backward(model(torch.ones(2, 6)).square().mean())
+    optimizer.step()
+    assert not any(
+        torch.equal(old, p.full_tensor()) for old, p in zip(before, model.parameters(), strict=True)
+    )
+
+
+@multirank(2, timeout=TIMEOUT)
 @pytest.mark.parametrize(
     ("precision", "options"),
     [

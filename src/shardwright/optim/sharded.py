@@ -153,8 +153,9 @@ def _choose_owners(optimizer: Any, found: list[tuple[str, torch.Tensor, Need]]) 
     for name, p, need in found:
         if need == "tensor" and isinstance(p, SHARDED):
             by_mesh.setdefault(p.device_mesh, []).append((name, p, cost(p)))
-    known = optimizer.__dict__.setdefault("_shardwright_owners", {})
-    whole = optimizer.__dict__.setdefault("_shardwright_whole", set())
+    if not hasattr(optimizer, "_shardwright_owners"):  # which a wrapper of the optimizer may have from it
+        optimizer._shardwright_owners, optimizer._shardwright_whole = {}, set()
+    known, whole = optimizer._shardwright_owners, optimizer._shardwright_whole
     chosen = {mesh: known.get(mesh) or Owners(mesh) for mesh in by_mesh}
     for mesh, entries in by_mesh.items():
         chosen[mesh].check(entries)
@@ -336,7 +337,7 @@ class _ShardedStep:
         before = len(self.param_groups)
         super().add_param_group(param_group)  # type: ignore[misc]
         try:
-            found = check(self.param_groups[before:], self.__dict__["_shardwright_needs"])
+            found = check(self.param_groups[before:], self._shardwright_needs)  # type: ignore[attr-defined]
             _check_state_per_block(self, found)
             _choose_owners(self, found)
         except BaseException:
