@@ -71,10 +71,10 @@ class Reference:
     def backward(self, world_size: int, batches: list[list[torch.Tensor]]) -> list[float]:
         """``batches[micro][rank]``; leaves averaged gradients in ``self.model``; returns rank 0's losses."""
         losses = []
+        work = copy.deepcopy(self.model).to(self.compute)
         for micro in batches:
             totals: list[torch.Tensor | None] = [None] * len(list(self.model.parameters()))
             for rank, batch in enumerate(micro):
-                work = copy.deepcopy(self.model).to(self.compute)
                 for p in work.parameters():
                     p.grad = None
                 loss = loss_of(work(batch), batch)

@@ -697,11 +697,10 @@ class Interpreter:
             self.compare(f"step {self.step}, {show(instruction)}")
 
     def compare(self, where: str) -> None:
-        found = differences(self.model, self.reference.model, self.tolerance, self.wrong)
+        found = differences(self.model, self.reference.model, self.tolerance, self.wrong, adopt=True)
         self.wrong = []
         if found:
             raise Mismatch(f"after {where}:\n" + "\n".join(found))
-        synchronise(self.model, self.reference.model)
 
     @property
     def has_bfloat16(self) -> bool:
@@ -1178,7 +1177,8 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 def run_program(rank: int, world_size: int, program: Program, sharded: bool = True) -> str | None:
     """What went wrong, the same on every rank, or None. Other exceptions are the engine's (or the program's)."""
-    os.environ["SHARDWRIGHT_POISON"] = "1"
+    if sharded:  # in a worker, where the environment is restored
+        os.environ["SHARDWRIGHT_POISON"] = "1"
     try:
         Interpreter(program, rank, world_size, sharded).run((*program.steps, *EPILOGUE))
     except Mismatch as mismatch:
@@ -1268,11 +1268,17 @@ def part_of(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return flat[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
 
 
-def differences(model: nn.Module, plain: nn.Module, tolerance: float, wrong: Sequence[str] = ()) -> list[str]:
+def differences(
+    model: nn.Module, plain: nn.Module, tolerance: float, wrong: Sequence[str] = (), adopt: bool = False
+) -> list[str]:
     """How parameters and gradients of ``model`` differ from those of ``plain``; the same verdict on every rank.
 
     An error counts relative to the largest element, of a gradient to at least 2e-2: what is smaller came about by
     cancellation of terms of that size. Of one number, which bfloat16 sums over all of a layer's output, to 1e-1.
+
+    With ``adopt`` and no difference ``plain`` takes over the parameters of ``model``. Then rounding does not add up
+    over steps, and does not flip the rounding of a bfloat16 copy, so that every step can be compared as strictly as
+    the first. The version counters of ``plain`` stay: no edit happened.
     """
     found = list(wrong)
     mine, theirs = list(model.named_parameters()), list(plain.named_parameters())
@@ -1298,6 +1304,9 @@ def differences(model: nn.Module, plain: nn.Module, tolerance: float, wrong: Seq
             if q.grad is not None and has == 1.0:
                 least = 1e-1 if allowed > 1e-3 and not q.ndim else 2e-2
                 found += too_far(f"gradient of {name}", gradient, q.grad, least, allowed)
+    if adopt and not found:
+        for (_, q), value in zip(theirs, values, strict=True):
+            q.data.copy_(value)
     return found
 
 
@@ -1309,18 +1318,6 @@ def too_far(
     scale = max(expected.abs().max().item(), least)
     error = (found - expected.detach().double()).abs().max().item() / scale
     return [] if error <= tolerance else [f"{name} is off by {error:.1e} of {scale:.1e}"]
-
-
-@torch.no_grad()
-def synchronise(model: nn.Module, plain: nn.Module) -> None:
-    """Copy the parameters of ``model``, which were compared just now, into ``plain``.
-
-    Then rounding differences do not add up over steps, and do not flip the rounding of a bfloat16 copy, so that
-    every step can be compared as strictly as the first. The version counters of ``plain`` stay: no edit happened.
-    """
-    values, _, _ = whole(model)
-    for value, q in zip(values, plain.parameters(), strict=True):
-        q.data.copy_(value)
 
 
 # -- a long search -----------------------------------------------------------------------------------------------------

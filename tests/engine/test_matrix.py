@@ -1,6 +1,7 @@
 """Parity with a plain model over ranks x reshard_after_forward x precision x accumulation x sharded dimension.
 
-Every rank has its own data. The reference averages every rank's gradients, computed by an unsharded copy.
+Every rank has its own data. The reference averages every rank's gradients, computed by an unsharded copy. Every pair of
+settings is run; tests/support/matrix.py tells how to run every combination.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from torch.distributed.tensor import Shard
 
 import shardwright as sw
 from tests.engine.models import Model, Reference, build, full, loss_of, shard, tokens
-from tests.support import multirank
+from tests.engine.test_strategies import On, check_gradients, on, on_meshes
+from tests.support.matrix import select, together
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 #: (compute, reduce, tolerance): fp32 sums differ in order only; lower reduce dtypes round the sum itself once or twice.
@@ -28,19 +30,29 @@ PLACEMENTS = {
     "last": lambda p: Shard(p.ndim - 1),
     "mixed": lambda p: Shard(1) if p.ndim == 2 and p.shape[0] == 12 else None,
 }
-CASES = [
-    pytest.param(*case, id="-".join(map(str, case)))
-    for case in itertools.product(
-        (None, True, False), PRECISIONS, ("single", "communicate", "hold"), PLACEMENTS
-    )
-]
+CASES = select(
+    itertools.product(
+        on("zero3", (1,), (2,), (3,), (4,)),
+        (None, True, False),
+        PRECISIONS,
+        ("single", "communicate", "hold"),
+        PLACEMENTS,
+    ),
+    lambda row, strength: together(strength, *row),
+)
 
 
-@multirank(1, 2, 3, 4)
-@pytest.mark.parametrize(("reshard", "precision", "accumulation", "placement"), CASES)
+@on_meshes(CASES)
 def test_training_equals_the_plain_model(
-    rank: int, world_size: int, reshard: bool | None, precision: str, accumulation: str, placement: str
+    rank: int,
+    world_size: int,
+    at: On,
+    reshard: bool | None,
+    precision: str,
+    accumulation: str,
+    placement: str,
 ) -> None:
+    """On the default mesh, which ``at`` stands for."""
     compute, reduce, tolerance = PRECISIONS[precision]
     plain = build()
     reference = Reference(plain, compute, reduce)
@@ -63,7 +75,7 @@ def test_training_equals_the_plain_model(
         wanted = reference.backward(world_size, batches)
         if rank == 0:
             assert losses == pytest.approx(wanted, rel=tolerance)
-        compare_gradients(model, reference.model, tolerance)
+        check_gradients(model, [p.grad for p in reference.model.parameters()], tolerance)
         optimizer.step()
         expected.step()
         optimizer.zero_grad()
@@ -82,11 +94,3 @@ def train_step(model: Model, batches: list[torch.Tensor], hold: bool) -> list[fl
         loss.backward()
         losses.append(loss.item())
     return losses
-
-
-def compare_gradients(model: Model, reference: torch.nn.Module, tolerance: float) -> None:
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert p.grad.dtype == p.dtype == torch.float32
-        scale = max(q.grad.abs().max().item(), 1e-3)
-        error = (full(p.grad) - q.grad).abs().max().item() / scale
-        assert error <= tolerance, f"gradient of {name} is off by {error:.2e} of its largest element"

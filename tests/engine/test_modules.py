@@ -1,9 +1,10 @@
 """Modules as people write them, against the plain model: behaviours x accumulation x precision x reshard x place.
 
 A `Case` is one behaviour: how the model is built, which modules are units, what one micro-batch does (forward and
-backward), and what the user does to the model between. The same functions run on the sharded model, with this rank's
-data, and on copies of the plain model, with every rank's data. A place is a strategy on a mesh, and a layout. Which
-settings a behaviour meets is said in `rows`.
+backward), and what the user does to the model between. The same functions run on the sharded model and on a copy of the
+plain model, both with this rank's data; the plain model's gradients are averaged over the ranks. A place is a strategy
+on a mesh, and a layout. Which settings a behaviour meets is said in `shows`; tests/support/matrix.py tells how to run
+more of them.
 """
 
 from __future__ import annotations
@@ -15,26 +16,29 @@ import itertools
 import math
 import os
 import pickle
-from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterator
+import random
+from collections import Counter, OrderedDict, namedtuple
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright.memory import Slab
-from tests.engine.programs import LAYOUTS, differences, synchronise
+from tests.engine.programs import LAYOUTS, differences
 from tests.engine.test_strategies import On, on
 from tests.support import CaseFailed, WorkerPools, multirank
+from tests.support.matrix import covering, select, together
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-#: Both models start every step from the same bits (`synchronise`), so only the order of sums over ranks and
+#: Both models start every step from the same bits (`differences`), so only the order of sums over ranks and
 #: micro-batches differs: some 1e-7 of the largest element. With bfloat16 the sums over ranks are float32 as well.
 TOLERANCE = 1e-5
 
@@ -172,11 +176,9 @@ def run(
         plain = case.edit(plain, step) or plain
         if case.rebuild_optimizer:
             optimizer, expected = make_optimizer(model, sharded), make_optimizer(plain, False)
-        for r in range(world_size):
-            batch = Batch(step, 7, micros, r, world_size, FP32)
-            case.mishap(work_copy(case, plain, compute), dataclasses.replace(batch, dtype=compute))
-            if r == rank:
-                case.mishap(model, batch)
+        batch = Batch(step, 7, micros, rank, world_size, FP32)
+        case.mishap(work_copy(case, plain, compute), dataclasses.replace(batch, dtype=compute))
+        case.mishap(model, batch)
         zero_grad(model, optimizer, step)
         zero_grad(plain, expected, step)
         wrong: list[str] = []
@@ -197,9 +199,8 @@ def run(
             detached(case.update(expected, plain, step)),
         )
         wrong = output_differences(told, wanted, f"after step {step}", tolerance)
-        found = differences(model, plain, tolerance, wrong)
+        found = differences(model, plain, tolerance, wrong, adopt=True)
         assert not found, f"step {step}, after the optimizer:\n" + "\n".join(found)
-        synchronise(model, plain)
 
 
 def make_optimizer(model: nn.Module, sharded: bool) -> torch.optim.Optimizer:
@@ -230,24 +231,26 @@ def work_copy(case: Case, plain: nn.Module, compute: torch.dtype) -> nn.Module:
 
 
 def reference_step(case: Case, plain: nn.Module, own: Batch, compute: torch.dtype) -> Any:
-    """Run one micro-batch of every rank on copies of ``plain``; add the mean gradients to ``plain``'s."""
-    totals: list[torch.Tensor | None] = [None] * len(list(plain.parameters()))
-    told, buffers = None, list[torch.Tensor]()
-    for rank in range(own.world_size):
-        work = work_copy(case, plain, compute)
-        result = detached(case.train(work, dataclasses.replace(own, rank=rank, dtype=compute)))
-        if rank == own.rank:
-            told, buffers = result, list(work.buffers())
-        for i, (p, q) in enumerate(zip(work.parameters(), plain.parameters(), strict=True)):
-            if p.grad is not None:
-                gradient = p.grad.to(q.dtype)
-                totals[i] = gradient if totals[i] is None else totals[i] + gradient
-    for mine, buffer in zip(plain.buffers(), buffers, strict=True):
+    """Run this rank's micro-batch on a copy of ``plain``, and add the mean over all ranks to ``plain``'s gradients.
+
+    The mean is by one plain all-reduce in float64, so every rank must call it.
+    """
+    work = work_copy(case, plain, compute)
+    told = detached(case.train(work, dataclasses.replace(own, dtype=compute)))
+    for mine, buffer in zip(plain.buffers(), work.buffers(), strict=True):
         mine.copy_(buffer)
-    for p, total in zip(plain.parameters(), totals, strict=True):
-        if total is not None:
-            mean = total / own.world_size
-            p.grad = mean if p.grad is None else p.grad + mean
+    parameters = list(zip(work.parameters(), plain.parameters(), strict=True))
+    # In the dtype of the parameter, as gradients are handed over. The last items say how many ranks have one.
+    gradients = [torch.zeros_like(q) if p.grad is None else p.grad.to(q.dtype) for p, q in parameters]
+    there = torch.tensor([p.grad is not None for p, _ in parameters], dtype=FP64)
+    everything = torch.cat([*(g.detach().flatten().to(FP64) for g in gradients), there])
+    if own.world_size > 1:
+        dist.all_reduce(everything)
+    *totals, there = everything.split([*(g.numel() for g in gradients), len(there)])
+    for (_, q), total, users in zip(parameters, totals, there, strict=True):
+        if users:
+            mean = (total / own.world_size).view(q.shape).to(q.dtype)
+            q.grad = mean if q.grad is None else q.grad + mean
     return told
 
 
@@ -2365,9 +2368,6 @@ OTHERS = [
     )
     for at in on(name, shape)
 ]
-#: With how much of accumulation x precision x reshard x place each behaviour is run: "values" (3 rows), "pairs" (18) or
-#: "all" (107).
-COVERAGE = os.environ.get("SHARDWRIGHT_MATRIX", "values")
 
 
 class Row(NamedTuple):
@@ -2377,55 +2377,38 @@ class Row(NamedTuple):
     place: Place
 
 
-def rows(name: str, coverage: str = COVERAGE) -> Iterator[Row]:
-    """Settings for one behaviour.
-
-    "values": one row at the usual place, zero3 on a line, and two at others; every precision and value of reshard. The
-    combinations rotate from one behaviour to the next, so that every pair of values of two settings occurs for some
-    behaviour. "pairs": at the usual place every pair of values of two settings occurs for every behaviour, and as many
-    rows at other places. "all": everything at the usual place, and every other place twice.
-    """
+def every_row(name: str) -> list[Row]:
+    """Everything at the usual places, and every other place twice; shuffled, so that a selection is a mixture."""
     shift = list(CASES).index(name)
     precisions = CASES[name].precisions
-
-    def other(i: int, number: int) -> Row:
-        """The number-th at other places, of all behaviours."""
-        precision = precisions[(i + shift) % len(precisions)]
-        accumulation = ACCUMULATIONS[(i + number // len(OTHERS)) % 4]
-        return Row(accumulation, precision, RESHARDS[(i + shift // 3) % 3], OTHERS[number % len(OTHERS)])
-
-    if coverage == "all":
-        yield from map(Row._make, itertools.product(ACCUMULATIONS[:3], precisions, RESHARDS, USUAL))
-        for i in range(2 * len(OTHERS)):
-            yield other(i, shift + i)
-    elif coverage == "pairs":
-        for (a, accumulation), (r, reshard) in itertools.product(
-            enumerate(ACCUMULATIONS[:3]), enumerate(RESHARDS)
-        ):
-            precision = precisions[(_SQUARE[a][r] + shift) % len(precisions)]
-            yield Row(accumulation, precision, reshard, USUAL[(r - a + shift) % 3 == 1])
-        for i in range(9):
-            yield other(i, 9 * shift + i)
-    else:
-        usual = shift % 3
-        for i in range(3):
-            if i == usual:
-                precision, reshard = precisions[(i + shift) % len(precisions)], RESHARDS[(i + shift // 3) % 3]
-                yield Row(ACCUMULATIONS[shift // 3 % 3], precision, reshard, USUAL[shift // 9 % 2])
-            else:
-                yield other(i, 2 * shift + (i - usual) % 3 - 1)
+    rows = [*itertools.starmap(Row, itertools.product(ACCUMULATIONS[:3], precisions, RESHARDS, USUAL))]
+    for i, place in enumerate(2 * OTHERS, shift):
+        accumulation, precision = ACCUMULATIONS[i % 4], precisions[i // 4 % len(precisions)]
+        rows.append(Row(accumulation, precision, RESHARDS[i % 3], place))
+    random.Random(name).shuffle(rows)
+    return rows
 
 
-_SQUARE = ((0, 0, 1), (1, 1, 0), (1, 0, 1))  # no row, column or diagonal is constant
+def shows(case_: tuple[str, Row], strength: int) -> Iterator[Hashable]:
+    """Of two settings every pair for some behaviour, and for each behaviour every precision, the usual places and
+    others. Of three every triple for some, and every pair for each behaviour: some 15 times as many rows."""
+    name, row = case_
+    yield from together(strength, *row)
+    usual = row.place in USUAL
+    mine = (row.precision, usual) if strength == 2 else (row.accumulation, row.precision, row.reshard, usual)
+    for settings in together(strength - 1, *mine):
+        yield name, settings
 
 
-MATRIX = [
-    pytest.param(name, row, id=f"{name}-{'-'.join(map(str, row))}") for name in CASES for row in rows(name)
-]
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Here, so that it is the one who collects that selects, and not every worker."""
+    if metafunc.function.__name__ == "test_behaviour_equals_the_plain_model":
+        chosen = select([(name, row) for name in CASES for row in every_row(name)], shows)
+        ids = [f"{name}-{'-'.join(map(str, row))}" for name, row in chosen]
+        metafunc.parametrize(("name", "row"), chosen, ids=ids)
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("name", "row"), MATRIX)
 def test_behaviour_equals_the_plain_model(worker_pools: WorkerPools, name: str, row: Row) -> None:
     ranks = math.prod(row.place.at.shape)
     try:
@@ -2446,22 +2429,22 @@ def test_the_cases_themselves(name: str) -> None:
 
 
 def test_rows_cover_what_they_say() -> None:
-    settings: list[Any] = [ACCUMULATIONS, PRECISIONS, RESHARDS, [*USUAL, *OTHERS]]
+    every = [(name, row) for name in CASES for row in every_row(name)]
+    chosen = covering(every, lambda case_: shows(case_, 2))
     for name, case_ in CASES.items():
-        chosen = list(rows(name, "values"))
-        assert sorted(row.place in USUAL for row in chosen) == [False, False, True]
-        assert {row.precision for row in chosen} == set(case_.precisions)
-        assert {row.reshard for row in chosen} == set(RESHARDS)
-        mine = [ACCUMULATIONS[:3], case_.precisions, RESHARDS, USUAL]
-        for one, two in itertools.combinations(range(4), 2):
-            seen = {(row[one], row[two]) for row in rows(name, "pairs") if row.place in USUAL}
-            assert seen == set(itertools.product(mine[one], mine[two])), (name, one, two)
-    together = [row for name in CASES for row in rows(name, "values")]
+        mine = [row for other, row in chosen if other == name]
+        assert {row.place in USUAL for row in mine} == {True, False}
+        assert {row.precision for row in mine} == set(case_.precisions)
+    settings: list[Any] = [ACCUMULATIONS, PRECISIONS, RESHARDS, [*USUAL, *OTHERS]]
     for one, two in itertools.combinations(range(4), 2):
-        missing = set(itertools.product(settings[one], settings[two])) - {(r[one], r[two]) for r in together}
+        seen = {(row[one], row[two]) for _, row in chosen}
+        missing = set(itertools.product(settings[one], settings[two])) - seen
         if {one, two} == {0, 3}:  # at the usual place "late" is "communicate"
             missing -= {("late", place) for place in USUAL}
         assert not missing, missing
+    for setting in range(3):  # none is rare
+        counts = Counter(row[setting] for _, row in chosen)
+        assert min(counts.values()) > len(chosen) / 10, counts
 
 
 # -- out of memory ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """``reshard_after_forward=k``: backward gathers among k neighbours, and changes no bit.
 
-Settings are generated: strategies, layouts, dtypes and accumulation over every number of ranks that can be divided.
+Settings are generated: strategies, layouts, dtypes and accumulation (see tests/support/matrix.py).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from tests.engine.test_strategies import (
     sharded,
     units_of,
 )
+from tests.support.matrix import select, together
 
 FOUR = [*on("zero3", (4,)), *on("hsdp", (1, 4))]
 POLICIES = {"fp32": sw.MixedPrecisionPolicy(), "bf16": sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
@@ -50,14 +51,9 @@ MICROS = {
     "each": [(True, True), (True, True)],
     "hold": [(False, True), (True, True)],
 }
-CASES = list(itertools.product(FOUR, LAYOUTS, POLICIES, MICROS))
-#: Every pair of settings, or with SHARDWRIGHT_MATRIX=all every combination.
-if os.environ.get("SHARDWRIGHT_MATRIX") != "all":
-    CASES = [
-        (at, layout, list(POLICIES)[(i + j + k) % 2], micros)
-        for (i, at), (j, layout), (k, micros) in itertools.product(*map(enumerate, (FOUR, LAYOUTS, MICROS)))
-        if (i + j + k) % 3 < 2
-    ]
+CASES = select(
+    itertools.product(FOUR, LAYOUTS, POLICIES, MICROS), lambda row, strength: together(strength, *row)
+)
 
 
 @contextmanager
@@ -103,7 +99,7 @@ def test_no_bit_changes(rank: int, world_size: int, at: On, layout: str, precisi
             optimizer.zero_grad()
         assert losses[: len(losses) // 2] == losses[len(losses) // 2 :]
         for (name, p), q in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
-            assert torch.equal(p.full_tensor(), q.full_tensor()), name
+            assert torch.equal(p.to_local(), q.to_local()), name
 
 
 @on_meshes(FOUR)

@@ -1,7 +1,8 @@
 """Strategies on meshes of one and two axes, against the plain model: numbers, collectives, bytes, refusals.
 
 Every rank has its own data, and each compares its own part of every parameter and gradient with the plain model's, so
-that a replica that drifts is found.
+that a replica that drifts is found. Of generated rows those run that tests/support/matrix.py selects, which tells how
+to run all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from shardwright.engine.root import UNIT
 from shardwright.layout import NAMES, resolve
 from tests.engine.models import Model, Reference, build, loss_of, shard, tokens
 from tests.support import CaseFailed, CaseSkipped, WorkerPools, world_mesh
+from tests.support.matrix import covering, select, together
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 Stages = tuple[int, ...]
@@ -92,6 +94,14 @@ class On(NamedTuple):
         """Legal values of reshard_after_forward: True has no meaning where full parameters are kept for the step."""
         return (None, False) if max(self.stages) in (1, 2) else (None, True, False)
 
+    def shows(self, strength: int, *others: Hashable) -> Iterator[Hashable]:
+        """What a row here with these ``others`` shows, for `select`: settings of which axes are two, and each strategy
+        where both axes have several ranks, since it is on one axis elsewhere."""
+        inner = len(self.shape), self.stages[-1]
+        yield from together(strength, self.stages[:-1], inner, self.shape, *others)
+        if min(self.shape) > 1:
+            yield self.stages
+
 
 def on(name: str, *shapes: Shape) -> list[On]:
     """The strategy of this name, or of stages like "0-2", on each of these meshes."""
@@ -100,6 +110,8 @@ def on(name: str, *shapes: Shape) -> list[On]:
 
 
 EVERYWHERE = [On(stages, shape) for n in (1, 2) for stages in STAGES[n] for shape in SHAPES[n]]
+#: Every strategy of one axis on every line; every strategy of two where both have several ranks; elsewhere each axis.
+MOST = select(EVERYWHERE, lambda at, _: at.shows(2))
 #: Each kind of step once.
 SOME = [
     *on("ddp", (2,)),
@@ -270,25 +282,19 @@ class Row(NamedTuple):
     precision: str
     reshard: bool | None
 
-
-def rows(coverage: str) -> Iterator[Row]:
-    """Every combination, or two for every strategy and mesh, rotated so that every pair of settings occurs."""
-    for n in (1, 2):
-        for (s, stages), (m, shape) in itertools.product(enumerate(STAGES[n]), enumerate(SHAPES[n])):
-            at = On(stages, shape)
-            reshards = at.reshards
-            if coverage == "all":
-                for rest in itertools.product(ACCUMULATIONS, PRECISIONS, reshards):
-                    yield Row(at, *rest)
-                continue
-            for k in range(2):  # factors found by trial; a test below says that they do
-                accumulation = list(ACCUMULATIONS)[(5 * s + 2 * m + 3 * k) % len(ACCUMULATIONS)]
-                precision = list(PRECISIONS)[(2 * s + m) % len(PRECISIONS)]
-                reshard = reshards[(s + 3 * m + 4 * k + m // 2) % len(reshards)]
-                yield Row(at, accumulation, precision, reshard)
+    def shows(self, strength: int) -> Iterator[Hashable]:
+        return self.at.shows(strength, *self[1:])
 
 
-ROWS = list(rows(os.environ.get("SHARDWRIGHT_MATRIX", "some")))
+def every_row() -> list[Row]:
+    return [
+        Row(at, *rest)
+        for at in EVERYWHERE
+        for rest in itertools.product(ACCUMULATIONS, PRECISIONS, at.reshards)
+    ]
+
+
+ROWS = select(every_row(), Row.shows)
 
 
 @on_meshes(ROWS)
@@ -307,7 +313,7 @@ def test_training_equals_the_plain_model(
     optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.03, eps=1e-3))
     expected = torch.optim.AdamW(reference.model.parameters(), lr=0.03, eps=1e-3)
     micros = ACCUMULATIONS[accumulation]
-    for step in range(3):
+    for step in range(2):
         batches = [[tokens(step, m, r) for r in range(world_size)] for m in range(len(micros))]
         wanted = reference.backward(world_size, batches)
         for micro, flags in enumerate(micros):
@@ -333,16 +339,17 @@ def test_training_equals_the_plain_model(
 
 
 def test_rows_cover_pairs_of_settings() -> None:
-    chosen = list(rows("some"))
-    full = list(rows("all"))
-    for one, two in itertools.combinations(range(5), 2):
+    every = every_row()
+    chosen = covering(every, lambda row: row.shows(2))
+    assert len(chosen) < len(every) / 50 and chosen == covering(every, lambda row: row.shows(2))
 
-        def pair(row: Row, one: int = one, two: int = two) -> tuple[Any, Any]:
-            fields = (row.at.stages, row.at.shape, *row[1:])
-            return fields[one], fields[two]
+    def pairs(row: Row) -> set[Any]:
+        axes = [(len(row.at.shape), i, stage) for i, stage in enumerate(row.at.stages)]
+        found = set(itertools.combinations([*axes, *enumerate((row.at.shape, *row[1:]))], 2))
+        return found | ({row.at.stages} if row.at.shape == (2, 2) else set())
 
-        missing = {pair(row) for row in full} - {pair(row) for row in chosen}
-        assert not missing, missing
+    missing = set().union(*map(pairs, every)) - set().union(*map(pairs, chosen))
+    assert not missing, missing
 
 
 # -- two root calls, one backward ------------------------------------------------------------------------------------
@@ -443,7 +450,7 @@ def test_evaluation_after_training_twice_in_a_row(rank: int, world_size: int, at
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             assert is_cut_as(p, at) and p.shape == q.shape
 
-    for step in range(3):
+    for step in range(2):
         evaluate()
         backward(model, rank, step)
         evaluate()
@@ -553,16 +560,31 @@ def dot(at: On, reduce: torch.dtype = FP32) -> Any:
     )
 
 
+class Division(NamedTuple):
+    at: On
+    reduce: torch.dtype
+    factor: float | None
+    force_sum: bool
+    micros: int
+
+
+#: For every strategy and mesh each setting, and each pair of them for some.
+DIVISIONS = select(
+    [
+        Division(at, reduce, factor, force_sum, micros)
+        for at, reduce, factor in itertools.product(EVERYWHERE, (FP32, BF16, FP16), (None, 1.0, 6.0))
+        for force_sum, micros in ((False, 1), (False, 2), (True, 1))
+    ],
+    lambda row, strength: together(strength, row.at, row.reduce, row.factor, (row.force_sum, row.micros)),
+)
+
+
 @on_meshes(EVERYWHERE)
 def test_gradients_are_divided_once(rank: int, world_size: int, at: On) -> None:
     """Also where axes have one rank. Sums of these values are exact in every dtype; divisions round once or twice."""
     pattern = torch.tensor([1.0, -2.0, 3.0, 0.5, 8.0])
     total = pattern * sum(range(1, world_size + 1))
-    for reduce, factor, force_sum, micros in itertools.product(
-        (FP32, BF16, FP16), (None, 1.0, 6.0), (False, True), (1, 2)
-    ):
-        if force_sum and micros > 1:
-            continue
+    for _, reduce, factor, force_sum, micros in [row for row in DIVISIONS if row.at == at]:
         model = dot(at, reduce)
         model.set_force_sum_reduction_for_comms(force_sum)
         if factor is not None:
@@ -660,22 +682,21 @@ def test_a_hook_that_clears_gradients_leaves_zeros(rank: int, world_size: int, a
 
 
 @on_meshes(SOME)
-@pytest.mark.parametrize("switch", ["group", "buffers"])
-def test_other_groups_and_more_buffers_change_no_bit(rank: int, world_size: int, at: On, switch: str) -> None:
+def test_other_groups_and_more_buffers_change_no_bit(rank: int, world_size: int, at: On) -> None:
     gradients = []
-    for changed in (False, True):
+    for switch in ("none", "group", "buffers"):
         model = sharded(at)
-        if changed and switch == "group":
+        if switch == "group":
             model.set_separate_reduce_scatter_group()
-        if changed and switch == "buffers":
+        if switch == "buffers":
             model.set_reduce_scatter_max_input_buffers(2)
         for step in range(2):
             for micro in range(2):
                 set_micro(model, True, micro == 1)
                 backward(model, rank, step, micro)
         gradients.append([p.grad.to_local() for p in model.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        assert torch.equal(one, other)
+    for usual, *others in zip(*gradients, strict=True):
+        assert all(torch.equal(usual, other) for other in others)
 
 
 # -- several models, state dicts -------------------------------------------------------------------------------------
@@ -715,7 +736,7 @@ def test_models_of_different_strategies_do_not_see_each_other(rank: int, world_s
             assert torch.equal(local_of(value), before[name]) == (i > 1), (i, name)
 
 
-@on_meshes(EVERYWHERE)
+@on_meshes(MOST)
 def test_state_dicts_are_dtensors_of_the_mesh(rank: int, world_size: int, at: On) -> None:
     model, plain = sharded(at), build()
     optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
@@ -1005,7 +1026,7 @@ def test_collectives_per_unit_and_step(
     model = sharded(at, reshard_after_forward=True if True in at.reshards else None)
     optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
     plan = {"single": [(True, True)], "each": THREE, "late": THREE_LATE, "hold": THREE_HELD}[micros]
-    for step in range(3):
+    for step in range(2):
         with counted() as seen:
             for micro, flags in enumerate(plan):
                 set_micro(model, *flags)
@@ -1099,11 +1120,10 @@ def nbytes_on(tensors: list[torch.Tensor]) -> int:
 
 
 RAGGED: list[sw.Ragged] = [sw.Ragged("row"), sw.Ragged(2), sw.Ragged("element")]
-AT_REST = [
-    *[(at, FP32, "per_parameter") for at in EVERYWHERE],
-    *[(at, BF16, "per_parameter") for at in SOME],
-    *[(at, (FP32, BF16)[i % 2], RAGGED[i % 3]) for i, at in enumerate(EVERYWHERE)],
-]
+AT_REST = select(
+    list(itertools.product(EVERYWHERE, (FP32, BF16), ["per_parameter", *RAGGED])),
+    lambda row, strength: row[0].shows(strength, *row[1:]),
+)
 
 
 def numbers_at_rest(

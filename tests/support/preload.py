@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 
 import pytest
+import torch._dynamo
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor

@@ -1,7 +1,8 @@
-"""Tiny training jobs for the tests of the trainer: through the command line, in this process or in one of its own.
+"""Tiny training jobs for the tests of the trainer: through the command line, in this process or in others.
 
-One rank runs here, which saves the seconds that starting an interpreter costs; several ranks start as a user starts
-them. What a job must do is asserted in the tests, not here.
+One rank runs here and several are forked, which saves the seconds that starting an interpreter costs, where what is
+tested is not the launcher or the process itself: those start as a user starts them. What a job must do is asserted in
+the tests, not here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch.distributed as dist
 
 from shardwright import cli
 from shardwright.train.config import Config
+from tests.support.pool import forkserver
 
 TINY = """
 [run]
@@ -74,6 +77,38 @@ def train_here(config: Path, *arguments: str | Path) -> int:
     status = cli.main(["train", str(config), *map(str, arguments)])
     assert not dist.is_initialized()
     return status
+
+
+def ranks(count: int, *arguments: str | Path, timeout: float = 60) -> list[tuple[int | None, str]]:
+    """`shardwright` on ranks with what torchrun sets, without our launcher: each one's status and stderr."""
+    # The store is hosted here, so that its port is the system's choice.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, f"rank{rank}") for rank in range(count)]
+        processes = []
+        for rank, log in enumerate(logs):
+            variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(
+                forkserver().Process(target=_rank, args=(variables, arguments, log), daemon=True)
+            )
+            processes[-1].start()
+        deadline = time.monotonic() + timeout
+        for process in processes:
+            process.join(deadline - time.monotonic())
+            process.kill()  # those that have ended do not mind
+            process.join()
+        return [(process.exitcode, log.read_text()) for process, log in zip(processes, logs, strict=True)]
+
+
+def _rank(variables: dict[str, str], arguments: tuple[str | Path, ...], log: Path) -> None:
+    os.environ.update(variables)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    sys.exit(cli.main(list(map(str, arguments))))
 
 
 def start(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardwright import cli
-from tests.train.jobs import config_file, records, run, train_here
+from tests.train.jobs import config_file, ranks, records, train_here
 
 
 def altered(source: Path, target: Path, change: Callable[[dict[str, Any]], None]) -> Path:
@@ -138,8 +138,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *runs: Path) -> str:
 def test_engines_agree(plain_run: Path, sharded_run: Path, tmp_path: Path) -> None:
     """The parity proof in small: two ranks against one, and our engine against torch's."""
     fsdp2 = tmp_path / "fsdp2"
-    arguments = ("--nproc", "2", "--parallel.engine", "fsdp2", "--run.dir", fsdp2)
-    assert run("train", config_file(tmp_path), *arguments)[::2] == (0, "")
+    arguments = ("--parallel.engine", "fsdp2", "--run.dir", fsdp2)
+    assert ranks(2, "train", config_file(tmp_path), *arguments) == [(0, ""), (0, "")]
     assert cli.main(["compare", *map(str, (plain_run, sharded_run, fsdp2)), "--out", str(tmp_path)]) == 0
     ours, theirs, between = json.loads((tmp_path / "compare.json").read_text())["pairs"]
     assert ours["common_steps"] == 8

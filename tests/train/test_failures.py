@@ -21,6 +21,7 @@ from tests.train.jobs import (
     finish,
     losses,
     rank_process,
+    ranks,
     run,
     start,
     train_here,
@@ -318,34 +319,12 @@ def test_ranks_leave_when_their_launcher_is_killed(tmp_path: Path) -> None:
 
 def test_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
     """Without our launcher rank 0 decides the folder, and alone prints what the user has to correct."""
-    import socket
-    import subprocess
-    import sys
-
     config, folder = config_file(tmp_path), tmp_path / "run"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    source = str(Path(cli.__file__).parents[1])
-
-    def ranks(*arguments: str | Path) -> list[tuple[int, str]]:
-        # What torchrun sets, without the seconds its own start takes.
-        jobs = []
-        for rank in ("0", "1"):
-            environment = {
-                **os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port, "PYTHONPATH": source,
-            }  # fmt: skip
-            command = [sys.executable, "-m", "shardwright", "train", str(config), *map(str, arguments)]
-            jobs.append(subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE,
-                                         stderr=subprocess.PIPE))  # fmt: skip
-        return [(job.wait(60), job.communicate()[1]) for job in jobs]
-
     engine = ("--parallel.engine", "ddp", "--run.dir", folder)
-    assert ranks(*engine, "--train.steps", "2") == [(0, ""), (0, "")]
+    assert ranks(2, "train", config, *engine, "--train.steps", "2") == [(0, ""), (0, "")]
     assert len(losses(folder)) == 2
     assert json.loads((folder / "run.json").read_text())["sessions"][0]["ranks"] == 2
-    (first, said), (second, silent) = ranks(*engine)
+    (first, said), (second, silent) = ranks(2, "train", config, *engine)
     assert (first, second) == (2, 2)
     assert said.startswith("error: run.dir: expected a folder without a run") and said.count("\n") == 1
     assert silent == ""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tests.train.jobs import config_file, losses, run, tiny, train_here
+from tests.train.jobs import config_file, losses, ranks, tiny, train_here
 
 MUON = ("--optimizer.name", "muon")
 EIGHT = ("--optimizer.name", "adamw8bit")
@@ -26,7 +26,7 @@ def test_muon_learns_and_resumes_bit_for_bit_and_on_two_ranks(tmp_path: Path) ->
     shutil.copytree(cut, grown)
     assert train_here(config, *sharded, "--resume", cut) == 0
     assert losses(cut) == losses(whole)
-    assert run("train", config, *sharded, "--resume", grown, "--nproc", "2")[::2] == (0, "")
+    assert ranks(2, "train", config, *sharded, "--resume", grown) == [(0, ""), (0, "")]
     assert losses(grown) == pytest.approx(losses(whole), rel=1e-2)  # Newton-Schulz is in bfloat16
 
 
@@ -45,13 +45,14 @@ def test_adamw8bit_learns_as_adamw_and_resumes_bit_for_bit_on_other_ranks(tmp_pa
     shutil.copytree(cut, grown)
     assert train_here(config, *here, *EIGHT, "--resume", cut) == 0
     assert losses(cut) == losses(whole)
-    assert run("train", config, *here, *EIGHT, "--resume", grown, "--nproc", "2")[::2] == (0, "")
+    assert ranks(2, "train", config, *here, *EIGHT, "--resume", grown) == [(0, ""), (0, "")]
     assert losses(grown) == pytest.approx(losses(whole), rel=1e-4)  # gradients are summed in another order
 
 
 def test_a_layout_that_cuts_blocks_is_refused(tmp_path: Path) -> None:
-    here = ("--parallel.engine", "shardwright", "--model.dim", "36", "--model.n_heads", "1", "--nproc", "3")
-    status, _, said = run(
+    here = ("--parallel.engine", "shardwright", "--model.dim", "36", "--model.n_heads", "1")
+    (status, said), *_ = ranks(
+        3,
         "train",
         config_file(tmp_path),
         *here,

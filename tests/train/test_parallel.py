@@ -21,6 +21,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.loop import Trainer
 from shardwright.train.models.build import build_model
 from shardwright.train.stop import StopRequest
+from tests.support.matrix import select, together
 from tests.support.pool import multirank
 from tests.train.jobs import tiny
 
@@ -75,9 +76,13 @@ def plain_steps(config: Config, count: int) -> list[tuple[float, float]]:
 
 
 @multirank(2, 3)
-@pytest.mark.parametrize("accumulate", ["communicate", "hold"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "tied", "accumulate"),
+    select(
+        itertools.product(ENGINES, (False, True), ("communicate", "hold")),
+        lambda row, strength: together(strength, *row),
+    ),
+)
 def test_engine_trains_like_a_plain_model(
     rank: int, world_size: int, engine: str, tied: bool, accumulate: str
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from shardwright.train.checkpoint import saved_steps, what_is_missing
 from shardwright.train.models.presets import PRESETS, RopeScaling
 from shardwright.train.runs import RunFolder
-from tests.train.jobs import config_file, finish, losses, records, run, start, train_here, wait_for_steps
+from tests.train.jobs import config_file, finish, losses, ranks, records, start, train_here, wait_for_steps
 
 
 def test_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(tmp_path: Path, plain_run: Path) -> None:
@@ -30,20 +30,20 @@ def test_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(tmp_path: Path, p
 def test_resume_on_the_same_and_on_another_number_of_ranks(
     tmp_path: Path, plain_run: Path, sharded_run: Path
 ) -> None:
-    """The whole way, as a user goes it; all pairs of engines are in test_parallel."""
+    """All pairs of engines are in test_parallel."""
     config, broken, shrunk, grown = (
         config_file(tmp_path),
         *(tmp_path / name for name in ("broken", "shrunk", "grown")),
     )
-    two_ranks = ("--parallel.engine", "shardwright", "--nproc", "2")
-    assert run("train", config, *two_ranks, "--run.dir", broken, "--train.steps", "4")[::2] == (0, "")
+    two_ranks, well = ("train", config, "--parallel.engine", "shardwright"), [(0, ""), (0, "")]
+    assert ranks(2, *two_ranks, "--run.dir", broken, "--train.steps", "4") == well
     shutil.copytree(broken, shrunk)
-    assert run("train", config, *two_ranks, "--resume", broken)[::2] == (0, "")
+    assert ranks(2, *two_ranks, "--resume", broken) == well
     assert losses(broken) == losses(sharded_run)
     assert train_here(config, "--resume", shrunk) == 0
     assert losses(shrunk) == pytest.approx(losses(plain_run), rel=1e-6)
     assert train_here(config, "--run.dir", grown, "--train.steps", "4") == 0
-    assert run("train", config, *two_ranks, "--resume", grown)[::2] == (0, "")
+    assert ranks(2, *two_ranks, "--resume", grown) == well
     assert losses(grown) == pytest.approx(losses(plain_run), rel=1e-6)
 
 
