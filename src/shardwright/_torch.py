@@ -153,6 +153,11 @@ def tensor_without_memory(kind: type, meta: torch.Tensor, device: torch.device) 
     return _make_subclass(kind, meta, False, dispatch_device=True, device_for_backend_keys=device)
 
 
+def generator_key(generator: torch.Generator) -> int:
+    """The same for every Python object that stands for one generator, which operations are handed others of."""
+    return generator._cdata  # type: ignore[attr-defined,no-any-return]
+
+
 def set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
     """``tensor.data = new``, whatever the class of ``tensor`` makes of that."""
     torch.Tensor.data.__set__(tensor, new)  # type: ignore[attr-defined]

@@ -157,3 +157,48 @@ def test_damage_is_told_with_the_file(tmp_path: Path) -> None:
         with pytest.raises(kind, match=said) as told:
             open_stored(path)
         assert str(path) in str(told.value), what
+
+
+def header(shape: object, offsets: object, key: str = "a") -> str:
+    return json.dumps({key: {"dtype": "F32", "shape": shape, "data_offsets": offsets}})[1:-1]
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ([header([4], [0, 16]), header([4], [16, 32])], "'a' more than once"),
+        ([header([4], [0, 16]), header([6], [8, 32], "b")], "'b' begins at byte 8"),
+        ([header([4], [16, 32])], "'a' begins at byte 16"),
+        ([header([4], [0, 16])], "end at byte 16 of 32"),
+        ([header([-2, -4], [0, 32])], "not all whole numbers"),
+        ([header([8.0], [0, 32])], "not all whole numbers"),
+        ([header([True, 8], [0, 32])], "not all whole numbers"),
+        ([header([8], [0.0, 32.0])], "not all whole numbers"),
+        ([header([2**32, 2**32], [0, 0]), header([8], [0, 32], "b")], "at bytes 0 to 0"),
+    ],
+)
+def test_headers_that_contradict_themselves_are_refused(
+    tmp_path: Path, entries: list[str], said: str
+) -> None:
+    text = ("{" + ",".join(entries) + "}").encode()
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(32))
+    with pytest.raises(ValueError, match=said):
+        open_stored(tmp_path / "a.safetensors")
+
+
+def test_nesting_without_end_is_damage(tmp_path: Path) -> None:
+    text = b"[" * 100_000
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(ValueError, match="not that of a whole safetensors file"):
+        open_stored(tmp_path / "a.safetensors")
+
+
+def test_sparse_tensors_are_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.eye(2).to_sparse()}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="sparse, or hold no values: 'a'"):
+        open_stored(tmp_path / "a.pt")
+
+
+def test_conjugates_are_written_as_what_they_are(tmp_path: Path) -> None:
+    content = {"a": torch.view_as_complex(torch.rand(2, 3, 2)).conj()}
+    assert torch.equal(read(write(tmp_path / "a.safetensors", content))["a"], content["a"])

@@ -326,3 +326,14 @@ def test_refusals(rank: int, world_size: int, tmp_path: Path) -> None:
         sw.load_pretrained(other, tmp_path / "other.pt")
     sw.load_pretrained(model, path)
     assert torch.equal(full(model.embed.weight), source_model().embed.weight)
+
+
+@multirank(2)
+def test_ranks_with_other_files_are_named(rank: int, world_size: int, tmp_path: Path) -> None:
+    stored = {"weight": torch.ones(3, 3)} | ({"bias": torch.ones(3)} if rank == 0 else {})
+    torch.save(stored, tmp_path / f"{rank}.pt")
+    model = sw.fully_shard(nn.Linear(3, 3))
+    before = full(model.weight).clone()
+    with pytest.raises(ValueError, match="Rank 1 found other tensors stored than rank 0"):
+        sw.load_pretrained(model, tmp_path / f"{rank}.pt", allow_missing=True)
+    assert torch.equal(full(model.weight), before)

@@ -217,3 +217,22 @@ def test_tensors_are_written_in_other_forms_and_read_back(rank: int, world_size:
     key_map["norm.weight"] = Slice("norms", 15, 7)
     with pytest.raises(ValueError, match=r"'norms', of which they are not all the slices, each once"):
         sw.save_pretrained(whole, tmp_path / f"never{rank}", key_map=key_map)
+
+
+def test_the_old_folder_comes_back_if_the_last_step_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sw.save_pretrained(nn.Linear(2, 2), tmp_path / "saved")
+    replace, calls = os.replace, []
+
+    def interrupted(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        replace(*args)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sw.save_pretrained(nn.Linear(3, 3), tmp_path / "saved", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert contents(tmp_path / "saved")["weight"].shape == (2, 2)

@@ -90,3 +90,28 @@ def test_a_hash_tells_bits_and_places() -> None:
     seen.add(int(digest(other)))
     assert len(seen) == 7
     assert digest(torch.tensor([True])) != digest(torch.tensor([False]))
+
+
+@multirank(3)
+def test_deferred_models_of_different_seeds_are_named(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    with sw.deferred_init():
+        same = nn.Linear(3, 3)
+    torch.manual_seed(int(rank == 1))
+    with sw.deferred_init():
+        other = nn.Linear(3, 3)
+    torch.manual_seed(rank)  # afterwards every rank may have a seed of its own
+    sw.fully_shard(same, check_module_states=True)
+    with pytest.raises(
+        ValueError, match=r"other values than on rank 0 have: 'weight' on rank 1; 'bias' on rank 1\."
+    ):
+        sw.fully_shard(other, check_module_states=True)
+
+
+@multirank(2)
+def test_an_edit_of_one_ragged_parameter_is_none_of_its_neighbours(rank: int, world_size: int) -> None:
+    model: Any = sw.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), layout="ragged")
+    before = model[1].weight._version + model[1].weight.to_local()._version
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    assert model[1].weight._version + model[1].weight.to_local()._version == before

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from collections.abc import Callable
+from concurrent import futures
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +20,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
-from tests.init.models import MODELS, Recurrent, Ties, assert_built_alike, assert_same, tensors_of
+from tests.init.models import MODELS, Recurrent, Ties, assert_built_alike, assert_same, full, tensors_of
 from tests.support import multirank, world_mesh
 
 
@@ -433,3 +437,210 @@ def test_random_models_equal_the_plain_build(rank: int, world_size: int) -> None
 
 def test_random_models_are_not_all_alike() -> None:
     assert len({tuple(tensors_of(RandomModel(seed))) for seed in range(60)}) > 50
+
+
+# -- what once was silently wrong ------------------------------------------------------------------------------------
+
+
+def test_one_generator_is_one_stream_however_it_is_given() -> None:
+    own = torch.Generator()
+
+    def build() -> nn.Module:
+        own.manual_seed(1)
+        model = nn.Linear(2, 2)
+        nn.init.normal_(model.weight, generator=own)  # operations get another Python object for it
+        nn.init.trunc_normal_(model.weight, generator=own)
+        nn.init.trunc_normal_(model.bias, generator=torch.default_generator)
+        model.extra = nn.Parameter(torch.randn(3, generator=torch.default_generator) + torch.randn(3))
+        return model
+
+    torch.manual_seed(0)
+    build()
+    state = own.get_state()
+    assert_built_alike(build, 0)
+    assert torch.equal(own.get_state(), state)
+
+
+def test_the_state_of_one_generator_given_to_another() -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(2, 2)
+        other = torch.Generator()
+        other.set_state(torch.default_generator.get_state())
+        model.register_buffer("drawn", torch.randn(3, generator=other))
+        nn.init.normal_(model.bias, generator=other.clone_state())
+        model.last = nn.Parameter(torch.randn(3, generator=other) + torch.randn(3))
+        return model
+
+    assert_built_alike(build, 0)
+
+
+def test_generators_go_on_where_the_plain_build_left_them_if_all_was_loaded(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    sw.save_pretrained(nn.Linear(3, 3), tmp_path / "saved")
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    with sw.deferred_init():
+        model = nn.Linear(3, 3)
+    sw.load_pretrained(model, tmp_path / "saved")
+    sw.materialize(model)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_numpy_would_write_into_a_deferred_tensor_is_refused() -> None:
+    with sw.deferred_init():
+        weight = nn.Linear(2, 2).weight.detach()
+        for array in (weight.numpy(), numpy.asarray(weight)):
+            with pytest.raises(ValueError, match="read-only"):
+                array[:] = 7
+        assert numpy.array(weight).sum() == weight.sum().item()
+
+
+def test_memory_of_numpy_that_is_written_again_is_noticed() -> None:
+    given = numpy.zeros((2, 2), dtype=numpy.float32)
+
+    def build() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.weight.data.copy_(torch.from_numpy(given))
+        return model
+
+    assert_built_alike(build, 0)
+    with sw.deferred_init():
+        model = build()
+    given[:] = 1
+    with pytest.raises(RuntimeError, match=r"shape \(2, 2\) .* was changed afterwards"):
+        sw.materialize(model)
+
+
+def test_copies_of_buffers_keep_their_geometry() -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(4, 4)
+        rows = torch.rand(3, 4)
+        model.register_buffer("rows", rows)
+        model.register_buffer("row", rows[1])
+        model.register_buffer("wide", torch.rand(1, 3).expand(4, 3))
+        return copy.deepcopy(model)
+
+    model: Any = assert_built_alike(build, 0)
+    model.rows.fill_(3)
+    assert model.row.tolist() == [3.0] * 4
+
+
+def test_autocast_and_inference_mode_do_not_change_what_was_recorded() -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(4, 4)
+        model.register_buffer("product", torch.randn(5, 5) @ torch.randn(5, 5))
+        return model
+
+    torch.manual_seed(0)
+    plain = build()
+    torch.manual_seed(0)
+    with sw.deferred_init():
+        model = build()
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        sw.materialize(model)
+    assert_same(model, plain)
+
+
+def test_containers_that_hold_themselves() -> None:
+    def build() -> nn.Module:
+        model: Any = nn.LSTM(2, 2)
+        model.cache = {"weight": model.weight_ih_l0, "all": []}
+        model.cache["all"].append(model.cache)
+        return model
+
+    model: Any = assert_built_alike(build, 0)
+    assert model.cache["weight"] is model.weight_ih_l0 and model.cache["all"][0] is model.cache
+
+
+def test_lazy_modules_wait_for_their_first_forward() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+
+    torch.manual_seed(0)
+    plain = build()
+    plain(torch.ones(1, 3))
+    torch.manual_seed(0)
+    with sw.deferred_init():
+        model = build()
+    sw.materialize(model)(torch.ones(1, 3))
+    assert_same(model, plain)
+
+
+class Marked(nn.Parameter):
+    pass
+
+
+def test_subclasses_of_parameters_are_refused_by_name() -> None:
+    new = nn.Parameter.__dict__["__new__"]
+    with sw.deferred_init(), pytest.raises(NotImplementedError, match="cannot build a Marked"):
+        Marked(torch.ones(2))
+    assert nn.Parameter.__dict__["__new__"] is new
+    assert type(Marked(torch.ones(2))) is Marked
+
+
+def test_a_context_in_another_thread_is_refused() -> None:
+    def build() -> str:
+        try:
+            with sw.deferred_init():
+                return "built for real"
+        except RuntimeError as error:
+            return str(error)
+
+    with sw.deferred_init(), futures.ThreadPoolExecutor(1) as threads:
+        assert "active in another thread" in threads.submit(build).result()
+    with futures.ThreadPoolExecutor(1) as threads:
+        assert threads.submit(build).result() == "built for real"
+
+
+def test_what_was_read_is_let_go_once_nothing_is_deferred() -> None:
+    given = torch.ones(3, 3)
+    there = weakref.ref(given)
+    with sw.deferred_init():
+        model = nn.Linear(3, 3)
+        model.weight.data.copy_(given)
+    sw.materialize(model)
+    del given
+    gc.collect()
+    assert there() is None
+
+
+@multirank(1)
+def test_nothing_is_done_inside_the_context(rank: int, world_size: int, tmp_path: Any) -> None:
+    with sw.deferred_init():
+        model = nn.Linear(3, 3)
+        for action in (sw.materialize, sw.fully_shard, lambda m: sw.load_pretrained(m, tmp_path)):
+            with pytest.raises(RuntimeError, match="was called inside deferred_init"):
+                action(model)
+    sw.materialize(sw.fully_shard(model))
+
+
+@multirank(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged", sw.Ragged("element")])
+def test_loading_one_parameter_leaves_the_others_to_be_initialised(
+    rank: int, world_size: int, layout: Any
+) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    torch.manual_seed(0)
+    plain: Any = build()
+    torch.manual_seed(0)
+    with sw.deferred_init():
+        model = build()
+    sw.fully_shard(model, layout=layout)
+    model.load_state_dict({"1.weight": torch.ones(4, 4)}, strict=False)
+    sw.materialize(model)
+    nn.init.ones_(plain[1].weight)
+    assert_same(model, plain)
+
+
+@multirank(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
+def test_shards_without_values_are_no_numbers(rank: int, world_size: int, layout: str) -> None:
+    with sw.deferred_init():
+        model = nn.Linear(3, 4)
+    sw.fully_shard(model, layout=layout)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    sw.materialize(model)
+    assert full(model.weight).isnan().all() and not full(model.bias).isnan().any()

@@ -86,7 +86,7 @@ def test_stand_ins_of_a_meta_model_need_no_more(rank: int, world_size: int) -> N
     sw.fully_shard(model)
     with LiveBytes(model) as live:
         sw.materialize(model)
-    assert live.peak <= 1.1 * SIZE * SIZE * 4
+    assert live.peak <= 1.1 * SIZE * SIZE * 4 + torch.get_rng_state().nbytes
 
 
 def test_8b_parameters_as_one_of_1024_ranks() -> None:

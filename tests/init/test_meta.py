@@ -223,3 +223,53 @@ def test_a_part_of_a_unit(rank: int, world_size: int) -> None:
 def test_devices_that_cannot_be(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"sharded over a mesh on 'cpu' and cannot be materialized on meta"):
         sw.materialize(sw.fully_shard(nn.Linear(2, 2, device="meta")), device="meta")
+
+
+def doubled(model: Any) -> None:
+    model.bias.fill_(0)
+    model.weight.mul_(2)
+
+
+def one_row(model: Any) -> None:
+    model.bias.fill_(0)
+    model.weight[0].fill_(2)
+
+
+def too_early(model: Any) -> None:
+    model.bias.copy_(model.weight.sum(1))
+    nn.init.normal_(model.weight)
+
+
+@multirank(1)
+@pytest.mark.parametrize("init", [doubled, one_row, too_early])
+def test_values_that_are_not_there_are_not_read(
+    rank: int, world_size: int, init: Callable[[Any], None]
+) -> None:
+    model = sw.fully_shard(on_meta(lambda: nn.Linear(4, 4)))
+    with pytest.raises(ValueError, match=r"Of 'weight' the initialiser reads values .*Nothing was changed"):
+        sw.materialize(model, init=lambda: init(model))
+
+
+def test_a_tensor_may_be_filled_in_parts() -> None:
+    def init(model: Any) -> None:
+        for part in model.weight.chunk(3):
+            nn.init.xavier_uniform_(part)
+        torch.mul(torch.arange(6.0), 3, out=model.bias)
+        model.bias.mul_(2)
+
+    plain = initialised(lambda: nn.Linear(4, 6), 0, init)
+    model = on_meta(lambda: nn.Linear(4, 6))
+    torch.manual_seed(0)
+    assert_same(sw.materialize(model, init=lambda: init(model)), plain)
+
+
+@multirank(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
+def test_channels_last_weights_draw_in_their_own_order(rank: int, world_size: int, layout: str) -> None:
+    def build() -> nn.Module:
+        return nn.Conv2d(8, 8, 3, bias=False).to(memory_format=torch.channels_last)
+
+    plain = initialised(build, 0, lambda model: nn.init.normal_(model.weight))
+    model: Any = sw.fully_shard(on_meta(build), layout=layout)
+    torch.manual_seed(0)
+    assert_same(sw.materialize(model, init=lambda: nn.init.normal_(model.weight)), plain)

@@ -135,3 +135,14 @@ def test_steps_without_values_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"state 'sum' is deferred"):
         optimizer.step()
     train(model, sw.fully_shard_optimizer(optimizer), range(2))
+
+
+@multirank(1)
+def test_parameters_that_to_empty_left_behind(rank: int, world_size: int) -> None:
+    with torch.device("meta"):
+        model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    sw.fully_shard(model.to_empty(device="cpu"))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Every parameter of the optimizer is on the meta device"):
+            optimizer.step()

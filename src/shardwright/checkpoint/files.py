@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import struct
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -104,7 +106,9 @@ def _open_folder(folder: Path) -> dict[str, StoredTensor]:
 
 def _open_index(index: Path) -> dict[str, StoredTensor]:
     try:
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        places = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition)[
+            "weight_map"
+        ]
         names = dict.fromkeys(places.values())
         if any(not isinstance(name, str) or Path(name).name != name for name in names):
             raise ValueError("file names")
@@ -156,10 +160,19 @@ def _open_safetensors(file: Path) -> dict[str, StoredTensor]:
             )
         text = stream.read(length)
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=_without_repetition)
         header.pop("__metadata__", None)
         entries = [(key, _entry(value, size - 8 - length)) for key, value in header.items()]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        end = 0
+        for begin, stop, key in sorted((begin, stop, key) for key, (_, _, begin, stop) in entries):
+            if begin != end:
+                raise ValueError(
+                    f"{key!r} begins at byte {begin:,}, where the tensors before it end at {end:,}"
+                )
+            end = stop
+        if end != size - 8 - length:
+            raise ValueError(f"its tensors end at byte {end:,} of {size - 8 - length:,}")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file}: the header is not that of a whole safetensors file: {error}") from None
     mapped: list[Tensor] = []
 
@@ -190,10 +203,21 @@ def _entry(value: Mapping[str, Any], available: int) -> tuple[torch.Size, torch.
     name = value["dtype"]
     if name not in DTYPES:
         raise ValueError(f"dtype {name!r} is not known here")
-    shape, (begin, end) = torch.Size(value["shape"]), value["data_offsets"]
-    if not 0 <= begin <= end <= available or end - begin != shape.numel() * DTYPES[name].itemsize:
+    shape, (begin, end) = list(value["shape"]), value["data_offsets"]
+    if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+        raise ValueError(f"shape {shape} and bytes {begin} to {end} are not all whole numbers from 0")
+    # Not by torch.Size.numel, which overflows.
+    if not begin <= end <= available or end - begin != math.prod(shape) * DTYPES[name].itemsize:
         raise ValueError(f"{tuple(shape)} of {name} at bytes {begin} to {end} of {available:,}")
-    return shape, DTYPES[name], begin, end
+    return torch.Size(shape), DTYPES[name], begin, end
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        repeated = [repr(key) for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        raise ValueError(f"{abbreviated(repeated)} more than once")
+    return found
 
 
 class SafetensorsFile:
@@ -228,7 +252,7 @@ class SafetensorsFile:
 
     def write(self, key: str, tensor: Tensor) -> None:
         """Write the tensor of that key, of the shape and dtype that were told."""
-        tensor = tensor.detach().cpu().contiguous()
+        tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         if tensor.nbytes:
             data = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
             _write(self._descriptor, memoryview(data).cast("B"), self._data + self._places[key])
@@ -278,6 +302,11 @@ def _open_torch(file: Path) -> dict[str, StoredTensor]:
             f"{file}: expected a dict of tensors by name, found what is none: {others}. Save the model's state dict "
             "alone."
         )
+    without = [
+        repr(key) for key, value in found.items() if value.is_meta or value.layout is not torch.strided
+    ]
+    if without:
+        raise ValueError(f"{file}: tensors are sparse, or hold no values: {abbreviated(without)}")
     return {
         str(key): StoredTensor(str(key), file, number, value.shape, value.dtype, partial(_itself, value))
         for number, (key, value) in enumerate(found.items())

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.checkpoint.files import StoredTensor, abbreviated, open_stored
 from shardwright.checkpoint.model import (
@@ -31,6 +32,8 @@ from shardwright.checkpoint.model import (
     units_of,
 )
 from shardwright.checkpoint.names import KeyMap, Source, keys_of, source_of, views_of
+from shardwright.engine.parameter import refuse_while_deferring
+from shardwright.engine.states import everywhere, hash_of
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,13 @@ def load_pretrained(
             is as it was.
         RuntimeError: another rank failed, or the model is in use.
     """
+    refuse_while_deferring("load_pretrained")
     units = units_of(model)
     mesh = mesh_of(units)
     at_rest(units, "load_pretrained was called")
     patterns = _patterns(allow_missing), _patterns(allow_unexpected)
     plan: _Plan = on_every_rank(mesh, lambda: _plan(model, Path(path), key_map, *patterns))
+    _refuse_different_files(mesh, plan)
     on_meta = (
         torch.device(device)
         if device is not None
@@ -109,6 +114,22 @@ def load_pretrained(
     )
     bytes_read = on_every_rank(mesh, lambda: sum(_fill(load, on_meta) for load in plan.in_order()))
     return Loaded(plan.missing, plan.unexpected, bytes_read + plan.bytes_compared)
+
+
+def _refuse_different_files(mesh: DeviceMesh | None, plan: _Plan) -> None:
+    """Ranks that read copies of a checkpoint must find the same tensors, or they would load different ones."""
+    if mesh is None:
+        return
+    stored = plan.loads[0].stored.values() if plan.loads else ()
+    forms = sorted((s.key, tuple(s.shape), str(s.dtype)) for s in stored)
+    found = everywhere(mesh, hash_of((forms, plan.missing)))
+    ranks = [rank for rank, each in zip(mesh.mesh.flatten().tolist(), found, strict=True) if each != found[0]]
+    if ranks:
+        raise ValueError(
+            f"Rank{'s' * (len(ranks) > 1)} {abbreviated(ranks)} found other tensors stored than rank "
+            f"{mesh.mesh.flatten()[0].item()}: names, shapes or dtypes differ. Give every rank files of the same "
+            "content. Nothing was changed."
+        )
 
 
 def _patterns(allowed: bool | Iterable[str]) -> tuple[str, ...]:

@@ -315,7 +315,7 @@ class _Writer:
             os.replace(self._final, old)
         try:
             os.replace(self._partial, self._final)
-        except OSError:
+        except BaseException:
             if old.is_dir():
                 os.replace(old, self._final)
             raise

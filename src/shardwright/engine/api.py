@@ -29,7 +29,7 @@ from shardwright.engine.construct import (
 )
 from shardwright.engine.extension import is_extended
 from shardwright.engine.module import FSDPModule, install
-from shardwright.engine.parameter import has_no_values
+from shardwright.engine.parameter import has_no_values, refuse_while_deferring
 from shardwright.engine.pools import check_memory
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.root import attach, hook_optimizers
@@ -94,7 +94,7 @@ def fully_shard(
         sync_module_states: broadcast the parameters and buffers that this call takes over from the first rank of the
             mesh, before they are cut. For models built for real on every rank; give it to every call of a model.
         check_module_states: compare them over the ranks by hash, and raise on every rank, naming what differs and
-            where. Give it to every call, too.
+            where; of deferred ones the generators' states that they are drawn from. Give it to every call, too.
         dp_mesh_dims: only its default in this version.
 
     Returns:
@@ -106,6 +106,7 @@ def fully_shard(
 
     The signature is that of ``torch.distributed.fsdp.fully_shard`` in torch 2.13.
     """
+    refuse_while_deferring("fully_shard")
     _refuse_later_options(offload_policy, dp_mesh_dims)
     check_memory(memory, prefetch, strict)
     for name, value, expected in (

@@ -226,7 +226,8 @@ def own_parameters(unit: Unit, found: Found) -> None:
                             0, dtype=run.compute_dtype, device=device
                         )  # until the first gather
                     else:
-                        local = cut.local_view(shards[-1], 0)
+                        # With a version counter of its own: an edit of one parameter is none of its neighbours'.
+                        local = cut.local_view(shards[-1], 0).data
                         if not has_no_values(original):
                             local.copy_(cut.part_of(original))
                         full = cut.full_view(slab, run)

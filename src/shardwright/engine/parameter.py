@@ -29,7 +29,7 @@ _detach = torch.ops.aten.detach.default
 _RANDOM = torch.Tag.nondeterministic_seeded
 #: Set on a full parameter: what to call when its ``.data`` is handed out.
 ON_DATA = "_shardwright_on_data"
-#: True on classes of tensors whose values are computed later (``shardwright.init``).
+#: True on classes of tensors whose values are computed later (``shardwright.init``), which have a hash ``origin``.
 DEFERRED = "_shardwright_deferred"
 _NOT_COPIED = {
     UNIT_OF,
@@ -212,6 +212,15 @@ class FullParameter(nn.Parameter):
 def has_no_values(tensor: torch.Tensor) -> bool:
     """Whether it is on the meta device, or deferred: a shape, whose values come later."""
     return tensor.is_meta or getattr(type(tensor), DEFERRED, False)
+
+
+def refuse_while_deferring(doing: str) -> None:
+    """Raise RuntimeError where tensors that are made now would be deferred ones."""
+    if getattr(type(torch.empty(0, device="cpu")), DEFERRED, False):
+        raise RuntimeError(
+            f"{doing} was called inside deferred_init, which records operations instead of carrying them out. Call it "
+            "after the context."
+        )
 
 
 def unit_of(parameter: torch.Tensor) -> Any:

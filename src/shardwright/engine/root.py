@@ -520,8 +520,14 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     _refuse_dead(parameters)
     if "_shardwright_stepped" not in optimizer.__dict__:
-        optimizer.__dict__["_shardwright_stepped"] = True
         _refuse_deferred_state(optimizer)
+        if parameters and all(p.is_meta and p.grad is None for p in parameters):
+            raise RuntimeError(
+                "Every parameter of the optimizer is on the meta device and has no gradient: it was built before the "
+                "model got memory (as by to_empty), so its step would train nothing. Build it from "
+                "model.parameters() afterwards."
+            )
+        optimizer.__dict__["_shardwright_stepped"] = True
     for unit in _units_of(parameters):
         unit.drop_kept()  # some kernels write without moving a version counter
         if unit.root is not None:

@@ -82,21 +82,26 @@ def sync_states(mesh: DeviceMesh, device: torch.device, states: list[State], own
 
 @torch.no_grad()
 def check_states(mesh: DeviceMesh, states: list[State], owner: str) -> None:
-    """Compare hashes of all bytes over the ranks. Tensors without values are passed over.
+    """Compare hashes of all bytes over the ranks, of deferred tensors those of what they are drawn from.
+
+    Tensors on the meta device are passed over.
 
     Raises:
         ValueError: tensors are not the same on every rank, all of them named, with the ranks that differ from the
             first.
     """
+    states = [state for state in states if not state.tensor.is_meta]
+    deferred = [state for state in states if has_no_values(state.tensor)]
     states = [state for state in states if not has_no_values(state.tensor)]
     sums = [digest(tensor) for state in states for tensor in _plain(state)]
     numbers = torch.stack(sums).tolist() if sums else []
-    forms = [state.form for state in states]
-    if len(set(everywhere(mesh, _hash((forms, numbers))))) == 1:
+    numbers += [state.tensor.origin for state in deferred]  # type: ignore[attr-defined]
+    forms = [state.form for state in (*states, *deferred)]
+    if len(set(everywhere(mesh, hash_of((forms, numbers))))) == 1:
         return
     found = everywhere(mesh, (forms, numbers))
     _refuse_different_forms(mesh, [form for form, _ in found], owner)
-    names = [state.name for state in states for _ in _plain(state)]
+    names = [state.name for state in states for _ in _plain(state)] + [state.name for state in deferred]
     first = found[0][1]
     different: dict[str, list[int]] = {}
     for rank, (_, theirs) in zip(mesh.mesh.flatten().tolist(), found, strict=True):
@@ -153,7 +158,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _hash(value: object) -> int:
+def hash_of(value: object) -> int:
     """The same number on every rank, which Python's own hash of strings is not."""
     text = repr(value).encode()
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -228,7 +228,13 @@ class Weights:
         return next((p for p in self.parameters if p.sharded is sharded), None)
 
     def expect_values(self, p: ManagedParameter, source: torch.Tensor) -> None:
-        """The shard holds no values of ``p`` until somebody writes them; ``source`` is what was sharded."""
+        """The shard holds no values of ``p`` until somebody writes them; ``source`` is what was sharded.
+
+        It is filled with NaN: whoever reads it or edits a part of it before must not take it for values.
+        """
+        if (p.local.is_floating_point() or p.local.is_complex()) and not p.local.is_meta:
+            with torch.no_grad():
+                p.local.fill_(torch.nan)
         self._unset[p.sharded] = source, p.sharded._version + p.local._version
 
     def without_values(self) -> dict[nn.Parameter, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from shardwright._torch import fill_truncated_normal
 from shardwright.init.recorder import RECORDER, UNNAMED, DeferredTensor
 
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
-_depth = 0
+_thread: int | None = None  #: in which a context is active
 
 
 @contextlib.contextmanager
@@ -36,17 +37,22 @@ def deferred_init() -> Iterator[None]:
 
     Tensors made outside keep their memory; what the constructor reads of them must not change before ``materialize``.
     """
-    global _depth
-    if _depth:
+    global _thread
+    if _thread is not None:
+        if _thread != threading.get_ident():
+            raise RuntimeError(
+                "deferred_init is active in another thread, and generators are common to all. Build one model after "
+                "the other."
+            )
         yield
         return
-    _depth = 1
+    _thread = threading.get_ident()
     RECORDER.live()
     try:
         with _patched(), _Naming(), _Recording():
             yield
     finally:
-        _depth = 0
+        _thread = None
 
 
 class _Recording(TorchDispatchMode):
@@ -88,12 +94,15 @@ def _patched() -> Iterator[None]:
                 for name in ("get_rng_state", "initial_seed"):
                     _replace(undo, owner, name, _settled)
         _replace(undo, nn.init, fill_truncated_normal, _whole)
+        _replace(undo, nn.Parameter, "__new__", _of_no_other_class)
+        for lazy in (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer):
+            _replace(undo, lazy, "__new__", _unrecorded)
         yield
 
 
 def _replace(undo: contextlib.ExitStack, owner: Any, name: str, change: Callable[[Any], Any]) -> None:
     original = getattr(owner, name)
-    undo.callback(setattr, owner, name, original)
+    undo.callback(setattr, owner, name, vars(owner)[name])
     setattr(owner, name, change(original))
 
 
@@ -103,6 +112,29 @@ def _settled(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return read
+
+
+def _of_no_other_class(original: Callable[..., Any]) -> Callable[..., Any]:
+    def new(cls: type, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+        result = original(cls, data, *args, **kwargs)
+        if isinstance(result, DeferredTensor) and cls is not nn.Parameter:
+            raise NotImplementedError(
+                f"deferred_init cannot build a {cls.__name__}: of subclasses of nn.Parameter the class would be lost. "
+                "Build the module that has it outside the context, or give it a plain nn.Parameter."
+            )
+        return result
+
+    return new
+
+
+def _unrecorded(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Parameters of lazy modules have no memory yet; their first forward makes them as in the plain build."""
+
+    def new(*args: Any, **kwargs: Any) -> Any:
+        with RECORDER.paused():
+            return original(*args, **kwargs)
+
+    return new
 
 
 def _whole(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from shardwright.engine.parameter import (
     ManagedParameter,
     Slot,
     Taken,
+    refuse_while_deferring,
     unit_of,
 )
 from shardwright.engine.root import hook_optimizers
@@ -62,6 +63,7 @@ def materialize(
     Warns:
         UserWarning: on the meta path, parameters that were initialised more than once; the last one counts.
     """
+    refuse_while_deferring("materialize")
     where = _device(model, device)
     states = [(stream, stream.generator.get_state()) for stream in RECORDER.streams.defaults()]
     try:
@@ -82,13 +84,14 @@ def materialize(
                 destinations.of(source).shards.append((p, source))
     for module in model.modules():
         destinations.add_own(module)
-    if destinations.by_memory:
+    if destinations.by_memory or RECORDER.streams.waiting():
         _replay(destinations, where)
     for put in destinations.real:
         put()
     for unit in units_of(model):
         unit.without_values()  # forgets what has values now
-    RECORDER.live()
+    if not RECORDER.live():
+        RECORDER.streams.forget()
     hook_optimizers()
     return model
 
@@ -192,15 +195,14 @@ class _Destinations:
         return memory.tensors.setdefault(old, (view, Holder([], [], [])))[1]
 
 
-def _deferred_in(value: Any) -> Iterator[DeferredTensor]:
+def _deferred_in(value: Any, seen: set[int] | None = None) -> Iterator[DeferredTensor]:
+    seen = set() if seen is None else seen
     if isinstance(value, DeferredTensor):
         yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _deferred_in(inner)
-    elif isinstance(value, (list, tuple, set)):
-        for inner in value:
-            yield from _deferred_in(inner)
+    elif isinstance(value, (dict, list, tuple, set)) and id(value) not in seen:
+        seen.add(id(value))  # containers may hold themselves
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _deferred_in(inner, seen)
 
 
 def _become(old: torch.Tensor, values: torch.Tensor, holder: Holder) -> None:
@@ -225,17 +227,21 @@ def _become(old: torch.Tensor, values: torch.Tensor, holder: Holder) -> None:
     for module in holder.attributes:
         for key, value in vars(module).items():
             if any(tensor is old for tensor in _deferred_in(value)):
-                module.__dict__[key] = _replaced(value, old, new)
+                module.__dict__[key] = _replaced(value, old, new, set())
 
 
-def _replaced(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
+def _replaced(value: Any, old: torch.Tensor, new: torch.Tensor, seen: set[int]) -> Any:
     if value is old:
         return new
+    if isinstance(value, (dict, list)):
+        if id(value) in seen:
+            return value
+        seen.add(id(value))
     if isinstance(value, dict):
-        value.update({key: _replaced(inner, old, new) for key, inner in value.items()})
+        value.update({key: _replaced(inner, old, new, seen) for key, inner in value.items()})
     elif isinstance(value, list):
-        value[:] = [_replaced(inner, old, new) for inner in value]
+        value[:] = [_replaced(inner, old, new, seen) for inner in value]
     elif isinstance(value, (tuple, set)) and any(tensor is old for tensor in _deferred_in(value)):
-        inner = [_replaced(v, old, new) for v in value]
+        inner = [_replaced(v, old, new, seen) for v in value]
         return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)
     return value

@@ -64,6 +64,9 @@ class Draw:
 
     after: Entry | None = None
     state: torch.Tensor | None = None  #: before the entry
+    mark: bytes = (
+        b""  #: the same where this draw is the same: of a digest of the first state, and how many came since
+    )
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +77,8 @@ class Entry:
         call: what runs, with ``args`` and ``kwargs``, in which a View stands for each deferred tensor.
         reads: memories whose content it needs.
         writes: memories that it makes or changes.
-        renews: those among them of which nothing older is left.
+        fills: views of which it writes every element and reads none.
+        renews: those memories of which nothing older is left.
         results: of the tensors that it returns, by position, those that are memories of their own.
         draws: by generator's stream.
         ends: states after this entry that are needed or known, by stream.
@@ -88,6 +92,7 @@ class Entry:
     renews: tuple[Memory, ...]
     results: tuple[tuple[int, View], ...]
     default_dtype: torch.dtype
+    fills: tuple[View, ...] = ()
     draws: dict[Any, Draw] = field(default_factory=dict)
     ends: dict[Any, torch.Tensor | None] = field(default_factory=dict)
     index: int = field(default_factory=lambda: next(_indices))

@@ -7,6 +7,8 @@ every operation on one. What runs later, and how, is in ``replay.py``; the conte
 from __future__ import annotations
 
 import contextlib
+import copy
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -26,7 +28,7 @@ _aten = torch.ops.aten
 #: They write every element of their first argument and read none of it.
 _RENEWING = {
     _aten.normal_, _aten.uniform_, _aten.zero_, _aten.fill_, _aten.copy_, _aten.random_, _aten.exponential_,
-    _aten.cauchy_, _aten.log_normal_, _aten.geometric_,
+    _aten.cauchy_, _aten.log_normal_, _aten.geometric_, _aten.bernoulli_,
 }  # fmt: skip
 _UNINITIALISED = {
     _aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided, _aten.empty_permuted,
@@ -63,10 +65,11 @@ class DeferredTensor(torch.Tensor):
         return RECORDER.read(self).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        return RECORDER.read(self).numpy(force=force)
+        return _read_only(RECORDER.read(self).numpy(force=force))
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return RECORDER.read(self).__array__(*args, **kwargs)
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+        return array.copy() if copy else array
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         return RECORDER.read(self).__dlpack__(*args, **kwargs)
@@ -78,10 +81,20 @@ class DeferredTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             with torch.no_grad():
-                copied: Any = self.detach().clone().requires_grad_(self.requires_grad)
-            copied.__dict__.update(self.__dict__)
-            memo[id(self)] = copied
+                if isinstance(self, nn.Parameter):
+                    memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+                else:  # what shares a memory does so in the copy, too
+                    copied = RECORDER.copy_of_memory(self, memo).requires_grad_(self.requires_grad)
+                    copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+                    memo[id(self)] = copied
         return memo[id(self)]
+
+    @property
+    def origin(self) -> int:
+        """A hash of what its numbers were drawn from, the same on ranks that were seeded alike."""
+        entries = RECORDER.memory_of(self).entries
+        marks = b"".join(draw.mark for entry in entries for draw in entry.draws.values())
+        return int.from_bytes(hashlib.blake2b(marks, digest_size=8).digest(), "little", signed=True)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -132,10 +145,21 @@ class Recorder:
         with torch.no_grad():
             return tensor_without_memory(DeferredTensor, meta, self.memory_of(meta).device or UNNAMED)  # type: ignore[no-any-return]
 
-    def uninitialised(self, like: torch.Tensor) -> DeferredTensor:
-        """A deferred tensor of the shape, strides and dtype of another, with a memory that nothing has written yet."""
-        meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    def uninitialised(self, like: torch.Tensor, stride: tuple[int, ...]) -> DeferredTensor:
+        """A deferred tensor of the shape and dtype of another, with a memory that nothing has written yet."""
+        meta = torch.empty_strided(like.shape, stride, dtype=like.dtype, device="meta")
         return self.wrap(meta)
+
+    def copy_of_memory(self, tensor: torch.Tensor, memo: dict[int, Any]) -> DeferredTensor:
+        """The same view of a copy of the whole memory, of which ``memo`` has one."""
+        memory = self.memory_of(tensor)
+        if id(memory) not in memo:
+            block = torch.empty(0, dtype=torch.uint8, device="meta").set_(memory.storage)  # type: ignore[call-overload]
+            memo[id(memory)] = self.wrap(block).clone()
+        meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+        storage = memo[id(memory)].untyped_storage()
+        meta.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return self.wrap(meta.conj() if tensor.is_conj() else meta)
 
     def live(self) -> list[Memory]:
         """Memories that some tensor still views and that were not materialised; the others are forgotten."""
@@ -156,10 +180,19 @@ class Recorder:
     def settle(self, streams: list[Stream]) -> None:
         """Bring generators into the state that they would have now."""
         for stream in streams:
+            self._resolve(stream)
             if isinstance(last := stream.position(), Entry):
                 with self.paused():
                     ends = replay([], _nothing, device=UNNAMED, drawing={stream: last})
                 stream.resume(ends[stream])
+
+    def _resolve(self, stream: Stream) -> None:
+        """If a generator was given the state that another one has for the moment, give it the one that stands for."""
+        if (origin := self.streams.origin_of(stream)) is not None:
+            other, entry = origin
+            with self.paused():
+                ends = replay([], _nothing, device=UNNAMED, drawing={other: entry})
+            stream.generator.set_state(ends[other])
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -255,13 +288,8 @@ class Recorder:
         fresh = [view.memory for _, view in results]
         changed = [views[t].memory for t in written]  # type: ignore[index]
         memories = [v.memory for v in tree_flatten((args, kwargs))[0] if isinstance(v, View)]
-        renews = [
-            memory
-            for memory in changed
-            if getattr(call, "overloadpacket", call) in _RENEWING
-            and views[written[0]].whole  # type: ignore[index]
-            and memories.count(memory) == 1
-        ]
+        fills = [view for t in written if memories.count((view := views[t]).memory) == 1 and _fills(call)]  # type: ignore[index]
+        renews = [view.memory for view in fills if view.whole]
         entry = Entry(
             call,
             args,
@@ -271,10 +299,12 @@ class Recorder:
             renews=(*fresh, *renews),
             results=tuple(results),
             default_dtype=torch.get_default_dtype(),
+            fills=tuple(fills),
         )
         if random:
             place = where if results or where is not None else views[written[0]].memory.device  # type: ignore[index]
             for stream in self._streams_of(generator, place):
+                self._resolve(stream)
                 stream.enter(entry)
         record(entry)
 
@@ -352,6 +382,20 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             found += [t for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor)]
     return found
+
+
+def _fills(call: Any) -> bool:
+    """Whether the operation writes every element of what it changes, and reads none of it."""
+    packet = getattr(call, "overloadpacket", None)
+    if packet is None:
+        return True  # an initialiser that was recorded whole
+    return packet in _RENEWING or any(argument.is_out for argument in call._schema.arguments)
+
+
+def _read_only(array: Any) -> Any:
+    """What is written into it would be lost, so numpy is to refuse that."""
+    array.flags.writeable = False
+    return array
 
 
 def _nothing(*_: Any) -> None:

@@ -6,14 +6,17 @@ A memory is there from the first entry that touches it to the last. Which entrie
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from shardwright.engine.states import digest
 from shardwright.init.log import Entry, Memory, View, plan, schedule, touched
 from shardwright.init.streams import Stream
 
@@ -28,21 +31,44 @@ class Captured:
 
     tensor: torch.Tensor
     version: int
+    digest: int | None = None  #: of memory that others than torch may write, such as numpy's
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Captured:
         # Of inference tensors nobody can tell whether they were changed.
         if tensor.is_inference():
             tensor = tensor.clone()
-        return cls(tensor, 0 if tensor.is_inference() else tensor._version)
+        return cls(tensor, 0 if tensor.is_inference() else tensor._version, _digest_of_foreign(tensor))
 
-    def value(self) -> torch.Tensor:
-        if not self.tensor.is_inference() and self.tensor._version != self.version:
+    def check(self) -> None:
+        changed = not self.tensor.is_inference() and self.tensor._version != self.version
+        if changed or (self.digest is not None and self.digest != _digest_of_foreign(self.tensor)):
             raise RuntimeError(
                 f"A tensor of shape {tuple(self.tensor.shape)} that the construction of a deferred model reads was "
                 "changed afterwards. Pass a clone of it to the constructor, or materialize the model first."
             )
-        return self.tensor
+
+
+def _digest_of_foreign(tensor: torch.Tensor) -> int | None:
+    if (
+        type(tensor) not in (torch.Tensor, nn.Parameter)
+        or tensor.layout is not torch.strided
+        or tensor.is_meta
+    ):
+        return None
+    return None if tensor.untyped_storage().resizable() else int(digest(tensor.detach().resolve_conj()))
+
+
+@contextlib.contextmanager
+def _as_recorded() -> Iterator[None]:
+    """Nothing that the caller has set changes what operations do. They were recorded below autograd and autocast."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        for kind in {"cpu", accelerator.type if accelerator is not None else "cpu"}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 class _Replay:
@@ -75,7 +101,7 @@ class _Replay:
                     return torch.empty_strided(value.size, value.stride, dtype=value.dtype, device=place)
                 return self.tensor(value)
             if isinstance(value, Captured):
-                return value.value()
+                return value.tensor
             return self.device if value is HERE else value
 
         args, kwargs = tree_map(real, (entry.args, entry.kwargs))
@@ -143,7 +169,7 @@ def replay(
     for entry in the.entries:
         for value in tree_flatten((entry.args, entry.kwargs))[0]:
             if isinstance(value, Captured):
-                value.value()  # before anything is delivered
+                value.check()  # before anything is delivered
     left = Counter(m for entry in the.entries for m in touched(entry, entry in the.drawn))
     streams = {stream for entry in the.entries for stream in entry.draws}
     before = {stream: stream.generator.get_state() for stream in streams}
@@ -152,7 +178,7 @@ def replay(
     dtype = torch.get_default_dtype()
     now = _Replay(device, keep)
     try:
-        with torch.inference_mode(False), torch.no_grad():
+        with _as_recorded():
             for entry in schedule(the):
                 drawn = entry in the.drawn
                 now.run(entry, drawn)

@@ -6,18 +6,19 @@ So they draw what they would draw for whole tensors, and what they leave out is 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from shardwright.engine.construct import UNIT
 from shardwright.engine.module import original_class
 from shardwright.engine.parameter import Managed, Slot, has_no_values, unit_of
 from shardwright.engine.unit import Unit
 from shardwright.init.context import deferred_init
-from shardwright.init.log import Memory, plan
+from shardwright.init.log import Memory, Plan, View, plan
 from shardwright.init.recorder import RECORDER, DeferredTensor
 
 
@@ -42,7 +43,7 @@ class StandIn(NamedTuple):
 def initialise(model: nn.Module, init: Callable[[], Any] | None) -> list[StandIn]:
     """Run initialisers for what is on the meta device, recording them. The model is as it was afterwards."""
     units = units_of(model)
-    unset = {id(q) for unit in units for q, source in unit.without_values().items() if source.is_meta}
+    unset = {id(q): source for unit in units for q, source in unit.without_values().items() if source.is_meta}
 
     def missing(tensor: torch.Tensor | None) -> bool:
         return tensor is not None and (tensor.is_meta or id(tensor) in unset)
@@ -67,7 +68,8 @@ def initialise(model: nn.Module, init: Callable[[], Any] | None) -> list[StandIn
                     if isinstance(old, DeferredTensor):
                         continue
                     if id(old) not in put:
-                        new: torch.Tensor = RECORDER.uninitialised(old)
+                        # Random operations draw in an order that depends on strides, which layouts may change.
+                        new: torch.Tensor = RECORDER.uninitialised(old, unset.get(id(old), old).stride())
                         put[id(old)] = (
                             nn.Parameter(new, old.requires_grad) if name in module._parameters else new
                         )
@@ -148,19 +150,51 @@ def _check(model: nn.Module, found: list[StandIn], kept: dict[Memory, StandIn]) 
             "a reset_parameters method, pass init= to materialize, or build the model under "
             "shardwright.deferred_init(). Nothing was changed."
         )
-    wanted = [RECORDER.view_of(each.new).memory for each in found if isinstance(each.new, DeferredTensor)]
-    read = [full_name(kept[memory]) for memory in plan(wanted).unwritten if memory in kept]
+    wanted = {each: RECORDER.view_of(each.new) for each in found if isinstance(each.new, DeferredTensor)}
+    the = plan(view.memory for view in wanted.values())
+    read = [full_name(kept[memory]) for memory in the.unwritten if memory in kept]
     if read:
         raise ValueError(
             f"The initialiser reads {', '.join(map(repr, read))}, which hold values already, to compute others. "
             "Compute those after materialize, or build the model under shardwright.deferred_init(). Nothing was "
             "changed."
         )
+    unfilled = _unfilled(the, wanted.values())
+    parts = [full_name(each) for each, view in wanted.items() if view.memory in unfilled]
+    if parts:
+        raise ValueError(
+            f"Of {', '.join(map(repr, parts))} the initialiser reads values before it has written them, or leaves some "
+            "unwritten, and on the meta device there are none. Let it fill the whole tensor first, or build the model "
+            "under shardwright.deferred_init(). Nothing was changed."
+        )
     if twice:
         warnings.warn(
             f"Initialised more than once, the last one counts: {', '.join(map(repr, dict.fromkeys(twice)))}.",
             stacklevel=3,
         )
+
+
+def _unfilled(the: Plan, wanted: Collection[View]) -> set[Memory]:
+    """Memories of ``wanted`` of which elements are read, or wanted, that no entry has written."""
+    memories = {view.memory for view in wanted} & the.unwritten
+    written = {m: torch.zeros(m.storage.nbytes(), dtype=torch.bool) for m in memories}
+
+    def first_bytes(view: View) -> torch.Tensor:
+        width = view.dtype.itemsize
+        strides = [stride * width for stride in view.stride]
+        return written[view.memory].as_strided(view.size, strides, view.offset * width)
+
+    found: set[Memory] = set()
+    for entry in the.entries:
+        for view in tree_flatten((entry.args, entry.kwargs))[0]:
+            known = not isinstance(view, View) or view.memory not in written or view in entry.fills
+            if not known and not first_bytes(view).all():
+                found.add(view.memory)
+        for view in entry.fills:
+            if view.memory in written:
+                first_bytes(view).fill_(True)
+    found.update(view.memory for view in wanted if view.memory in written and not first_bytes(view).all())
+    return found
 
 
 def _class_name(module: nn.Module) -> str:

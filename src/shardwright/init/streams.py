@@ -8,16 +8,21 @@ whoever draws from a placeholder is noticed because it moves on. Nothing here kn
 from __future__ import annotations
 
 import hashlib
+import itertools
 
 import torch
 
+from shardwright._torch import generator_key
 from shardwright.init.log import Draw, Entry
 
 
 class Stream:
     """One generator, and the recorded entries that draw from it."""
 
+    _count = itertools.count()
+
     def __init__(self, generator: torch.Generator) -> None:
+        self._name = next(self._count)
         self.generator = generator
         self.last: Entry | None = None  #: the entry after which the generator would be now
         self._placeholder: torch.Tensor | None = None  #: the state that stands for the one after ``last``
@@ -28,21 +33,27 @@ class Stream:
         """``entry`` draws from this generator next."""
         origin = self.position()
         if isinstance(origin, Entry):
-            entry.draws[self] = Draw(after=origin)
+            mark = hashlib.blake2b(origin.draws[self].mark, digest_size=8).digest()
+            entry.draws[self] = Draw(after=origin, mark=mark)
             if (
                 origin is not self.last
             ):  # several go on from there, so the state is remembered when it is known
                 origin.ends.setdefault(self)
         else:
-            entry.draws[self] = Draw(state=origin)
+            mark = hashlib.blake2b(origin.numpy().tobytes(), digest_size=8).digest()
+            entry.draws[self] = Draw(state=origin, mark=mark)
         self.last = entry
         self._number += 1
-        name = f"{self.generator.initial_seed()} {self._number}".encode()
+        name = f"{self.generator.initial_seed()} {self._name} {self._number}".encode()
         # Depends on the user's seed, so that whoever draws from it nevertheless draws other numbers with another seed.
         seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
         self.generator.manual_seed(seed)
         self._placeholder = self.generator.get_state()
         self._known[seed] = entry
+
+    def knows(self, generator: torch.Generator | None = None) -> Entry | None:
+        """The entry whose placeholder a generator, by default this one, has or has gone on from."""
+        return self._known.get((generator or self.generator).initial_seed())
 
     def position(self) -> Entry | torch.Tensor:
         """Where the generator is: after an entry, or in a state that is known.
@@ -50,7 +61,7 @@ class Stream:
         Raises:
             RuntimeError: numbers were drawn that, without deferral, would have come after those of the model.
         """
-        entry = self._known.get(self.generator.initial_seed())
+        entry = self.knows()
         if entry is None:
             return self.generator.get_state()
         now = self.generator.get_state()
@@ -72,6 +83,10 @@ class Stream:
         self.generator.set_state(state)
         self.last = self._placeholder = None
 
+    def forget(self) -> None:
+        if self.last is None:
+            self._known.clear()
+
 
 class Streams:
     """Those generators that recorded entries draw from."""
@@ -80,10 +95,26 @@ class Streams:
         self._streams: dict[int, Stream] = {}
 
     def of(self, generator: torch.Generator) -> Stream:
-        stream = self._streams.get(id(generator))
+        key = generator_key(generator)
+        stream = self._streams.get(key)
         if stream is None:
-            stream = self._streams[id(generator)] = Stream(generator)
+            stream = self._streams[key] = Stream(generator)
         return stream
+
+    def origin_of(self, stream: Stream) -> tuple[Stream, Entry] | None:
+        """Another stream, and an entry of it, if this generator was given the placeholder that stands after it."""
+        if stream.knows():
+            return None
+        for other in self._streams.values():
+            entry = other.knows(stream.generator)
+            if entry is not None:
+                return other, entry
+        return None
+
+    def forget(self) -> None:
+        """Forget entries from which no generator will go on, and all that they hold."""
+        for stream in self._streams.values():
+            stream.forget()
 
     def defaults(self) -> list[Stream]:
         """Of the CPU, and of the accelerator if it is in use: which one is drawn from is known with the device."""
