@@ -110,6 +110,7 @@ def main() -> None:
 
     sw.save_pretrained(model, target, key_map=key_map, config=hugging_face.config_json(shape))
     say(f"saved the tuned model in {target}")
+    dist.barrier()  # a rank that ends while gloo's threads still hold tensors can abort
     dist.destroy_process_group()
 
 
