@@ -95,12 +95,19 @@ class On(NamedTuple):
         return (None, False) if max(self.stages) in (1, 2) else (None, True, False)
 
     def shows(self, strength: int, *others: Hashable) -> Iterator[Hashable]:
-        """What a row here with these ``others`` shows, for `select`: settings of which axes are two, and each strategy
-        where both axes have several ranks, since it is on one axis elsewhere."""
+        """What a row here with these ``others`` shows, for `select`: settings of which axes are two. Where both axes
+        have several ranks, since elsewhere there is but one: each strategy, and with each kind of it all the others."""
         inner = len(self.shape), self.stages[-1]
         yield from together(strength, self.stages[:-1], inner, self.shape, *others)
         if min(self.shape) > 1:
             yield self.stages
+            yield from ((self.reductions, other) for other in others)
+
+    @property
+    def reductions(self) -> frozenset[int]:
+        """By which collectives gradients are reduced, and when: all-reduces, late reduce-scatters, those of every
+        backward."""
+        return frozenset(min(stage, 2) for stage in self.stages)
 
 
 def on(name: str, *shapes: Shape) -> list[On]:
