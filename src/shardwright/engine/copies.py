@@ -140,7 +140,15 @@ def convert(
                     parameter.grad.data = fn(parameter.grad.data)
         for name, buffer in each._buffers.items():
             if buffer is not None:
-                each._buffers[name] = fn(buffer)
+                each._buffers[name] = convert_buffer(buffer, fn)
+
+
+def convert_buffer(buffer: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What ``fn`` makes of a buffer: one that requires a gradient goes on doing so, and stays a leaf if it was one."""
+    with torch.set_grad_enabled(not buffer.is_leaf):
+        new = fn(buffer)
+    differentiable = new.is_floating_point() or new.is_complex()
+    return new.requires_grad_() if buffer.requires_grad and differentiable and new.is_leaf else new
 
 
 def _convert_parameter(p: ManagedParameter, unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
