@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
-from tests.init.models import MODELS, Recurrent, Ties, assert_built_alike, assert_same, full, tensors_of
+from tests.init.models import MODELS, Recurrent, Ties, assert_built_alike, assert_same, tensors_of
 from tests.support import multirank, world_mesh
 
 
@@ -689,15 +689,3 @@ def test_loading_one_parameter_leaves_the_others_to_be_initialised(
     sw.materialize(model)
     nn.init.ones_(plain[1].weight)
     assert_same(model, plain)
-
-
-@multirank(2)
-@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
-def test_shards_without_values_are_no_numbers(rank: int, world_size: int, layout: str) -> None:
-    with sw.deferred_init():
-        model = nn.Linear(3, 4)
-    sw.fully_shard(model, layout=layout)
-    with torch.no_grad():
-        model.weight.mul_(2)
-    sw.materialize(model)
-    assert full(model.weight).isnan().all() and not full(model.bias).isnan().any()

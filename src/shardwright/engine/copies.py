@@ -28,6 +28,7 @@ from shardwright.engine.construct import (
 from shardwright.engine.parameter import ManagedParameter, become
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.unit import Unit
+from shardwright.engine.unset import carry_mark, mark_of
 
 Install = Callable[[Unit, list[nn.Module]], None]
 
@@ -167,9 +168,11 @@ def _convert_parameter(p: ManagedParameter, unit: Unit, fn: Callable[[torch.Tens
         new_gradient = fn(local_of(gradient) if isinstance(gradient, (DTensor, RaggedTensor)) else gradient)
         p.sharded.grad = None
     if new.dtype == p.local.dtype:
-        p.local.copy_(new)
+        if mark_of(p.local) is None:  # else ``to_empty`` would seem to give it values
+            p.local.copy_(new)
     else:
         become(p.sharded, p.cut.wrap(new))
+        carry_mark(p.local, local_of(p.sharded))
     if new_gradient is not None:
         p.sharded.grad = p.cut.wrap(new_gradient)
     return new.dtype != p.local.dtype

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwright._torch import disabled_torch_function, set_data, storage_use_count, tensor_without_memory
 from shardwright.engine.parameter import DEFERRED
+from shardwright.engine.unset import FILLING
 from shardwright.init.log import Entry, Memory, View, record
 from shardwright.init.replay import HERE, Captured, replay
 from shardwright.init.streams import Stream, Streams, default_generator
@@ -25,11 +26,6 @@ from shardwright.init.streams import Stream, Streams, default_generator
 UNNAMED = torch.device("cpu")  #: this very object: the device of tensors whose constructor named none
 _prim_device = torch.ops.prim.device.default
 _aten = torch.ops.aten
-#: They write every element of their first argument and read none of it.
-_RENEWING = {
-    _aten.normal_, _aten.uniform_, _aten.zero_, _aten.fill_, _aten.copy_, _aten.random_, _aten.exponential_,
-    _aten.cauchy_, _aten.log_normal_, _aten.geometric_, _aten.bernoulli_,
-}  # fmt: skip
 _UNINITIALISED = {
     _aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided, _aten.empty_permuted,
 }  # fmt: skip
@@ -389,7 +385,7 @@ def _fills(call: Any) -> bool:
     packet = getattr(call, "overloadpacket", None)
     if packet is None:
         return True  # an initialiser that was recorded whole
-    return packet in _RENEWING or any(argument.is_out for argument in call._schema.arguments)
+    return packet in FILLING or any(argument.is_out for argument in call._schema.arguments)
 
 
 def _read_only(array: Any) -> Any:
