@@ -138,6 +138,20 @@ def hide_from_dynamo(*modules: str) -> None:
         trace_rules.add(name)
 
 
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def set_activation_memory_budget(part: float) -> None:
+    """Let torch.compile keep this part of what it would keep for backward; of 0 the inputs only. For the process."""
+    import torch._functorch.config as config
+
+    config.activation_memory_budget = part
+
+
 #: Name, in ``torch.nn.init``, of what fills a tensor with truncated normal numbers, in a loop that looks at them.
 fill_truncated_normal = "_no_grad_trunc_normal_"
 _probe(torch.nn.init, fill_truncated_normal)
