@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -18,8 +17,10 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwright._torch import disabled_torch_function, set_data, storage_use_count, tensor_without_memory
 from shardwright.engine.parameter import DEFERRED
+from shardwright.init.captured import Captured
 from shardwright.init.log import Entry, Memory, View, record
-from shardwright.init.replay import HERE, Captured, replay
+from shardwright.init.origin import origin_of
+from shardwright.init.replay import HERE, replay
 from shardwright.init.streams import Stream, Streams, default_generator
 
 UNNAMED = torch.device("cpu")  #: this very object: the device of tensors whose constructor named none
@@ -91,10 +92,8 @@ class DeferredTensor(torch.Tensor):
 
     @property
     def origin(self) -> int:
-        """A hash of what its numbers were drawn from, the same on ranks that were seeded alike."""
-        entries = RECORDER.memory_of(self).entries
-        marks = b"".join(draw.mark for entry in entries for draw in entry.draws.values())
-        return int.from_bytes(hashlib.blake2b(marks, digest_size=8).digest(), "little", signed=True)
+        """A 64-bit hash of what its values come from, the same on ranks that recorded the same."""
+        return origin_of(RECORDER.view_of(self))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -184,7 +183,7 @@ class Recorder:
             if isinstance(last := stream.position(), Entry):
                 with self.paused():
                     ends = replay([], _nothing, device=UNNAMED, drawing={stream: last})
-                stream.resume(ends[stream])
+                stream.resume(ends[stream], last)
 
     def _resolve(self, stream: Stream) -> None:
         """If a generator was given the state that another one has for the moment, give it the one that stands for."""
