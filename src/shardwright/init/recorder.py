@@ -112,6 +112,7 @@ class Recorder:
         self.streams = Streams()
         self.recording = True
         self.named = False  #: whether the operation under way was told a device by the constructor
+        self.named_by_default = False  #: whether the constructor has set a default device
         self._memories: dict[int, Memory] = {}
 
     # -- tensors and memories --------------------------------------------------------------------------------------
@@ -223,6 +224,8 @@ class Recorder:
         returns_tensors = any("Tensor" in str(r.type) for r in func._schema.returns)
         if not returns_tensors or any(not isinstance(t, DeferredTensor) for t in written):
             return self.carry_out(func, args, kwargs, written, random)
+        for t in tensors:
+            _refuse_other_layouts(t)
         metas = {id(t): _as_meta(t) for t in tensors}
         plain = [metas[id(t)] if isinstance(t, torch.Tensor) else t for t in leaves]
         meta_args, meta_kwargs = tree_unflatten(plain, spec)
@@ -234,6 +237,8 @@ class Recorder:
         except (NotImplementedError, RuntimeError):
             # A shape that depends on values, an operation without a meta kernel, or the user's mistake.
             return self.carry_out(func, args, kwargs, written, random)
+        for out in tree_flatten(result)[0]:
+            _refuse_other_layouts(out)
         views = {t: self.view_of(t) for t in deferred}
         if torch.Tag.inplace_view in func.tags:
             written = []
@@ -324,8 +329,15 @@ class Recorder:
         self._record(call, (tensor, *args), kwargs, views, [tensor], [], device, random=True)
         return tensor
 
+    def moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that a constructor has moved. To the CPU those need not move that may go there, so it is told here."""
+        if not isinstance(tensor, DeferredTensor) or self.memory_of(tensor).device is not None:
+            return tensor
+        return _aten._to_copy.default(tensor, device=torch.device("cpu"))  # type: ignore[no-any-return]
+
     def constant(self, value: torch.Tensor) -> DeferredTensor:
         """A deferred tensor that will be a copy of one that nobody else changes."""
+        _refuse_other_layouts(value)
         result = self.wrap(_as_meta(value), value.device if value.device != UNNAMED else None)
         view = self.view_of(result)
         memories = (view.memory,)
@@ -389,6 +401,22 @@ def _fills(call: Any) -> bool:
     if packet is None:
         return True  # an initialiser that was recorded whole
     return packet in _RENEWING or any(argument.is_out for argument in call._schema.arguments)
+
+
+def _refuse_other_layouts(tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        return
+    kind = (
+        "nested" if tensor.is_nested
+        else "quantized" if tensor.is_quantized
+        else str(tensor.layout).removeprefix("torch.") if tensor.layout is not torch.strided
+        else None
+    )  # fmt: skip
+    if kind is not None:
+        raise NotImplementedError(
+            f"deferred_init records dense tensors, and a {kind} one came up. Build the module that has it outside of "
+            "deferred_init, or make the tensor there and hand it in."
+        )
 
 
 def _read_only(array: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from typing import NamedTuple
 
 import torch
 
@@ -86,10 +87,26 @@ class Stream:
         self.generator.set_state(state)
         self.last = self._placeholder = None
 
+    def place(self) -> Place:
+        return Place(self, self.generator.get_state(), self.last, self._placeholder)
+
+    def go_back(self, place: Place) -> None:
+        self.generator.set_state(place.state)
+        self.last, self._placeholder = place.last, place.placeholder
+
     def forget(self) -> None:
         if self.last is None:
             self._known.clear()
             self._reached.clear()
+
+
+class Place(NamedTuple):
+    """Where a stream is, to go back to it."""
+
+    stream: Stream
+    state: torch.Tensor
+    last: Entry | None
+    placeholder: torch.Tensor | None
 
 
 class Streams:
@@ -104,6 +121,15 @@ class Streams:
         if stream is None:
             stream = self._streams[key] = Stream(generator)
         return stream
+
+    def places(self) -> list[Place]:
+        self.defaults()
+        return [stream.place() for stream in self._streams.values()]
+
+    def go_back(self, places: list[Place]) -> None:
+        """Leave the generators as they were, of which something was recorded that nobody will have."""
+        for place in places:
+            place.stream.go_back(place)
 
     def origin_of(self, stream: Stream) -> tuple[Stream, Entry] | None:
         """Another stream, and an entry of it, if this generator was given the placeholder that stands after it."""
