@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import random
 import re
 import weakref
 from collections.abc import Callable
@@ -389,76 +388,6 @@ def test_loaded_parameters_stay(rank: int, world_size: int) -> None:
     sw.materialize(model)
     plain[0] = other
     assert_same(model, plain)
-
-
-# -- random models -----------------------------------------------------------------------------------------------------
-
-
-class RandomModel(nn.Module):
-    """A random tree of modules with random initialisers, ties, dtypes, seeds and reads; the same for one ``seed``."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        choose = random.Random(seed)
-        made: list[nn.Module] = []
-        for number in range(choose.randint(2, 6)):
-            rows, columns = choose.randint(1, 20), choose.randint(1, 20)
-            module = choose.choice(
-                [
-                    lambda r=rows, c=columns: nn.Linear(r, c),
-                    lambda r=rows, c=columns: nn.Embedding(r, c, padding_idx=0),
-                    lambda r=rows, c=columns: nn.GRU(r, c),
-                    lambda r=rows, c=columns: nn.Conv1d(r, c, 2),
-                    lambda r=rows, c=columns: nn.BatchNorm1d(r),
-                ]
-            )()
-            made.append(module)
-            self.add_module(f"m{number}", module)
-            for _ in range(choose.randint(0, 3)):
-                self.change(choose, number, choose.choice(made))
-
-    def change(self, choose: random.Random, number: int, module: nn.Module) -> None:
-        parameter = choose.choice(list(module.parameters(recurse=False)))
-        what = choose.randrange(10)
-        with torch.no_grad():
-            if what == 0:
-                choose.choice([nn.init.trunc_normal_, nn.init.normal_, nn.init.ones_])(parameter)
-            elif what == 1:
-                parameter.mul_(choose.random())
-            elif what == 2:
-                parameter[0].uniform_()
-            elif what == 3:
-                module.to(choose.choice([torch.float64, torch.bfloat16, torch.float32]))
-            elif what == 4:
-                self.register_parameter(f"tied{number}", parameter)
-            elif what == 5:
-                self.register_buffer(
-                    f"buffer{number}", parameter.detach().float().cumsum(0), persistent=False
-                )
-            elif what == 6:
-                torch.manual_seed(choose.randrange(3))
-            elif what == 7 and torch.rand(1).item() > 0.5:
-                self.add_module(f"branch{number}", nn.Linear(2, 3))
-            elif what == 8:
-                self.add_module(f"copy{number}", copy.deepcopy(module))
-            elif what == 9:
-                parameter.data = (
-                    parameter.detach().clone().t() if parameter.ndim == 2 else parameter.detach() + 1
-                )
-
-
-@multirank(1, 3)
-def test_random_models_equal_the_plain_build(rank: int, world_size: int) -> None:
-    for seed in range(60):
-        shard_it = partial(sw.fully_shard, **HOW[1][seed % len(HOW[1])]) if seed % 2 else None
-        try:
-            assert_built_alike(partial(RandomModel, seed), seed, shard_it)
-        except BaseException as error:
-            raise AssertionError(f"RandomModel({seed})") from error
-
-
-def test_random_models_are_not_all_alike() -> None:
-    assert len({tuple(tensors_of(RandomModel(seed))) for seed in range(60)}) > 50
 
 
 # -- what once was silently wrong ------------------------------------------------------------------------------------
