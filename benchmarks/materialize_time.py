@@ -79,7 +79,10 @@ def compare(label: str, build: Callable[[], nn.Module], layout: str, fill: Fill,
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     alone, ours = [], []
     for number in range(rounds):
-        pair = [(ours, partial(materialised, build, layout)), (alone, partial(initialised_alone, shapes, fill))]
+        pair = [
+            (ours, partial(materialised, build, layout)),
+            (alone, partial(initialised_alone, shapes, fill)),
+        ]
         for times, action in pair if number % 2 else reversed(pair):
             times.append(seconds(action))
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e9

@@ -145,7 +145,9 @@ def test_deferred_models_that_were_recorded_otherwise_are_named(rank: int, world
     sw.fully_shard(models[0], check_module_states=True)
     names = ("full", "operation", "scaled", "later", "data", "twice", "place")
     told = "; ".join(f"'{name}' on rank 1" for name in names)
-    with pytest.raises(ValueError, match=rf"other values than on rank 0 have: {told}\. .*seed, code and data"):
+    with pytest.raises(
+        ValueError, match=rf"other values than on rank 0 have: {told}\. .*seed, code and data"
+    ):
         sw.fully_shard(models[1], check_module_states=True)
     sw.materialize(models[0])
     torch.manual_seed(0)

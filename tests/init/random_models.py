@@ -43,7 +43,15 @@ INITIALISERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "orthogonal": _orthogonal,
     "sparse": _sparse,
 }
-ONLY_MATRICES = {"eye", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "orthogonal", "sparse"}
+ONLY_MATRICES = {
+    "eye",
+    "xavier_uniform",
+    "xavier_normal",
+    "kaiming_uniform",
+    "kaiming_normal",
+    "orthogonal",
+    "sparse",
+}
 LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "linear": nn.Linear,
     "embedding": lambda n, m: nn.Embedding(n, m, padding_idx=0),
@@ -112,7 +120,9 @@ class Built(nn.Module):
             self.add_module(f"inner{number}", Built(step.steps))
         elif isinstance(step, Seed):
             torch.manual_seed(step.seed)
-        elif places := [(m, name) for m in self.modules() for name, p in m._parameters.items() if p is not None]:
+        elif places := [
+            (m, name) for m in self.modules() for name, p in m._parameters.items() if p is not None
+        ]:
             self._change(number, step, *places[step.at % len(places)])
 
     def _change(self, number: int, step: Any, module: nn.Module, name: str) -> None:

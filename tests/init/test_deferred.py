@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
-from tests.init.models import MODELS, Recurrent, Ties, assert_built_alike, assert_same, full, tensors_of
+from tests.init.models import MODELS, Recurrent, Ties, assert_built_alike, assert_same, full
 from tests.support import multirank, world_mesh
 
 
@@ -28,6 +28,18 @@ from tests.support import multirank, world_mesh
 @pytest.mark.parametrize("seed", [0, 1, 2**40])
 def test_unsharded_models_equal_the_plain_build(name: str, seed: int) -> None:
     assert_built_alike(MODELS[name], seed)
+
+
+def test_every_initialiser_of_torch_is_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    public = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
+    called = set()
+    for name in public:
+        original = getattr(nn.init, name)
+        monkeypatch.setattr(
+            nn.init, name, lambda *a, name=name, original=original, **k: called.add(name) or original(*a, **k)
+        )
+    MODELS["initialisers"]()
+    assert called == set(public) and len(public) >= 14
 
 
 #: What ``fully_shard`` is told, by the number of mesh dimensions.
@@ -551,7 +563,10 @@ class Halves(torch.Tensor):
 
 
 OF_OTHER_CLASSES: dict[str, tuple[Callable[[], Any], str]] = {
-    "as_subclass": (lambda: torch.rand(2).as_subclass(Named), "a Named, in Holder at 'self.scale = nn.Parameter"),
+    "as_subclass": (
+        lambda: torch.rand(2).as_subclass(Named),
+        "a Named, in Holder at 'self.scale = nn.Parameter",
+    ),
     "_make_subclass": (lambda: Made(torch.rand(2)), "a Made, in Holder at 'self.scale = nn.Parameter"),
     "constructor": (lambda: Named([1.0, 2.0]), "a Named, in Holder at 'self.scale = nn.Parameter"),
     "like": (lambda: torch.zeros_like(GIVEN), "a Named, in Holder at 'self.scale = nn.Parameter"),
@@ -605,7 +620,10 @@ def test_tensors_of_other_classes_from_outside_stay() -> None:
 )
 @pytest.mark.filterwarnings("ignore")
 def test_tensors_that_are_not_dense_are_refused(kind: str, make: Callable[[], Any]) -> None:
-    with pytest.raises(NotImplementedError, match=f"a {kind} one came up. Build .* outside"), sw.deferred_init():
+    with (
+        pytest.raises(NotImplementedError, match=f"a {kind} one came up. Build .* outside"),
+        sw.deferred_init(),
+    ):
         Holder(make, True)
 
 

@@ -1,4 +1,4 @@
-"""Where tensors go: a device that a constructor names is kept, and one that is not there fails as in the plain build."""
+"""Where tensors go: a device that a constructor names is kept; one that is not there fails as in the plain build."""
 
 from __future__ import annotations
 

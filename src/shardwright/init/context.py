@@ -45,8 +45,8 @@ def deferred_init() -> Iterator[None]:
 
     From the first random operation on, generators hold placeholder states until :func:`materialize` leaves them as
     the plain build would have. Numbers drawn between the context and ``materialize`` would not be those of the plain
-    build, so then ``materialize`` raises. Seeding or restoring a generator in between is fine. If the constructor fails,
-    generators are as they were before it.
+    build, so then ``materialize`` raises. Seeding or restoring a generator in between is fine. If the constructor
+    fails, generators are as they were before it.
 
     Tensors made outside keep their memory; what the constructor reads of them must not change before ``materialize``.
 
@@ -203,8 +203,9 @@ def _of_no_other_class(original: Callable[..., Any]) -> Callable[..., Any]:
     def new(cls: type, data: Any = None, *args: Any, **kwargs: Any) -> Any:
         result = original(cls, data, *args, **kwargs)
         if isinstance(result, DeferredTensor) and cls is not nn.Parameter:
+            where = _where(traceback.walk_stack(inspect.currentframe()))
             raise NotImplementedError(
-                f"deferred_init cannot build a {cls.__name__}{_where(traceback.walk_stack(inspect.currentframe()))}: of subclasses of "
+                f"deferred_init cannot build a {cls.__name__}{where}: of subclasses of "
                 "nn.Parameter the class would be lost. Build the module that has it outside the context, or give it a "
                 "plain nn.Parameter."
             )

@@ -102,7 +102,11 @@ def _form(view: View) -> tuple[object, ...]:
 
 
 def _name(call: Any) -> str:
-    return str(call) if hasattr(call, "overloadpacket") else getattr(call, "__qualname__", type(call).__qualname__)
+    return (
+        str(call)
+        if hasattr(call, "overloadpacket")
+        else getattr(call, "__qualname__", type(call).__qualname__)
+    )
 
 
 def _hash(*parts: object) -> bytes:

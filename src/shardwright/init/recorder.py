@@ -330,7 +330,7 @@ class Recorder:
         return tensor
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that a constructor has moved. To the CPU those need not move that may go there, so it is told here."""
+        """What a constructor has moved to a device. No operation says so of the CPU, where it may be as it is."""
         if not isinstance(tensor, DeferredTensor) or self.memory_of(tensor).device is not None:
             return tensor
         return _aten._to_copy.default(tensor, device=torch.device("cpu"))  # type: ignore[no-any-return]

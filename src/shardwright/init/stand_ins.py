@@ -171,7 +171,7 @@ def _check(model: nn.Module, found: list[StandIn], kept: dict[Memory, StandIn]) 
     if twice:
         warnings.warn(
             f"Initialised more than once, the last one counts: {', '.join(map(repr, dict.fromkeys(twice)))}.",
-            stacklevel=3,
+            stacklevel=4,  # the caller of materialize
         )
 
 

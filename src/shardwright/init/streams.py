@@ -29,7 +29,9 @@ class Stream:
         self.last: Entry | None = None  #: the entry after which the generator would be now
         self._placeholder: torch.Tensor | None = None  #: the state that stands for the one after ``last``
         self._known: dict[int, Entry] = {}  #: seed of a placeholder -> the entry after which it stands
-        self._reached: dict[bytes, bytes] = {}  #: hash of a state -> that of where in the recorded stream it is
+        self._reached: dict[
+            bytes, bytes
+        ] = {}  #: hash of a state -> that of where in the recorded stream it is
         self._number = 0
 
     def enter(self, entry: Entry) -> None:
