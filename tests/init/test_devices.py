@@ -70,15 +70,34 @@ def test_the_cpu_is_kept_where_it_was_named(how: str) -> None:
 
 
 @pytest.mark.parametrize("move", [lambda m: m.to("cpu"), lambda m: m.cpu()])
-def test_what_a_constructor_moves_to_the_cpu_is_drawn_where_it_was(move: Callable[[nn.Module], Any]) -> None:
-    assert_built_alike(lambda: move(linear()), 0)
+def test_what_a_constructor_moves_to_the_cpu_is_drawn_where_it_was(
+    move: Callable[[nn.Module], nn.Module],
+) -> None:
+    def build() -> nn.Module:
+        model: Any = move(linear(bias=False))
+        nn.init.normal_(model.weight)
+        return model
+
+    assert_built_alike(build, 0)
     with sw.deferred_init():
-        model = move(linear())
+        model = build()
         schedule = [rate.cpu().item() for rate in torch.linspace(0, 1, 3)]
     assert schedule == [0, 0.5, 1]
+    sw.materialize(model, "meta")  # of another device than the CPU, on any machine
+    assert model.weight.device.type == "cpu"
+    with sw.deferred_init():
+        model = move(linear())
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
-        sw.materialize(model, "meta")  # of another device than the CPU, on any machine, a copy is made
+        sw.materialize(model, "meta")  # which a plain build does, too
     torch.manual_seed(0)
+
+
+def test_changes_that_depend_on_whether_a_move_is_a_copy_are_refused() -> None:
+    for first in (True, False):
+        with pytest.raises(NotImplementedError, match="moved to the CPU"), sw.deferred_init():
+            weight = torch.rand(3)
+            moved = weight.cpu()
+            (weight if first else moved).fill_(1)
 
 
 @multirank(1, 2)

@@ -114,6 +114,7 @@ class Recorder:
         self.named = False  #: whether the operation under way was told a device by the constructor
         self.named_by_default = False  #: whether the constructor has set a default device
         self._memories: dict[int, Memory] = {}
+        self._moved: dict[Memory, list[Memory]] = {}  #: to the CPU: copies, unless the model is for the CPU
 
     # -- tensors and memories --------------------------------------------------------------------------------------
 
@@ -165,6 +166,7 @@ class Recorder:
         """Memories that some tensor still views and that were not materialised; the others are forgotten."""
         found = [m for m in self._memories.values() if storage_use_count(m.storage) > 1]
         self._memories = {m.storage._cdata: m for m in found}
+        self._moved = {m: self._moved[m] for m in found if m in self._moved}
         return [m for m in found if not m.gone]
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -291,6 +293,7 @@ class Recorder:
             kwargs = {**kwargs, "device": HERE if where is None else where}
         fresh = [view.memory for _, view in results]
         changed = [views[t].memory for t in written]  # type: ignore[index]
+        self._refuse_if_moved(changed)
         memories = [v.memory for v in tree_flatten((args, kwargs))[0] if isinstance(v, View)]
         fills = [view for t in written if memories.count((view := views[t]).memory) == 1 and _fills(call)]  # type: ignore[index]
         renews = [view.memory for view in fills if view.whole]
@@ -333,7 +336,21 @@ class Recorder:
         """What a constructor has moved to a device. No operation says so of the CPU, where it may be as it is."""
         if not isinstance(tensor, DeferredTensor) or self.memory_of(tensor).device is not None:
             return tensor
-        return _aten._to_copy.default(tensor, device=torch.device("cpu"))  # type: ignore[no-any-return]
+        copied = _aten._to_copy.default(tensor, device=torch.device("cpu"))
+        one, other = self.memory_of(tensor), self.memory_of(copied)
+        self._moved.setdefault(one, []).append(other)
+        self._moved.setdefault(other, []).append(one)
+        return copied  # type: ignore[no-any-return]
+
+    def _refuse_if_moved(self, memories: list[Memory]) -> None:
+        """If the model is for the CPU, a plain build would change both: the move was none."""
+        for memory in memories:
+            if any(storage_use_count(other.storage) > 1 for other in self._moved.get(memory, ())):
+                raise NotImplementedError(
+                    "A deferred tensor was moved to the CPU inside deferred_init, and it, or what it was moved from, "
+                    "is changed in place while both are there. Whether that changes both depends on the device of the "
+                    "model, which is not known yet. Change a clone."
+                )
 
     def constant(self, value: torch.Tensor) -> DeferredTensor:
         """A deferred tensor that will be a copy of one that nobody else changes."""
