@@ -213,6 +213,28 @@ def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[[Any], Any
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
+def seen_by_schedulers(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Let learning-rate schedulers leave this step alone, as one that tells them itself that it was called.
+
+    They would else put a wrapper into the optimizer, which goes on calling the step that its class had then.
+    """
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
+
+
+def tell_schedulers(optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's step was called, so a scheduler may step, too, and need not warn."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def only_schedulers_wrap(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step in the optimizer itself is no more than its class's, in what a scheduler puts around it."""
+    step = vars(optimizer)["step"]
+    return (
+        hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step
+    )
+
+
 def queue_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward now running has finished; valid only inside a backward."""
     _engine.queue_callback(callback)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import re
@@ -20,7 +21,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
-from tests.init.models import MODELS, Recurrent, Ties, assert_built_alike, assert_same, full
+from tests.init.models import MODELS, Recurrent, Ties, assert_built_alike, assert_same
 from tests.support import multirank, world_mesh
 
 
@@ -129,6 +130,62 @@ def test_storage_aliases_stay() -> None:
     with torch.no_grad():
         model.weight.fill_(3)
     assert model.row.tolist() == [3.0] * 4
+
+
+class LearntBuffers(nn.Module):
+    """Buffers that require gradients, as prompts and images are that somebody optimises beside a frozen model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("drawn", torch.randn(3, requires_grad=True))
+        self.register_buffer("marked", torch.ones(3).requires_grad_(), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.drawn)
+        nn.init.ones_(self.marked)
+        self.count.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.drawn + self.marked  # type: ignore[no-any-return]
+
+
+@multirank(1)
+@pytest.mark.parametrize("begin", ["deferred", "meta", "real"])
+@pytest.mark.parametrize("change", ["none", "dtype", "to_empty"])
+def test_buffers_that_require_gradients_go_on_doing_so(
+    rank: int, world_size: int, begin: str, change: str
+) -> None:
+    plain = LearntBuffers()
+    wanted = {name: (b.requires_grad, b.is_leaf) for name, b in plain.named_buffers()}
+    with {"deferred": sw.deferred_init(), "meta": torch.device("meta")}.get(begin, contextlib.nullcontext()):
+        model = LearntBuffers()
+    sw.fully_shard(model)
+    if change == "dtype":
+        model.to(torch.float64)
+    elif change == "to_empty" and begin != "deferred":
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.fill_(1)
+    sw.materialize(model)
+    assert {name: (b.requires_grad, b.is_leaf) for name, b in model.named_buffers()} == wanted
+    model(torch.ones(2, 3, dtype=model.drawn.dtype)).sum().backward()
+    assert all(b.grad is not None for b in (model.drawn, model.marked))
+
+
+def test_buffers_that_are_part_of_a_graph_are_refused() -> None:
+    with sw.deferred_init():
+        model = nn.Sequential(nn.Linear(3, 3))
+        model[0].register_buffer("scaled", model[0].weight * 2)
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"Buffer '0.scaled' was computed .*MulBackward0.*torch.no_grad\(\)"):
+        sw.materialize(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    model[0].scaled = model[0].scaled.detach()
+    sw.materialize(model)
+    assert torch.equal(model[0].scaled, model[0].weight * 2)
 
 
 def test_changes_after_the_context_are_recorded() -> None:
@@ -681,15 +738,3 @@ def test_loading_one_parameter_leaves_the_others_to_be_initialised(
     sw.materialize(model)
     nn.init.ones_(plain[1].weight)
     assert_same(model, plain)
-
-
-@multirank(2)
-@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
-def test_shards_without_values_are_no_numbers(rank: int, world_size: int, layout: str) -> None:
-    with sw.deferred_init():
-        model = nn.Linear(3, 4)
-    sw.fully_shard(model, layout=layout)
-    with torch.no_grad():
-        model.weight.mul_(2)
-    sw.materialize(model)
-    assert full(model.weight).isnan().all() and not full(model.bias).isnan().any()

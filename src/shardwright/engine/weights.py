@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shardwright._torch import annotate, increment_version, quick_attributes, subclasses_dispatch
+from shardwright._torch import annotate, increment_version, local_of, quick_attributes, subclasses_dispatch
 from shardwright.comm import Communicator, Pending
 from shardwright.engine.parameter import ManagedParameter
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.secondary import SecondaryShard
+from shardwright.engine.unset import Unset, mark, mark_of, may_have_values, unmark
 from shardwright.layout import UnitLayout, plan_unit
 from shardwright.memory import Owner, Slab
 
@@ -230,18 +231,32 @@ class Weights:
     def expect_values(self, p: ManagedParameter, source: torch.Tensor) -> None:
         """The shard holds no values of ``p`` until somebody writes them; ``source`` is what was sharded.
 
-        It is filled with NaN: whoever reads it or edits a part of it before must not take it for values.
+        It is filled with NaN: whoever reads it before must not take it for values. Edits of it are refused.
         """
         if (p.local.is_floating_point() or p.local.is_complex()) and not p.local.is_meta:
             with torch.no_grad():
                 p.local.fill_(torch.nan)
+        mark(p.local, Unset(f"parameter {p.name!r} of unit {self.name!r}", p.sharded.numel()))
         self._unset[p.sharded] = source, p.sharded._version + p.local._version
 
     def without_values(self) -> dict[nn.Parameter, torch.Tensor]:
         """Sharded parameters that nobody has given values yet, and what each was before it was sharded."""
         if self._unset:
-            versions = {p.sharded: p.sharded._version + p.local._version for p in self.parameters}
-            self._unset = {q: told for q, told in self._unset.items() if versions.get(q, told[1]) == told[1]}
+            known = {p.sharded: p for p in self.parameters}
+            for sharded, (source, version) in list(self._unset.items()):
+                if sharded not in known:
+                    continue
+                local = local_of(sharded)  # another one than the unit's since it was assigned to ``.data``
+                now = sharded._version + known[sharded].local._version
+                given = mark_of(local) is None
+                if (
+                    not given and now != version
+                ):  # by what was done to the local tensor, or in torch 2.11 anything
+                    given = may_have_values(local)
+                    self._unset[sharded] = source, now
+                if given:
+                    unmark(local)
+                    del self._unset[sharded]
         return {q: source for q, (source, _) in self._unset.items()}
 
     def _refuse_without_values(self) -> None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwright._torch import disabled_torch_function, set_data, storage_use_count, tensor_without_memory
 from shardwright.engine.parameter import DEFERRED
+from shardwright.engine.unset import FILLING
 from shardwright.init.captured import Captured
 from shardwright.init.log import Entry, Memory, View, record
 from shardwright.init.origin import origin_of
@@ -26,11 +27,6 @@ from shardwright.init.streams import Stream, Streams, default_generator
 UNNAMED = torch.device("cpu")  #: this very object: the device of tensors whose constructor named none
 _prim_device = torch.ops.prim.device.default
 _aten = torch.ops.aten
-#: They write every element of their first argument and read none of it.
-_RENEWING = {
-    _aten.normal_, _aten.uniform_, _aten.zero_, _aten.fill_, _aten.copy_, _aten.random_, _aten.exponential_,
-    _aten.cauchy_, _aten.log_normal_, _aten.geometric_, _aten.bernoulli_,
-}  # fmt: skip
 _UNINITIALISED = {
     _aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided, _aten.empty_permuted,
 }  # fmt: skip
@@ -417,7 +413,7 @@ def _fills(call: Any) -> bool:
     packet = getattr(call, "overloadpacket", None)
     if packet is None:
         return True  # an initialiser that was recorded whole
-    return packet in _RENEWING or any(argument.is_out for argument in call._schema.arguments)
+    return packet in FILLING or any(argument.is_out for argument in call._schema.arguments)
 
 
 def _refuse_other_layouts(tensor: Any) -> None:
