@@ -136,7 +136,7 @@ def _replay(destinations: _Destinations, where: torch.device) -> None:
     for stream in streams:
         stream.last = None
     for stream, state in ends.items():
-        stream.resume(state)
+        stream.resume(state, drawing[stream])
     for memory in targets:
         memory.gone = "its model was materialized; take the tensor that the model has now"
 
