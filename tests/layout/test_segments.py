@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.layout import ALIGNMENT, TensorSpec, plan_packing, plan_unit
+from shardwright.layout import ALIGNMENT, GradientDtypes, TensorSpec, plan_packing, plan_unit
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -61,7 +61,7 @@ def test_packings_hold_each_trainable_gradient_once(
     layout = plan_unit(parameters, world_size)
     trainable = [data.draw(st.booleans()) for _ in parameters]
     reduce = [data.draw(st.sampled_from([torch.float32, torch.bfloat16])) for _ in parameters]
-    packings = plan_packing(layout, trainable, reduce)
+    packings = plan_packing(layout, trainable, [GradientDtypes(t) for t in reduce])
     assert len({p.reduce_dtype for p in packings}) == len(packings)
     assert sorted(q.index for p in packings for q in p.parts) == [i for i, t in enumerate(trainable) if t]
     for packing in packings:
@@ -70,8 +70,8 @@ def test_packings_hold_each_trainable_gradient_once(
             span = packing.spans[part.span]
             assert part.offset == end and span.start <= part.offset < span.stop
             assert reduce[part.index] == packing.reduce_dtype
-            assert span.storage_dtype == parameters[part.index].storage_dtype
-            assert (part.offset - span.start) * span.storage_dtype.itemsize % ALIGNMENT == 0
+            assert span.grad_dtype == parameters[part.index].storage_dtype
+            assert (part.offset - span.start) * span.grad_dtype.itemsize % ALIGNMENT == 0
             end = part.offset + part.chunk + part.gap
         assert packing.flags == end and packing.flag_slots >= len(packing.parts)
 

@@ -32,6 +32,7 @@ from shardwright.engine.extension import is_extended
 from shardwright.engine.module import FSDPModule, install
 from shardwright.engine.parameter import has_no_values, refuse_while_deferring
 from shardwright.engine.pools import check_memory
+from shardwright.engine.precision import as_precision
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.root import attach, hook_optimizers
 from shardwright.engine.states import check_states, states_of, sync_states
@@ -80,7 +81,8 @@ def fully_shard(
             which parameters are gathered: keep one k-th, so that backward gathers among k neighbouring ranks only, say
             those of one host.
         shard_placement_fn: ``Shard(dim)`` for a parameter, or None for ``Shard(0)``. Any dimension, even or not.
-        mp_policy: dtypes of computation, reduction and outputs. Default: none is changed.
+        mp_policy: dtypes of computation, reduction and outputs; a :class:`PrecisionPolicy` chooses more. Default: none
+            is changed.
         offload_policy: only ``OffloadPolicy()``, which offloads nothing.
         ignored_params: parameters that are left as they are, everywhere.
         strategy: what is sharded over each axis of the mesh: a :class:`Strategy`, or "ddp", "zero1", "zero2", "zero3",
@@ -129,7 +131,7 @@ def fully_shard(
     unit = Unit(
         modules,
         ranks=ranks,
-        policy=mp_policy,
+        policy=as_precision(mp_policy),
         reshard_after_forward=reshard,
         placement_fn=shard_placement_fn,
         layout=_layout(layout, ranks),

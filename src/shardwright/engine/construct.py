@@ -30,6 +30,7 @@ from shardwright.engine.parameter import (
     has_no_values,
     unit_of,
 )
+from shardwright.engine.precision import gradient_dtypes, policy_for
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.unset import carry_mark
 from shardwright.layout import TensorSpec, plan_unit
@@ -159,7 +160,8 @@ def _spec_of(name: str, parameter: nn.Parameter, unit: Unit) -> TensorSpec:
             "order of their elements. Return None or Shard(0)."
         )
     storage = parameter.dtype
-    compute = (unit.policy.param_dtype or storage) if parameter.is_floating_point() else storage
+    own = policy_for(unit.policy, name, parameter)
+    compute = (own.param_dtype or storage) if parameter.is_floating_point() else storage
     extended = is_extended(local_of(parameter) if isinstance(parameter, DTensor) else parameter)
     if extended and (dim or not parameter.ndim):
         raise ValueError(
@@ -203,6 +205,10 @@ def own_parameters(unit: Unit, found: Found) -> None:
     ranks, device = unit.ranks, unit.ranks.device
     owned = found.owned
     specs = [_spec_of(name, parameter, unit) for name, parameter, _ in owned]
+    policies = [policy_for(unit.policy, name, parameter) for name, parameter, _ in owned]
+    unit.gradient_dtypes = [
+        gradient_dtypes(own, s.compute_dtype) for own, s in zip(policies, specs, strict=True)
+    ]
     trainable = [parameter.requires_grad for _, parameter, _ in owned]
     layout = plan_unit(specs, ranks.parts, unit.layout_kind, trainable)
     slab = Slab(layout.slab_nbytes, device, "parameters", unit.owner)
@@ -238,8 +244,13 @@ def own_parameters(unit: Unit, found: Found) -> None:
                     )
                     module = slots[0].module()
                     if run.extended and module is not None:
-                        p.extension = Extension(specs[member.index], ranks, module, unit.policy, unit.owner)
+                        own = policies[member.index]
+                        p.extension = Extension(specs[member.index], ranks, module, own, unit.owner)
     parameters = [p for p in managed if p is not None]
+    for p, dtypes in zip(parameters, unit.gradient_dtypes, strict=True):
+        if dtypes.grad is not None and dtypes.grad != p.sharded.dtype:
+            p.sharded.grad_dtype = dtypes.grad
+    unit.chooses_grad_dtype = any(dtypes.grad is not None for dtypes in unit.gradient_dtypes)
     unit.own(layout, shards, slab, parameters)
     for p, (_, original, _) in zip(parameters, owned, strict=True):
         if original in unset or has_no_values(original):

@@ -48,13 +48,13 @@ class GradientShard:
         self.slabs: list[Slab] = []
         self.flats: list[torch.Tensor] = []
         #: Whether the collective can write here without a cast.
-        self.direct = len(packing.spans) == 1 and packing.spans[0].storage_dtype == packing.reduce_dtype
+        self.direct = len(packing.spans) == 1 and packing.spans[0].grad_dtype == packing.reduce_dtype
         for span in packing.spans:
             numel = packing.numel if self.direct else span.stop - span.start
-            slab = Slab(numel * span.storage_dtype.itemsize, device, "gradients", owner)
+            slab = Slab(numel * span.grad_dtype.itemsize, device, "gradients", owner)
             slab.lease()
             self.slabs.append(slab)
-            self.flats.append(slab.view(span.storage_dtype, 0, (numel,), (1,)))
+            self.flats.append(slab.view(span.grad_dtype, 0, (numel,), (1,)))
         #: What a coalesced collective writes.
         self.tensors = list(self.flats[0].split(packing.chunks)) if self.direct and packing.shared else []
         self.locals: list[torch.Tensor] = []
@@ -312,10 +312,10 @@ class Reduction:
             return any([p.full.grad is not None for p in self._parameters])
 
     def hold(self) -> None:
-        """Keep this micro-batch's gradients, full and in the reduce dtype, without communication."""
+        """Keep this micro-batch's gradients, full and in the dtype of such sums, without communication."""
         tensors, present = self._take()
         device = self._ranks.device
-        packed = torch.empty(self._packed_view.shape, dtype=self.packing.reduce_dtype, device=device)
+        packed = torch.empty(self._packed_view.shape, dtype=self.packing.held_dtype, device=device)
         self._pack(tensors, packed)
         self._held.add(packed, present)
 
@@ -476,7 +476,7 @@ class Reduction:
         self._packed.release()
         output, self._output = self._output, None
         if output is None:
-            self._partial.add(self._value.view(-1), self._present)
+            self._partial.add(self._value.view(-1).to(self.packing.held_dtype), self._present)
             return
         try:
             self._deliver(output, hook)
@@ -559,7 +559,7 @@ class Reduction:
                 if used is not None and not used[i]:
                     continue
                 local = parameter.cut.local_view(output, part.offset)
-                new: torch.Tensor = parameter.cut.wrap(local.to(parameter.spec.storage_dtype, copy=True))
+                new: torch.Tensor = parameter.cut.wrap(local.to(self.packing.spans[part.span].grad_dtype, copy=True))
                 for hook in list((gradient_hooks(parameter.sharded) or {}).values()):
                     changed = hook(new)
                     new = new if changed is None else changed

@@ -22,6 +22,7 @@ from shardwright.engine.construct import UNIT, own_modules
 from shardwright.engine.copies import convert, deepcopy_module
 from shardwright.engine.lending import Lending
 from shardwright.engine.parameter import Managed, ShardedParameter, unit_of
+from shardwright.engine.precision import restore_buffers
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.root import Root
 from shardwright.engine.unit import Unit
@@ -93,11 +94,15 @@ class _AtRest(_UnitHook):
 
 
 def _as_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Ragged parameters go into a state dict as DTensors, which torch's state-dict functions gather and load."""
+    """Ragged parameters go into a state dict as DTensors, which torch's state-dict functions gather and load.
+
+    Buffers that were cast have the dtypes of the plain model there.
+    """
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
         if isinstance(parameter, RaggedTensor) and isinstance(value, RaggedTensor):
             state[prefix + name] = value.as_dtensor()
+    restore_buffers(module, state, prefix)
 
 
 class _CutToShards(_AtRest):
@@ -189,6 +194,8 @@ class FSDPModule:
         if unit.parameters:
             root = self._root()
             root.recover_if_failed()
+            if root.caller is None:
+                root.compute_as(False)
             unit.settle()
             if not unit.calls and not unit.visits:
                 unit.follow_requires_grad()

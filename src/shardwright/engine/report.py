@@ -110,7 +110,7 @@ def memory_report(
         if isinstance(value, torch.Tensor)
     ]
     leased: dict[str, int] = {}
-    for slab in (slab for unit in units for slab in unit.owner.slabs if slab.leased and slab.nbytes):
+    for slab in (slab for unit in units for slab in unit.slabs() if slab.leased and slab.nbytes):
         leased[slab.kind] = leased.get(slab.kind, 0) + slab.nbytes
     pools = units[0].root.pools if units[0].root is not None else None
     trace = pools.trace if pools is not None else None

@@ -17,7 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright._torch import annotate, increment_version, queue_callback, subclasses_dispatch
 from shardwright.comm import Communicator
-from shardwright.engine.construct import UNIT
+from shardwright.engine.construct import UNIT, own_modules
+from shardwright.engine.full_precision import check_agree, wanted
 from shardwright.engine.gradients import Announcer, Reduction
 from shardwright.engine.hooks import map_arguments
 from shardwright.engine.parameter import (
@@ -30,6 +31,7 @@ from shardwright.engine.parameter import (
     unit_of,
 )
 from shardwright.engine.pools import Pools, prefetch_budget
+from shardwright.engine.precision import cast_buffers, refuse_gradient_dtypes
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.unit import Unit
 from shardwright.engine.visit import Frame, Visit
@@ -57,6 +59,8 @@ class Root:
         self.gathered: set[int] = set()
         self.generation = 0
         self.caller: Unit | None = None
+        self.full_precision_in_eval = check_agree(units, names)
+        self.full_precision = False  #: of the root call under way, or the last one
         self.frames: list[Frame] = []  #: calls of units under way, the innermost last
         self.open_visits: list[Visit] = []  #: whose backward is under way
         self.backward = False
@@ -128,14 +132,23 @@ class Root:
         """Whether a backward that has reached this model is under way, and has not died."""
         return self.backward and self._task is not None and self._task() is not None
 
-    def begin(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The outermost call of this model begins."""
+    def begin(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The outermost call of this model begins, that of a ``module`` of ``unit``."""
         with annotate("root_pre_forward"):
-            return self._begin(unit, args, kwargs)
+            return self._begin(unit, module, args, kwargs)
 
-    def _begin(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def compute_as(self, full_precision: bool) -> None:
+        """Gather weights as they are stored from now on, or in their compute dtypes. No call may be under way."""
+        if self.full_precision != full_precision:
+            self.full_precision = full_precision
+            for unit in self.units():
+                unit.compute_as(full_precision)
+
+    def _begin(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.check_divergence()
         self.recover_if_failed()
+        if self.full_precision_in_eval:
+            self.compute_as(wanted(module))
         self.generation += 1
         self.caller = unit
         self.frames.clear()
@@ -264,6 +277,8 @@ class Root:
             queue_callback(task)
             self._task = weakref.ref(task)
             self.backward = True
+            if self.caller is None:
+                self.compute_as(False)
             self.generation += 1
 
     def close_later_visits(self, visit: Visit) -> None:
@@ -506,6 +521,9 @@ def attach(module: nn.Module) -> Root:
                 f"fully_shard of {name!r} was given memory, prefetch or strict, which hold for a whole model: give "
                 f"them to the call for {type(module).__name__}"
             )
+    for unit in units:
+        modules = [m for top in unit.living_modules() for _, m in own_modules(top)]
+        cast_buffers(modules, unit.living_ignored(), unit.policy)
     root = Root(units, names)
     _roots.add(root)
     return root
@@ -539,11 +557,14 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
                 "model.parameters() afterwards."
             )
         optimizer.__dict__["_shardwright_stepped"] = True
-    for unit in _units_of(parameters, kinds):
+    stepped = _units_of(parameters, kinds)
+    for unit in stepped:
         unit.drop_kept()  # some kernels write without moving a version counter
         if unit.root is not None:
             unit.root.pools.step()
     reduce_held(parameters)
+    if any(unit.chooses_grad_dtype for unit in stepped):
+        refuse_gradient_dtypes(optimizer, parameters)
     if not subclasses_dispatch:  # else those that are written move theirs by themselves
         increment_version([p for p in parameters if unit_of(p) is not None and p.grad is not None])
 

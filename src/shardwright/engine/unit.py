@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwright._torch import (
     NOTHING,
@@ -43,10 +42,11 @@ from shardwright.engine.hooks import (
     refuse_opaque,
 )
 from shardwright.engine.parameter import FullParameter, ManagedParameter, unit_of
+from shardwright.engine.precision import PrecisionPolicy
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.visit import Frame, Visit
 from shardwright.engine.weights import Weights
-from shardwright.layout import Packing, Ragged, UnitLayout, plan_packing
+from shardwright.layout import GradientDtypes, Packing, Ragged, UnitLayout, plan_packing
 from shardwright.memory import Allocator, Slab, Source
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Unit(Weights):
         modules: Sequence[nn.Module],
         *,
         ranks: Ranks,
-        policy: MixedPrecisionPolicy,
+        policy: PrecisionPolicy,
         reshard_after_forward: bool | int | None,
         placement_fn: ShardPlacementFn | None,
         layout: Ragged | None,
@@ -79,6 +79,8 @@ class Unit(Weights):
         self.mesh = ranks.mesh
         self.scatter_ranks = ranks
         self.policy = policy
+        self.gradient_dtypes: list[GradientDtypes] = []  #: of each parameter
+        self.chooses_grad_dtype = False
         self.placement_fn = placement_fn
         self.layout_kind = layout
         self.ignored = [weakref.ref(p) for p in ignored]
@@ -235,9 +237,8 @@ class Unit(Weights):
 
     @torch.inference_mode(False)
     def _plan_reductions(self, trainable: tuple[bool, ...]) -> list[Reduction]:
-        dtypes = [spec.compute_dtype for spec in self.layout.specs]
-        reduce = [(self.policy.reduce_dtype or t) if t.is_floating_point else t for t in dtypes]
-        return [self._reduction(packing) for packing in plan_packing(self.layout, trainable, reduce)]
+        packings = plan_packing(self.layout, trainable, self.gradient_dtypes)
+        return [self._reduction(packing) for packing in packings]
 
     def _reduction(self, packing: Packing) -> Reduction:
         return Reduction(
@@ -395,19 +396,19 @@ class Unit(Weights):
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         root = self.root if self.root is not None else self.attach(module)
         with annotate("pre_forward", self.range_name):
-            return self._before_forward(root, args, kwargs)
+            return self._before_forward(root, module, args, kwargs)
 
-    def _before_forward(self, root: Root, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _before_forward(self, root: Root, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         recomputing = in_backward()
         if recomputing:
             root.enter_backward()
         elif root.caller is None:
-            args, kwargs = root.begin(self, args, kwargs)
+            args, kwargs = root.begin(self, module, args, kwargs)
         frame = Frame(self, next_sequence_number())
         root.frames.append(frame)  # taken off by after_forward or forward_failed
         frame.containers = opaque_or_mutable(args, kwargs)
         dtype = self.policy.param_dtype
-        if dtype is not None and self.policy.cast_forward_inputs:
+        if dtype is not None and self.policy.cast_forward_inputs and not root.full_precision:
             args, kwargs = map_arguments(lambda t: t.to(dtype) if t.is_floating_point() else t, args, kwargs)
         if (self.lenders or not self.parameters) and not recomputing:
             self.settle()
@@ -462,6 +463,8 @@ class Unit(Weights):
             root.enter_backward()
         elif root is not frame.unit.root and root.caller is None:
             root.generation += 1  # it is of another model, of which this is no call
+            assert frame.unit.root is not None
+            root.compute_as(root.full_precision_in_eval and frame.unit.root.full_precision)
         frame.guests.append(self)
         self._use(root, recomputing)
         if self._is_marked(recomputing):
@@ -515,7 +518,7 @@ class Unit(Weights):
         if not recomputing and not root.frames and root.caller is not None:
             root.end()
         dtype = self.policy.output_dtype
-        if dtype is not None:
+        if dtype is not None and not root.full_precision:
             output = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
         return output
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwright._torch import annotate, increment_version, local_of, quick_attributes, subclasses_dispatch
 from shardwright.comm import Codec, Communicator, Pending, with_gathers
+from shardwright.engine.full_precision import OtherPrecision
 from shardwright.engine.parameter import ManagedParameter
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.secondary import SecondaryShard
@@ -79,7 +80,9 @@ class Weights:
 
         The slab is leased or empty, and released.
         """
-        self.layout = layout
+        self.layout = self.layout_gathered = layout
+        self.full_precision = False  #: whether weights are gathered as they are stored
+        self._other: OtherPrecision | None = None
         self.shards = shards
         self.slab = slab
         self.parameters = parameters
@@ -121,6 +124,11 @@ class Weights:
     def rejoin_root(self) -> None:
         """After the unit's memory was made: put in what its root has given it."""
         if self.parameters and self.root is not None:
+            self._receive_headers()
+            self.compute_as(self.root.full_precision)
+
+    def _receive_headers(self) -> None:
+        if self.root is not None:
             self._header[0] = self.number
             self._expected_headers = [self.number, 0] * self.comm.world_size
             last = self._hops[-1]
@@ -160,7 +168,7 @@ class Weights:
 
     def _prepare_gather(self) -> None:
         """Make, once, every view that a gather needs: of the shards (or their cast), the slab and what lies between."""
-        layout, device = self.layout, self.ranks.device
+        layout, device = self.layout_gathered, self.ranks.device
         self._cast = Slab(
             sum(r.shard_numel * r.compute_dtype.itemsize for r in layout.runs if r.is_cast),
             device,
@@ -219,8 +227,9 @@ class Weights:
 
     def gather_by(self, custom: Any, codec: Codec | None) -> None:
         """Gather by a collective of the user's or encoded, between steps; None and None: as it is."""
+        self.compute_as(False)
         self.release()
-        self.custom_gather, self.gather_codec = custom, codec
+        self.custom_gather, self.gather_codec, self._other = custom, codec, None
         self._prepare_gather()
         self.rejoin_root()
 
@@ -288,19 +297,42 @@ class Weights:
         with quick_attributes():
             versions = [p._version + q._version for p, q in self._watched]
         if versions != self._versions:
+            # Graphs over the memory of the other precision are to notice, too.
+            memories = [self._fulls] if self._other is None else [self._fulls, self._other.fulls]
             changed = [
                 full
-                for full, new, old in zip(self._fulls, versions, self._versions, strict=True)
+                for fulls in memories
+                for full, new, old in zip(fulls, versions, self._versions, strict=True)
                 if new != old
             ]
             increment_version(changed)
             self._versions = versions
             self._full_versions = [p._version for p in self._fulls]
 
+    def compute_as(self, full_precision: bool) -> None:
+        """Gather weights as they are stored from now on, or in their compute dtypes."""
+        if self.full_precision == full_precision or not self.parameters:
+            return
+        self.release()
+        if self._other is None:
+            with torch.inference_mode(False):
+                self._other = OtherPrecision(self)
+                self._other.exchange(self)
+                self._receive_headers()
+        else:
+            self._other.exchange(self)
+        self._full_versions = [p._version for p in self._fulls]
+        self._slab_versions = None
+        self.full_precision = full_precision
+
     @property
     def shown(self) -> bool:
         """Whether the modules hold the full parameters."""
         return self._full_shown
+
+    def slabs(self) -> list[Slab]:
+        """All slabs of this unit, also those of the precision that is not in use."""
+        return [*self.owner.slabs, *(self._other.owner.slabs if self._other is not None else ())]
 
     @property
     def gathered(self) -> bool:
@@ -495,10 +527,14 @@ class Weights:
         if self.kept and not self._full_shown:
             self.release()
         self.kept = False
-        for hop in self._hops[:-1]:
-            if self._pending is None:
-                hop.versions = None
-                hop.slab.release()
+        if self._pending is None:
+            self.drop_hops()
+
+    def drop_hops(self) -> None:
+        """Give back what of gathers over outer axes is kept until the weights change, in either precision."""
+        for hop in (*self._hops[:-1], *(self._other.hops[:-1] if self._other is not None else ())):
+            hop.versions = None
+            hop.slab.release()
 
     def valid_for(self, generation: int) -> bool:
         """Whether the slab may be read by the given root call without filling it again."""

@@ -5,6 +5,7 @@ from shardwright.layout.planner import Segment as RaggedSegment
 from shardwright.layout.segments import ALIGNMENT, Segment, TensorSpec
 from shardwright.layout.strategy import NAMES, Strategy, resolve
 from shardwright.layout.units import (
+    GradientDtypes,
     GradientPart,
     Packing,
     Run,
@@ -17,6 +18,7 @@ from shardwright.layout.units import (
 __all__ = [
     "ALIGNMENT",
     "NAMES",
+    "GradientDtypes",
     "GradientPart",
     "Layout",
     "Member",

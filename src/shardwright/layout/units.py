@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -44,6 +45,16 @@ class UnitLayout:
     specs: tuple[TensorSpec, ...]
     runs: tuple[Run, ...]
     slab_nbytes: int
+
+    def as_stored(self) -> UnitLayout:
+        """The same places in a slab whose parameters have the dtypes in which they are stored."""
+        runs: list[Run] = []
+        slab_bytes = 0
+        for run in self.runs:
+            runs.append(replace(run, compute_dtype=run.storage_dtype, slab_bytes=slab_bytes))
+            slab_bytes = round_up(slab_bytes + run.slab_numel * run.storage_dtype.itemsize, ALIGNMENT)
+        specs = tuple(replace(spec, compute_dtype=spec.storage_dtype) for spec in self.specs)
+        return UnitLayout(self.world_size, specs, tuple(runs), slab_bytes)
 
 
 def plan_unit(
@@ -123,16 +134,25 @@ class GradientPart:
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a reduction whose parameters are stored in one dtype; one cast call fills its gradients."""
+    """A stretch of a reduction whose gradients end in one dtype; one cast call fills them."""
 
-    storage_dtype: torch.dtype
+    grad_dtype: torch.dtype
     start: int
     stop: int
 
 
+class GradientDtypes(NamedTuple):
+    """Of a parameter's gradient: as it is reduced, as it ends (None: as the parameter is stored), and as sums of it
+    are held between micro-batches (None: as it is reduced)."""
+
+    reduce: torch.dtype
+    grad: torch.dtype | None = None
+    accumulate: torch.dtype | None = None
+
+
 @dataclass(frozen=True)
 class Packing:
-    """One reduction: the gradients of one reduce dtype, and behind them one flag per parameter.
+    """One reduction: the gradients of equal :class:`GradientDtypes`, and behind them one flag per parameter.
 
     A flag says whether this rank has a gradient for the parameter. Summed over the ranks it tells a parameter that
     nobody used (its gradient stays ``None``) from one that only this rank did not use (zeros count here).
@@ -147,6 +167,11 @@ class Packing:
     flags: int  #: offset of the flags
     numel: int  #: elements per rank, flags and padding included
     shared: tuple[RaggedSegment, ...] = ()  #: the segments, if parameters share them
+    accumulate_dtype: torch.dtype | None = None  #: of sums that are held; None: the reduce dtype
+
+    @property
+    def held_dtype(self) -> torch.dtype:
+        return self.accumulate_dtype or self.reduce_dtype
 
     @property
     def flag_slots(self) -> int:
@@ -159,18 +184,19 @@ class Packing:
 
 
 def plan_packing(
-    layout: UnitLayout, trainable: Sequence[bool], reduce_dtypes: Sequence[torch.dtype]
+    layout: UnitLayout, trainable: Sequence[bool], dtypes: Sequence[GradientDtypes]
 ) -> tuple[Packing, ...]:
     """Pack the gradients of the trainable parameters, in the order of the shard.
 
-    One packing per reduce dtype, and one more for what is cut otherwise.
+    One packing for each choice of dtypes, and one more for what is cut otherwise.
     """
     packings = []
     shares = [any(isinstance(s, RaggedSegment) for s in run.segments) for run in layout.runs]
-    for reduce_dtype in dict.fromkeys(reduce_dtypes):
+    for chosen in dict.fromkeys(dtypes):
         for shared in dict.fromkeys(shares):
             runs = [run for run, here in zip(layout.runs, shares, strict=True) if here == shared]
-            packing = _plan_packing(runs, shared, trainable, reduce_dtypes, reduce_dtype)
+            wanted = [flag and own == chosen for flag, own in zip(trainable, dtypes, strict=True)]
+            packing = _plan_packing(runs, shared, wanted, chosen)
             if packing is not None:
                 packings.append(packing)
     return tuple(packings)
@@ -179,19 +205,20 @@ def plan_packing(
 def _plan_packing(
     runs: Sequence[Run],
     shared: bool,
-    trainable: Sequence[bool],
-    reduce_dtypes: Sequence[torch.dtype],
-    reduce_dtype: torch.dtype,
+    included: Sequence[bool],
+    dtypes: GradientDtypes,
 ) -> Packing | None:
+    reduce_dtype = dtypes.reduce
     offset = 0
     parts: list[GradientPart] = []
     spans: list[Span] = []
     segments: list[RaggedSegment] = []
     for run in runs:
         start = offset
-        align = alignment_elements(reduce_dtype, run.storage_dtype, run.compute_dtype)
+        grad_dtype = dtypes.grad or run.storage_dtype
+        align = alignment_elements(reduce_dtype, grad_dtype, run.compute_dtype)
         for s in run.segments:
-            wanted = [m for m in s.members if trainable[m.index] and reduce_dtypes[m.index] == reduce_dtype]
+            wanted = [m for m in s.members if included[m.index]]
             if not wanted:
                 continue
             # A parameter without elements has a flag, too, so it has a place.
@@ -201,8 +228,16 @@ def _plan_packing(
                 segments.append(s)
             offset += s.chunk + gap
         if offset > start:
-            spans.append(Span(run.storage_dtype, start, offset))
+            spans.append(Span(grad_dtype, start, offset))
     if not parts:
         return None
     flags = round_up(len(parts), ALIGNMENT // reduce_dtype.itemsize)
-    return Packing(reduce_dtype, tuple(parts), tuple(spans), offset, offset + flags, tuple(segments))
+    return Packing(
+        reduce_dtype,
+        tuple(parts),
+        tuple(spans),
+        offset,
+        offset + flags,
+        tuple(segments),
+        dtypes.accumulate,
+    )

@@ -224,11 +224,12 @@ class Owners:
         for item in step.mine:
             local = locals_[item.key]
             gradient: Any = local.grad
+            full = local.contiguous().view(item.shape) if item.is_whole else local.new_empty(item.shape)
+            if gradient.dtype != full.dtype:
+                full.grad_dtype = gradient.dtype
             if item.is_whole:
-                full = local.contiguous().view(item.shape)
                 full.grad = gradient.contiguous().view(item.shape)
             else:
-                full = local.new_empty(item.shape)
                 full.grad = gradient.new_empty(item.shape)
                 part = item.parts.of[self.world.rank]
                 item.parts.view(full, part).copy_(local)

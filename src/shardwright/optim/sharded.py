@@ -259,6 +259,8 @@ class _ShardedStep:
             for p, local in pairs:
                 if local is not p:
                     gradient = p.grad
+                    if gradient is not None and gradient.dtype != local.dtype:
+                        local.grad_dtype = gradient.dtype
                     local.grad = local_of(gradient) if isinstance(gradient, SHARDED) else gradient
         except BaseException:  # of another shape or dtype: nothing has been put in place yet
             for p, local in pairs:

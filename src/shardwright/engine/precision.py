@@ -1,0 +1,205 @@
+"""The dtypes of a unit: a policy with more to say than torch's, and what one parameter or buffer is to become.
+
+How weights are gathered in the dtype in which they are stored is in ``full_precision.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from shardwright.layout import GradientDtypes
+
+PerParameter = (
+    Callable[[str, nn.Parameter], MixedPrecisionPolicy | None] | Mapping[str, MixedPrecisionPolicy]
+)
+
+#: Under which a module keeps what dtypes its buffers had before they were cast.
+BUFFER_DTYPES = "_shardwright_buffer_dtypes"
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy(MixedPrecisionPolicy):
+    """torch's ``MixedPrecisionPolicy`` for ``mp_policy`` of :func:`fully_shard`, with more to choose.
+
+    Each dtype is a floating ``torch.dtype``, or None for its default. Parameters are stored in their own dtype.
+
+    Attributes:
+        param_dtype: in which weights are gathered and computed with. Default: as stored.
+        reduce_dtype: in which gradients are sent and summed over the ranks. Default: ``param_dtype``.
+        output_dtype: to which floating outputs of the unit's modules are cast. Default: as they are.
+        cast_forward_inputs: whether floating inputs of the unit's modules are cast to ``param_dtype``.
+        grad_dtype: of ``.grad``. Default: as the parameter is stored. With bfloat16 gradients of float32 parameters
+            (``keep_low_precision_grads`` of FSDP1) half the memory goes, and the optimizer must take such gradients.
+        accumulate_dtype: of the sums that are held between micro-batches, whole gradients without communication or
+            sums that wait for the replicas. Default: ``reduce_dtype``. What is reduced in each micro-batch adds up in
+            ``.grad``, in its dtype.
+        buffer_dtype: to which floating buffers are cast before the first forward. Default: as they are. Buffers of
+            modules whose parameters are all in ``ignored_params`` are never cast.
+        per_parameter: policies of single parameters: a function of the name in the unit and the parameter that returns
+            one or None, or a mapping from patterns such as ``"*norm*"`` to policies, of which the first that matches
+            counts. Only the dtypes of the weight and its gradient hold there; the rest is the unit's.
+        full_precision_in_eval: of a whole model, so the same in every call: without gradients, in eval mode, weights
+            are gathered and computed with as they are stored, and neither inputs nor outputs are cast.
+
+    Raises:
+        ValueError: what is no floating dtype, or choices that exclude one another, named.
+    """
+
+    grad_dtype: torch.dtype | None = None
+    accumulate_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    per_parameter: PerParameter | None = field(default=None, hash=False)
+    full_precision_in_eval: bool = False
+
+    def __post_init__(self) -> None:
+        after = getattr(super(), "__post_init__", None)
+        if after is not None:
+            after()
+        for name in _DTYPES:
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+                raise ValueError(f"{name} must be a floating torch.dtype or None, got {value!r}")
+        if not isinstance(self.full_precision_in_eval, bool):
+            raise ValueError(
+                f"full_precision_in_eval must be True or False, got {self.full_precision_in_eval!r}"
+            )
+        if not (
+            self.per_parameter is None or callable(self.per_parameter) or isinstance(self.per_parameter, Mapping)
+        ):
+            raise ValueError(
+                f"per_parameter must be a function (name, parameter) or a mapping from patterns of names to policies, "
+                f"got {self.per_parameter!r}"
+            )
+        if isinstance(self.per_parameter, Mapping):
+            for pattern, policy in self.per_parameter.items():
+                _check_single(policy, f"pattern {pattern!r}")
+        if None not in (self.grad_dtype, self.accumulate_dtype) and self.grad_dtype != self.accumulate_dtype:
+            raise ValueError(
+                f"grad_dtype is {self.grad_dtype} and accumulate_dtype {self.accumulate_dtype}, but micro-batches that "
+                "are reduced add up in .grad. Choose one of them, or the same dtype for both."
+            )
+        if self.full_precision_in_eval and self.buffer_dtype is not None:
+            raise ValueError(
+                f"full_precision_in_eval needs buffers as they were, and buffer_dtype={self.buffer_dtype} has rounded "
+                "them. Leave buffer_dtype at None."
+            )
+
+
+_DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "grad_dtype", "accumulate_dtype", "buffer_dtype")
+#: What a policy of one parameter may say.
+_SINGLE = {"param_dtype", "reduce_dtype", "grad_dtype", "accumulate_dtype"}
+_PLAIN = PrecisionPolicy()
+
+
+def as_precision(policy: MixedPrecisionPolicy) -> PrecisionPolicy:
+    """torch's policy as one of ours."""
+    if isinstance(policy, PrecisionPolicy):
+        return policy
+    return PrecisionPolicy(**{f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)})
+
+
+def _check_single(policy: Any, where: str) -> None:
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise ValueError(
+            f"per_parameter must give a MixedPrecisionPolicy, got {policy!r} ({type(policy).__name__}) for {where}"
+        )
+    for f in dataclasses.fields(policy):
+        if f.name not in _SINGLE and getattr(policy, f.name) != getattr(_PLAIN, f.name):
+            raise ValueError(
+                f"per_parameter gave a policy with {f.name}={getattr(policy, f.name)!r} for {where}, which only a whole "
+                "unit can have. Give it to the unit's policy."
+            )
+
+
+def policy_for(policy: PrecisionPolicy, name: str, parameter: nn.Parameter) -> PrecisionPolicy:
+    """That of one parameter: its own if there is one, else the unit's."""
+    choose = policy.per_parameter
+    found: MixedPrecisionPolicy | None
+    if choose is None:
+        return policy
+    if isinstance(choose, Mapping):
+        found = next((own for pattern, own in choose.items() if fnmatch.fnmatchcase(name, pattern)), None)
+    else:
+        found = choose(name, parameter)
+        if found is not None:
+            _check_single(found, f"parameter {name!r}")
+    return policy if found is None else as_precision(found)
+
+
+def gradient_dtypes(policy: PrecisionPolicy, compute: torch.dtype) -> GradientDtypes:
+    """Those of a parameter that computes in this dtype and has this policy."""
+    if not compute.is_floating_point:
+        return GradientDtypes(compute)
+    return GradientDtypes(policy.reduce_dtype or compute, policy.grad_dtype, policy.accumulate_dtype)
+
+
+# -- buffers ---------------------------------------------------------------------------------------------------------
+
+
+def cast_buffers(
+    modules: Iterable[nn.Module], ignored: Iterable[nn.Parameter], policy: PrecisionPolicy
+) -> None:
+    """Cast the floating buffers of these modules, but those of modules whose parameters are all ignored."""
+    dtype = policy.buffer_dtype
+    if dtype is None:
+        return
+    ignored_ids = {id(p) for p in ignored}
+    modules = list(modules)
+    spared: set[int] = set()
+    for module in modules if ignored_ids else ():
+        parameters = list(module.parameters())
+        if parameters and all(id(p) in ignored_ids for p in parameters):
+            spared.update(id(m) for m in module.modules())
+    for module in modules:
+        for name, buffer in module._buffers.items() if id(module) not in spared else ():
+            if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                before = module.__dict__.setdefault(BUFFER_DTYPES, {})
+                before.setdefault(name, buffer.dtype)
+                requires_grad = buffer.requires_grad and buffer.is_leaf
+                module._buffers[name] = buffer.detach().to(dtype).requires_grad_(requires_grad)
+
+
+def restore_buffers(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """In a state dict buffers have the dtypes of the plain model."""
+    for name, dtype in module.__dict__.get(BUFFER_DTYPES, {}).items():
+        value = state.get(prefix + name)
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            state[prefix + name] = value.to(dtype)
+
+
+# -- optimizers ------------------------------------------------------------------------------------------------------
+
+#: Optimizers of torch whose step computes with gradients of another dtype than the parameters'.
+_TAKES_ANY = (
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.ASGD,
+)
+
+
+def refuse_gradient_dtypes(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+    """Raise if an optimizer that is known not to take it got a gradient of another dtype than the parameter's."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    steps = (
+        c for c in type(optimizer).__mro__ if "step" in vars(c) and c.__module__ != "shardwright.optim.sharded"
+    )
+    known = next(steps).__module__.startswith(("torch.", "shardwright."))
+    if not known or (isinstance(optimizer, _TAKES_ANY) and not fused):
+        return
+    for p in parameters:
+        if p.grad is not None and p.grad.dtype != p.dtype:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}{' with fused=True' if fused else ''} cannot step a {p.dtype} parameter of "
+                f"shape {tuple(p.shape)} with a {p.grad.dtype} gradient. Leave grad_dtype at None, or use one of "
+                f"{', '.join(c.__name__ for c in _TAKES_ANY)} without fused, or an optimizer of your own."
+            )
