@@ -531,6 +531,41 @@ def test_memory_of_numpy_that_is_written_again_is_noticed() -> None:
         sw.materialize(model)
 
 
+@pytest.mark.parametrize("form", ["torch", "mapped", "legacy", "safetensors"])
+def test_files_that_a_constructor_reads(tmp_path: Any, form: str) -> None:
+    stored = {"weight": torch.randn(3, 2).t(), "mean": torch.arange(2)}
+    file = tmp_path / "stored"
+    if form == "safetensors":
+        safetensors = pytest.importorskip("safetensors.torch")
+        safetensors.save_file({key: value.contiguous() for key, value in stored.items()}, file)
+    else:
+        torch.save(stored, file, _use_new_zipfile_serialization=form != "legacy")
+
+    def build() -> nn.Module:
+        found = (
+            safetensors.load_file(file) if form == "safetensors" else torch.load(file, mmap=form == "mapped")
+        )
+        model = nn.Linear(3, 2)
+        model.load_state_dict({"weight": found["weight"], "bias": found["mean"].float()})
+        model.register_buffer("mean", found["mean"])
+        model.register_buffer("first", model.mean[:1])
+        return model
+
+    assert_built_alike(build, 0)
+
+
+def test_memory_that_is_given_to_a_tensor() -> None:
+    given = torch.ones(2, 2)
+
+    def build() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("taken", torch.empty(0).set_(given))
+        model.register_buffer("shared", torch.empty(0).set_(model.weight.detach()))
+        return model
+
+    assert_built_alike(build, 0)
+
+
 def test_copies_of_buffers_keep_their_geometry() -> None:
     def build() -> nn.Module:
         model = nn.Linear(4, 4)

@@ -301,9 +301,10 @@ def assign_data(unit: Unit, sharded: nn.Parameter, value: torch.Tensor) -> None:
     cut = p.cut if spec.shape == p.spec.shape else cut_alone(unit.ranks, spec, p.cut)
     before = local_of(sharded)
     become(sharded, cut.wrap(cut.part_of(value)))
-    carry_mark(
-        before, local_of(sharded)
-    )  # it may be ``empty_like``, as of the ``to_empty`` of a module within
+    if isinstance(
+        value, (DTensor, RaggedTensor)
+    ):  # else it has values; ``to_empty`` of a module within gives these
+        carry_mark(before, local_of(sharded))
 
 
 def remake(unit: Unit) -> None:
