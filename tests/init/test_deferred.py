@@ -188,6 +188,16 @@ def test_buffers_that_are_part_of_a_graph_are_refused() -> None:
     assert torch.equal(model[0].scaled, model[0].weight * 2)
 
 
+def test_gradients_from_before_there_were_values_are_refused() -> None:
+    with sw.deferred_init():
+        model = nn.Linear(3, 3)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(ValueError, match="'weight' has a gradient from a backward before it had values"):
+        sw.materialize(model)
+    model.zero_grad()
+    sw.materialize(model)
+
+
 def test_changes_after_the_context_are_recorded() -> None:
     def build(context: Any) -> nn.Module:
         torch.manual_seed(3)
@@ -293,6 +303,15 @@ def test_drawing_before_materialize_is_refused() -> None:
         sw.materialize(model)
     torch.manual_seed(0)  # and then it goes on
     sw.materialize(model)
+
+
+def test_a_constructor_that_fails_leaves_a_generator_that_it_was_given() -> None:
+    own = torch.Generator().manual_seed(3)
+    state = own.get_state()
+    with pytest.raises(ValueError, match="fails"), sw.deferred_init():  # noqa: PT012
+        torch.randn(3, generator=own)
+        raise ValueError("fails")
+    assert torch.equal(own.get_state(), state)
 
 
 def test_a_constructor_that_fails_leaves_the_generators() -> None:

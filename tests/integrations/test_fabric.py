@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
 from tests.support import WorkerPools, multirank
 
@@ -620,7 +621,21 @@ def test_full_checkpoints_are_those_of_one_device(rank: int, world_size: int, tm
     assert_same_model(again, plain)
 
     fabric.load_raw(tmp_path / "weights0.ckpt", again)
-    assert_same_model(again, _loaded(plain_model(seed=9), tmp_path / "weights0.ckpt"))
+    expected = _loaded(plain_model(seed=9), tmp_path / "weights0.ckpt")
+    assert_same_model(again, expected)
+    if rank == 0:
+        sw.save_pretrained(expected, tmp_path / "folder")
+    dist.barrier()
+    for path in (tmp_path / "weights0.ckpt", tmp_path / "folder"):
+        for empty in (True, False):
+            with fabric.init_module(empty_init=empty):
+                early = plain_model(seed=9)
+            fabric.load_raw(path, early)
+            assert_same_model(fabric.setup(early), expected)
+    with torch.device("meta"):
+        early = plain_model(seed=9)
+    with refused(TypeError, "meta device", "fabric.setup"):
+        fabric.load_raw(path, early)
 
 
 def _loaded(model: nn.Module, path: Path) -> nn.Module:

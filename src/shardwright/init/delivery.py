@@ -57,7 +57,8 @@ def materialize(
 
     Raises:
         ValueError: parameters or buffers that nothing initialises, with the class of their module; nothing was
-            changed then. Or ``device`` is not that of the mesh, or a buffer without values is part of a graph.
+            changed then. Or ``device`` is not that of the mesh, or what has no values has a gradient,
+            or is a buffer that is part of a graph.
         RuntimeError: numbers were drawn between ``deferred_init`` and here, or a tensor that the constructor read has
             changed since.
 
@@ -111,6 +112,12 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
 
 def refuse_graphs(model: nn.Module) -> None:
     """Of attributes that are no buffers a graph is dropped: forward computes them anew (``weight_norm``)."""
+    for name, p in model.named_parameters():
+        if has_no_values(p) and p.grad is not None:
+            raise ValueError(
+                f"Parameter {name!r} has a gradient from a backward before it had values, which cannot be carried over. "
+                "Call model.zero_grad() first."
+            )
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and has_no_values(buffer) and buffer.grad_fn is not None:

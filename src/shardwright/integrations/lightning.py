@@ -333,7 +333,7 @@ class ShardwrightStrategy(DDPStrategy):
         """Restore a state from a file or folder, or a single model from a file of weights. Every rank must call it."""
         path = self._common_path(path)
         if isinstance(state, nn.Module):
-            self._load_weights(path, _sharded(state, "load_raw"), strict, weights_only)
+            self._load_weights(path, state, strict, weights_only)
             return {}
         if isinstance(state, Optimizer):
             raise NotImplementedError(
@@ -352,7 +352,16 @@ class ShardwrightStrategy(DDPStrategy):
         state.update({key: value for key, value in unwrapped.items() if not isinstance(value, nn.Module)})
         return rest
 
-    def _load_weights(self, path: Path, model: nn.Module, strict: bool, weights_only: bool | None) -> None:
+    def _load_weights(self, path: Path, module: nn.Module, strict: bool, weights_only: bool | None) -> None:
+        """Into a model that is set up, or is still to be; deferred ones remember the weights until they are."""
+        model = module.module if isinstance(module, _Forward) else module
+        if not isinstance(model, FSDPModule) and any(
+            t.is_meta for t in (*model.parameters(), *model.buffers())
+        ):
+            raise TypeError(
+                f"load_raw was given a {type(model).__name__} on the meta device, where there is nothing to load into. "
+                "Set it up first (model = fabric.setup(model)), or build it under fabric.init_module(empty_init=True)."
+            )
         if named_state.is_sharded(path):
             raise ValueError(
                 f"{path} is a sharded checkpoint, not a file of weights. Use fabric.load(path, {{'model': model}})."
