@@ -308,7 +308,7 @@ def test_drawing_before_materialize_is_refused() -> None:
 def test_a_constructor_that_fails_leaves_a_generator_that_it_was_given() -> None:
     own = torch.Generator().manual_seed(3)
     state = own.get_state()
-    with pytest.raises(ValueError, match="fails"), sw.deferred_init():  # noqa: PT012
+    with pytest.raises(ValueError, match="fails"), sw.deferred_init():
         torch.randn(3, generator=own)
         raise ValueError("fails")
     assert torch.equal(own.get_state(), state)

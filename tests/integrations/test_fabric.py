@@ -400,7 +400,7 @@ def test_ranks_that_build_different_models(rank: int, world_size: int) -> None:
 
     fabric = fabric_of()
     for empty_init, words in (
-        (True, ("seed_everything", "rank 1")),
+        (True, ("seed_everything", "Rank 1")),
         (False, ("sync_module_states", "rank 1")),
     ):
         torch.manual_seed(rank)
@@ -408,6 +408,12 @@ def test_ranks_that_build_different_models(rank: int, world_size: int) -> None:
             model = Model()
         with refused(ValueError, *words):
             fabric.setup(model)
+    torch.manual_seed(rank)
+    with torch.device("meta"):
+        quiet, random = nn.LayerNorm(4), nn.Linear(4, 4)
+    fabric.setup(quiet)  # draws nothing
+    with refused(ValueError, "seed_everything", "Rank 1"):
+        fabric.setup(random)
     fabric = fabric_of(sync_module_states=True)
     torch.manual_seed(rank)
     model = fabric.setup(Model())

@@ -115,8 +115,8 @@ def refuse_graphs(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if has_no_values(p) and p.grad is not None:
             raise ValueError(
-                f"Parameter {name!r} has a gradient from a backward before it had values, which cannot be carried over. "
-                "Call model.zero_grad() first."
+                f"Parameter {name!r} has a gradient from a backward before it had values, which cannot be carried "
+                "over. Call model.zero_grad() first."
             )
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():

@@ -150,7 +150,7 @@ class ShardwrightStrategy(DDPStrategy):
         self._state_dict_type = state_dict_type
         self._init = init
         self._mesh: DeviceMesh | None = None
-        self._generators: list[bytes] = []  #: in what state they were when deferred models were begun
+        self._generators: list[bytes] = []  #: in what state they were when models without values were begun
         self._early: list[Optimizer] = []  #: set up before the model that they step
         self._backward_sync_control = _GradientSync()
 
@@ -234,7 +234,12 @@ class ShardwrightStrategy(DDPStrategy):
             fully_shard(unit, mesh=mesh, **self._of_units)  # type: ignore[arg-type]
         fully_shard(module, mesh=mesh, **self._of_units, **self._of_root)  # type: ignore[arg-type]
         on_meta = any(t.is_meta for t in empty)
+        before = _state_of_generators(self.root_device)
         materialize(module, init=partial(self._init, module) if on_meta and self._init else None)
+        if on_meta:
+            drew = _state_of_generators(self.root_device) != before
+            self._generators.append(before if drew else b"")
+            self._check_generators()
         for optimizer in self._early:
             fully_shard_optimizer(optimizer)
         self._early = [o for o in self._early if not _is_sharded(o)]
@@ -248,16 +253,16 @@ class ShardwrightStrategy(DDPStrategy):
         return optimizer
 
     def _check_generators(self) -> None:
-        """What ranks have recorded is the same model only if their generators were in the same state."""
+        """What ranks have initialised is the same model only if their generators were in the same state."""
         mine, self._generators = b"".join(self._generators), []
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, mine)
         different = [rank for rank, each in enumerate(found) if each != found[0]]
         if different:
             raise ValueError(
-                f"Under init_module(empty_init=True) rank{'s' * (len(different) > 1)} "
-                f"{', '.join(map(str, different))} began from another state of the random generators than rank 0, and "
-                "would build another model. Call fabric.seed_everything(seed), with one seed for all ranks, before."
+                f"Rank{'s' * (len(different) > 1)} {', '.join(map(str, different))} began to initialise the model from "
+                "another state of the random generators than rank 0, so they build different ones. Call "
+                "fabric.seed_everything(seed), with one seed for all ranks, before the model is made."
             )
 
     # -- gradients -----------------------------------------------------------------------------------------------------
