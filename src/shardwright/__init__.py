@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         memory_report,
         register_fsdp_forward_method,
         share_comm_ctx,
+        wrap,
     )
     from shardwright.init import deferred_init, materialize
     from shardwright.layout import Ragged, Strategy
@@ -67,7 +68,10 @@ __all__ = [
     "register_fsdp_forward_method",
     "save_pretrained",
     "share_comm_ctx",
+    "wrap",
 ]
+
+_MODULES = {"layout": "shardwright.layout", "wrap": "shardwright.engine.wrap"}
 
 #: Public name -> the module that defines it. Imported at first use, so that the command line starts without torch.
 _HOMES = {
@@ -106,8 +110,8 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "layout":
-        return importlib.import_module("shardwright.layout")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name in _LATER:
         raise NotImplementedError(
             f"shardwright.{name} is not in version {__version__}; it is planned for a later one"

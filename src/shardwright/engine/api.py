@@ -7,6 +7,7 @@ versions are refused here by name.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from shardwright.engine.construct import (
     find_parameters,
     own_modules,
     own_parameters,
+    parameters_of,
 )
 from shardwright.engine.extension import is_extended
 from shardwright.engine.module import FSDPModule, install
@@ -51,6 +53,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
     strategy: str | Strategy | None = None,
     layout: str | Ragged = "per_parameter",
     memory: str | Allocator = "dynamic",
@@ -82,6 +85,8 @@ def fully_shard(
         mp_policy: dtypes of computation, reduction and outputs. Default: none is changed.
         offload_policy: only ``OffloadPolicy()``, which offloads nothing.
         ignored_params: parameters that are left as they are, everywhere.
+        ignored_modules: modules of which all parameters and buffers are left as they are, those of modules below them
+            too: not cut, moved, cast, compared or broadcast. Give them to every call whose module they lie in.
         strategy: what is sharded over each axis of the mesh: a :class:`Strategy`, or "ddp", "zero1", "zero2", "zero3",
             "hsdp", "hfsdp". Default: "zero3" on one axis, "hsdp" on two.
         layout: "per_parameter" (each along its own dimension, as FSDP2 does), or "ragged", :class:`Ragged`: parameters
@@ -122,8 +127,9 @@ def fully_shard(
     mesh = mesh if mesh is not None else _default_mesh()
     _check_mesh(mesh)
     ranks = _ranks(mesh, resolve(strategy, mesh.ndim))
+    left_out = _check_ignored(modules, ignored_modules)
     ignored = ignored_params or set()
-    found = find_parameters(modules, ignored, mesh)
+    found = find_parameters(modules, [*ignored, *parameters_of(left_out)], mesh)
     reshard = _reshard_after_forward(reshard_after_forward, strategy, ranks, found)
     unit = Unit(
         modules,
@@ -133,6 +139,7 @@ def fully_shard(
         placement_fn=shard_placement_fn,
         layout=_layout(layout, ranks),
         ignored=ignored,
+        ignored_modules=left_out,
         attach=attach,
     )
     unit.memory, unit.prefetch, unit.strict = memory, prefetch, strict
@@ -141,7 +148,7 @@ def fully_shard(
     if found.owned:
         own_parameters(unit, found)
     borrow_parameters(unit, found)
-    _move_buffers(modules, ranks.device)
+    _move_buffers(modules, left_out, ranks.device)
     hook_optimizers()
     install(unit, modules)
     return module
@@ -222,6 +229,24 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
     return modules
 
 
+def _check_ignored(modules: list[nn.Module], ignored: Iterable[nn.Module] | None) -> list[nn.Module]:
+    if isinstance(ignored, nn.Module):  # which may be iterable itself
+        raise ValueError(
+            f"ignored_modules expects a collection of modules, got a {type(ignored).__name__}; put it in a set"
+        )
+    found = list(ignored) if ignored is not None else []
+    for each in found:
+        if not isinstance(each, nn.Module):
+            raise ValueError(f"ignored_modules expects modules, got {type(each).__name__}")
+    inside = {id(m) for top in found for m in top.modules()}
+    for each in modules:
+        if id(each) in inside:
+            raise ValueError(
+                f"fully_shard was given a {type(each).__name__} that is among its ignored_modules"
+            )
+    return found
+
+
 def _default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         dist.init_process_group()
@@ -292,7 +317,7 @@ def _same_start(unit: Unit, modules: list[nn.Module], found: Found) -> None:
                     f"rank has its part of its own copy. Give {option}=True to every fully_shard of the model."
                 )
     if unit.synced or unit.checked:
-        states = states_of(modules, found)
+        states = states_of(modules, found, unit.living_ignored_modules())
         if unit.synced:
             sync_states(unit.mesh, unit.ranks.device, states, unit.name)
         if unit.checked:
@@ -302,9 +327,12 @@ def _same_start(unit: Unit, modules: list[nn.Module], found: Found) -> None:
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 
-def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
+def _move_buffers(modules: list[nn.Module], ignored: list[nn.Module], device: torch.device) -> None:
+    stays = {id(b) for top in ignored for b in top.buffers()}
     for top in modules:
         for _, module in own_modules(top):
             for name, buffer in module._buffers.items():
-                if buffer is not None and not has_no_values(buffer) and buffer.device != device:
+                if buffer is None or id(buffer) in stays:
+                    continue
+                if not has_no_values(buffer) and buffer.device != device:
                     module._buffers[name] = buffer.to(device)

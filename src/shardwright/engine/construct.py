@@ -88,6 +88,10 @@ def find_parameters(
     return Found(list(owned.values()), borrowed)
 
 
+def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    return [p for top in modules for p in top.parameters()]
+
+
 def own_modules(top: nn.Module) -> list[tuple[str, nn.Module]]:
     """``top`` and the modules below it, but nothing at or below a module that is sharded already."""
     found: list[tuple[str, nn.Module]] = []

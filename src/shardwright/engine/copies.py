@@ -93,6 +93,7 @@ def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], instal
         placement_fn=old.placement_fn,
         layout=old.layout_kind,
         ignored=[memo.get(id(p), p) for p in old.living_ignored()],
+        ignored_modules=[memo.get(id(m), m) for m in old.living_ignored_modules()],
         attach=old.attach,
     )
     for name in _SETTINGS:

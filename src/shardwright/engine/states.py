@@ -31,10 +31,10 @@ class State(NamedTuple):
         return self.name, tuple(self.tensor.shape), str(self.tensor.dtype)
 
 
-def states_of(modules: list[nn.Module], found: Found) -> list[State]:
+def states_of(modules: list[nn.Module], found: Found, ignored: list[nn.Module]) -> list[State]:
     """What is to be the same on every rank: parameters that are whole as yet, and buffers. Ties once."""
     states = [State(name, p) for name, p, _ in found.owned if not isinstance(p, (DTensor, RaggedTensor))]
-    seen: set[int] = set()
+    seen = {id(b) for top in ignored for b in top.buffers()}
     for position, top in enumerate(modules):
         first = f"{position}." if len(modules) > 1 else ""
         for prefix, module in own_modules(top):

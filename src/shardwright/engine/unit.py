@@ -67,6 +67,7 @@ class Unit(Weights):
         placement_fn: ShardPlacementFn | None,
         layout: Ragged | None,
         ignored: Iterable[nn.Parameter],
+        ignored_modules: Iterable[nn.Module],
         attach: Callable[[nn.Module], Root],
     ) -> None:
         reshards_to = reshard_after_forward if type(reshard_after_forward) is int else 0
@@ -81,6 +82,7 @@ class Unit(Weights):
         self.placement_fn = placement_fn
         self.layout_kind = layout
         self.ignored = [weakref.ref(p) for p in ignored]
+        self.ignored_modules = [weakref.ref(m) for m in ignored_modules]
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.unshard_in_backward = True
@@ -159,7 +161,12 @@ class Unit(Weights):
         return [m for ref in self.modules if (m := ref()) is not None]
 
     def living_ignored(self) -> list[nn.Parameter]:
-        return [p for ref in self.ignored if (p := ref()) is not None]
+        """Parameters that are not the unit's, those that ignored modules hold now among them."""
+        given = [p for ref in self.ignored if (p := ref()) is not None]
+        return [*given, *construct.parameters_of(self.living_ignored_modules())]
+
+    def living_ignored_modules(self) -> list[nn.Module]:
+        return [m for ref in self.ignored_modules if (m := ref()) is not None]
 
     def watch_slots(self) -> None:
         """Remember which modules there are and how many parameters they have."""
