@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         memory_report,
         register_fsdp_forward_method,
         share_comm_ctx,
+        unsharded,
         wrap,
     )
     from shardwright.init import deferred_init, materialize
@@ -68,6 +69,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "save_pretrained",
     "share_comm_ctx",
+    "unsharded",
     "wrap",
 ]
 
@@ -98,6 +100,7 @@ _HOMES = {
     "register_fsdp_forward_method": "shardwright.engine",
     "save_pretrained": "shardwright.checkpoint",
     "share_comm_ctx": "shardwright.engine",
+    "unsharded": "shardwright.engine",
 }
 
 
@@ -105,7 +108,6 @@ _HOMES = {
 _LATER = {
     "load_checkpoint",
     "save_checkpoint",
-    "unsharded",
 }
 
 

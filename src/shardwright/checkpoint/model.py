@@ -98,6 +98,7 @@ def at_rest(units: list[Unit], doing: str) -> None:
         if unit.calls or unit.visits:
             raise RuntimeError(f"{doing} while unit {unit.name!r} is in use: call it between steps")
     for unit in units:
+        unit.refuse_unsharded(doing + " for")
         unit.drop_kept()
         unit.release()
         unit.settle()

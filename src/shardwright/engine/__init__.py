@@ -9,6 +9,7 @@ from shardwright.engine.module import (
     share_comm_ctx,
 )
 from shardwright.engine.report import MemoryReport, memory_report
+from shardwright.engine.whole import unsharded
 
 __all__ = [
     "FSDPModule",
@@ -19,4 +20,5 @@ __all__ = [
     "memory_report",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "unsharded",
 ]

@@ -280,7 +280,7 @@ def settle(unit: Unit) -> None:
     The old parameters keep their values, for whoever still has them and may put them back. A tensor that is no
     parameter is left in its place: ``torch.func.functional_call`` lends it to the module for one call.
     """
-    if unit.settling_paused or (not unit.lends_over and unit.untouched()):
+    if unit.settling_paused or unit.unsharded or (not unit.lends_over and unit.untouched()):
         return
     replaced = [p for p in unit.parameters if p.replaced]
     for p in unit.parameters:

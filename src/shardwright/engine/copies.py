@@ -50,6 +50,7 @@ _SETTINGS = (
 
 def deepcopy_module(module: nn.Module, memo: dict[Any, Any], original: type, install: Install) -> nn.Module:
     """A deep copy of a sharded ``module``, sharded as it is; ``original`` is its class without ours."""
+    module.__dict__[UNIT].refuse_unsharded("deepcopy of")
     outermost = _UNITS not in memo
     units: dict[int, Unit] = memo.setdefault(_UNITS, {})
     unit: Unit = module.__dict__[UNIT]
@@ -125,6 +126,8 @@ def convert(
     modules = list(module.modules()) if recurse else [module]
     ids = {id(m) for m in modules}
     managed: set[int] = set()
+    for unit in units:
+        unit.refuse_unsharded("Conversion of")
     for unit in units:
         settle(unit)
         unit.release()

@@ -186,6 +186,7 @@ class FSDPModule:
         the module's next forward.
         """
         unit = self._fsdp_unit()
+        unit.refuse_unsharded("unshard() of")
         if unit.parameters:
             root = self._root()
             root.recover_if_failed()

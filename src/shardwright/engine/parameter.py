@@ -29,6 +29,8 @@ _detach = torch.ops.aten.detach.default
 _RANDOM = torch.Tag.nondeterministic_seeded
 #: Set on a full parameter: what to call when its ``.data`` is handed out.
 ON_DATA = "_shardwright_on_data"
+#: Set on a full parameter: the sharded one in whose place it is shown.
+STANDS_FOR = "_shardwright_stands_for"
 #: True on classes of tensors whose values are computed later (``shardwright.init``), which have a hash ``origin``.
 DEFERRED = "_shardwright_deferred"
 _NOT_COPIED = {
@@ -318,6 +320,7 @@ class ManagedParameter:
     def adopt_full(self, tensor: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """An extended parameter was gathered for the first time: this is its full form from now on."""
         self.full = listen(nn.Parameter(tensor), on_gradient, self.sharded.requires_grad)
+        self.full.__dict__[STANDS_FOR] = self.sharded
 
     def write_back(self) -> None:
         """The full form may have been changed in place while it was shown: keep what is new in this rank's part.
@@ -367,6 +370,7 @@ def build(
     if original.is_floating_point() or original.is_complex():
         listen(full_parameter, on_gradient, original.requires_grad)
     full_parameter.__dict__[ON_DATA] = on_data
+    full_parameter.__dict__[STANDS_FOR] = sharded
     full_parameter.__class__ = FullParameter
     return ManagedParameter(cut, slots, sharded, local_of(sharded), full_parameter)
 

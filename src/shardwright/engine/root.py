@@ -30,13 +30,14 @@ from shardwright.engine.weights import Weights
 _roots: weakref.WeakSet[Root] = weakref.WeakSet()
 
 #: What ranks are about to do, in the records they exchange. The texts go into the error that names who diverged.
-GATHER, REDUCE, END_FORWARD, END_BACKWARD, CLIP = range(5)
+GATHER, REDUCE, END_FORWARD, END_BACKWARD, CLIP, UNSHARD = range(6)
 _DOING = (
     ("gathers", "gather"),
     ("reduces the gradients of", "reduce the gradients of"),
     ("ends the forward of", "end the forward of"),
     ("ends the backward of", "end the backward of"),
     ("clips the gradients of", "clip the gradients of"),
+    ("shows the full parameters of", "show the full parameters of"),
 )
 
 
@@ -356,6 +357,10 @@ class Root:
         """The gradients' norm is about to be summed over the ranks."""
         self._agree_all(CLIP, 0)
 
+    def agree_on_unsharding(self) -> None:
+        """Parameters of this model are about to be gathered to be shown."""
+        self._agree_all(UNSHARD, 0)
+
     def _agree_all(self, event: int, number: int) -> None:
         """Agree with every rank of the mesh, axis by axis."""
         for comm in self.ranks.every:
@@ -529,6 +534,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
             )
         optimizer.__dict__["_shardwright_stepped"] = True
     for unit in _units_of(parameters):
+        unit.refuse_unsharded("An optimizer's step of")
         unit.drop_kept()  # some kernels write without moving a version counter
         if unit.root is not None:
             unit.root.pools.step()

@@ -205,7 +205,7 @@ class Unit(Weights):
                 return True
         for sharded, slot in self.borrowed:
             lender = unit_of(sharded)
-            if lender is None or not (lender._full_shown or slot.holds(sharded)):
+            if lender is None or not (lender._full_shown or lender.unsharded or slot.holds(sharded)):
                 return True
         return False
 
@@ -408,6 +408,7 @@ class Unit(Weights):
 
     def _use(self, root: Root, recomputing: bool) -> None:
         """A call that reads the full weights begins: gather them or take what was prefetched, and show them."""
+        self.refuse_unsharded("Forward of")
         if not self.calls and not self._to_run and not recomputing:
             if not self._full_shown:
                 construct.settle(self)
@@ -589,6 +590,7 @@ class Unit(Weights):
     def _enter_backward(self, visit: Visit) -> None:
         root = self.root
         assert root is not None
+        self.refuse_unsharded("Backward through")
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"Backward with create_graph=True reached unit {self.name!r}: sharded parameters do not support double "

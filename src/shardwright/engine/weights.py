@@ -10,7 +10,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -61,6 +61,8 @@ class Weights:
         self.parameters: list[ManagedParameter] = []
         self.build = 0  #: how often the memory was made; graphs over earlier memory can't be run any more
         self._full_shown = False
+        #: Sharded parameters in whose place ``unsharded`` shows full tensors, on this rank or on another; its options.
+        self.unsharded: dict[nn.Parameter, Any] = {}
         self.settling_paused = False  #: while stand-ins are initialised in the place of the parameters
         self._unset: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
         self.hold_memory(plan_unit([], ranks.parts), [], Slab(0, ranks.device), [])
@@ -251,6 +253,13 @@ class Weights:
             raise RuntimeError(
                 f"Parameters {', '.join(map(repr, names))} of unit {self.name!r} hold no values yet, since they were "
                 "sharded deferred or on the meta device. Call shardwright.materialize(model), or load a checkpoint."
+            )
+
+    def refuse_unsharded(self, what: str) -> None:
+        if self.unsharded:
+            raise RuntimeError(
+                f"{what} unit {self.name!r} inside shardwright.unsharded, which shows full parameters that the unit "
+                "does not know. Leave the context first."
             )
 
     def notice_edits(self) -> None:
