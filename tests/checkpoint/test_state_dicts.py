@@ -31,14 +31,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "Muon": lambda m: sw.Muon(m.named_parameters(), lr=0.01),
     "AdamW8bit": lambda m: sw.AdamW8bit(m.parameters(), lr=0.01, block_size=32, min_size=1),
 }
-WHERE = [
-    *on("ddp", (2,)),
-    *on("zero1", (2,)),
-    *on("zero2", (3,)),
-    *on("zero3", (2,), (1,)),
-    *on("hsdp", (2, 2)),
-    *on("hfsdp", (2, 2)),
-]
+WHERE = [*on("zero1", (2,)), *on("zero3", (3,)), *on("hsdp", (2, 2)), *on("hfsdp", (2, 2))]
 
 
 class Row(NamedTuple):

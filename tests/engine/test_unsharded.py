@@ -40,15 +40,7 @@ class Row(NamedTuple):
         return iter(together(strength, *self))
 
 
-WHERE = [
-    *on("ddp", (2,)),
-    *on("zero1", (2,)),
-    *on("zero2", (2,)),
-    *on("zero3", (3,), (1,)),
-    *on("hsdp", (2, 2)),
-    *on("hfsdp", (2, 2)),
-    *on("3-1", (2, 2)),
-]
+WHERE = [*on("zero1", (2,)), *on("zero3", (3,), (1,)), *on("hsdp", (2, 2)), *on("3-1", (2, 2))]
 ROWS = select(
     [Row(*r) for r in itertools.product(WHERE, EDITS, LAYOUTS, MOMENTS, (False, True), (False, True))],
     Row.shows,
