@@ -15,6 +15,7 @@ from torch import nn
 import shardwright as sw
 from tests.engine.models import Model, Reference, build, full, loss_of, shard, tokens
 from tests.engine.test_strategies import On, backward, on, on_meshes, set_micro, units_of
+from tests.engine.test_surface import HalfGathered
 from tests.support import multirank, world_mesh
 from tests.support.matrix import select, together
 from tests.support.storages import Storages
@@ -256,6 +257,93 @@ def test_use_inside_and_in_the_wrong_place_is_refused(rank: int, world_size: int
     for r in range(2):
         (loss_of(plain(tokens(0, 0, r)), tokens(0, 0, r)) / 2).backward()
     check_gradients(model, plain)
+
+
+class Odd(nn.Module):
+    """0-d, channels-last, half, complex, integer, frozen and empty parameters, an LSTM, which keeps its own list, and
+    weights that attention reads without calling their module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.image = nn.Parameter(torch.rand(3, 4, 2, 2).to(memory_format=torch.channels_last))
+        self.small = nn.Parameter(torch.rand(5, 3).half())
+        self.wave = nn.Parameter(torch.rand(3, 2, dtype=torch.complex64))
+        self.table = nn.Parameter(torch.arange(7), requires_grad=False)
+        self.frozen = nn.Parameter(torch.rand(5), requires_grad=False)
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.transposed = nn.Parameter(torch.rand(3, 5).t())
+        self.lstm = nn.LSTM(3, 4)
+        self.attention = nn.MultiheadAttention(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.lstm(x)[0]
+        h = self.attention(h, h, h)[0] * self.scale + self.image.sum() + self.small.float().sum()
+        return h.sum() + self.wave.abs().sum() + self.frozen.sum() + self.empty.sum() + self.transposed.sum()
+
+
+@multirank(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged", sw.Ragged("element")])
+def test_odd_parameters(rank: int, world_size: int, layout: Any) -> None:
+    torch.manual_seed(0)
+    plain = Odd()
+    model: Any = copy.deepcopy(plain)
+    model.frozen.note = "kept"
+    sw.fully_shard(model.attention.out_proj, mesh=world_mesh(2), layout=layout)
+    sw.fully_shard(model, mesh=world_mesh(2), layout=layout)
+
+    def alike() -> None:
+        with sw.unsharded(model, writeback=False):
+            for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert (
+                    type(p) is nn.Parameter and p.dtype == q.dtype and p.requires_grad == q.requires_grad
+                ), name
+                assert p.shape == q.shape and torch.equal(p, q), name
+            assert model.frozen.note == "kept"
+            assert all(w is p for w, p in zip(model.lstm._flat_weights, model.lstm.parameters(), strict=True))
+
+    alike()
+    for each in (model, plain):
+        with sw.unsharded(each), torch.no_grad():
+            for p in each.parameters():
+                p.copy_(p.flip(0) if p.ndim else p + 1)
+    alike()
+    x = torch.rand(2, 2, 3)
+    torch.testing.assert_close(model(x), plain(x))
+    model(x).backward()
+    with sw.unsharded(model, with_grads=True):
+        for p in model.parameters():
+            assert p.grad is None or (type(p.grad) is torch.Tensor and p.grad.shape == p.shape)
+    # An exception on one rank alone leaves the others as they are.
+    try:
+        with sw.unsharded(model), torch.no_grad():
+            model.scale.fill_(5.0)
+            if rank:
+                raise ZeroDivisionError
+    except ZeroDivisionError:
+        pass
+    assert full(model.scale).item() == 5.0
+    # On the first rank only, twice.
+    with (
+        sw.unsharded(model, writeback=False, rank0_only=True),
+        sw.unsharded(model, writeback=False, rank0_only=True),
+    ):
+        assert (type(model.scale) is nn.Parameter) == (rank == 0)
+    model(x).backward()
+
+
+@multirank(2)
+def test_what_has_no_values_or_decides_itself_is_refused(rank: int, world_size: int) -> None:
+    with torch.device("meta"):
+        model = build()
+    shard(model, mesh=world_mesh(2))
+    with pytest.raises(RuntimeError, match=r"Parameter 'embed.weight' .*holds no values yet.*materialize"):
+        sw.unsharded(model).__enter__()
+    one = nn.Linear(4, 4, bias=False)
+    one.weight = nn.Parameter(HalfGathered(one.weight.detach()))
+    sw.fully_shard(one, mesh=world_mesh(2))
+    with pytest.raises(NotImplementedError, match=r"'weight' .* is a HalfGathered, which decides itself"):
+        sw.unsharded(one).__enter__()
 
 
 @multirank(2)

@@ -36,6 +36,7 @@ DEFERRED = "_shardwright_deferred"
 _NOT_COPIED = {
     UNIT_OF,
     TAKEN,
+    STANDS_FOR,
     "_is_param",
 }  #: attributes of a parameter that its sharded and full forms do not get
 
