@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         OffloadPolicy,
     )
 
-    from shardwright import layout
+    from shardwright import comm_hooks, layout
     from shardwright.checkpoint import load_pretrained, save_pretrained
     from shardwright.engine import (
         FSDPModule,
@@ -59,6 +59,7 @@ __all__ = [
     "Strategy",
     "UnshardHandle",
     "clip_grad_norm_",
+    "comm_hooks",
     "deferred_init",
     "fully_shard",
     "fully_shard_optimizer",
@@ -73,7 +74,11 @@ __all__ = [
     "wrap",
 ]
 
-_MODULES = {"layout": "shardwright.layout", "wrap": "shardwright.engine.wrap"}
+_MODULES = {
+    "comm_hooks": "shardwright.comm_hooks",
+    "layout": "shardwright.layout",
+    "wrap": "shardwright.engine.wrap",
+}
 
 #: Public name -> the module that defines it. Imported at first use, so that the command line starts without torch.
 _HOMES = {

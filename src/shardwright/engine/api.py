@@ -29,6 +29,7 @@ from shardwright.engine.construct import (
     own_parameters,
     parameters_of,
 )
+from shardwright.engine.copies import convert_buffer
 from shardwright.engine.extension import is_extended
 from shardwright.engine.module import FSDPModule, install
 from shardwright.engine.parameter import has_no_values, refuse_while_deferring
@@ -335,4 +336,4 @@ def _move_buffers(modules: list[nn.Module], ignored: list[nn.Module], device: to
                 if buffer is None or id(buffer) in stays:
                     continue
                 if not has_no_values(buffer) and buffer.device != device:
-                    module._buffers[name] = buffer.to(device)
+                    module._buffers[name] = convert_buffer(buffer, lambda b: b.to(device))

@@ -31,6 +31,7 @@ from shardwright.engine.parameter import (
     unit_of,
 )
 from shardwright.engine.ragged import RaggedTensor
+from shardwright.engine.unset import carry_mark
 from shardwright.layout import TensorSpec, plan_unit
 from shardwright.memory import Slab
 
@@ -211,6 +212,7 @@ def own_parameters(unit: Unit, found: Found) -> None:
     slab = Slab(layout.slab_nbytes, device, "parameters", unit.owner)
     slab.lease()  # views are made over memory that is there
     on_gradient, on_data = unit.gradient_listener(), unit.data_listener()
+    unset = unit.without_values()  # a change of dtype does not give them any
     managed: list[ManagedParameter | None] = [None] * len(owned)
     shards: list[torch.Tensor] = []
     with torch.no_grad():
@@ -242,7 +244,6 @@ def own_parameters(unit: Unit, found: Found) -> None:
                     if run.extended and module is not None:
                         p.extension = Extension(specs[member.index], ranks, module, unit.policy, unit.owner)
     parameters = [p for p in managed if p is not None]
-    unset = unit.without_values()  # a change of dtype does not give them any
     unit.own(layout, shards, slab, parameters)
     for p, (_, original, _) in zip(parameters, owned, strict=True):
         if original in unset or has_no_values(original):
@@ -302,7 +303,11 @@ def assign_data(unit: Unit, sharded: nn.Parameter, value: torch.Tensor) -> None:
         return
     spec = _spec_of(p.name, nn.Parameter(value, requires_grad=False), unit)
     cut = p.cut if spec.shape == p.spec.shape else cut_alone(unit.ranks, spec, p.cut)
+    before = local_of(sharded)
     become(sharded, cut.wrap(cut.part_of(value)))
+    carry_mark(
+        before, local_of(sharded)
+    )  # it may be ``empty_like``, as of the ``to_empty`` of a module within
 
 
 def remake(unit: Unit) -> None:
