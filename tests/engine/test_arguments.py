@@ -28,6 +28,7 @@ def test_signature_and_defaults_are_those_of_torch() -> None:
         assert ours[name].kind == parameter.kind, name
         assert ours[name].default == parameter.default, name
     own = {"strategy", "layout", "memory", "prefetch", "strict", "sync_module_states", "check_module_states"}
+    own.add("ignored_modules")
     assert set(ours) - set(theirs) - own <= {"dp_mesh_dims"}  # which torch has from 2.12 on
 
 

@@ -333,6 +333,21 @@ def test_odd_parameters(rank: int, world_size: int, layout: Any) -> None:
 
 
 @multirank(2)
+def test_ranks_that_diverge_are_named(rank: int, world_size: int) -> None:
+    model = sharded()
+    backward(model, rank)
+    with pytest.raises(
+        RuntimeError, match=r"rank 0 shows the full parameters of unit 0 .*; rank 1 gathers unit"
+    ):
+        if rank:
+            model(tokens(0, 0, rank))
+        else:
+            sw.unsharded(model).__enter__()
+    with sw.unsharded(model):
+        assert type(model.head.weight) is nn.Parameter
+
+
+@multirank(2)
 def test_what_has_no_values_or_decides_itself_is_refused(rank: int, world_size: int) -> None:
     with torch.device("meta"):
         model = build()
