@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import time
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -384,7 +385,7 @@ def test_reading_leaves_a_pending_backward_right_and_an_edit_refuses_it(rank: in
 
 @multirank(2)
 def test_full_parameters_take_memory_where_they_are_shown(rank: int, world_size: int) -> None:
-    """Ranks without them hold one at a time while they are gathered; afterwards nobody holds any.
+    """Ranks without them hold none, and afterwards nobody does.
 
     In a ragged layout, since DTensor's own collectives make wrappers that cannot be counted.
     """
@@ -392,6 +393,16 @@ def test_full_parameters_take_memory_where_they_are_shown(rank: int, world_size:
     sizes = [p.nbytes for p in plain.parameters()]
     model = shard(plain, mesh=world_mesh(2), layout="ragged")
     locals_ = [p.to_local() for p in model.parameters()]
+
+    def settles(seen: Storages, nbytes: int) -> bool:
+        """gloo's threads may hold the last ones for a moment."""
+        for _ in range(200):
+            seen.begin()
+            if seen.peak.nbytes == nbytes:
+                return True
+            time.sleep(0.05)
+        return False
+
     gc.collect()
     gc.disable()
     try:
@@ -400,14 +411,10 @@ def test_full_parameters_take_memory_where_they_are_shown(rank: int, world_size:
                 seen.know(local.untyped_storage())
             seen.settle()
             for only in (False, True):
-                seen.begin()
                 context = sw.unsharded(model, writeback=False, rank0_only=only)
                 context.__enter__()
-                # What is shown; and beside it one parameter, as it comes and as it is put together.
-                shown = sum(sizes) if not only or rank == 0 else 0
-                assert shown + max(sizes) < seen.peak.nbytes <= shown + 3 * max(sizes)
+                assert settles(seen, sum(sizes) if not only or rank == 0 else 0)
                 context.__exit__(None, None, None)
-                seen.begin()
-                assert seen.peak.nbytes <= 4 * sizes[-1]  # gloo's thread may hold the last ones for a moment
+                assert settles(seen, 0)
     finally:
         gc.enable()
