@@ -292,7 +292,7 @@ def _same_start(unit: Unit, modules: list[nn.Module], found: Found) -> None:
                     f"rank has its part of its own copy. Give {option}=True to every fully_shard of the model."
                 )
     if unit.synced or unit.checked:
-        states = states_of(modules, found)
+        states = states_of(modules, found, unit.mesh)
         if unit.synced:
             sync_states(unit.mesh, unit.ranks.device, states, unit.name)
         if unit.checked:

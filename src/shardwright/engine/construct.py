@@ -31,6 +31,7 @@ from shardwright.engine.parameter import (
     unit_of,
 )
 from shardwright.engine.ragged import RaggedTensor
+from shardwright.engine.tensor_parallel import TensorParallel, parallel_of
 from shardwright.layout import TensorSpec, plan_unit
 from shardwright.memory import Slab
 
@@ -125,10 +126,10 @@ def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter, mesh
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ValueError(f"parameter {name!r} is not initialised. Run one forward of the lazy module first.")
     where = f"parameter {name!r} of shape {tuple(parameter.shape)}"
-    if isinstance(parameter, DTensor) and parameter.device_mesh != mesh:
+    if _parallel_of(name, parameter, mesh) is not None and is_extended(local_of(parameter)):
         raise NotImplementedError(
-            f"{where} is a DTensor already. fully_shard does not yet compose with tensor parallelism; shard it first "
-            "or pass it in ignored_params."
+            f"{where}, a DTensor over a {type(local_of(parameter)).__name__}, decides itself what is gathered of it, "
+            "which cannot be combined with tensor parallelism. Pass it in ignored_params, or leave it whole."
         )
     if has_no_values(parameter) and is_extended(parameter):
         raise NotImplementedError(
@@ -148,7 +149,22 @@ def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter, mesh
         )
 
 
-def _spec_of(name: str, parameter: nn.Parameter, unit: Unit) -> TensorSpec:
+def _parallel_of(name: str, parameter: torch.Tensor, mesh: DeviceMesh) -> TensorParallel | None:
+    """How a parameter, sharded by us or not, lies but for data parallelism."""
+    if isinstance(parameter, RaggedTensor):
+        return parameter.spec.parallel
+    return parallel_of(name, parameter, mesh) if isinstance(parameter, DTensor) else None
+
+
+def is_cut(name: str, parameter: torch.Tensor, mesh: DeviceMesh) -> bool:
+    """Whether it lies on the data-parallel mesh already, as a sharded tensor."""
+    if isinstance(parameter, DTensor):
+        parallel = parallel_of(name, parameter, mesh)
+        return parallel is None or parameter.device_mesh != parallel.mesh
+    return isinstance(parameter, RaggedTensor)
+
+
+def _spec_of(name: str, parameter: nn.Parameter, parallel: TensorParallel | None, unit: Unit) -> TensorSpec:
     dim = _placement_dim(unit.placement_fn, name, parameter)
     shares = unit.layout_kind is not None or len(unit.ranks.axes) > 1
     if shares and dim:
@@ -166,7 +182,8 @@ def _spec_of(name: str, parameter: nn.Parameter, unit: Unit) -> TensorSpec:
             "fsdp_pre_all_gather), so it must be sharded along dimension 0"
         )
     order = () if shares else _memory_order(parameter, dim)
-    return TensorSpec(name, tuple(parameter.shape), storage, compute, dim, order, extended)
+    shape = parallel.local_shape if parallel is not None else tuple(parameter.shape)
+    return TensorSpec(name, shape, storage, compute, dim, order, extended)
 
 
 def _placement_dim(fn: ShardPlacementFn | None, name: str, parameter: nn.Parameter) -> int:
@@ -201,7 +218,8 @@ def own_parameters(unit: Unit, found: Found) -> None:
     """Cut each parameter, make both of its forms, put the sharded one into the modules, and give all to ``unit``."""
     ranks, device = unit.ranks, unit.ranks.device
     owned = found.owned
-    specs = [_spec_of(name, parameter, unit) for name, parameter, _ in owned]
+    parallels = [_parallel_of(name, parameter, unit.mesh) for name, parameter, _ in owned]
+    specs = [_spec_of(o.name, o.parameter, p, unit) for o, p in zip(owned, parallels, strict=True)]
     trainable = [parameter.requires_grad for _, parameter, _ in owned]
     layout = plan_unit(specs, ranks.parts, unit.layout_kind, trainable)
     slab = Slab(layout.slab_nbytes, device, "parameters", unit.owner)
@@ -218,7 +236,7 @@ def own_parameters(unit: Unit, found: Found) -> None:
                 shards.append(torch.zeros(numel, dtype=run.storage_dtype, device=device))
                 for member in segment.members:
                     _, original, slots = owned[member.index]
-                    cut = make_cut(ranks, specs[member.index], segment, member)
+                    cut = make_cut(ranks, specs[member.index], parallels[member.index], segment, member)
                     if run.extended:
                         part = cut.part_of(original)
                         local = part.to(device, copy=True)
@@ -296,8 +314,17 @@ def assign_data(unit: Unit, sharded: nn.Parameter, value: torch.Tensor) -> None:
     if unit.calls or unit.visits:
         p.take_values(value)
         return
-    spec = _spec_of(p.name, nn.Parameter(value, requires_grad=False), unit)
-    cut = p.cut if spec.shape == p.spec.shape else cut_alone(unit.ranks, spec, p.cut)
+    if value.shape == p.cut.shape:
+        cut = p.cut
+    else:
+        new = nn.Parameter(value, requires_grad=False)
+        parallel = _parallel_of(p.name, new, unit.mesh)
+        if p.cut.parallel is not None and parallel is None:
+            raise ValueError(
+                f"The data of the tensor-parallel parameter {p.name!r} of shape {tuple(p.cut.shape)} was set to a plain "
+                f"tensor of shape {tuple(value.shape)}. Give a DTensor on {p.cut.parallel.mesh}."
+            )
+        cut = cut_alone(unit.ranks, _spec_of(p.name, new, parallel, unit), parallel, p.cut)
     become(sharded, cut.wrap(cut.part_of(value)))
 
 
@@ -347,7 +374,7 @@ def _same_parameters(before: list[ManagedParameter], found: Found) -> bool:
     """Whether the very same parameters are there, whatever their values."""
     return len(before) == len(found.owned) and all(
         p.sharded is owned.parameter
-        and owned.parameter.shape == p.spec.shape
+        and owned.parameter.shape == p.cut.shape
         and owned.parameter.dtype == p.spec.storage_dtype
         for p, owned in zip(before, found.owned, strict=True)
     )

@@ -119,7 +119,7 @@ class _CutToShards(_AtRest):
             if isinstance(value, DTensor) and isinstance(parameter, ShardedParameter):
                 continue  # the parameter takes it as it is
             p = owner.managed(parameter)
-            if p is not None and value.shape == p.spec.shape and not value.is_meta:
+            if p is not None and value.shape == p.cut.shape and not value.is_meta:
                 state[prefix + name] = p.cut.wrap(p.cut.part_of(value).to(p.local.device))
 
 

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright._torch import annotate, increment_version, queue_callback, subclasses_dispatch
@@ -22,7 +21,6 @@ from shardwright.engine.gradients import Announcer, Reduction
 from shardwright.engine.hooks import map_arguments
 from shardwright.engine.parameter import DEFERRED, TAKEN, Managed, unit_of
 from shardwright.engine.pools import Pools, prefetch_budget
-from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.unit import Unit
 from shardwright.engine.visit import Frame, Visit
 from shardwright.engine.weights import Weights
@@ -540,7 +538,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
 def _refuse_dead(parameters: Iterable[torch.Tensor]) -> None:
     for p in parameters:
         taken = p.__dict__.get(TAKEN)
-        if taken is not None and not isinstance(p, (DTensor, RaggedTensor)):
+        if taken is not None and not isinstance(p, Managed):
             if not isinstance(taken.sharded, Managed) or unit_of(taken.sharded) is not None:
                 raise RuntimeError(
                     f"The optimizer holds parameter {taken.label!r} as it was before the model was sharded or "

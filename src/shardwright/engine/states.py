@@ -11,11 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from shardwright.engine.construct import Found, own_modules
+from shardwright.engine.construct import Found, is_cut, own_modules
 from shardwright.engine.parameter import has_no_values
-from shardwright.engine.ragged import RaggedTensor
 
 _CHUNK = 1 << 23  #: bytes that are hashed at a time
 
@@ -31,9 +29,9 @@ class State(NamedTuple):
         return self.name, tuple(self.tensor.shape), str(self.tensor.dtype)
 
 
-def states_of(modules: list[nn.Module], found: Found) -> list[State]:
-    """What is to be the same on every rank: parameters that are whole as yet, and buffers. Ties once."""
-    states = [State(name, p) for name, p, _ in found.owned if not isinstance(p, (DTensor, RaggedTensor))]
+def states_of(modules: list[nn.Module], found: Found, mesh: DeviceMesh) -> list[State]:
+    """What is to be the same on every rank of ``mesh``: parameters not cut over it as yet, and buffers. Ties once."""
+    states = [State(name, p) for name, p, _ in found.owned if not is_cut(name, p, mesh)]
     seen: set[int] = set()
     for position, top in enumerate(modules):
         first = f"{position}." if len(modules) > 1 else ""

@@ -41,7 +41,7 @@ from shardwright.engine.hooks import (
     opaque_or_mutable,
     refuse_opaque,
 )
-from shardwright.engine.parameter import FullParameter, ManagedParameter, unit_of
+from shardwright.engine.parameter import FullParameter, ManagedParameter, plain_of, unit_of
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.visit import Frame, Visit
 from shardwright.engine.weights import Weights
@@ -554,7 +554,8 @@ class Unit(Weights):
         end = start + self.slab.nbytes
 
         def check(tensor: torch.Tensor) -> torch.Tensor:
-            if type(tensor) in (torch.Tensor, FullParameter) and start <= address_of(tensor) < end:
+            plain = plain_of(tensor)
+            if type(plain) in (torch.Tensor, FullParameter) and start <= address_of(plain) < end:
                 return tensor.clone()
             return tensor
 
@@ -564,7 +565,8 @@ class Unit(Weights):
         """Raise if a view of the unit's weights was put where it can't be exchanged for a copy."""
         start, end = self.slab.address, self.slab.address + self.slab.nbytes
         for tensor in tensors:
-            if type(tensor) is torch.Tensor and start <= address_of(tensor) < end:
+            plain = plain_of(tensor)
+            if type(plain) is torch.Tensor and start <= address_of(plain) < end:
                 raise RuntimeError(
                     f"Unit {self.name!r} ({type(module).__name__}) keeps a view of its weights, of shape "
                     f"{tuple(tensor.shape)}, in an attribute or an object, but their memory is released after forward. "

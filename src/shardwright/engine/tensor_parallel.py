@@ -1,0 +1,179 @@
+"""Parameters that lie on other mesh axes already when they are sharded: those of tensor and of expert parallelism.
+
+Only the local part of such a parameter is cut over the data-parallel ranks. A :class:`TensorParallel` says what the
+module sees of it while its unit is gathered, and what it is between steps. Units, slabs and layouts are not known here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from shardwright._torch import StridedShard, concatenated, local_of, waited
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def cut_dim(placement: Placement) -> int | None:
+    """The dimension that a placement cuts, which ``is_shard`` does not say of a strided one; None if it cuts none."""
+    return placement.dim if isinstance(placement, (Shard, StridedShard)) else None
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """Where a parameter of ``shape`` and ``stride`` lies but for data parallelism.
+
+    Attributes:
+        mesh, placements: those of the DTensor that the module sees while the parameter is full.
+        data: axes of ``mesh`` that are data-parallel, on which it is replicated; mostly none.
+        rest: the mesh of what it is between steps.
+        places: for each axis of ``rest``, the axis of the data-parallel mesh that it is, or -1 - the axis of ``mesh``.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    rest: DeviceMesh
+    places: tuple[int, ...]
+    data: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def box(self) -> Box:
+        """Offsets and sizes of this rank's part before data parallelism cuts it, which is one rectangle."""
+        here = self.mesh.get_coordinate()
+        assert here is not None
+        offsets, sizes = [0] * len(self.shape), list(self.shape)
+        for axis, placement in enumerate(self.placements):
+            dim = cut_dim(placement)
+            if dim is not None:
+                rows = -(-sizes[dim] // self.mesh.shape[axis])  # as torch.chunk cuts
+                first = min(here[axis] * rows, sizes[dim])
+                offsets[dim] += first
+                sizes[dim] = min(rows, sizes[dim] - first)
+        return tuple(offsets), tuple(sizes)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.box[1]
+
+    @functools.cached_property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Those over which the parts make up the whole."""
+        return tuple(
+            self.mesh.get_group(axis)
+            for axis, placement in enumerate(self.placements)
+            if cut_dim(placement) is not None and self.mesh.shape[axis] > 1
+        )
+
+    def at_rest(self, data: Sequence[Placement]) -> tuple[Placement, ...]:
+        """Placements on ``rest`` of what lies like ``data`` on the data-parallel mesh.
+
+        An axis that cuts what an axis further right has cut before is strided, as FSDP2 has it.
+        """
+        placements = [data[p] if p >= 0 else self.placements[-1 - p] for p in self.places]
+        for axis, place in enumerate(self.places):
+            dim = cut_dim(placements[axis]) if place >= 0 else None
+            if dim is not None:
+                right = zip(
+                    placements[axis + 1 :], self.places[axis + 1 :], self.rest.shape[axis + 1 :], strict=True
+                )
+                factor = math.prod(size for other, p, size in right if p < 0 and cut_dim(other) == dim)
+                if factor > 1:
+                    placements[axis] = StridedShard(dim, split_factor=factor)
+        return tuple(placements)
+
+    def wrap(self, local: torch.Tensor) -> DTensor:
+        """What the module sees, over this rank's part. No communication."""
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    def part_of(self, source: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor, whole or a DTensor; of the latter a view if it lies like this one."""
+        if isinstance(source, DTensor):
+            if source.device_mesh == self.mesh:
+                return waited(local_of(source.redistribute(placements=self.placements)))
+            source = source.full_tensor()
+        for dim, (first, size) in enumerate(zip(*self.box, strict=True)):
+            source = source.narrow(dim, first, size)
+        return source
+
+    def gradient(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's part of a gradient, summed where it is a partial sum, in ``dtype``; else in its own."""
+        if not isinstance(gradient, DTensor):
+            raise RuntimeError(
+                f"A tensor-parallel parameter of shape {tuple(self.shape)} got a gradient that is a plain tensor of "
+                f"shape {tuple(gradient.shape)}, expected a DTensor on {self.mesh}."
+            )
+        if gradient.placements == self.placements:
+            return waited(local_of(gradient))
+        wanted = tuple(
+            own if axis in self.data and not own.is_shard() else placement
+            for axis, (own, placement) in enumerate(zip(gradient.placements, self.placements, strict=True))
+        )
+        if wanted != gradient.placements:
+            own = gradient.dtype
+            # A sum is rounded once, to what the gradient of the whole batch would be, not at each addition.
+            gradient = gradient.to(torch.promote_types(own, dtype)).redistribute(placements=wanted).to(own)
+        return waited(local_of(gradient))
+
+
+#: The meshes on which parameters lie between steps, and the data-parallel one and the other that they are made of.
+_meshes: dict[DeviceMesh, tuple[DeviceMesh, DeviceMesh]] = {}
+
+
+def both_meshes(data: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
+    """The mesh of the axes of ``data`` and then of ``other``.
+
+    Raises:
+        ValueError: they are not parts of one named mesh, or overlap.
+    """
+    for both, known in _meshes.items():
+        if known == (data, other):
+            return both
+    if data.mesh_dim_names is None or other.mesh_dim_names is None:
+        raise ValueError(f"the meshes {data} and {other} need mesh_dim_names, and to be parts of one mesh")
+    try:
+        both = concatenated(data, other)
+    except RuntimeError as error:
+        raise ValueError(f"{data} and {other} are not separate parts of one mesh ({error})") from None
+    _meshes[both] = data, other
+    return both
+
+
+def parallel_of(name: str, p: DTensor, data: DeviceMesh) -> TensorParallel | None:
+    """How a parameter, sharded by us or not, lies but for the data-parallel mesh; None if it lies on no other.
+
+    Raises:
+        NotImplementedError: it lies in a way that cannot be sharded over that mesh.
+    """
+    if p.device_mesh == data:
+        return None
+    mesh, placements = p.device_mesh, p.placements
+    if mesh in _meshes and _meshes[mesh][0] == data:  # loaded or put in place as it is between steps
+        mesh, placements = _meshes[mesh][1], placements[data.ndim :]
+    where = f"parameter {name!r} of shape {tuple(p.shape)}, a DTensor placed {placements} on {mesh},"
+    for placement in placements:
+        if not isinstance(placement, (Shard, Replicate)):
+            raise NotImplementedError(
+                f"{where} cannot be sharded over {data}: expected Shard or Replicate on every mesh dimension. "
+                "Redistribute it first, or pass it in ignored_params."
+            )
+    try:
+        both = both_meshes(data, mesh)
+    except ValueError as error:
+        raise NotImplementedError(
+            f"{where} cannot be sharded over {data}: {error}. Take both meshes from one, such as "
+            'init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp")), by its names; or shard the parameter '
+            "first, or pass it in ignored_params."
+        ) from None
+    places = (*range(data.ndim), *(-1 - axis for axis in range(mesh.ndim)))
+    return TensorParallel(p.shape, p.stride(), mesh, tuple(placements), both, places)
