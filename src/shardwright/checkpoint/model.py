@@ -63,8 +63,10 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 def mesh_of(units: list[Unit]) -> DeviceMesh | None:
-    """The mesh of a sharded model; None of a plain one."""
-    return units[0].mesh if units else None
+    """The mesh of all ranks of a sharded model; None of a plain one."""
+    meshes = [unit.mesh for unit in units]
+    meshes += [p.cut.parallel.rest for unit in units for p in unit.parameters if p.cut.parallel is not None]
+    return max(meshes, key=lambda mesh: mesh.size(), default=None)  # type: ignore[no-any-return]
 
 
 def tensors_of(model: nn.Module) -> list[Held]:

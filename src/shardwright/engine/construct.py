@@ -321,7 +321,7 @@ def assign_data(unit: Unit, sharded: nn.Parameter, value: torch.Tensor) -> None:
         parallel = _parallel_of(p.name, new, unit.mesh)
         if p.cut.parallel is not None and parallel is None:
             raise ValueError(
-                f"The data of the tensor-parallel parameter {p.name!r} of shape {tuple(p.cut.shape)} was set to a plain "
+                f"The data of tensor-parallel parameter {p.name!r} of shape {tuple(p.cut.shape)} was set to a plain "
                 f"tensor of shape {tuple(value.shape)}. Give a DTensor on {p.cut.parallel.mesh}."
             )
         cut = cut_alone(unit.ranks, _spec_of(p.name, new, parallel, unit), parallel, p.cut)

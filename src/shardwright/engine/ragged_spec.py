@@ -23,8 +23,8 @@ class RaggedSpec:
 
     Rank r along the mesh dimension ``axes`` owns ``[r * chunk, (r + 1) * chunk)`` of the segment; along the others the
     tensor is replicated. Of several axes the first counts most; without any it is whole on every rank. ``granule``
-    elements, counted from the tensor's first, are never cut. With ``parallel`` all this, and ``shape``, is of this rank's
-    part of a tensor of ``global_shape``.
+    elements, counted from the tensor's first, are never cut. With ``parallel`` all this, and ``shape``, is of this
+    rank's part of a tensor of ``global_shape``.
 
     Raises:
         ValueError: the tensor has no dimension, does not fit the segment, or a granule is cut.

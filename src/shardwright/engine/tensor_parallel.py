@@ -120,9 +120,10 @@ class TensorParallel:
             for axis, (own, placement) in enumerate(zip(gradient.placements, self.placements, strict=True))
         )
         if wanted != gradient.placements:
-            own = gradient.dtype
+            own_dtype = gradient.dtype
             # A sum is rounded once, to what the gradient of the whole batch would be, not at each addition.
-            gradient = gradient.to(torch.promote_types(own, dtype)).redistribute(placements=wanted).to(own)
+            wide: DTensor = gradient.to(torch.promote_types(own_dtype, dtype))  # type: ignore[assignment]
+            return waited(local_of(wide.redistribute(placements=wanted))).to(own_dtype)
         return waited(local_of(gradient))
 
 

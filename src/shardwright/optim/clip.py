@@ -28,7 +28,8 @@ def clip_grad_norm_(
     """Scale gradients so that their global norm is at most ``max_norm``; return the norm before.
 
     The norm is over all elements on all ranks, whatever meshes their parameters are on: sharded gradients count once
-    per element, gradients that are the same on every rank, or along an axis of their mesh, count once. Every rank must call it with the same parameters.
+    per element, gradients that are the same on every rank, or along an axis of their mesh, count once. Every rank must
+    call it with the same parameters.
 
     Args:
         parameters: a tensor or tensors whose ``.grad`` is clipped in place; those without a gradient are left out.
