@@ -219,12 +219,15 @@ class RaggedTensor(torch.Tensor):
     # -- torch.distributed.checkpoint: this rank's rectangles ----------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        parallel = self.spec.parallel
+        if parallel is not None and not parallel.is_first_copy:
+            return []  # ranks with other parts of other parameters may cut this one elsewhere: chunks would overlap
         properties = TensorProperties.create_from_tensor(self._local_tensor)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.spec.shape),
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
             )
             for chunk in self.__create_chunk_list__()
         ]

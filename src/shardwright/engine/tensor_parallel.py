@@ -73,6 +73,14 @@ class TensorParallel:
             if cut_dim(placement) is not None and self.mesh.shape[axis] > 1
         )
 
+    @functools.cached_property
+    def is_first_copy(self) -> bool:
+        """Whether this rank is the first of those that have the same part of it."""
+        here = self.mesh.get_coordinate()
+        assert here is not None
+        copies = (a for a, p in enumerate(self.placements) if cut_dim(p) is None and a not in self.data)
+        return not any(here[axis] for axis in copies)
+
     def at_rest(self, data: Sequence[Placement]) -> tuple[Placement, ...]:
         """Placements on ``rest`` of what lies like ``data`` on the data-parallel mesh.
 
