@@ -104,11 +104,11 @@ def plan_of(name: str) -> tuple[dict[str, ParallelStyle], dict[str, ParallelStyl
     )
 
 
-def parallelize(model: Model, mesh: DeviceMesh, plan: str) -> Model:
+def parallelize(model: Model, mesh: DeviceMesh, plan: str, source: int | None = 0) -> Model:
     block_plan, rest = plan_of(plan)
     for block in model.blocks:
-        parallelize_module(block, mesh["tp"], block_plan)
-    return parallelize_module(model, mesh["tp"], rest)  # type: ignore[return-value]
+        parallelize_module(block, mesh["tp"], block_plan, src_data_rank=source)
+    return parallelize_module(model, mesh["tp"], rest, src_data_rank=source)  # type: ignore[return-value]
 
 
 def shard(
@@ -585,3 +585,34 @@ def test_random_initialisation_draws_the_whole(rank: int, world_size: int) -> No
         nn.init.uniform_(m.blocks[0].down.weight)
     assert torch.equal(full(model.embed.weight), plain.embed.weight)
     assert torch.equal(full(model.blocks[0].down.weight), plain.blocks[0].down.weight)
+
+
+@multirank(4)
+@pytest.mark.parametrize("layout", ["per_parameter", "row"])
+@pytest.mark.parametrize("how", ["meta", "deferred"])
+def test_materialised_models_equal_those_built_at_once(
+    rank: int, world_size: int, how: str, layout: str
+) -> None:
+    mesh = mesh_of((2, 2))
+    plain = build(3)
+    torch.manual_seed(3)
+    with torch.device("meta") if how == "meta" else sw.deferred_init():
+        model = Model()
+    model = shard(parallelize(model, mesh, "sequence", None), mesh, layout=LAYOUTS[layout])
+    sw.materialize(model)
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(full(p), q), name
+
+
+@multirank(2)
+def test_deferred_tensors_are_not_communicated(rank: int, world_size: int) -> None:
+    mesh = mesh_of((1, 2))
+    with sw.deferred_init():
+        model = Model()
+    with pytest.raises(RuntimeError, match="src_data_rank=None"):
+        parallelize(model, mesh, "tensor")
+    with sw.deferred_init():
+        model = Model()
+    parallelize(model, mesh, "tensor", None)
+    with pytest.raises(ValueError, match="'weight' of Embedding, a DTensor .* no unit of fully_shard owns"):
+        sw.materialize(model)

@@ -233,7 +233,7 @@ def plain_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def has_no_values(tensor: torch.Tensor) -> bool:
     """Whether it is on the meta device, or deferred: a shape, whose values come later."""
-    return tensor.is_meta or getattr(type(tensor), DEFERRED, False)
+    return tensor.is_meta or getattr(type(plain_of(tensor)), DEFERRED, False)
 
 
 def refuse_while_deferring(doing: str) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.engine.construct import Found, is_cut, own_modules
-from shardwright.engine.parameter import has_no_values
+from shardwright.engine.parameter import has_no_values, plain_of
 
 _CHUNK = 1 << 23  #: bytes that are hashed at a time
 
@@ -93,7 +93,7 @@ def check_states(mesh: DeviceMesh, states: list[State], owner: str) -> None:
     states = [state for state in states if not has_no_values(state.tensor)]
     sums = [digest(tensor) for state in states for tensor in _plain(state)]
     numbers = torch.stack(sums).tolist() if sums else []
-    numbers += [state.tensor.origin for state in deferred]  # type: ignore[attr-defined]
+    numbers += [plain_of(state.tensor).origin for state in deferred]  # type: ignore[attr-defined]
     forms = [state.form for state in (*states, *deferred)]
     if len(set(everywhere(mesh, hash_of((forms, numbers))))) == 1:
         return
