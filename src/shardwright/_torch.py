@@ -203,6 +203,14 @@ def concatenated(*meshes: DeviceMesh) -> DeviceMesh:
     return _concatenate(list(meshes))
 
 
+_flatten = _probe(DeviceMesh, "_flatten")
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of one dimension over the same ranks. All of them must call it."""
+    return _flatten(mesh)
+
+
 def rebind(dtensor: DTensor, new: DTensor) -> None:
     """Make ``dtensor``, the same object, what ``new`` is: shape, dtype, local tensor and placement."""
     # An assignment to ``.data`` changes the outside of a wrapper subclass only.

@@ -34,6 +34,7 @@ from shardwright.engine.pools import check_memory
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.root import attach, hook_optimizers
 from shardwright.engine.states import check_states, states_of, sync_states
+from shardwright.engine.tensor_parallel import Spmd, data_parallel
 from shardwright.engine.unit import Unit
 from shardwright.layout import Ragged, Strategy, resolve
 from shardwright.memory import Allocator
@@ -73,7 +74,8 @@ def fully_shard(
     Args:
         module: a module, or a list of modules that form one unit (say the final norm and the output layer).
         mesh: ``DeviceMesh`` of one dimension, or of two: replicas outside, shards inside (HSDP). Default: all ranks,
-            on the accelerator if there is one, else on the CPU.
+            on the accelerator if there is one, else on the CPU. Parameters that are DTensors on other axes of the mesh
+            that this one is a part of (tensor, sequence and expert parallelism) are cut within these.
         reshard_after_forward: True: release the full parameters after forward and gather them again for backward.
             False: keep them. None: True, but False for the root. An integer k, which divides the number of ranks over
             which parameters are gathered: keep one k-th, so that backward gathers among k neighbouring ranks only, say
@@ -95,7 +97,9 @@ def fully_shard(
             mesh, before they are cut. For models built for real on every rank; give it to every call of a model.
         check_module_states: compare them over the ranks by hash, and raise on every rank, naming what differs and
             where; of deferred ones the generators' states that they are drawn from. Give it to every call, too.
-        dp_mesh_dims: only its default in this version.
+        dp_mesh_dims: a :class:`DataParallelMeshDims` that names the dimensions of ``mesh`` to shard over and to
+            replicate over; several names become one. Every parameter must then be a DTensor on ``mesh``, replicated on
+            these, and remains one on ``mesh`` for its module. Default: ``mesh`` has no others.
 
     Returns:
         The same module (or list), whose class is now a subclass ``FSDP<Class>`` of it and of :class:`FSDPModule`.
@@ -107,7 +111,7 @@ def fully_shard(
     The signature is that of ``torch.distributed.fsdp.fully_shard`` in torch 2.13.
     """
     refuse_while_deferring("fully_shard")
-    _refuse_later_options(offload_policy, dp_mesh_dims)
+    _refuse_later_options(offload_policy)
     check_memory(memory, prefetch, strict)
     for name, value, expected in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
@@ -120,10 +124,15 @@ def fully_shard(
             )
     modules = _check_modules(module)
     mesh = mesh if mesh is not None else _default_mesh()
+    spmd = None
+    if dp_mesh_dims is not None:
+        mesh, spmd = _data_parallel(mesh, dp_mesh_dims)
+        if strategy is None and dp_mesh_dims.shard is None:
+            strategy = "ddp"
     _check_mesh(mesh)
-    ranks = _ranks(mesh, resolve(strategy, mesh.ndim))
+    ranks = _ranks(mesh, resolve(strategy, mesh.ndim), spmd)
     ignored = ignored_params or set()
-    found = find_parameters(modules, ignored, mesh)
+    found = find_parameters(modules, ignored, ranks)
     reshard = _reshard_after_forward(reshard_after_forward, strategy, ranks, found)
     unit = Unit(
         modules,
@@ -152,11 +161,9 @@ def fully_shard(
 
 def _refuse_later_options(
     offload_policy: Any,
-    dp_mesh_dims: Any,
 ) -> None:
     later = {
         "offload_policy=CPUOffloadPolicy()": isinstance(offload_policy, CPUOffloadPolicy),
-        "dp_mesh_dims": dp_mesh_dims is not None,
     }
     for option, asked in later.items():
         if asked:
@@ -188,7 +195,7 @@ def _reshard_after_forward(
             f"reshard_after_forward={value} must divide the {size} ranks over which parameters are gathered"
         )
     if 1 < value < size:
-        for name, parameter, _ in found.owned:
+        for name, parameter, *_ in found.owned:
             if is_extended(local_of(parameter) if isinstance(parameter, DTensor) else parameter):
                 raise NotImplementedError(
                     f"parameter {name!r} ({type(parameter).__name__}) has fsdp_pre_all_gather, so it is gathered over "
@@ -241,6 +248,14 @@ def _check_mesh(mesh: DeviceMesh) -> None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}")
 
 
+def _data_parallel(mesh: DeviceMesh, dims: Any) -> tuple[DeviceMesh, Spmd]:
+    if not isinstance(dims, DataParallelMeshDims):
+        raise ValueError(f"dp_mesh_dims must be a DataParallelMeshDims, got {dims!r}")
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    return data_parallel(mesh, dims)
+
+
 def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
@@ -252,10 +267,13 @@ _communicators: weakref.WeakValueDictionary[tuple[str, torch.device], Communicat
 )
 
 
-def _ranks(mesh: DeviceMesh, strategy: Strategy) -> Ranks:
+def _ranks(mesh: DeviceMesh, strategy: Strategy, spmd: Spmd | None) -> Ranks:
     device = _device_of(mesh)
     return Ranks(
-        mesh, strategy, lambda axis: _communicator(mesh.get_group(axis) if axis is not None else None, device)
+        mesh,
+        strategy,
+        lambda axis: _communicator(mesh.get_group(axis) if axis is not None else None, device),
+        spmd,
     )
 
 
@@ -292,7 +310,7 @@ def _same_start(unit: Unit, modules: list[nn.Module], found: Found) -> None:
                     f"rank has its part of its own copy. Give {option}=True to every fully_shard of the model."
                 )
     if unit.synced or unit.checked:
-        states = states_of(modules, found, unit.mesh)
+        states = states_of(modules, found)
         if unit.synced:
             sync_states(unit.mesh, unit.ranks.device, states, unit.name)
         if unit.checked:

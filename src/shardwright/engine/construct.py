@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwright._torch import local_of
@@ -28,10 +27,12 @@ from shardwright.engine.parameter import (
     become,
     build,
     has_no_values,
+    plain_of,
     unit_of,
 )
 from shardwright.engine.ragged import RaggedTensor
-from shardwright.engine.tensor_parallel import TensorParallel, parallel_of
+from shardwright.engine.ranks import Ranks
+from shardwright.engine.tensor_parallel import TensorParallel, cut_dim, parallel_of
 from shardwright.layout import TensorSpec, plan_unit
 from shardwright.memory import Slab
 
@@ -49,6 +50,7 @@ class Owned(NamedTuple):
     name: str
     parameter: nn.Parameter
     slots: list[Slot]
+    parallel: TensorParallel | None
 
 
 class Found(NamedTuple):
@@ -61,7 +63,7 @@ class Found(NamedTuple):
 def find_parameters(
     modules: list[nn.Module],
     ignored: Iterable[nn.Parameter],
-    mesh: DeviceMesh,
+    ranks: Ranks,
     unit: Unit | None = None,
 ) -> Found:
     """Parameters below ``modules`` that no inner unit owns, each once, with every name that tied weights have.
@@ -83,9 +85,11 @@ def find_parameters(
                 if lent is not None:
                     borrowed.append((lent, slot))
                     continue
+                parallel = _parallel_of(full_name, parameter, ranks)
                 if unit_of(parameter) is not unit or unit is None:
-                    _check_parameter(full_name, module, parameter, mesh)
-                owned.setdefault(id(parameter), Owned(full_name, parameter, [])).slots.append(slot)
+                    _check_parameter(full_name, module, parameter, parallel, first=unit is None)
+                known = owned.setdefault(id(parameter), Owned(full_name, parameter, [], parallel))
+                known.slots.append(slot)
     return Found(list(owned.values()), borrowed)
 
 
@@ -122,11 +126,18 @@ def _lent_by_another(
     return sharded
 
 
-def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+def _check_parameter(
+    name: str, module: nn.Module, parameter: nn.Parameter, parallel: TensorParallel | None, first: bool
+) -> None:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ValueError(f"parameter {name!r} is not initialised. Run one forward of the lazy module first.")
     where = f"parameter {name!r} of shape {tuple(parameter.shape)}"
-    if _parallel_of(name, parameter, mesh) is not None and is_extended(local_of(parameter)):
+    if first and parallel is not None and is_cut(parameter, parallel):
+        raise ValueError(
+            f"{where}, a DTensor placed {parameter.placements} on {parameter.device_mesh}, is cut over data-parallel "  # type: ignore[attr-defined]
+            "dimensions already: expected Replicate() on those."
+        )
+    if parallel is not None and is_extended(plain_of(parameter)):
         raise NotImplementedError(
             f"{where}, a DTensor over a {type(local_of(parameter)).__name__}, decides itself what is gathered of it, "
             "which cannot be combined with tensor parallelism. Pass it in ignored_params, or leave it whole."
@@ -149,19 +160,27 @@ def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter, mesh
         )
 
 
-def _parallel_of(name: str, parameter: torch.Tensor, mesh: DeviceMesh) -> TensorParallel | None:
+def _parallel_of(name: str, parameter: torch.Tensor, ranks: Ranks) -> TensorParallel | None:
     """How a parameter, sharded by us or not, lies but for data parallelism."""
     if isinstance(parameter, RaggedTensor):
         return parameter.spec.parallel
-    return parallel_of(name, parameter, mesh) if isinstance(parameter, DTensor) else None
-
-
-def is_cut(name: str, parameter: torch.Tensor, mesh: DeviceMesh) -> bool:
-    """Whether it lies on the data-parallel mesh already, as a sharded tensor."""
     if isinstance(parameter, DTensor):
-        parallel = parallel_of(name, parameter, mesh)
-        return parallel is None or parameter.device_mesh != parallel.mesh
-    return isinstance(parameter, RaggedTensor)
+        return parallel_of(name, parameter, ranks.mesh, ranks.spmd)
+    if ranks.spmd is not None:
+        raise ValueError(
+            f"parameter {name!r} of shape {tuple(parameter.shape)} is a {type(parameter).__name__}; with dp_mesh_dims "
+            f"every parameter must be a DTensor on {ranks.spmd.mesh} already, such as distribute_tensor makes."
+        )
+    return None
+
+
+def is_cut(parameter: torch.Tensor, parallel: TensorParallel | None) -> bool:
+    """Whether it is cut over the data-parallel mesh already."""
+    if isinstance(parameter, DTensor) and parallel is not None:
+        if parameter.device_mesh != parallel.mesh:
+            return True
+        return any(cut_dim(parameter.placements[axis]) is not None for axis in parallel.data)
+    return isinstance(parameter, (DTensor, RaggedTensor))
 
 
 def _spec_of(name: str, parameter: nn.Parameter, parallel: TensorParallel | None, unit: Unit) -> TensorSpec:
@@ -218,9 +237,8 @@ def own_parameters(unit: Unit, found: Found) -> None:
     """Cut each parameter, make both of its forms, put the sharded one into the modules, and give all to ``unit``."""
     ranks, device = unit.ranks, unit.ranks.device
     owned = found.owned
-    parallels = [_parallel_of(name, parameter, unit.mesh) for name, parameter, _ in owned]
-    specs = [_spec_of(o.name, o.parameter, p, unit) for o, p in zip(owned, parallels, strict=True)]
-    trainable = [parameter.requires_grad for _, parameter, _ in owned]
+    specs = [_spec_of(each.name, each.parameter, each.parallel, unit) for each in owned]
+    trainable = [each.parameter.requires_grad for each in owned]
     layout = plan_unit(specs, ranks.parts, unit.layout_kind, trainable)
     slab = Slab(layout.slab_nbytes, device, "parameters", unit.owner)
     slab.lease()  # views are made over memory that is there
@@ -235,8 +253,8 @@ def own_parameters(unit: Unit, found: Found) -> None:
                 numel = 0 if run.extended else segment.chunk
                 shards.append(torch.zeros(numel, dtype=run.storage_dtype, device=device))
                 for member in segment.members:
-                    _, original, slots = owned[member.index]
-                    cut = make_cut(ranks, specs[member.index], parallels[member.index], segment, member)
+                    _, original, slots, parallel = owned[member.index]
+                    cut = make_cut(ranks, specs[member.index], parallel, segment, member)
                     if run.extended:
                         part = cut.part_of(original)
                         local = part.to(device, copy=True)
@@ -258,11 +276,11 @@ def own_parameters(unit: Unit, found: Found) -> None:
     parameters = [p for p in managed if p is not None]
     unset = unit.without_values()  # a change of dtype does not give them any
     unit.own(layout, shards, slab, parameters)
-    for p, (_, original, _) in zip(parameters, owned, strict=True):
+    for p, (_, original, _, _) in zip(parameters, owned, strict=True):
         if original in unset or has_no_values(original):
             unit.expect_values(p, unset.get(original, original))
     ref = weakref.ref(unit)
-    for parameter, (_, original, _) in zip(parameters, owned, strict=True):
+    for parameter, (_, original, _, _) in zip(parameters, owned, strict=True):
         setattr(parameter.sharded, UNIT_OF, ref)
         if original is not parameter.sharded:
             setattr(original, TAKEN, Taken(f"{parameter.name} of {unit.name}", parameter.sharded))
@@ -318,7 +336,7 @@ def assign_data(unit: Unit, sharded: nn.Parameter, value: torch.Tensor) -> None:
         cut = p.cut
     else:
         new = nn.Parameter(value, requires_grad=False)
-        parallel = _parallel_of(p.name, new, unit.mesh)
+        parallel = _parallel_of(p.name, new, unit.ranks)
         if p.cut.parallel is not None and parallel is None:
             raise ValueError(
                 f"The data of tensor-parallel parameter {p.name!r} of shape {tuple(p.cut.shape)} was set to a plain "
@@ -339,7 +357,7 @@ def remake(unit: Unit) -> None:
         for slot in p.slots
         if id(slot.module()) not in own and slot.holds(p.sharded)
     ]
-    found = find_parameters(modules, unit.living_ignored(), unit.mesh, unit)
+    found = find_parameters(modules, unit.living_ignored(), unit.ranks, unit)
     for owned in found.owned:
         owned.slots.extend(slot for sharded, slot in lent if sharded is owned.parameter)
     before = unit.parameters
@@ -352,7 +370,7 @@ def remake(unit: Unit) -> None:
             f"Parameters of unit {unit.name!r} were replaced by others while gradients of earlier micro-batches are "
             "held. Replace them between optimizer steps."
         )
-    for name, parameter, _ in found.owned:
+    for name, parameter, *_ in found.owned:
         if not isinstance(parameter, (DTensor, RaggedTensor)) and parameter.grad is not None:
             raise RuntimeError(
                 f"Parameter {name!r} of unit {unit.name!r} was put in the place of another and has a gradient, that of "

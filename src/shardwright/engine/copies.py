@@ -106,7 +106,7 @@ def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], instal
             f"Unit {old.name!r} was sharded deferred or on the meta device and holds no values yet that could be "
             "copied. Call shardwright.materialize first."
         )
-    found = find_parameters(modules, new.living_ignored(), new.mesh)
+    found = find_parameters(modules, new.living_ignored(), new.ranks)
     if found.owned:
         own_parameters(new, found)
     borrow_parameters(new, found)

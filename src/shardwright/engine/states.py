@@ -29,9 +29,11 @@ class State(NamedTuple):
         return self.name, tuple(self.tensor.shape), str(self.tensor.dtype)
 
 
-def states_of(modules: list[nn.Module], found: Found, mesh: DeviceMesh) -> list[State]:
-    """What is to be the same on every rank of ``mesh``: parameters not cut over it as yet, and buffers. Ties once."""
-    states = [State(name, p) for name, p, _ in found.owned if not is_cut(name, p, mesh)]
+def states_of(modules: list[nn.Module], found: Found) -> list[State]:
+    """What is to be the same on every rank: parameters not cut over the ranks as yet, and buffers. Ties once."""
+    states = [
+        State(each.name, each.parameter) for each in found.owned if not is_cut(each.parameter, each.parallel)
+    ]
     seen: set[int] = set()
     for position, top in enumerate(modules):
         first = f"{position}." if len(modules) > 1 else ""

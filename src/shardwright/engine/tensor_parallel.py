@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardwright._torch import StridedShard, concatenated, local_of, waited
+from shardwright._torch import DataParallelMeshDims, StridedShard, concatenated, flattened, local_of, waited
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -123,8 +123,13 @@ class TensorParallel:
             )
         if gradient.placements == self.placements:
             return waited(local_of(gradient))
+        if any(cut_dim(gradient.placements[axis]) is not None for axis in self.data):
+            raise RuntimeError(
+                f"A parameter of shape {tuple(self.shape)} got a gradient placed {gradient.placements} on {self.mesh}, "
+                f"of which dimensions {self.data} are data-parallel: expected Partial or Replicate there."
+            )
         wanted = tuple(
-            own if axis in self.data and not own.is_shard() else placement
+            own if axis in self.data else placement
             for axis, (own, placement) in enumerate(zip(gradient.placements, self.placements, strict=True))
         )
         if wanted != gradient.placements:
@@ -158,31 +163,102 @@ def both_meshes(data: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
     return both
 
 
-def parallel_of(name: str, p: DTensor, data: DeviceMesh) -> TensorParallel | None:
+@dataclass(frozen=True)
+class Spmd:
+    """A mesh on which every parameter is a DTensor before some of its axes, the data-parallel ones, cut it.
+
+    Attributes:
+        mesh, data: the mesh, and its data-parallel axes.
+        rest, places: as those of :class:`TensorParallel`.
+    """
+
+    mesh: DeviceMesh
+    data: tuple[int, ...]
+    rest: DeviceMesh
+    places: tuple[int, ...]
+
+
+def data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceMesh, Spmd]:
+    """The data-parallel mesh that ``dims`` names, replicas outside and shards inside; several names become one axis.
+
+    Raises:
+        ValueError: no name is given, or one is not of the mesh.
+    """
+    shard, replicate = (
+        (given,) if isinstance(given, str) else tuple(given or ()) for given in (dims.shard, dims.replicate)
+    )
+    known = mesh.mesh_dim_names
+    if (
+        known is None
+        or not (shard or replicate)
+        or len({*shard, *replicate} & {*known}) < len(shard + replicate)
+    ):
+        raise ValueError(
+            f"dp_mesh_dims names mesh dimensions {replicate} that replicate and {shard} that shard; expected at least one "
+            f"of those of the mesh, {known}, and each once."
+        )
+    parts = [
+        mesh[names[0]] if len(names) == 1 else flattened(mesh[names]) for names in (replicate, shard) if names
+    ]
+    data = parts[0] if len(parts) == 1 else concatenated(*parts)
+    inside = data.ndim - 1 if shard else -1
+    places = [
+        inside if name in shard else 0 if name in replicate else -1 - axis for axis, name in enumerate(known)
+    ]
+    axes = tuple(axis for axis, place in enumerate(places) if place >= 0)
+    if len(shard) < 2:
+        return data, Spmd(mesh, axes, mesh, tuple(places))
+    # Several axes that shard lie between steps as one, as FSDP2 has them: where the first of them was.
+    rest: list[DeviceMesh] = []
+    places = []
+    for axis, name in enumerate(known):
+        if name == next(n for n in known if n in shard):
+            rest.append(data)
+            places += range(data.ndim)
+        elif name not in shard and name not in replicate:
+            rest.append(mesh[name])
+            places.append(-1 - axis)
+    return data, Spmd(mesh, axes, concatenated(*rest) if len(rest) > 1 else data, tuple(places))
+
+
+def parallel_of(name: str, p: DTensor, data: DeviceMesh, spmd: Spmd | None) -> TensorParallel | None:
     """How a parameter, sharded by us or not, lies but for the data-parallel mesh; None if it lies on no other.
 
     Raises:
         NotImplementedError: it lies in a way that cannot be sharded over that mesh.
+        ValueError: it is not on the mesh of ``spmd``.
     """
-    if p.device_mesh == data:
-        return None
     mesh, placements = p.device_mesh, p.placements
-    if mesh in _meshes and _meshes[mesh][0] == data:  # loaded or put in place as it is between steps
-        mesh, placements = _meshes[mesh][1], placements[data.ndim :]
     where = f"parameter {name!r} of shape {tuple(p.shape)}, a DTensor placed {placements} on {mesh},"
-    for placement in placements:
-        if not isinstance(placement, (Shard, Replicate)):
-            raise NotImplementedError(
-                f"{where} cannot be sharded over {data}: expected Shard or Replicate on every mesh dimension. "
-                "Redistribute it first, or pass it in ignored_params."
+    if spmd is not None:
+        if mesh not in (spmd.mesh, spmd.rest):
+            raise ValueError(
+                f"{where} is expected on the mesh that dp_mesh_dims names dimensions of, {spmd.mesh}."
             )
-    try:
-        both = both_meshes(data, mesh)
-    except ValueError as error:
+        at = spmd.places if mesh == spmd.rest else range(-1, -1 - mesh.ndim, -1)
+        placements = tuple(
+            Replicate() if axis in spmd.data else placements[at.index(-1 - axis)]
+            for axis in range(spmd.mesh.ndim)
+        )
+        mesh, rest, places, axes = spmd.mesh, spmd.rest, spmd.places, spmd.data
+    elif mesh == data:
+        return None
+    elif mesh in _meshes and _meshes[mesh][0] == data:  # loaded or put in place as it is between steps
+        rest, mesh, placements = mesh, _meshes[mesh][1], placements[data.ndim :]
+    else:
+        try:
+            rest = both_meshes(data, mesh)
+        except ValueError as error:
+            raise NotImplementedError(
+                f"{where} cannot be sharded over {data}: {error}. Take both meshes from one, such as "
+                'init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp")), by its names; or shard the parameter '
+                "first, or pass it in ignored_params."
+            ) from None
+    if spmd is None:
+        places, axes = (*range(data.ndim), *(-1 - axis for axis in range(mesh.ndim))), ()
+    if not all(isinstance(placement, (Shard, Replicate)) for placement in placements):
         raise NotImplementedError(
-            f"{where} cannot be sharded over {data}: {error}. Take both meshes from one, such as "
-            'init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp")), by its names; or shard the parameter '
-            "first, or pass it in ignored_params."
-        ) from None
-    places = (*range(data.ndim), *(-1 - axis for axis in range(mesh.ndim)))
-    return TensorParallel(p.shape, p.stride(), mesh, tuple(placements), both, places)
+            f"{where} cannot be sharded over {data}: expected Shard or Replicate on every mesh dimension. Redistribute "
+            "it first, or pass it in ignored_params."
+        )
+    return TensorParallel(p.shape, p.stride(), mesh, tuple(placements), rest, places, axes)

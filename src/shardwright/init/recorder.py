@@ -224,10 +224,10 @@ class Recorder:
         makes = random or not tensors or packet in _LIKE
         if not deferred and (not makes or (device is not None and device.type == "meta")):
             return func(*args, **kwargs)
-        if func.namespace in _COLLECTIVE:
+        if deferred and func.namespace in _COLLECTIVE:
             raise RuntimeError(
-                f"{func} was called on a deferred tensor of shape {tuple(deferred[0].shape) if deferred else ()}, whose "
-                "values come later and on every rank alike. For parallelize_module and distribute_tensor pass "
+                f"{func} was called on a deferred tensor of shape {tuple(deferred[0].shape)}, whose values come later, "
+                "on every rank alike. For parallelize_module and distribute_tensor pass "
                 "src_data_rank=None, so that each rank takes its part of its own; or call them after materialize."
             )
         written = written_arguments(func, args, kwargs)
