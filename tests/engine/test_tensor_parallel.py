@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -570,7 +570,7 @@ def test_conversions_copies_and_data(rank: int, world_size: int) -> None:
     model.head.weight.data = plain.head.weight.data = new
     assert torch.allclose(model(batch), plain(batch))
     assert torch.equal(full(model.head.weight), new)
-    with pytest.raises(ValueError, match="weight.*was set to a plain tensor"):
+    with pytest.raises(ValueError, match=r"weight.*was set to a plain tensor"):
         model.head.weight.data = new[:3]
 
 
@@ -614,7 +614,7 @@ def test_deferred_tensors_are_not_communicated(rank: int, world_size: int) -> No
     with sw.deferred_init():
         model = Model()
     parallelize(model, mesh, "tensor", None)
-    with pytest.raises(ValueError, match="'weight' of Embedding, a DTensor .* no unit of fully_shard owns"):
+    with pytest.raises(ValueError, match=r"'weight' of Embedding, a DTensor .* no unit of fully_shard owns"):
         sw.materialize(model)
 
 
@@ -637,10 +637,16 @@ class Spmd(nn.Module):
         self.mesh = mesh
         generator = torch.Generator().manual_seed(1)
         names = mesh.mesh_dim_names if mesh is not None else None
-        for name, shape, placement in (("up", (6, 5), Shard(0)), ("down", (5, 6), Shard(1)), ("scale", (5,), Replicate())):
+        for name, shape, placement in (
+            ("up", (6, 5), Shard(0)),
+            ("down", (5, 6), Shard(1)),
+            ("scale", (5,), Replicate()),
+        ):
             value: Any = torch.randn(shape, generator=generator)
             if mesh is not None and names is not None:
-                value = distribute_tensor(value, mesh, [placement if n == "tp" else Replicate() for n in names])
+                value = distribute_tensor(
+                    value, mesh, [placement if n == "tp" else Replicate() for n in names]
+                )
             self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -669,7 +675,9 @@ def test_named_data_parallel_dimensions(
     optimizer = sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     expected = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for step in range(2):
-        inputs = [torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + d)) for d in range(size)]
+        inputs = [
+            torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + d)) for d in range(size)
+        ]
         for x in inputs:
             (plain(x).square().mean() / size).backward()
         model(inputs[here]).square().mean().backward()
@@ -709,9 +717,11 @@ class Experts(nn.Module):
         up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.down))
         if mesh is not None:  # (experts, dim) of each rank to (own experts, ranks, dim)
             x_ED = Exchange.apply(x_ED, mesh["ep"].get_group())
+            if mesh.ndim > 1:
+                x_ED = Copies.apply(x_ED, mesh["tp"].get_group())
         x = x_ED.view(-1, up.shape[0], x_ED.shape[-1]).transpose(0, 1)
         out = torch.relu(x @ up) @ down
-        if out.requires_grad and mesh is not None and mesh.ndim > 1:
+        if mesh is not None and mesh.ndim > 1:
             out = Sum.apply(out, mesh["tp"].get_group())
         y_ED = out.transpose(0, 1).reshape(-1, x_ED.shape[-1])
         return Exchange.apply(y_ED, mesh["ep"].get_group()) if mesh is not None else y_ED
@@ -730,6 +740,33 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         return Exchange.apply(g, ctx.group), None
+
+
+class Sum(torch.autograd.Function):
+    """Of the parts that the ranks of a group have computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        result = x.clone()
+        torch.distributed.all_reduce(result, group=group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        return g, None
+
+
+class Copies(torch.autograd.Function):
+    """The same on all ranks of a group, which each compute a part of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        return Sum.apply(g, ctx.group), None
 
 
 class MoE(nn.Module):
@@ -765,26 +802,166 @@ def test_expert_parallelism(
         model.experts.set_gradient_divide_factor(world_size)
         sw.fully_shard(model, mesh=whole, layout=LAYOUTS[layout])
     else:
-        pytest.skip("placements on other meshes are tested below")
+        of_experts = set(model.experts.parameters())
+        sw.fully_shard(
+            model,
+            mesh=whole,
+            layout=LAYOUTS[layout],
+            shard_placement_fn=lambda p: (
+                sw.ShardPlacementResult(None, mesh["edp"]) if p in of_experts else None
+            ),
+        )
+        # One factor for both would not do: the loss is divided instead, as with sums over tokens.
+        model.set_gradient_divide_factor(1.0)
+    if how == "result":
+        copied = copy.deepcopy(model)
+        assert torch.allclose(copied(torch.ones(4, 5)), plain(torch.ones(4, 5)), atol=1e-6)
     optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
     expected = torch.optim.AdamW(plain.parameters(), lr=0.1)
     for step in range(3):
         inputs = [torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(4)]
         for x in inputs:
             (plain(x).square().mean() / world_size).backward()
-        model(inputs[rank]).square().mean().backward()
-        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-            close(p.grad, q.grad, 1e-5, name)
-        wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        torch.testing.assert_close(sw.clip_grad_norm_(model.parameters(), 0.5), wanted)
-        optimizer.step()
-        expected.step()
-        optimizer.zero_grad()
-        expected.zero_grad()
+        (model(inputs[rank]).square().mean() / (world_size if how == "result" else 1)).backward()
+        check_step(model, plain, optimizer, expected)
+    check_saved(model, plain, tmp_path)
+
+
+def check_step(model: nn.Module, plain: nn.Module, optimizer: Any, expected: Any) -> None:
+    """Gradients, their norm, and the step that both models make."""
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        close(p.grad, q.grad, 1e-5, name)
+    wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    torch.testing.assert_close(sw.clip_grad_norm_(model.parameters(), 0.5), wanted)
+    for each in (optimizer, expected):
+        each.step()
+        each.zero_grad()
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         close(p, q, 1e-5, name)
-    dcp.save(model.state_dict(), checkpoint_id=tmp_path)
+
+
+def check_saved(model: nn.Module, plain: nn.Module, path: Path) -> None:
+    """A plain model reads what was saved of a sharded one."""
+    dcp.save(model.state_dict(), checkpoint_id=path)
     loaded = {name: torch.zeros_like(q) for name, q in plain.state_dict().items()}
-    dcp.load(loaded, checkpoint_id=tmp_path)
+    dcp.load(loaded, checkpoint_id=path)
     for name, q in plain.state_dict().items():
         torch.testing.assert_close(loaded[name], q)
+
+
+@multirank(4)
+@pytest.mark.parametrize("layout", ["per_parameter", "element"])
+def test_expert_with_tensor_parallelism(rank: int, world_size: int, layout: str, tmp_path: Path) -> None:
+    """Experts on two other axes, one of which is data-parallel for all else."""
+    mesh = world_mesh(1, 2, 2, names=("edp", "ep", "tp"))
+    torch.manual_seed(0)
+    plain = MoE()
+    model = copy.deepcopy(plain)
+    for name, placements in (("up", [Shard(0), Shard(2)]), ("down", [Shard(0), Shard(1)])):
+        p = distribute_tensor(getattr(model.experts, name).detach(), mesh["ep", "tp"], placements)
+        setattr(model.experts, name, nn.Parameter(p))
+    sw.fully_shard(model.experts, mesh=mesh["edp"], layout=LAYOUTS[layout])
+    model.experts.set_gradient_divide_factor(2)
+    sw.fully_shard(model, mesh=mesh["ep"], layout=LAYOUTS[layout])
+    optimizer = sw.fully_shard_optimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+    expected = torch.optim.Adam(plain.parameters(), lr=0.1)
+    for step in range(2):
+        inputs = [torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + d)) for d in range(2)]
+        for x in inputs:
+            (plain(x).square().mean() / 2).backward()
+        model(inputs[mesh.get_local_rank("ep")]).square().mean().backward()
+        check_step(model, plain, optimizer, expected)
+    check_saved(model, plain, tmp_path)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@multirank(4)
+def test_refusals_name_the_parameter_and_the_way_out(rank: int, world_size: int) -> None:
+    mesh, other = mesh_of((2, 2)), world_mesh(2, 2, names=("x", "y"))
+    unnamed = init_device_mesh("cpu", (4,))
+
+    def linear(device_mesh: DeviceMesh = mesh["tp"], *placements: Any) -> nn.Linear:
+        layer = nn.Linear(4, 4, bias=False)
+        value = torch.randn(4, 4)
+        local = DTensor.from_local(value, device_mesh, placements or (Shard(0),), run_check=False)
+        layer.weight = nn.Parameter(local)
+        return layer
+
+    def refused(error: type[Exception], match: str, module: nn.Module, **options: Any) -> None:
+        with pytest.raises(error, match=match):
+            sw.fully_shard(module, **{"mesh": mesh["dp"], **options})
+        assert not isinstance(module, sw.FSDPModule)
+
+    partial = r"'weight'.*expected Shard or Replicate"
+    refused(NotImplementedError, partial, linear(mesh["tp"], Partial()))
+    refused(NotImplementedError, r"'weight'.*cannot be sharded over.*mesh_dim_names", linear(), mesh=unnamed)
+    refused(
+        NotImplementedError,
+        r"'weight'.*cannot be sharded over.*Take both meshes from one",
+        linear(other["x"]),
+        mesh=mesh["dp"],
+    )
+    dims = sw.DataParallelMeshDims(shard="dp")
+    refused(
+        ValueError,
+        r"'weight'.*is a Parameter.*must be a DTensor",
+        nn.Linear(2, 2),
+        mesh=mesh,
+        dp_mesh_dims=dims,
+    )
+    refused(ValueError, r"'weight'.*is expected on the mesh", linear(), mesh=mesh, dp_mesh_dims=dims)
+    cut = linear(mesh, Shard(0), Shard(1))
+    refused(ValueError, r"'weight'.*expected Replicate", cut, mesh=mesh, dp_mesh_dims=dims)
+    unknown = sw.DataParallelMeshDims(shard="fsdp")
+    refused(ValueError, "dp_mesh_dims names .*fsdp", linear(), mesh=mesh, dp_mesh_dims=unknown)
+    refused(ValueError, "must be a DataParallelMeshDims", linear(), mesh=mesh, dp_mesh_dims="dp")
+    fn = lambda p: sw.ShardPlacementResult(None, mesh["tp"])  # noqa: E731
+    refused(
+        ValueError,
+        "Give one of both",
+        linear(mesh, Replicate(), Shard(0)),
+        mesh=mesh,
+        dp_mesh_dims=dims,
+        shard_placement_fn=fn,
+    )
+    deep = world_mesh(2, 2, names=("replicate", "shard"))
+    fn = lambda p: sw.ShardPlacementResult(None, deep)  # noqa: E731
+    refused(
+        ValueError,
+        "strategy 'zero3' is for",
+        nn.Linear(2, 2),
+        mesh=unnamed,
+        strategy="zero3",
+        shard_placement_fn=fn,
+    )
+
+    model = sw.fully_shard(linear(), mesh=mesh["dp"])
+    for optimizer, match in (
+        (torch.optim.Muon(model.parameters()), "'weight.*cannot be stepped whole"),
+        (sw.AdamW8bit(model.parameters(), min_size=0), "weight.*tensor parallelism has cut it"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            sw.fully_shard_optimizer(optimizer)
+    # A block that only half of the ranks with data of their own reduce.
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    sw.fully_shard(model[0], mesh=other["y"])
+    sw.fully_shard(model, mesh=unnamed)
+    with pytest.raises(ValueError, match=r"'weight'.*other ranks' gradients would not reach it"):
+        model(torch.ones(1, 2))
+
+
+@multirank(2)
+def test_optimizers_built_before_sharding_are_noticed(rank: int, world_size: int) -> None:
+    mesh = mesh_of((1, 2))
+    model = parallelize(build(), mesh, "tensor")
+    early, late = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    shard(model, mesh, layout="ragged")
+    batch = tokens(0, 0, 0)
+    loss_of(model(batch), batch).backward()
+    with pytest.raises(RuntimeError, match="as it was before the model was sharded"):
+        early.step()
+    before = full(model.head.weight).clone()
+    sw.fully_shard_optimizer(late).step()
+    assert not torch.equal(full(model.head.weight), before)

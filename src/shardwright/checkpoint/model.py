@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import increment_version, is_persistent
-from shardwright.engine.construct import UNIT
 from shardwright.engine.parameter import has_no_values, unit_of
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.states import everywhere
@@ -54,12 +53,6 @@ class Held:
         """False on the meta device, and where the model is deferred."""
         unset = self.unit.without_values() if self.unit is not None else ()
         return not has_no_values(self.tensor) and self.tensor not in unset
-
-
-def units_of(model: nn.Module) -> list[Unit]:
-    """Every unit of a model, once."""
-    found = [module.__dict__.get(UNIT) for module in model.modules()]
-    return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
 def mesh_of(units: list[Unit]) -> DeviceMesh | None:

@@ -22,10 +22,11 @@ from shardwright.engine.construct import (
     UNIT,
     Found,
     ShardPlacementFn,
-    borrow_parameters,
     find_parameters,
+    is_cut,
+    meshes_asked,
     own_modules,
-    own_parameters,
+    take_over,
 )
 from shardwright.engine.extension import is_extended
 from shardwright.engine.module import FSDPModule, install
@@ -80,7 +81,8 @@ def fully_shard(
             False: keep them. None: True, but False for the root. An integer k, which divides the number of ranks over
             which parameters are gathered: keep one k-th, so that backward gathers among k neighbouring ranks only, say
             those of one host.
-        shard_placement_fn: ``Shard(dim)`` for a parameter, or None for ``Shard(0)``. Any dimension, even or not.
+        shard_placement_fn: ``Shard(dim)`` for a parameter, or None for ``Shard(0)``. Any dimension, even or not. Or a
+            :class:`ShardPlacementResult`, for a parameter that is sharded over another mesh than the others.
         mp_policy: dtypes of computation, reduction and outputs. Default: none is changed.
         offload_policy: only ``OffloadPolicy()``, which offloads nothing.
         ignored_params: parameters that are left as they are, everywhere.
@@ -132,24 +134,33 @@ def fully_shard(
     _check_mesh(mesh)
     ranks = _ranks(mesh, resolve(strategy, mesh.ndim), spmd)
     ignored = ignored_params or set()
-    found = find_parameters(modules, ignored, ranks)
-    reshard = _reshard_after_forward(reshard_after_forward, strategy, ranks, found)
-    unit = Unit(
-        modules,
-        ranks=ranks,
-        policy=mp_policy,
-        reshard_after_forward=reshard,
-        placement_fn=shard_placement_fn,
-        layout=_layout(layout, ranks),
-        ignored=ignored,
-        attach=attach,
-    )
+
+    meshes = [m for m in meshes_asked(modules, ignored, shard_placement_fn) if m != ranks.mesh]
+    each = [ranks, *(_ranks_of_some(m, strategy, mesh, spmd) for m in meshes)]
+    founds = [
+        find_parameters(modules, ignored, r, shard_placement_fn, companion=r is not ranks) for r in each
+    ]
+    if spmd is not None:
+        _refuse_cut(founds[0])
+    units = [
+        Unit(
+            modules,
+            ranks=r,
+            policy=mp_policy,
+            reshard_after_forward=_reshard_after_forward(reshard_after_forward, strategy, r, found),
+            placement_fn=shard_placement_fn,
+            layout=_layout(layout, r),
+            ignored=ignored,
+            attach=attach,
+        )
+        for r, found in zip(each, founds, strict=True)
+    ]
+    unit = units[0]
     unit.memory, unit.prefetch, unit.strict = memory, prefetch, strict
-    unit.synced, unit.checked = sync_module_states, check_module_states
-    _same_start(unit, modules, found)
-    if found.owned:
-        own_parameters(unit, found)
-    borrow_parameters(unit, found)
+    for u, found in zip(units, founds, strict=True):
+        u.synced, u.checked = sync_module_states, check_module_states
+        _same_start(u, modules, found)
+    take_over(units, founds)
     _move_buffers(modules, ranks.device)
     hook_optimizers()
     install(unit, modules)
@@ -275,6 +286,31 @@ def _ranks(mesh: DeviceMesh, strategy: Strategy, spmd: Spmd | None) -> Ranks:
         lambda axis: _communicator(mesh.get_group(axis) if axis is not None else None, device),
         spmd,
     )
+
+
+def _refuse_cut(found: Found) -> None:
+    for name, parameter, _, parallel in found.owned:
+        if isinstance(parameter, DTensor) and is_cut(parameter, parallel):
+            raise ValueError(
+                f"parameter {name!r} of shape {tuple(parameter.shape)}, a DTensor placed {parameter.placements} on "
+                f"{parameter.device_mesh}, is cut over dimensions that dp_mesh_dims names: expected Replicate() there"
+            )
+
+
+def _ranks_of_some(mesh: Any, strategy: str | Strategy | None, whole: DeviceMesh, spmd: Spmd | None) -> Ranks:
+    """Those of parameters for which shard_placement_fn has given a mesh."""
+    if spmd is not None:
+        raise ValueError(
+            "shard_placement_fn gives parameters meshes of their own, and dp_mesh_dims says that all are on one. Give "
+            "one of both."
+        )
+    _check_mesh(mesh)
+    if mesh.ndim != whole.ndim and strategy is not None:
+        raise ValueError(
+            f"strategy {strategy!r} is for the {whole.ndim} dimensions of {whole}; shard_placement_fn gives a "
+            f"parameter {mesh}. Leave strategy at None, or shard the module that has it by a call of its own."
+        )
+    return _ranks(mesh, resolve(strategy, mesh.ndim), None)
 
 
 def _layout(layout: str | Ragged, ranks: Ranks) -> Ragged | None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwright._torch import local_of
@@ -41,7 +43,24 @@ if TYPE_CHECKING:
 
 UNIT = "_shardwright_unit"  #: the attribute under which a sharded module keeps its unit
 
-ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What a ``shard_placement_fn`` may return for a parameter that has a data-parallel mesh of its own.
+
+    Such as an expert's: what ``fully_shard`` does with all others over its ``mesh`` it does with this one over ``mesh``
+    here, beside them. torch's own class of this name, with its ``mesh_info``, is taken, too.
+
+    Attributes:
+        placement: as without this class.
+        mesh: of one dimension, or of two: replicas outside, shards inside.
+    """
+
+    placement: Shard | None
+    mesh: DeviceMesh
+
+
+ShardPlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 
 
 class Owned(NamedTuple):
@@ -60,15 +79,36 @@ class Found(NamedTuple):
     ]  #: sharded parameters of other units, tied to a name in this one
 
 
+def mesh_asked(fn: ShardPlacementFn | None, parameter: nn.Parameter) -> DeviceMesh | None:
+    """The mesh that a placement function gives a parameter, None for that of all."""
+    result: Any = fn(parameter) if fn is not None else None
+    return getattr(getattr(result, "mesh_info", result), "mesh", None)
+
+
+def meshes_asked(
+    modules: list[nn.Module], ignored: Iterable[nn.Parameter], fn: ShardPlacementFn | None
+) -> list[DeviceMesh]:
+    """The meshes that a placement function gives parameters of their own, in the order of these."""
+    if fn is None:
+        return []
+    ids = {id(p) for p in ignored}
+    own = [p for top in modules for _, m in own_modules(top) for p in m._parameters.values() if p is not None]
+    found = [mesh_asked(fn, p) for p in own if id(p) not in ids and not isinstance(p, Managed)]
+    return list(dict.fromkeys(mesh for mesh in found if mesh is not None))
+
+
 def find_parameters(
     modules: list[nn.Module],
     ignored: Iterable[nn.Parameter],
     ranks: Ranks,
+    placement_fn: ShardPlacementFn | None = None,
     unit: Unit | None = None,
+    companion: bool = False,
 ) -> Found:
     """Parameters below ``modules`` that no inner unit owns, each once, with every name that tied weights have.
 
-    ``unit`` is the one they belong to already, if this is not the first time.
+    Those that ``placement_fn`` gives another mesh are left out; for a ``companion`` all but those that it gives this
+    one. ``unit`` is the one they belong to already, if this is not the first time.
     """
     owned: dict[int, Owned] = {}
     borrowed: list[tuple[nn.Parameter, Slot]] = []
@@ -83,14 +123,27 @@ def find_parameters(
                 slot = Slot.of(module, name)
                 lent = _lent_by_another(full_name, parameter, top, unit)
                 if lent is not None:
-                    borrowed.append((lent, slot))
+                    if not companion:
+                        borrowed.append((lent, slot))
                     continue
+                if unit is None or unit_of(parameter) is not unit:
+                    mesh = mesh_asked(placement_fn, parameter)
+                    if not (mesh == ranks.mesh or (mesh is None and not companion)):
+                        continue
                 parallel = _parallel_of(full_name, parameter, ranks)
                 if unit_of(parameter) is not unit or unit is None:
-                    _check_parameter(full_name, module, parameter, parallel, first=unit is None)
+                    _check_parameter(full_name, module, parameter, parallel)
                 known = owned.setdefault(id(parameter), Owned(full_name, parameter, [], parallel))
                 known.slots.append(slot)
     return Found(list(owned.values()), borrowed)
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """Every unit at or below a module, once, each with its companions."""
+    mains: dict[Unit, None] = dict.fromkeys(
+        u for m in model.modules() if (u := m.__dict__.get(UNIT)) is not None
+    )
+    return [unit for main in mains for unit in (main, *main.companions)]
 
 
 def own_modules(top: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -118,7 +171,9 @@ def _lent_by_another(
     owner = unit_of(sharded)
     if owner is None or owner is unit:
         return None
-    if any(top is m for outer in owner.living_modules() for _, m in own_modules(outer)):
+    if owner.main is None and any(
+        top is m for outer in owner.living_modules() for _, m in own_modules(outer)
+    ):
         raise ValueError(
             f"parameter {name!r} of shape {tuple(parameter.shape)} belongs to a unit already: an outer module was "
             "sharded before this one. Call fully_shard on inner modules first."
@@ -127,16 +182,11 @@ def _lent_by_another(
 
 
 def _check_parameter(
-    name: str, module: nn.Module, parameter: nn.Parameter, parallel: TensorParallel | None, first: bool
+    name: str, module: nn.Module, parameter: nn.Parameter, parallel: TensorParallel | None
 ) -> None:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ValueError(f"parameter {name!r} is not initialised. Run one forward of the lazy module first.")
     where = f"parameter {name!r} of shape {tuple(parameter.shape)}"
-    if first and parallel is not None and is_cut(parameter, parallel):
-        raise ValueError(
-            f"{where}, a DTensor placed {parameter.placements} on {parameter.device_mesh}, is cut over data-parallel "  # type: ignore[attr-defined]
-            "dimensions already: expected Replicate() on those."
-        )
     if parallel is not None and is_extended(plain_of(parameter)):
         raise NotImplementedError(
             f"{where}, a DTensor over a {type(local_of(parameter)).__name__}, decides itself what is gathered of it, "
@@ -206,13 +256,13 @@ def _spec_of(name: str, parameter: nn.Parameter, parallel: TensorParallel | None
 
 
 def _placement_dim(fn: ShardPlacementFn | None, name: str, parameter: nn.Parameter) -> int:
-    placement = fn(parameter) if fn is not None else None
+    result: Any = fn(parameter) if fn is not None else None
+    placement = result if mesh_asked(lambda p: result, parameter) is None else result.placement
     if placement is None:
         return 0
     if not isinstance(placement, Shard):
         raise ValueError(
-            f"shard_placement_fn must return Shard or None, got {placement!r} for parameter {name!r}. "
-            "Placements on another mesh are not supported in this version."
+            f"shard_placement_fn must return Shard, ShardPlacementResult or None, got {result!r} for parameter {name!r}"
         )
     dim = placement.dim + parameter.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < parameter.ndim:
@@ -303,6 +353,21 @@ def borrow_parameters(unit: Unit, found: Found) -> None:
         slot.show(sharded)
 
 
+def take_over(units: list[Unit], founds: list[Found]) -> None:
+    """Let a unit and its companions own what was found for each, and the first have what the others own."""
+    main, *companions = units
+    borrowed = []
+    for unit, found in zip(companions, founds[1:], strict=True):
+        unit.main = weakref.ref(main)
+        own_parameters(unit, found)
+        borrow_parameters(unit, found)
+        borrowed += [(p.sharded, slot) for p in unit.parameters for slot in p.slots]
+    main.companions = companions
+    if founds[0].owned:
+        own_parameters(main, founds[0])
+    borrow_parameters(main, Found(founds[0].owned, [*founds[0].borrowed, *borrowed]))
+
+
 # -- parameters replaced by the user ---------------------------------------------------------------------------------
 
 
@@ -357,7 +422,14 @@ def remake(unit: Unit) -> None:
         for slot in p.slots
         if id(slot.module()) not in own and slot.holds(p.sharded)
     ]
-    found = find_parameters(modules, unit.living_ignored(), unit.ranks, unit)
+    found = find_parameters(
+        modules,
+        unit.living_ignored(),
+        unit.ranks,
+        unit.placement_fn,
+        unit,
+        companion=unit.main is not None,
+    )
     for owned in found.owned:
         owned.slots.extend(slot for sharded, slot in lent if sharded is owned.parameter)
     before = unit.parameters

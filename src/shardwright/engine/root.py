@@ -477,8 +477,11 @@ def attach(module: nn.Module) -> Root:
                 f"Module {name!r} was called on its own and is not finished, so it cannot become part of "
                 f"{type(module).__name__} now. Call the outer module first."
             )
-        units.append(unit)
-        names.append(name or unit.name)
+        for each in (unit, *unit.companions):
+            units.append(each)
+            names.append(name or unit.name)
+            if each is not unit:
+                names[-1] += f" on {each.mesh.mesh_dim_names or each.mesh.mesh.tolist()}"
     if len(units[0].modules) > 1 and len(units) > 1:
         raise RuntimeError(
             f"The first module called belongs to a unit of {len(units[0].modules)} modules, which cannot be the root. "
@@ -512,10 +515,10 @@ def _check_meshes(units: list[Unit], names: list[str]) -> None:
             mesh = unit.mesh if p.cut.parallel is None else p.cut.parallel.rest
             if not ranks <= set(mesh.mesh.flatten().tolist()):
                 raise ValueError(
-                    f"Parameter {p.name!r} of unit {name!r} lies on ranks {mesh.mesh.tolist()}, and unit {its_name!r} is "
-                    f"sharded over {largest.mesh.mesh.tolist()}: the other ranks' gradients would not reach it. Shard "
-                    "both over the same ranks, or parallelize the module over those that are missing first, as for "
-                    "expert parallelism."
+                    f"Parameter {p.name!r} of unit {name!r} lies on ranks {mesh.mesh.tolist()}, and unit {its_name!r} "
+                    f"is sharded over {largest.mesh.mesh.tolist()}: the other ranks' gradients would not reach it. "
+                    "Shard both over the same ranks, or parallelize the module over those that are missing first, as "
+                    "for expert parallelism."
                 )
 
 

@@ -194,8 +194,8 @@ def data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceM
         or len({*shard, *replicate} & {*known}) < len(shard + replicate)
     ):
         raise ValueError(
-            f"dp_mesh_dims names mesh dimensions {replicate} that replicate and {shard} that shard; expected at least one "
-            f"of those of the mesh, {known}, and each once."
+            f"dp_mesh_dims names mesh dimensions {replicate} that replicate and {shard} that shard; expected one "
+            f"or more of those of the mesh, {known}, each once."
         )
     parts = [
         mesh[names[0]] if len(names) == 1 else flattened(mesh[names]) for names in (replicate, shard) if names

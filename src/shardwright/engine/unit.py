@@ -91,6 +91,9 @@ class Unit(Weights):
         self.divide_factor: float | None = None
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
+        #: Units of other meshes that own parameters of the same modules, and of such a unit the one that has it.
+        self.companions: list[Unit] = []
+        self.main: weakref.ref[Unit] | None = None
         self.lenders: list[Unit] = []  #: units that own weights which this one's modules hold, too
         self.borrowed: list[tuple[nn.Parameter, construct.Slot]] = []
         self.visits: set[Visit] = set()  #: whose backward is under way

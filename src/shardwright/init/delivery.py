@@ -175,7 +175,7 @@ class _Destinations:
             elif isinstance(tensor, DTensor) and isinstance(local_of(tensor), DeferredTensor):
                 raise ValueError(
                     f"{name!r} of {type(module).__name__}, a DTensor of shape {tuple(tensor.shape)}, is deferred, and "
-                    "no unit of fully_shard owns it. Call fully_shard on its module, or build it outside of deferred_init."
+                    "no unit of fully_shard owns it. Call fully_shard on its module, or build it in no deferred_init."
                 )
         for key, value in vars(module).items():
             if key not in ("_parameters", "_buffers", "_modules"):
