@@ -39,6 +39,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardwright as sw
+from shardwright._torch import subclasses_dispatch
 from shardwright.engine.ragged import RaggedTensor
 from tests.engine.models import Model, Reference, build, full, loss_of
 from tests.support import CaseFailed, WorkerPools, multirank, world_mesh
@@ -158,7 +159,7 @@ def _cases() -> list[tuple[Any, ...]]:
     flat = itertools.product(
         [(1, 2), (2, 2), (4, 1)],
         ("ddp", "zero1", "zero2", "zero3"),
-        LAYOUTS,
+        ("per_parameter", "row", "element"),
         ("blocks", "tensor", "sequence"),
         PRECISIONS,
         ("single", "communicate", "hold", "last"),
@@ -166,8 +167,8 @@ def _cases() -> list[tuple[Any, ...]]:
     )
     deep = itertools.product(
         [(2, 1, 2), (1, 2, 2)],
-        ("hsdp", "hfsdp", "zero1", "ddp"),
-        LAYOUTS,
+        ("hsdp", "hfsdp"),
+        ("per_parameter", "row", "element"),
         ("blocks", "tensor", "sequence"),
         PRECISIONS,
         ("single", "communicate", "hold", "last"),
@@ -248,7 +249,7 @@ def close(found: Any, wanted: Any, tolerance: float, name: str) -> None:
     )
 
 
-@on_meshes([((2, 2),), ((1, 4),), ((2, 1, 2),), ((1, 2, 2),)])
+@on_meshes([((2, 2),), ((1, 4),), ((2, 1, 2),)])
 def test_training_equals_torchs_own(rank: int, world_size: int, shape: Shape) -> None:
     """Placements, shards, losses, gradients and norms, bit by bit: the sums have the same order."""
     mesh = mesh_of(shape)
@@ -448,7 +449,7 @@ class Odd(nn.Module):
 
 @multirank(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)], ids=str)
 def test_uneven_and_empty_parts(
     rank: int, world_size: int, shape: Shape, layout: str, tmp_path: Path
 ) -> None:
@@ -576,6 +577,8 @@ def test_conversions_copies_and_data(rank: int, world_size: int) -> None:
 
 @multirank(4)
 def test_random_initialisation_draws_the_whole(rank: int, world_size: int) -> None:
+    if not subclasses_dispatch:
+        pytest.skip("this torch does not ask our parameters")
     mesh = mesh_of((2, 2))
     plain = build()
     model = shard(parallelize(copy.deepcopy(plain), mesh, "tensor"), mesh)
@@ -660,8 +663,9 @@ class Spmd(nn.Module):
 
 
 @multirank(4)
-@pytest.mark.parametrize("layout", ["per_parameter", "element"])
-@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize(
+    ("dims", "layout"), [*((dims, "per_parameter") for dims in DIMS), ("both", "element"), ("several", "row")]
+)
 def test_named_data_parallel_dimensions(
     rank: int, world_size: int, dims: str, layout: str, tmp_path: Path
 ) -> None:
@@ -781,9 +785,10 @@ class MoE(nn.Module):
 
 
 @multirank(4)
-@pytest.mark.parametrize("layout", ["per_parameter", "row"])
-@pytest.mark.parametrize("how", ["unit", "result"])
-@pytest.mark.parametrize("experts", [2, 4])
+@pytest.mark.parametrize(
+    ("experts", "how", "layout"),
+    [(2, "unit", "row"), (4, "unit", "per_parameter"), (2, "result", "per_parameter"), (2, "result", "row")],
+)
 def test_expert_parallelism(
     rank: int, world_size: int, experts: int, how: str, layout: str, tmp_path: Path
 ) -> None:
@@ -940,7 +945,7 @@ def test_refusals_name_the_parameter_and_the_way_out(rank: int, world_size: int)
     model = sw.fully_shard(linear(), mesh=mesh["dp"])
     for optimizer, match in (
         (torch.optim.Muon(model.parameters()), "'weight.*cannot be stepped whole"),
-        (sw.AdamW8bit(model.parameters(), min_size=0), "weight.*tensor parallelism has cut it"),
+        (sw.AdamW8bit(model.parameters(), min_size=1), "weight.*tensor parallelism has cut it"),
     ):
         with pytest.raises(ValueError, match=match):
             sw.fully_shard_optimizer(optimizer)
