@@ -132,7 +132,7 @@ def _refuse_different_forms(mesh: DeviceMesh, forms: list[list[tuple[Any, ...]]]
 
 def _plain(state: State) -> list[torch.Tensor]:
     """The tensors that hold the values: of a wrapper, those inside."""
-    tensor = state.tensor.detach()
+    tensor = plain_of(state.tensor).detach()
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return [inner for name in names for inner in _plain(State(state.name, getattr(tensor, name)))]
