@@ -99,7 +99,10 @@ def test_parameters_that_cannot_be_sharded(rank: int, world_size: int) -> None:
 def test_placements_that_cannot_be(rank: int, world_size: int) -> None:
     refused("has 1 dimensions", ValueError, nn.LayerNorm(4), shard_placement_fn=lambda p: Shard(1))
     refused(
-        "must return Shard, ShardPlacementResult or None", ValueError, nn.LayerNorm(4), shard_placement_fn=lambda p: Replicate()
+        "must return Shard, ShardPlacementResult or None",
+        ValueError,
+        nn.LayerNorm(4),
+        shard_placement_fn=lambda p: Replicate(),
     )
 
 

@@ -37,6 +37,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright._torch import subclasses_dispatch
@@ -413,6 +414,25 @@ def test_norms_count_each_element_once(
                 p.grad.mul_(2)
 
 
+@multirank(4)
+def test_torchs_own_clipping_is_right_or_raises(rank: int, world_size: int) -> None:
+    """Of RaggedTensors on whatever meshes; DTensors on several are torch's to refuse."""
+    mesh = mesh_of((2, 2))
+    batch = tokens(0, 0, data_rank(mesh))
+    for layout in ("row", "per_parameter"):
+        model = shard(parallelize(build(), mesh, "blocks"), mesh, layout=LAYOUTS[layout])
+        loss_of(model(batch), batch).backward()
+        if layout == "per_parameter":
+            with pytest.raises(RuntimeError, match="same mesh"):
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            continue
+        before = [full(p.grad).clone() for p in model.parameters()]
+        wanted = torch.stack([g.norm() for g in before]).norm()
+        torch.testing.assert_close(nn.utils.clip_grad_norm_(model.parameters(), float(wanted) / 2), wanted)
+        for old, p in zip(before, model.parameters(), strict=True):
+            torch.testing.assert_close(full(p.grad), old / 2)
+
+
 # -- shapes, ties, edits -----------------------------------------------------------------------------------------------
 
 ODD_SHAPES: list[tuple[Shape, Placement]] = [
@@ -521,6 +541,66 @@ def test_weights_that_change_after_forward_refuse_their_backward(
         for p in plain.blocks[0].parameters():
             p.mul_(1.5)
     assert torch.allclose(model(batch), plain(batch), atol=1e-5)
+
+
+@multirank(4)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(rank: int, world_size: int, reentrant: bool) -> None:
+    mesh = mesh_of((2, 2))
+    plain = build()
+    model = parallelize(copy.deepcopy(plain), mesh, "sequence")
+    for block in model.blocks:
+        inner = block.forward
+        block.forward = functools.partial(checkpoint, inner, use_reentrant=reentrant)
+    shard(model, mesh, layout="ragged")
+    for d in range(2):
+        (loss_of(plain(tokens(0, 0, d)), tokens(0, 0, d)) / 2).backward()
+    batch = tokens(0, 0, data_rank(mesh))
+    loss_of(model(batch), batch).backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        close(p.grad, q.grad, 1e-5, name)
+
+
+class Handing(nn.Module):
+    """Returns its own weight beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x), self.linear.weight.view_as(self.linear.weight)
+
+
+@multirank(2)
+def test_weights_in_outputs_are_copies(rank: int, world_size: int) -> None:
+    mesh = mesh_of((1, 2))
+    model = Handing()
+    wanted = model.linear.weight.detach().clone()
+    parallelize_module(model, mesh["tp"], {"linear": ColwiseParallel()})
+    wanted = full(model.linear.weight).detach().clone()
+    sw.fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
+    _, weight = model(torch.ones(1, 4))
+    assert isinstance(weight, DTensor)
+    assert torch.equal(weight.full_tensor(), wanted)
+
+
+@multirank(4)
+def test_ranks_that_start_differently_are_found(rank: int, world_size: int) -> None:
+    """Between data-parallel ranks, of which each has its tensor-parallel part."""
+    mesh = mesh_of((2, 2))
+
+    def make() -> Model:
+        model = parallelize(build(), mesh, "tensor")
+        with torch.no_grad():
+            model.blocks[1].up.weight.to_local().add_(mesh.get_local_rank("dp"))
+        return model
+
+    with pytest.raises(ValueError, match=r"do not start from the same.*'up.weight' on rank"):
+        shard(make(), mesh, check_module_states=True)
+    model = shard(make(), mesh, sync_module_states=True)
+    for (name, p), q in zip(model.named_parameters(), build().parameters(), strict=True):
+        assert torch.equal(full(p), q), name
 
 
 class Doubling(nn.Module):

@@ -99,7 +99,7 @@ class Ranks:
         )
 
     def same(self, other: Ranks) -> bool:
-        """Whether units of both may be in one model."""
+        """Whether they are those of one mesh."""
         return self.mesh == other.mesh
 
     def shard_mesh(self, name: str) -> DeviceMesh:

@@ -151,7 +151,7 @@ def both_meshes(data: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
         ValueError: they are not parts of one named mesh, or overlap.
     """
     for both, known in _meshes.items():
-        if known == (data, other):
+        if known == (data, other) and _is_of(both, data, other):
             return both
     if data.mesh_dim_names is None or other.mesh_dim_names is None:
         raise ValueError(f"the meshes {data} and {other} need mesh_dim_names, and to be parts of one mesh")
@@ -159,8 +159,19 @@ def both_meshes(data: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
         both = concatenated(data, other)
     except RuntimeError as error:
         raise ValueError(f"{data} and {other} are not separate parts of one mesh ({error})") from None
+    _meshes.pop(both, None)  # equal, and of process groups that are gone
     _meshes[both] = data, other
     return both
+
+
+def _is_of(both: DeviceMesh, *parts: DeviceMesh) -> bool:
+    """Whether it has the process groups of these, which equal meshes need not have after a new init_process_group."""
+    try:
+        groups = [both.get_group(axis) for axis in range(both.ndim)]
+    except (KeyError, RuntimeError, ValueError):
+        return False
+    own = [mesh.get_group(axis) for mesh in parts for axis in range(mesh.ndim)]
+    return all(one is other for one, other in zip(groups, own, strict=True))
 
 
 @dataclass(frozen=True)
