@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         OffloadPolicy,
     )
 
-    from shardwright import layout
+    from shardwright import comm_hooks, layout
     from shardwright.checkpoint import load_pretrained, save_pretrained
     from shardwright.engine import (
         FSDPModule,
@@ -59,6 +59,7 @@ __all__ = [
     "Strategy",
     "UnshardHandle",
     "clip_grad_norm_",
+    "comm_hooks",
     "deferred_init",
     "fully_shard",
     "fully_shard_optimizer",
@@ -109,8 +110,8 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "layout":
-        return importlib.import_module("shardwright.layout")
+    if name in ("comm_hooks", "layout"):
+        return importlib.import_module(f"shardwright.{name}")
     if name in _LATER:
         raise NotImplementedError(
             f"shardwright.{name} is not in version {__version__}; it is planned for a later one"

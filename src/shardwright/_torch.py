@@ -140,6 +140,20 @@ def hide_from_dynamo(*modules: str) -> None:
         trace_rules.add(name)
 
 
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def set_activation_memory_budget(part: float) -> None:
+    """Let torch.compile keep this part of what it would keep for backward; of 0 the inputs only. For the process."""
+    import torch._functorch.config as config
+
+    config.activation_memory_budget = part
+
+
 #: Name, in ``torch.nn.init``, of what fills a tensor with truncated normal numbers, in a loop that looks at them.
 fill_truncated_normal = "_no_grad_trunc_normal_"
 _probe(torch.nn.init, fill_truncated_normal)
@@ -239,6 +253,28 @@ def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[[Any], Any
     """The step of an optimizer class as it is written: torch wraps it, for hooks, when it makes the first instance."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def seen_by_schedulers(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Let learning-rate schedulers leave this step alone, as one that tells them itself that it was called.
+
+    They would else put a wrapper into the optimizer, which goes on calling the step that its class had then.
+    """
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
+
+
+def tell_schedulers(optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's step was called, so a scheduler may step, too, and need not warn."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def only_schedulers_wrap(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step in the optimizer itself is no more than its class's, in what a scheduler puts around it."""
+    step = vars(optimizer)["step"]
+    return (
+        hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step
+    )
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

@@ -65,14 +65,6 @@ def test_options_of_later_versions_are_refused(rank: int, world_size: int, optio
         sw.fully_shard(nn.Linear(2, 2), **{option: LATER[option]})
 
 
-@multirank(1)
-def test_methods_of_later_versions_are_refused(rank: int, world_size: int) -> None:
-    model = sw.fully_shard(nn.Linear(2, 2))
-    for name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
-        with pytest.raises(NotImplementedError, match=f"{name} is not supported in this version"):
-            getattr(model, name)(True)
-
-
 def refused(match: str, error: type[Exception], module: object, **options: object) -> None:
     with pytest.raises(error, match=match):
         sw.fully_shard(module, **options)

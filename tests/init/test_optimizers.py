@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -135,6 +136,44 @@ def test_steps_without_values_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"state 'sum' is deferred"):
         optimizer.step()
     train(model, sw.fully_shard_optimizer(optimizer), range(2))
+
+
+@multirank(1)
+def test_parameters_that_die_between_steps(rank: int, world_size: int) -> None:
+    """They are noticed among living ones, whatever brought them there, in every optimizer that has stepped before."""
+    first, second, third = build(), build(), build()
+    dead = next(third.parameters())
+    sw.fully_shard(third)
+    sw.fully_shard(first)
+    whole = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    for optimizer in (
+        whole,
+        sw.fully_shard_optimizer(torch.optim.SGD(whole.param_groups[0]["params"], lr=0.1)),
+    ):
+        train(first, optimizer, range(2))
+        optimizer.param_groups[0]["params"].append(dead)
+        with pytest.raises(RuntimeError, match=r"holds parameter '0.weight of Sequential' as it was before"):
+            optimizer.step()
+        optimizer.param_groups[0]["params"].pop()
+        optimizer.step()
+        optimizer.add_param_group({"params": [dead]})
+        with pytest.raises(RuntimeError, match=r"holds parameter '0.weight of Sequential' as it was before"):
+            optimizer.step()
+        del optimizer.param_groups[1]
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+    sw.fully_shard(second)
+    with pytest.raises(RuntimeError, match=r"holds parameter '0.weight of Sequential' as it was before"):
+        whole.step()
+    with sw.deferred_init():
+        fourth = build()
+    optimizer = torch.optim.SGD([*first.parameters(), *fourth.parameters()], lr=0.1)
+    with pytest.raises(RuntimeError, match=r"holds a deferred parameter of shape \(7, 5\)"):
+        optimizer.step()
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+    del first, second
+    gc.collect()
+    optimizer.step()  # whose model is gone
 
 
 @multirank(1)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -151,6 +155,107 @@ def test_schedulers_and_closures_work(rank: int, world_size: int) -> None:
     scheduler.step()
     assert loss == 3.0 and optimizer.param_groups[0]["lr"] == 0.05
     assert any(not torch.equal(full(p), b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def sequence(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    schedulers = torch.optim.lr_scheduler
+    parts = [schedulers.LinearLR(optimizer, 0.1, total_iters=2), schedulers.ExponentialLR(optimizer, 0.5)]
+    return schedulers.SequentialLR(optimizer, parts, milestones=[2])
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5**step),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=6),
+    "sequence": sequence,
+    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
+}
+
+
+@multirank(2)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_that_were_built_first(rank: int, world_size: int, name: str) -> None:
+    """Before the optimizer is one for shards, or even before the model is sharded; another one afterwards."""
+
+    def adam(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=0.1)
+
+    def sgd(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+    def linear() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(5, 3)
+
+    for kind, first in ((sgd, "model"), (adam, "scheduler")):
+        plain, model = linear(), linear()
+        expected = kind(plain.parameters())
+        if first == "model":
+            sw.fully_shard(model)
+        optimizer = kind(model.parameters())
+        theirs, ours = SCHEDULERS[name](expected), SCHEDULERS[name](optimizer)
+        if first != "model":
+            sw.fully_shard(model)
+        sw.fully_shard_optimizer(optimizer)
+        later = [torch.optim.lr_scheduler.ConstantLR(o, factor=1.0) for o in (expected, optimizer)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in range(4):
+                for each, its in ((plain, expected), (model, optimizer)):
+                    each(torch.full((2, 5), step + 1.0)).pow(2).mean().backward()
+                    its.step()
+                    its.zero_grad()
+                for scheduler in (theirs, ours):
+                    scheduler.step(*([1.0] if name == "plateau" else []))
+                for scheduler in later:
+                    scheduler.step()
+                options = [
+                    {k: v for k, v in o.param_groups[0].items() if k != "params"}
+                    for o in (expected, optimizer)
+                ]
+                assert options[0] == options[1], step
+        assert optimizer.param_groups[0]["lr"] != 0.1
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full(p), q, rtol=1e-5, atol=1e-6)  # the mean over ranks rounds
+
+
+@multirank(1)
+@pytest.mark.parametrize("stepped", ["never", "before", "after"])
+def test_schedulers_know_whether_the_optimizer_was_stepped(rank: int, world_size: int, stepped: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    if stepped == "before":
+        optimizer.step()
+    sw.fully_shard(model)
+    sw.fully_shard_optimizer(optimizer)
+    if stepped == "after":
+        optimizer.step()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        scheduler.step()
+    assert ["before `optimizer.step()`" in str(each.message) for each in told] == [True] * (
+        stepped == "never"
+    )
+
+
+@multirank(1)
+def test_other_replacements_of_the_step_are_refused(rank: int, world_size: int) -> None:
+    """They would go past the step for shards, as would one that a scheduler has wrapped again."""
+    for scheduled in (False, True):
+        optimizer: Any = torch.optim.SGD(sw.fully_shard(nn.Linear(2, 2)).parameters(), lr=0.1)
+        inner = optimizer.step
+
+        def counted(*args: Any, inner: Any = inner) -> Any:
+            return inner(*args)
+
+        optimizer.step = types.MethodType(counted, optimizer) if scheduled else counted
+        if scheduled:
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        with pytest.raises(
+            ValueError, match=r"step of this SGD was replaced already, by .*counted, so it would go"
+        ):
+            sw.fully_shard_optimizer(optimizer)
+        assert type(optimizer) is torch.optim.SGD and "step" in vars(optimizer)
 
 
 @multirank(2)

@@ -19,6 +19,7 @@ from shardwright.engine.parameter import has_no_values, unit_of
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.states import everywhere
 from shardwright.engine.unit import Unit
+from shardwright.engine.unset import unmark
 
 #: Of modules that wrap others without being part of a model's structure: activation checkpointing, torch.compile.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -117,7 +118,9 @@ def boxes_of(held: Held) -> list[Box]:
 def mark_loaded(held: Held) -> None:
     """Let the unit know of new values, also on a rank that has no element of them."""
     if held.unit is not None:
-        increment_version([held.unit.managed(held.tensor).local])
+        local = held.unit.managed(held.tensor).local
+        increment_version([local])
+        unmark(local)
 
 
 def allocate(held: Held, device: torch.device) -> Held:

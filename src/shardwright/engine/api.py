@@ -28,6 +28,7 @@ from shardwright.engine.construct import (
     own_modules,
     take_over,
 )
+from shardwright.engine.copies import convert_buffer
 from shardwright.engine.extension import is_extended
 from shardwright.engine.module import FSDPModule, install
 from shardwright.engine.parameter import has_no_values, refuse_while_deferring
@@ -361,4 +362,4 @@ def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
         for _, module in own_modules(top):
             for name, buffer in module._buffers.items():
                 if buffer is not None and not has_no_values(buffer) and buffer.device != device:
-                    module._buffers[name] = buffer.to(device)
+                    module._buffers[name] = convert_buffer(buffer, lambda b: b.to(device))

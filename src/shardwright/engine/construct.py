@@ -35,6 +35,7 @@ from shardwright.engine.parameter import (
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.tensor_parallel import TensorParallel, cut_dim, parallel_of
+from shardwright.engine.unset import carry_mark
 from shardwright.layout import TensorSpec, plan_unit
 from shardwright.memory import Slab
 
@@ -293,6 +294,7 @@ def own_parameters(unit: Unit, found: Found) -> None:
     slab = Slab(layout.slab_nbytes, device, "parameters", unit.owner)
     slab.lease()  # views are made over memory that is there
     on_gradient, on_data = unit.gradient_listener(), unit.data_listener()
+    unset = unit.without_values()  # a change of dtype does not give them any
     managed: list[ManagedParameter | None] = [None] * len(owned)
     shards: list[torch.Tensor] = []
     with torch.no_grad():
@@ -324,7 +326,6 @@ def own_parameters(unit: Unit, found: Found) -> None:
                     if run.extended and module is not None:
                         p.extension = Extension(specs[member.index], ranks, module, unit.policy, unit.owner)
     parameters = [p for p in managed if p is not None]
-    unset = unit.without_values()  # a change of dtype does not give them any
     unit.own(layout, shards, slab, parameters)
     for p, (_, original, _, _) in zip(parameters, owned, strict=True):
         if original in unset or has_no_values(original):
@@ -408,7 +409,11 @@ def assign_data(unit: Unit, sharded: nn.Parameter, value: torch.Tensor) -> None:
                 f"tensor of shape {tuple(value.shape)}. Give a DTensor on {p.cut.parallel.mesh}."
             )
         cut = cut_alone(unit.ranks, _spec_of(p.name, new, parallel, unit), parallel, p.cut)
+    before = local_of(sharded)
     become(sharded, cut.wrap(cut.part_of(value)))
+    carry_mark(
+        before, local_of(sharded)
+    )  # it may be ``empty_like``, as of the ``to_empty`` of a module within
 
 
 def remake(unit: Unit) -> None:

@@ -29,6 +29,7 @@ from shardwright.engine.construct import (
 from shardwright.engine.parameter import ManagedParameter, become
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.unit import Unit
+from shardwright.engine.unset import carry_mark, mark_of
 
 Install = Callable[[Unit, list[nn.Module]], None]
 
@@ -162,7 +163,15 @@ def convert(
                     parameter.grad.data = fn(parameter.grad.data)
         for name, buffer in each._buffers.items():
             if buffer is not None:
-                each._buffers[name] = fn(buffer)
+                each._buffers[name] = convert_buffer(buffer, fn)
+
+
+def convert_buffer(buffer: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What ``fn`` makes of a buffer: one that requires a gradient goes on doing so, and stays a leaf if it was one."""
+    with torch.set_grad_enabled(not buffer.is_leaf):
+        new = fn(buffer)
+    differentiable = new.is_floating_point() or new.is_complex()
+    return new.requires_grad_() if buffer.requires_grad and differentiable and new.is_leaf else new
 
 
 def _convert_parameter(p: ManagedParameter, unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
@@ -181,9 +190,11 @@ def _convert_parameter(p: ManagedParameter, unit: Unit, fn: Callable[[torch.Tens
         new_gradient = fn(local_of(gradient) if isinstance(gradient, (DTensor, RaggedTensor)) else gradient)
         p.sharded.grad = None
     if new.dtype == p.local.dtype:
-        p.local.copy_(new)
+        if mark_of(p.local) is None:  # else ``to_empty`` would seem to give it values
+            p.local.copy_(new)
     else:
         become(p.sharded, p.cut.wrap(new))
+        carry_mark(p.local, local_of(p.sharded))
     if new_gradient is not None:
         p.sharded.grad = p.cut.wrap(new_gradient)
     return new.dtype != p.local.dtype

@@ -1,6 +1,6 @@
 """What a sharded module becomes: :class:`FSDPModule`, its methods, and the class made in front of the user's.
 
-The methods set what units do; the units do it. Methods of later versions are refused by name.
+The methods set what units do; the units do it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import hide_from_dynamo
-from shardwright.comm import RegisteredMemory, SymmetricMemory
+from shardwright.comm import Codec, GradientHook, RegisteredMemory, SymmetricMemory
 from shardwright.engine.construct import UNIT, own_modules, units_of
 from shardwright.engine.copies import convert, deepcopy_module
 from shardwright.engine.lending import Lending
@@ -174,6 +174,15 @@ class FSDPModule:
     def _fsdp_unit(self) -> Unit:
         return cast(Unit, getattr(self, UNIT))
 
+    def _only_unit(self, method: str) -> Unit:
+        unit = self._fsdp_unit()
+        if unit.companions:
+            raise ValueError(
+                f"{method} is for parameters on one mesh, and those of unit {unit.name!r} are on several. Shard "
+                "modules with meshes of their own by calls of their own, not by a shard_placement_fn."
+            )
+        return unit
+
     def _fsdp_units(self, recurse: bool) -> list[Unit]:
         if not recurse:
             unit = self._fsdp_unit()
@@ -246,6 +255,50 @@ class FSDPModule:
         """
         for unit in self._fsdp_units(recurse=False):
             unit.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
+
+    def set_gradient_comm_hook(self, hook: GradientHook | None, *, recurse: bool = True) -> None:
+        """Let ``hook`` carry gradients between ranks, in every strategy and over every mesh axis; None: none.
+
+        See :mod:`shardwright.comm_hooks`: :class:`Compressed` (a shorter dtype, int8 blocks), :class:`PowerSGD`, or
+        your own :class:`GradientHook`. Gradients are packed in the reduce dtype, handed to the hook, summed and divided
+        in what it returns. Call it on the root, on every rank alike, between optimizer steps; one object per model. Its
+        ``state_dict`` belongs into checkpoints if it feeds errors back.
+
+        Raises:
+            TypeError: not a GradientHook.
+            RuntimeError: gradients of earlier micro-batches are held.
+        """
+        if hook is not None and not isinstance(hook, GradientHook):
+            raise TypeError(f"expected a GradientHook or None, got {hook!r}")
+        self._root()  # names the units
+        for unit in self._fsdp_units(recurse):
+            unit.carry_by(hook)
+
+    def set_all_gather_codec(self, codec: Codec | None, *, recurse: bool = True) -> None:
+        """Encode weights for gathers, say by ``Int8Blocks()``: a quarter to half the bytes; None: as they are.
+
+        Every rank computes with the same decoded weights; shards, optimizer and checkpoints keep theirs in full. What
+        that would not make smaller goes as it is, as do parameters with ``fsdp_pre_all_gather``. Over one rank nothing
+        is gathered, so nothing encoded. ZeRO++ calls it quantised weight communication. Not while units are gathered.
+        """
+        if codec is not None and not all(hasattr(codec, name) for name in ("nbytes", "encode", "decode")):
+            raise TypeError(f"expected a codec (nbytes, encode, decode) or None, got {codec!r}")
+        for unit in self._fsdp_units(recurse):
+            unit.gather_by(unit.custom_gather, codec)
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather this module's own unit by ``comm``, torch's ``AllGather`` for FSDP2; None: by torch's.
+
+        It is called with uint8 tensors: the unit's weights and, behind them, 16 bytes by which ranks that diverge are
+        found. What a strategy keeps gathered, or gathers over a second mesh axis, goes through it, too.
+        """
+        unit = self._only_unit("set_custom_all_gather")
+        unit.gather_by(_checked_comm(comm, "AllGather"), unit.gather_codec)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce-scatter this module's own unit by ``comm``, torch's ``ReduceScatter`` for FSDP2; None: by torch's."""
+        unit = self._only_unit("set_custom_reduce_scatter")
+        unit.scatter_by(_checked_comm(comm, "ReduceScatter"))
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce-scatter in a process group of its own, so that it and gathers can progress at the same time.
@@ -452,17 +505,10 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     _units_of(modules)
 
 
-def _refuse_later(name: str) -> Callable[..., NoReturn]:
-    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"FSDPModule.{name} is not supported in this version")
-
-    method.__name__ = name
-    method.__doc__ = "Not in this version."
-    return method
-
-
-for _name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
-    setattr(FSDPModule, _name, _refuse_later(_name))
+def _checked_comm(comm: Any, kind: str) -> Any:
+    if comm is not None and not (callable(comm) and hasattr(comm, "allocate")):
+        raise TypeError(f"expected torch's {kind} for FSDP2 (allocate and __call__) or None, got {comm!r}")
+    return comm
 
 
 def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:

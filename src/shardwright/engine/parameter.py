@@ -20,6 +20,7 @@ from shardwright._torch import increment_version, local_of, rebind, share_gradie
 from shardwright.engine.cut import Cut
 from shardwright.engine.extension import Extension
 from shardwright.engine.ragged import RaggedTensor
+from shardwright.engine.unset import begin_edit, unmark
 
 #: Set on a parameter that a unit has taken over, so that tied weights and optimizers built too early are noticed.
 TAKEN = "_shardwright_taken_by"
@@ -57,9 +58,19 @@ class ShardedTensor(DTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        given = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
         if _RANDOM in func.tags and func._schema.is_mutable and isinstance(args[0], DTensor):
-            return _draw_whole(func, args, kwargs or {})
-        result = DTensor.__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[arg-type]
+            result = _draw_whole(func, args, kwargs)
+        else:
+            result = cls._operate(func, types, args, kwargs)
+        for local in given:
+            unmark(local)
+        return result
+
+    @classmethod
+    def _operate(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        result = DTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[arg-type]
         if func.is_view:
             if type(result) is DTensor and isinstance(args[0], ShardedTensor):
                 result.__class__ = ShardedTensor
@@ -339,6 +350,7 @@ class ManagedParameter:
     def take_values(self, source: torch.Tensor) -> None:
         """Copy this rank's part of ``source``, of this shape and sharded or not, into the shard."""
         self.local.copy_(self.cut.part_of(source))
+        unmark(self.local)
 
     def adopt_full(self, tensor: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """An extended parameter was gathered for the first time: this is its full form from now on."""

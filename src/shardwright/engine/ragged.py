@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwright._torch import disabled_torch_function
 from shardwright.engine.ragged_spec import RaggedSpec
+from shardwright.engine.unset import begin_edit, unmark
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 #: What may be done with a ragged tensor, see ``ragged_ops.py``.
@@ -61,7 +62,12 @@ class RaggedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return HANDLERS.get(func, _refused)(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        given = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
+        result = HANDLERS.get(func, _refused)(func, args, kwargs)
+        for local in given:
+            unmark(local)
+        return result
 
     @classmethod
     def from_full(cls, source: torch.Tensor, spec: RaggedSpec) -> RaggedTensor:

@@ -19,7 +19,15 @@ from shardwright.comm import Communicator
 from shardwright.engine.construct import UNIT
 from shardwright.engine.gradients import Announcer, Reduction
 from shardwright.engine.hooks import map_arguments
-from shardwright.engine.parameter import DEFERRED, TAKEN, Managed, unit_of
+from shardwright.engine.parameter import (
+    DEFERRED,
+    TAKEN,
+    UNIT_OF,
+    Managed,
+    RaggedParameter,
+    ShardedParameter,
+    unit_of,
+)
 from shardwright.engine.pools import Pools, prefetch_budget
 from shardwright.engine.unit import Unit
 from shardwright.engine.visit import Frame, Visit
@@ -539,7 +547,8 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
         root.check_divergence()
         root.recover_if_failed()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    _refuse_dead(parameters)
+    kinds = set(map(type, parameters))
+    _refuse_dead(parameters, kinds)
     if "_shardwright_stepped" not in optimizer.__dict__:
         _refuse_deferred_state(optimizer)
         if parameters and all(p.is_meta and p.grad is None for p in parameters):
@@ -549,7 +558,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
                 "model.parameters() afterwards."
             )
         optimizer.__dict__["_shardwright_stepped"] = True
-    for unit in _units_of(parameters):
+    for unit in _units_of(parameters, kinds):
         unit.drop_kept()  # some kernels write without moving a version counter
         if unit.root is not None:
             unit.root.pools.step()
@@ -558,7 +567,20 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
         increment_version([p for p in parameters if unit_of(p) is not None and p.grad is not None])
 
 
-def _refuse_dead(parameters: Iterable[torch.Tensor]) -> None:
+#: What a parameter is while its unit has it, so never one that the model has no more, or that has no values.
+_SHARDED = {ShardedParameter, RaggedParameter}
+
+
+def _refuse_dead(parameters: list[torch.Tensor], kinds: set[type]) -> None:
+    """Raise if one of the parameters, which are of these classes, was sharded or materialized as another object.
+
+    In every step, as groups may be changed by anyone; so sharded parameters are not even looked at.
+    """
+    if kinds <= _SHARDED:
+        return
+    deferred = {kind for kind in kinds if getattr(kind, DEFERRED, False)}
+    if not deferred and not any(TAKEN in p.__dict__ for p in parameters):
+        return
     for p in parameters:
         taken = p.__dict__.get(TAKEN)
         if taken is not None and not isinstance(p, Managed):
@@ -568,7 +590,7 @@ def _refuse_dead(parameters: Iterable[torch.Tensor]) -> None:
                     "materialized, so its step would train nothing. Call shardwright.fully_shard_optimizer(optimizer) "
                     "after fully_shard, or build the optimizer from model.parameters() afterwards."
                 )
-        elif getattr(type(p), DEFERRED, False):
+        elif type(p) in deferred:
             raise RuntimeError(
                 f"The optimizer holds a deferred parameter of shape {tuple(p.shape)}, which has no values yet. Call "
                 "shardwright.materialize(model) first."
@@ -585,11 +607,12 @@ def _refuse_deferred_state(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def _units_of(parameters: Iterable[torch.Tensor]) -> Iterable[Unit]:
-    """The units whose parameters, or the local tensors of them, are among these."""
-    units = {id(u): u for p in parameters if (u := unit_of(p)) is not None}
-    plain = {p.untyped_storage()._cdata for p in parameters if type(p) in (torch.Tensor, nn.Parameter)}
-    if plain:
+def _units_of(parameters: list[torch.Tensor], kinds: set[type]) -> Iterable[Unit]:
+    """The units whose parameters, or the local tensors of them, are among these, which are of these classes."""
+    refs = {id(ref): ref for p in parameters if (ref := p.__dict__.get(UNIT_OF)) is not None}  # one for many
+    units = {id(u): u for ref in refs.values() if (u := ref()) is not None}
+    if not kinds.isdisjoint((torch.Tensor, nn.Parameter)):
+        plain = {p.untyped_storage()._cdata for p in parameters if type(p) in (torch.Tensor, nn.Parameter)}
         for unit in (unit for root in list(_roots) for unit in root.units() if id(unit) not in units):
             if any(shard.untyped_storage()._cdata in plain for shard in unit.shards):
                 units[id(unit)] = unit

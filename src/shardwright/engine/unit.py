@@ -7,6 +7,7 @@ between them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import weakref
@@ -26,7 +27,7 @@ from shardwright._torch import (
     next_sequence_number,
     quick_attributes,
 )
-from shardwright.comm import neighbours, separate
+from shardwright.comm import GradientHook, neighbours, separate, with_scatters
 from shardwright.engine import construct
 from shardwright.engine.construct import ShardPlacementFn
 from shardwright.engine.gradients import Reduction
@@ -45,7 +46,7 @@ from shardwright.engine.parameter import FullParameter, ManagedParameter, plain_
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.visit import Frame, Visit
 from shardwright.engine.weights import Weights
-from shardwright.layout import Ragged, UnitLayout, plan_packing
+from shardwright.layout import Packing, Ragged, UnitLayout, plan_packing
 from shardwright.memory import Allocator, Slab, Source
 
 if TYPE_CHECKING:
@@ -87,6 +88,9 @@ class Unit(Weights):
         self.requires_sync = True
         self.requires_all_reduce = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.gradient_hook: GradientHook | None = None
+        self.custom_scatters: Any = None
+        self.separates = False  #: whether reduce-scatters run in process groups of their own
         self.force_sum = False
         self.divide_factor: float | None = None
         self.forward_prefetch: list[weakref.ref[Unit]] = []
@@ -236,10 +240,18 @@ class Unit(Weights):
     def _plan_reductions(self, trainable: tuple[bool, ...]) -> list[Reduction]:
         dtypes = [spec.compute_dtype for spec in self.layout.specs]
         reduce = [(self.policy.reduce_dtype or t) if t.is_floating_point else t for t in dtypes]
-        return [
-            Reduction(packing, self.layout, self.parameters, self.scatter_ranks, self.owner)
-            for packing in plan_packing(self.layout, trainable, reduce)
-        ]
+        return [self._reduction(packing) for packing in plan_packing(self.layout, trainable, reduce)]
+
+    def _reduction(self, packing: Packing) -> Reduction:
+        return Reduction(
+            packing,
+            self.layout,
+            self.parameters,
+            self.scatter_ranks,
+            self.owner,
+            self.gradient_hook,
+            self.name,
+        )
 
     def on_gradient(self) -> None:
         """A parameter's full gradient is complete for this backward. Refuses one that read weights unseen."""
@@ -299,13 +311,30 @@ class Unit(Weights):
 
     def separate_scatters(self, enable: bool) -> None:
         """Reduce-scatter in process groups of their own, or in those of the gathers."""
+        self._reduce_anew(separates=enable)
+
+    def scatter_by(self, custom: Any) -> None:
+        """Reduce-scatter by a collective of the user's; None: by torch's."""
+        self._reduce_anew(custom_scatters=custom)
+
+    def carry_by(self, hook: GradientHook | None) -> None:
+        """Let ``hook`` carry the gradients between ranks; None: they go as they are."""
+        self._reduce_anew(gradient_hook=hook)
+
+    def _reduce_anew(self, **changes: Any) -> None:
+        """Another way of reducing gradients, between steps."""
         if self.holds:
             raise RuntimeError(
-                f"Unit {self.name!r} holds gradients of earlier micro-batches; change its process group between "
+                f"Unit {self.name!r} holds gradients of earlier micro-batches; change how they are reduced between "
                 "optimizer steps."
             )
         self.finish_reduction()
-        self.scatter_ranks = self.ranks.with_scatters(separate) if enable else self.ranks
+        for name, value in changes.items():
+            setattr(self, name, value)
+        ranks = self.ranks.with_scatters(separate) if self.separates else self.ranks
+        if self.custom_scatters is not None:
+            ranks = ranks.with_scatters(functools.partial(with_scatters, custom=self.custom_scatters))
+        self.scatter_ranks = ranks
         self._trainable = None
         self.reductions = []
         self.follow_requires_grad()
@@ -355,7 +384,7 @@ class Unit(Weights):
         for other in others:
             mine = packings.get(other.packing)
             if mine is None:
-                mine = Reduction(other.packing, self.layout, self.parameters, self.scatter_ranks, self.owner)
+                mine = self._reduction(other.packing)
                 mine.retired = True
                 self.reductions.append(mine)
             mine.take_held(other)

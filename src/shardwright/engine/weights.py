@@ -10,16 +10,17 @@ import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from shardwright._torch import annotate, increment_version, quick_attributes, subclasses_dispatch
-from shardwright.comm import Communicator, Pending
+from shardwright._torch import annotate, increment_version, local_of, quick_attributes, subclasses_dispatch
+from shardwright.comm import Codec, Communicator, Pending, with_gathers
 from shardwright.engine.parameter import ManagedParameter
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.secondary import SecondaryShard
+from shardwright.engine.unset import Unset, mark, mark_of, may_have_values, unmark
 from shardwright.layout import UnitLayout, plan_unit
 from shardwright.memory import Owner, Slab
 
@@ -62,6 +63,8 @@ class Weights:
         self.build = 0  #: how often the memory was made; graphs over earlier memory can't be run any more
         self._full_shown = False
         self.settling_paused = False  #: while stand-ins are initialised in the place of the parameters
+        self.custom_gather: Any = None  #: a collective of the user's
+        self.gather_codec: Codec | None = None  #: how weights are encoded for gathers
         self._unset: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
         self.hold_memory(plan_unit([], ranks.parts), [], Slab(0, ranks.device), [])
 
@@ -167,6 +170,7 @@ class Weights:
         self._cast.lease()
         self._casts: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # destinations and sources
         pieces: list[torch.Tensor] = []  #: this rank's, as bytes
+        dtypes: list[torch.dtype] = []
         places: list[tuple[int, int]] = []  #: offset in the slab and bytes of one rank's piece
         cast_bytes = 0
         shards = iter(self.shards)
@@ -183,6 +187,7 @@ class Weights:
                     self._casts[1].append(payload)
                     payload = target
                 pieces.append(payload.view(torch.uint8))
+                dtypes.append(run.compute_dtype)
                 places.append((run.slab_bytes + s.slab_offset * size, s.chunk * size))
             if run.is_cast:
                 cast_bytes += run.shard_numel * size
@@ -190,7 +195,8 @@ class Weights:
         self._hops: list[Hop] = []
         comms = [*self.ranks.once, *self.ranks.gathers] or [self.ranks.local]
         sizes = [nbytes for _, nbytes in places]
-        for i, comm in enumerate(comms):
+        for i, ours in enumerate(comms):
+            comm = with_gathers(ours, self.custom_gather, self.gather_codec, dtypes)
             last = i == len(comms) - 1
             sizes = [nbytes * comm.world_size for nbytes in sizes]
             if last:
@@ -211,6 +217,13 @@ class Weights:
             self._secondary = SecondaryShard(self.neighbours, pieces, self.owner)
         self._hops[-1].inputs = [*self._hops[-1].inputs, self._header.view(torch.uint8)]
 
+    def gather_by(self, custom: Any, codec: Codec | None) -> None:
+        """Gather by a collective of the user's or encoded, between steps; None and None: as it is."""
+        self.release()
+        self.custom_gather, self.gather_codec = custom, codec
+        self._prepare_gather()
+        self.rejoin_root()
+
     def index_slots(self) -> None:
         """Remember where modules hold the parameters, for the loops of every forward and backward."""
         self._plain_slots = [
@@ -230,18 +243,32 @@ class Weights:
     def expect_values(self, p: ManagedParameter, source: torch.Tensor) -> None:
         """The shard holds no values of ``p`` until somebody writes them; ``source`` is what was sharded.
 
-        It is filled with NaN: whoever reads it or edits a part of it before must not take it for values.
+        It is filled with NaN: whoever reads it before must not take it for values. Edits of it are refused.
         """
         if (p.local.is_floating_point() or p.local.is_complex()) and not p.local.is_meta:
             with torch.no_grad():
                 p.local.fill_(torch.nan)
+        mark(p.local, Unset(f"parameter {p.name!r} of unit {self.name!r}", p.sharded.numel()))
         self._unset[p.sharded] = source, p.sharded._version + p.local._version
 
     def without_values(self) -> dict[nn.Parameter, torch.Tensor]:
         """Sharded parameters that nobody has given values yet, and what each was before it was sharded."""
         if self._unset:
-            versions = {p.sharded: p.sharded._version + p.local._version for p in self.parameters}
-            self._unset = {q: told for q, told in self._unset.items() if versions.get(q, told[1]) == told[1]}
+            known = {p.sharded: p for p in self.parameters}
+            for sharded, (source, version) in list(self._unset.items()):
+                if sharded not in known:
+                    continue
+                local = local_of(sharded)  # another one than the unit's since it was assigned to ``.data``
+                now = sharded._version + known[sharded].local._version
+                given = mark_of(local) is None
+                if (
+                    not given and now != version
+                ):  # by what was done to the local tensor, or in torch 2.11 anything
+                    given = may_have_values(local)
+                    self._unset[sharded] = source, now
+                if given:
+                    unmark(local)
+                    del self._unset[sharded]
         return {q: source for q, (source, _) in self._unset.items()}
 
     def _refuse_without_values(self) -> None:

@@ -58,7 +58,7 @@ def materialize(
 
     Raises:
         ValueError: parameters or buffers that nothing initialises, with the class of their module; nothing was
-            changed then. Or ``device`` is not that of the mesh.
+            changed then. Or ``device`` is not that of the mesh, or a deferred buffer is part of a graph.
         RuntimeError: numbers were drawn between ``deferred_init`` and here, or a tensor that the constructor read has
             changed since.
 
@@ -67,6 +67,7 @@ def materialize(
     """
     refuse_while_deferring("materialize")
     where = _device(model, device)
+    _refuse_graphs(model)
     states = [(stream, stream.generator.get_state()) for stream in RECORDER.streams.defaults()]
     try:
         stand_ins = initialise(model, init)
@@ -110,6 +111,18 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
     return of_mesh or wanted
 
 
+def _refuse_graphs(model: nn.Module) -> None:
+    """Of attributes that are no buffers a graph is dropped: forward computes them anew (``weight_norm``)."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, DeferredTensor) and buffer.grad_fn is not None:
+                raise ValueError(
+                    f"Buffer {f'{prefix}.{name}'.lstrip('.')!r} was computed from tensors that require gradients (its "
+                    f"grad_fn is {buffer.grad_fn.name()}), and the graph cannot be carried over. Compute it under "
+                    "torch.no_grad(), or register its detach()."
+                )
+
+
 def _replay(destinations: _Destinations, where: torch.device) -> None:
     targets = destinations.by_memory
     streams = RECORDER.streams.waiting()
@@ -126,7 +139,7 @@ def _replay(destinations: _Destinations, where: torch.device) -> None:
     for stream in streams:
         stream.last = None
     for stream, state in ends.items():
-        stream.resume(state)
+        stream.resume(state, drawing[stream])
     for memory in targets:
         memory.gone = "its model was materialized; take the tensor that the model has now"
 

@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -243,8 +242,7 @@ class ShardwrightStrategy(DDPStrategy):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let it step on shards, in place; its parameters may be those that the model had before ``setup``."""
-        with _within_wrapped_step(optimizer):
-            fully_shard_optimizer(optimizer)
+        fully_shard_optimizer(optimizer)
         if not _is_sharded(optimizer):
             self._early.append(optimizer)
         return optimizer
@@ -482,31 +480,6 @@ def _local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _is_sharded(optimizer: Optimizer) -> bool:
     """Whether a parameter of it is: else its model is still to come, or it steps none that is set up."""
     return any(hasattr(p, "to_local") for group in optimizer.param_groups for p in group["params"])
-
-
-@contextmanager
-def _within_wrapped_step(optimizer: Optimizer) -> Iterator[None]:
-    """Let the optimizer become another class below what has wrapped its ``step``, as schedulers do when they are made.
-
-    A wrapper keeps the function that it calls in its closure. Of one that does not, ``fully_shard_optimizer`` tells.
-    """
-    wrapper, function = vars(optimizer).get("step"), type(optimizer).step
-    cells = [
-        cell
-        for cell in getattr(wrapper, "__closure__", None) or ()
-        if getattr(cell.cell_contents, "__func__", cell.cell_contents) is function
-    ]
-    if not cells:
-        yield
-        return
-    del optimizer.step
-    try:
-        yield
-        for cell in cells:
-            bound = isinstance(cell.cell_contents, MethodType)
-            cell.cell_contents = optimizer.step if bound else type(optimizer).step
-    finally:
-        optimizer.step = wrapper  # type: ignore[method-assign, assignment]
 
 
 def _leave_processes() -> None:

@@ -15,7 +15,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwright._torch import local_of, step_without_hooks
+from shardwright._torch import (
+    local_of,
+    only_schedulers_wrap,
+    seen_by_schedulers,
+    step_without_hooks,
+    tell_schedulers,
+)
 from shardwright.engine.parameter import TAKEN, Managed, unit_of
 from shardwright.engine.ragged import RaggedTensor, part_of
 from shardwright.engine.ragged_spec import RaggedSpec
@@ -42,7 +48,7 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
     call ``step``, with gradients of the same parameters.
 
     State dicts, parameter groups, schedulers and hooks are as before, except that hooks of ``step`` see local tensors.
-    If a step on whole tensors raises, every rank raises.
+    Schedulers may be built before or afterwards. If a step on whole tensors raises, every rank raises.
 
     Args:
         optimizer: built on the parameters of a sharded model. If it was built before ``fully_shard`` (on parameters
@@ -55,8 +61,8 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
 
     Raises:
         TypeError: not a torch optimizer, or ``needs`` is none of these.
-        ValueError: it is unknown, or has a scheduler already, or has state on the meta device, or a layout cuts what
-            must stay whole; the last also from ``add_param_group``.
+        ValueError: it is unknown, or something other than a scheduler has replaced its ``step``, or it has state on
+            the meta device, or a layout cuts what must stay whole; the last also from ``add_param_group``.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
@@ -66,10 +72,11 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
     if sharded_already and not _became(optimizer):
         return optimizer
     need = optimizer.__dict__["_shardwright_needs"] if sharded_already else needs_of(optimizer, needs)
-    if "step" in vars(optimizer) and not sharded_already:
+    if "step" in vars(optimizer) and not sharded_already and not only_schedulers_wrap(optimizer):
         raise ValueError(
-            f"The step of this {type(optimizer).__name__} was wrapped already, as schedulers do, so it would go past "
-            "the one for shards. Call fully_shard_optimizer first and build the scheduler afterwards."
+            f"The step of this {type(optimizer).__name__} was replaced already, by "
+            f"{getattr(vars(optimizer)['step'], '__qualname__', vars(optimizer)['step'])}, so it would go past the one "
+            "for shards. Call fully_shard_optimizer first and replace or wrap the step afterwards."
         )
     became = _became(optimizer)
     groups = [[became.get(p, p) for p in group["params"]] for group in optimizer.param_groups]
@@ -83,6 +90,7 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
     if sharded_already:
         return optimizer
     optimizer.__dict__["_shardwright_needs"] = need
+    vars(optimizer).pop("step", None)  # a scheduler's, which the class's own does the work of
     optimizer.__class__ = _sharded_class(type(optimizer))
     optimizer.register_state_dict_post_hook(_state_as_dtensors)
     optimizer.register_load_state_dict_post_hook(_state_as_ragged)
@@ -314,6 +322,7 @@ class _ShardedStep:
                 raise failure
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        tell_schedulers(self)  # type: ignore[arg-type]
         loss = None
         if closure is not None:
             # A closure runs forward and backward, which need the sharded parameters: before the stand-ins.
@@ -332,6 +341,7 @@ class _ShardedStep:
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # the wrapped step runs the hooks; torch must not add them twice
+    seen_by_schedulers(step)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         before = len(self.param_groups)

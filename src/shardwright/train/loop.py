@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from shardwright._torch import dump_memory_history, record_memory_history
+from shardwright._torch import compiled_graphs, dump_memory_history, record_memory_history
 from shardwright.engine.report import in_units
 from shardwright.train import checkpoint, metrics, parallel, report
+from shardwright.train.activations import Recompiles, prepare_blocks
 from shardwright.train.config import Config, OptimizerConfig
 from shardwright.train.data import Corpus, batch, decode
 from shardwright.train.data.corpus import encode
@@ -104,6 +105,7 @@ class Trainer:
         self.loss_weights = torch.tensor([1.0, *self.auxiliary.values()], device=world.device)
         self.shapes = checkpoint.shapes_of(plain)
         matrices = parallel.matrix_names(plain)
+        prepare_blocks(plain, config)
         self.model: nn.Module = parallel.parallelize(plain, config.parallel, world.mesh)
         self.optimizer = parallel.build_optimizer(self.model, config, matrices)
         #: Forward and backward of a step.
@@ -111,6 +113,7 @@ class Trainer:
         if config.train.cuda_graph:
             self.work = sw.GraphedStep(self.model, self._forward_backward)
         self.position = checkpoint.Position(step=0, samples=0)
+        self.recompiles = Recompiles()
         self.peak_memory = 0  # bytes held at most by this rank
 
     # -- one step
@@ -234,10 +237,12 @@ class Trainer:
         source = self.corpus.validation if len(self.corpus.validation) >= PROMPT_BYTES else self.corpus.train
         # Decoding and encoding again drops a character cut in half at either end.
         prompt = decode(source[:PROMPT_BYTES]).strip("\ufffd")
+        torch.compiler.set_stance("force_eager")  # every token is of another length
         tokens = sample(
             self.model, encode(prompt), count=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=0,
             context=self.config.train.seq_len, device=self.world.device, multiple=self.world.tensor,
         )  # fmt: skip
+        torch.compiler.set_stance("default")
         parallel.free_gathered(self.model)
         return prompt, decode(tokens)
 
@@ -292,7 +297,7 @@ def run_steps(trainer: Trainer, folder: RunFolder, reporter: metrics.Reporter, s
     steps_of_session = 0
     while True:
         started = time.perf_counter()
-        with memory_history(trainer, folder):
+        with memory_history(trainer, folder), trainer.recompiles.step():
             result = trainer.train_step(stop)
         seconds = time.perf_counter() - started
         step = trainer.position.step
@@ -437,6 +442,8 @@ def conclude(trainer: Trainer, folder: RunFolder, record: RunRecord | None, ende
         return 128 + ended_by if ended_by else 0
     records = metrics.read_records(folder.metrics_file)
     results = {**report.results(records), "peak_memory": int(memory)}
+    if trainer.config.train.compile != "none":
+        results |= {"graphs": compiled_graphs(), "recompiles": trainer.recompiles.later}
     record.close("interrupted" if ended_by else "finished", trainer.position.step, results)
     with writing(folder.picture):
         report.loss_curve(records, folder.picture, trainer.config.run.name)
@@ -456,6 +463,10 @@ def conclude(trainer: Trainer, folder: RunFolder, record: RunRecord | None, ende
 def summary(trainer: Trainer, folder: RunFolder, results: Mapping[str, Any], sampled: tuple[str, str]) -> str:
     prompt, continuation = sampled
     validation = results["validation_loss"]
+    compiled = []
+    if "graphs" in results:
+        later = f"{results['recompiles']} of them after step {Recompiles.WARM_UP}"
+        compiled = [f"  compiled        {results['graphs']} graphs, {later}"]
     lines = [
         "",
         f"done: {trainer.position.step} steps, {trainer.position.samples * trainer.config.train.seq_len:,} tokens",
@@ -463,6 +474,7 @@ def summary(trainer: Trainer, folder: RunFolder, results: Mapping[str, Any], sam
         f"  validation      {'none' if validation is None else f'{validation:.4f}'}",
         f"  tokens/s        {results['tokens_per_second']:,.0f} (median)",
         f"  peak memory     {metrics.gib(results['peak_memory'])} GiB on the fullest rank",
+        *compiled,
         f"  checkpoint      {checkpoint.step_folder(folder.checkpoints, trainer.position.step)}",
         f"  loss curve      {folder.picture}",
         f"  sample          {printable(prompt)!r} ->",

@@ -1,0 +1,119 @@
+"""Sharded parameters that hold no values yet: what may be done to them in place, and what gives them values.
+
+An operation that writes every element gives values. One that reads what is not there, or leaves some of it in its
+place, is refused before it runs. Which unit a parameter belongs to is not known here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from shardwright._torch import local_of
+
+_aten = torch.ops.aten
+#: They write every element of their first argument and read none of it.
+FILLING = {
+    _aten.normal_, _aten.uniform_, _aten.zero_, _aten.fill_, _aten.copy_, _aten.random_, _aten.exponential_,
+    _aten.cauchy_, _aten.log_normal_, _aten.geometric_, _aten.bernoulli_,
+}  # fmt: skip
+_FILLING_MANY = {_aten._foreach_zero_, _aten._foreach_copy_}
+_MARK = "_shardwright_unset"  #: on the local tensor of a parameter without values
+_marks: weakref.WeakSet[Unset] = weakref.WeakSet()
+
+
+class Unset:
+    """The mark of a parameter without values.
+
+    Attributes:
+        name: for messages.
+        numel: of the whole parameter.
+        in_parts: whether views of it were filled, so that some of its elements may have values.
+    """
+
+    __slots__ = ("__weakref__", "in_parts", "name", "numel")
+
+    def __init__(self, name: str, numel: int) -> None:
+        self.name = name
+        self.numel = numel
+        self.in_parts = False
+        _marks.add(self)
+
+
+def mark(local: torch.Tensor, unset: Unset) -> None:
+    """``local`` is, from now on, the local tensor of a parameter without values."""
+    local.__dict__[_MARK] = unset
+
+
+def mark_of(local: torch.Tensor) -> Unset | None:
+    return local.__dict__.get(_MARK)  # type: ignore[no-any-return]
+
+
+def unmark(local: torch.Tensor) -> None:
+    """It has values now."""
+    local.__dict__.pop(_MARK, None)
+
+
+def carry_mark(old: torch.Tensor, new: torch.Tensor) -> None:
+    """``new`` takes the place of the local tensor ``old``, and has values only if that has."""
+    if (unset := mark_of(old)) is not None:
+        mark(new, unset)
+
+
+def may_have_values(local: torch.Tensor) -> bool:
+    """Whether a marked local tensor, which was filled with NaN and then changed, unseen here, is no longer that.
+
+    Wherever it is given a number it is. What was there before and was edited, as by ``mul_``, is NaN still.
+    """
+    if local.is_meta or not local.numel() or not (local.is_floating_point() or local.is_complex()):
+        return True
+    unset = mark_of(local)
+    if unset is not None and unset.in_parts:
+        return not local.isnan().any().item()
+    # Mostly the first element tells.
+    return not (local[(0,) * local.ndim].isnan().item() and local.isnan().all().item())
+
+
+def begin_edit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Before an operation in place or with ``out=`` on sharded tensors: those local tensors that it gives values to.
+
+    Raises:
+        RuntimeError: it reads a parameter without values, or changes a part of its elements alone.
+    """
+    if not _marks or torch.Tag.inplace_view in func.tags:
+        return []
+    given: list[torch.Tensor] = []
+    packet, schema = func.overloadpacket, func._schema.arguments
+    for position, argument in enumerate(schema):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        fills = is_written and (argument.is_out or packet in FILLING or packet in _FILLING_MANY)
+        for tensor, local, unset in _marked(value):
+            if not fills:
+                raise RuntimeError(
+                    f"{packet.__name__} {'changes' if is_written else 'reads'} {unset.name}, which holds no values "
+                    "yet, since it was sharded deferred or on the meta device. Call shardwright.materialize(model) "
+                    "or load_pretrained first, or overwrite all of it (zero_, copy_, normal_)."
+                )
+            if local_of(tensor).untyped_storage()._cdata != local.untyped_storage()._cdata:
+                continue  # a view that is a copy
+            if tensor.numel() == unset.numel:
+                given.append(local)
+            else:
+                unset.in_parts = True
+    return given
+
+
+def _marked(value: Any) -> Iterator[tuple[Any, torch.Tensor, Unset]]:
+    for tensor in tree_leaves(value):
+        if isinstance(tensor, torch.Tensor) and hasattr(tensor, "to_local"):
+            local: torch.Tensor = tensor.__dict__.get(
+                "_edited", local_of(tensor)
+            )  # of the parameter, for its views
+            unset = mark_of(local)
+            if unset is not None:
+                yield tensor, local, unset

@@ -1,0 +1,170 @@
+"""Sharded parameters that hold no values yet: what overwrites all of them gives values, what reads them is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from shardwright._torch import subclasses_dispatch
+from tests.init.models import assert_same, full
+from tests.support import multirank
+
+
+def valueless(begin: str, layout: Any = "per_parameter") -> Any:
+    """A sharded linear layer without values; every rank has a part of its parameters."""
+    with sw.deferred_init() if begin == "deferred" else torch.device("meta"):
+        model = nn.Linear(4, 6)
+    sw.fully_shard(model, layout=layout)
+    if begin == "to_empty":
+        model.to_empty(device="cpu")
+    return model
+
+
+Edit = Callable[[torch.Tensor], Any]
+READING: dict[str, Edit] = {
+    "mul_": lambda w: w.mul_(2),
+    "add_": lambda w: w.add_(1),
+    "operator": lambda w: w.__isub__(1),
+    "div_": lambda w: w.div_(2),
+    "lerp_": lambda w: w.lerp_(torch.ones_like(w), 0.5),
+    "addcmul_": lambda w: w.addcmul_(torch.ones_like(w), torch.ones_like(w)),
+    "clamp_": lambda w: w.clamp_(-1, 1),
+    "masked_fill_": lambda w: w.masked_fill_(torch.ones_like(w).bool(), 1),
+    "_foreach_mul_": lambda w: torch._foreach_mul_([w], 2.0),
+    "_foreach_lerp_": lambda w: torch._foreach_lerp_([w], [torch.ones_like(w)], 0.5),
+    "of data": lambda w: w.data.mul_(2),
+    "detached": lambda w: w.detach().add_(1),
+    "itself": lambda w: w.copy_(w),
+    "out": lambda w: torch.mul(w, 2, out=w),
+}
+FILLING: dict[str, Edit] = {
+    "fill_": lambda w: w.fill_(2),
+    "zero_": lambda w: w.zero_(),
+    "copy_": lambda w: w.copy_(torch.ones_like(w)),
+    "_foreach_copy_": lambda w: torch._foreach_copy_([w], [torch.ones_like(w)]),
+    "_foreach_zero_": lambda w: torch._foreach_zero_([w]),
+    "ones_": lambda w: nn.init.ones_(w),
+    "constant_": lambda w: nn.init.constant_(w.data, 3),
+    "out": lambda w: torch.mul(torch.ones_like(w), 2, out=w),
+}
+DRAWING: dict[str, Edit] = {
+    "normal_": nn.init.normal_,
+    "uniform_": nn.init.uniform_,
+    "kaiming_normal_": nn.init.kaiming_normal_,
+    "xavier_uniform_": nn.init.xavier_uniform_,
+    "of data": lambda w: w.data.normal_().mul_(0.02).clamp_(-0.1, 0.1),
+}
+
+
+@multirank(2)
+@pytest.mark.parametrize("begin", ["deferred", "meta", "to_empty"])
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
+def test_edits_that_read_are_refused(rank: int, world_size: int, begin: str, layout: str) -> None:
+    if layout == "per_parameter" and not subclasses_dispatch:
+        pytest.skip("in torch 2.11 operations on DTensors go past their subclasses")
+    model = valueless(begin, layout)
+    with torch.no_grad():
+        for name, edit in READING.items():
+            with pytest.raises(
+                RuntimeError, match=r"(changes|reads) parameter 'weight' of unit .* no values"
+            ) as told:
+                edit(model.weight)
+            assert "shardwright.materialize(model) or load_pretrained" in str(told.value), name
+        nn.init.zeros_(model.weight)
+        model.weight.add_(1).mul_(3)  # it has values now
+        with pytest.raises(RuntimeError, match=r"Parameters 'bias' of unit"):
+            model(torch.ones(1, 4))
+        model.bias.zero_()
+    assert model(torch.ones(1, 4)).tolist() == [[12.0] * 6]
+
+
+@multirank(2)
+@pytest.mark.parametrize("begin", ["deferred", "meta", "to_empty"])
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
+def test_what_overwrites_everything_gives_values(rank: int, world_size: int, begin: str, layout: str) -> None:
+    edits = dict(FILLING)
+    if layout == "per_parameter":
+        del edits["_foreach_copy_"]  # DTensors have none
+        if subclasses_dispatch:
+            edits |= DRAWING
+        else:  # edits of many and those of data are not seen
+            del edits["_foreach_zero_"], edits["constant_"]
+    for name, edit in edits.items():
+        model = valueless(begin, layout)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            edit(model.weight)
+            model.bias.zero_()
+            expected = full(model.weight).clone()
+        assert not expected.isnan().any(), name
+        torch.testing.assert_close(model(torch.eye(4)).T, expected, rtol=0, atol=0, msg=name)
+        sw.materialize(model)  # has nothing to do
+        assert torch.equal(full(model.weight), expected), name
+
+
+@multirank(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
+def test_edits_that_nobody_sees_give_no_values(rank: int, world_size: int, layout: str) -> None:
+    """Of local tensors, and in torch 2.11 of all: what is NaN as before was not given."""
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 6)
+    torch.manual_seed(0)
+    with sw.deferred_init():
+        model: Any = nn.Linear(4, 6)
+    sw.fully_shard(model, layout=layout)
+    with torch.no_grad():
+        model.weight.to_local().mul_(2)
+        if not subclasses_dispatch and layout == "per_parameter":
+            model.weight.add_(1)
+    with pytest.raises(RuntimeError, match=r"Parameters 'weight', 'bias' of unit"):
+        model(torch.ones(1, 4))
+    with torch.no_grad():
+        model.bias.to_local().copy_(torch.full_like(model.bias.to_local(), 2.0))
+        plain.bias.fill_(2)
+    sw.materialize(model)
+    assert_same(model, plain)
+
+
+@multirank(2)
+def test_parts_are_no_values_until_there_are_all(rank: int, world_size: int) -> None:
+    if not subclasses_dispatch:
+        pytest.skip("in torch 2.11 operations on DTensors go past their subclasses")
+    model = valueless("meta")
+    with torch.no_grad():
+        model.bias.zero_()
+        model.weight[:, :3].fill_(1)
+        with pytest.raises(RuntimeError, match=r"Parameters 'weight' of unit"):
+            model(torch.ones(1, 4))
+        with pytest.raises(RuntimeError, match=r"mul_ changes parameter 'weight'"):
+            model.weight[:, :3].mul_(2)
+        model.weight[:, 3:].fill_(2)
+    assert model(torch.ones(1, 4)).tolist() == [[5.0] * 6]
+
+
+@multirank(2)
+def test_to_empty_gives_no_values(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 6)
+    model = valueless("to_empty")
+    with pytest.raises(RuntimeError, match=r"Parameters 'weight', 'bias' of unit"):
+        model(torch.ones(1, 4))
+    torch.manual_seed(0)
+    assert_same(sw.materialize(model), plain)
+
+
+@multirank(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
+def test_values_that_are_no_numbers_are_values(rank: int, world_size: int, layout: str) -> None:
+    """A checkpoint of a run that broke can be loaded and looked at."""
+    model = valueless("deferred", layout)
+    broken = {"weight": torch.full((6, 4), torch.nan), "bias": torch.zeros(6)}
+    model.load_state_dict(broken)
+    if subclasses_dispatch or layout == "ragged":
+        assert model(torch.ones(1, 4)).isnan().all()
+        sw.materialize(model)
+        assert full(model.weight).isnan().all()
