@@ -118,6 +118,12 @@ def test_runs_go_on_with_another_tensor(
         (2, {"model": {"ffn_dim": 63}}, "model.ffn_dim: expected a multiple"),
         (2, {"train": {"seq_len": 31}}, "train.seq_len: expected a multiple"),
         (2, {"optimizer": {"name": "muon"}}, "parallel.tensor: optimizer 'muon'"),
+        (2, {"train": {"compile": "aot_eager"}}, "parallel.tensor: expected 1 with train.compile"),
+        (
+            2,
+            {"model": {"kind": "hybrid", "preset": "debug"}},
+            "parallel.tensor: there is a plan for Llama only",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(ranks: int, sections: dict[str, Any], told: str) -> None:
@@ -128,6 +134,9 @@ def test_what_does_not_fit_is_refused(ranks: int, sections: dict[str, Any], told
         parallel.check_ranks(tiny(**given), ranks)
 
 
-def test_engines_without_it_refuse() -> None:
+def test_engines_and_models_without_it_refuse() -> None:
+    hybrid = {"model": {"kind": "hybrid", "preset": "debug"}, "parallel": {"tensor": 2}}
+    with pytest.raises(UserError, match="parallel.tensor: there is a plan for Llama only"):
+        parallel.check_ranks(Config.model_validate(hybrid), 2)
     with pytest.raises(ValueError, match="tensor: engine 'ddp' has no such parallelism"):
         tiny(parallel={"engine": "ddp", "tensor": 2})
