@@ -119,11 +119,6 @@ def test_runs_go_on_with_another_tensor(
         (2, {"train": {"seq_len": 31}}, "train.seq_len: expected a multiple"),
         (2, {"optimizer": {"name": "muon"}}, "parallel.tensor: optimizer 'muon'"),
         (2, {"train": {"compile": "aot_eager"}}, "parallel.tensor: expected 1 with train.compile"),
-        (
-            2,
-            {"model": {"kind": "hybrid", "preset": "debug"}},
-            "parallel.tensor: there is a plan for Llama only",
-        ),
     ],
 )
 def test_what_does_not_fit_is_refused(ranks: int, sections: dict[str, Any], told: str) -> None:
