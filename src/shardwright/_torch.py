@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.distributed import _functional_collectives
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -113,6 +114,9 @@ def dump_memory_history(path: str) -> None:
     """Write what it remembers into a file for https://pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(path)
 
+
+#: Its name before torch 2.13.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 foreach_copy_ = _probe(torch, "_foreach_copy_")
 foreach_mul_ = _probe(torch, "_foreach_mul_")

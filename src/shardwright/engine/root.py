@@ -185,7 +185,9 @@ class Root:
         return wanted
 
     def forward_leaves(self, unit: Unit, visit: Visit | None) -> None:
-        if visit is not None:
+        if (
+            visit is not None and visit.returns
+        ):  # in front of all that learns nothing is gathered for backward
             visit.place = len(visit.order)
             visit.order.append(unit.number)
 

@@ -505,6 +505,7 @@ class Unit(Weights):
             marked = mark_outputs(visit, output, frame.entry) or stashed
             if not marked and next_sequence_number() > frame.begun:
                 refuse_opaque(output, f"unit {self.name!r} ({type(module).__name__})")
+            visit.returns |= marked
             visit.end = root.tick()
             for stay in visit.guests:
                 stay.end = visit.end
