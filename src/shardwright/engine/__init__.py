@@ -1,6 +1,7 @@
 """The sharding engine: ``fully_shard`` and what happens in the hooks it installs."""
 
 from shardwright.engine.api import fully_shard
+from shardwright.engine.construct import ShardPlacementResult
 from shardwright.engine.graphed import GraphedStep
 from shardwright.engine.module import (
     FSDPModule,
@@ -15,6 +16,7 @@ __all__ = [
     "FSDPModule",
     "GraphedStep",
     "MemoryReport",
+    "ShardPlacementResult",
     "UnshardHandle",
     "fully_shard",
     "memory_report",

@@ -42,7 +42,7 @@ from shardwright.engine.hooks import (
     opaque_or_mutable,
     refuse_opaque,
 )
-from shardwright.engine.parameter import FullParameter, ManagedParameter, unit_of
+from shardwright.engine.parameter import FullParameter, ManagedParameter, plain_of, unit_of
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.visit import Frame, Visit
 from shardwright.engine.weights import Weights
@@ -97,6 +97,9 @@ class Unit(Weights):
         self.divide_factor: float | None = None
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
+        #: Units of other meshes that own parameters of the same modules, and of such a unit the one that has it.
+        self.companions: list[Unit] = []
+        self.main: weakref.ref[Unit] | None = None
         self.lenders: list[Unit] = []  #: units that own weights which this one's modules hold, too
         self.borrowed: list[tuple[nn.Parameter, construct.Slot]] = []
         self.visits: set[Visit] = set()  #: whose backward is under way
@@ -592,7 +595,8 @@ class Unit(Weights):
         end = start + self.slab.nbytes
 
         def check(tensor: torch.Tensor) -> torch.Tensor:
-            if type(tensor) in (torch.Tensor, FullParameter) and start <= address_of(tensor) < end:
+            plain = plain_of(tensor)
+            if type(plain) in (torch.Tensor, FullParameter) and start <= address_of(plain) < end:
                 return tensor.clone()
             return tensor
 
@@ -602,7 +606,8 @@ class Unit(Weights):
         """Raise if a view of the unit's weights was put where it can't be exchanged for a copy."""
         start, end = self.slab.address, self.slab.address + self.slab.nbytes
         for tensor in tensors:
-            if type(tensor) is torch.Tensor and start <= address_of(tensor) < end:
+            plain = plain_of(tensor)
+            if type(plain) is torch.Tensor and start <= address_of(plain) < end:
                 raise RuntimeError(
                     f"Unit {self.name!r} ({type(module).__name__}) keeps a view of its weights, of shape "
                     f"{tuple(tensor.shape)}, in an attribute or an object, but their memory is released after forward. "
