@@ -27,12 +27,8 @@ from shardwright.engine.construct import (
     is_cut,
     meshes_asked,
     own_modules,
-<<<<<<< HEAD
-    own_parameters,
     parameters_of,
-=======
     take_over,
->>>>>>> tp
 )
 from shardwright.engine.copies import convert_buffer
 from shardwright.engine.extension import is_extended
@@ -142,38 +138,14 @@ def fully_shard(
         if strategy is None and dp_mesh_dims.shard is None:
             strategy = "ddp"
     _check_mesh(mesh)
-<<<<<<< HEAD
-    ranks = _ranks(mesh, resolve(strategy, mesh.ndim))
+    ranks = _ranks(mesh, resolve(strategy, mesh.ndim), spmd)
     left_out = _check_ignored(modules, ignored_modules)
     ignored = ignored_params or set()
-    found = find_parameters(modules, [*ignored, *parameters_of(left_out)], mesh)
-    reshard = _reshard_after_forward(reshard_after_forward, strategy, ranks, found)
-    unit = Unit(
-        modules,
-        ranks=ranks,
-        policy=mp_policy,
-        reshard_after_forward=reshard,
-        placement_fn=shard_placement_fn,
-        layout=_layout(layout, ranks),
-        ignored=ignored,
-        ignored_modules=left_out,
-        attach=attach,
-    )
-    unit.memory, unit.prefetch, unit.strict = memory, prefetch, strict
-    unit.synced, unit.checked = sync_module_states, check_module_states
-    _same_start(unit, modules, found)
-    if found.owned:
-        own_parameters(unit, found)
-    borrow_parameters(unit, found)
-    _move_buffers(modules, left_out, ranks.device)
-=======
-    ranks = _ranks(mesh, resolve(strategy, mesh.ndim), spmd)
-    ignored = ignored_params or set()
-
-    meshes = [m for m in meshes_asked(modules, ignored, shard_placement_fn) if m != ranks.mesh]
+    untouched = [*ignored, *parameters_of(left_out)]
+    meshes = [m for m in meshes_asked(modules, untouched, shard_placement_fn) if m != ranks.mesh]
     each = [ranks, *(_ranks_of_some(m, strategy, mesh, spmd) for m in meshes)]
     founds = [
-        find_parameters(modules, ignored, r, shard_placement_fn, companion=r is not ranks) for r in each
+        find_parameters(modules, untouched, r, shard_placement_fn, companion=r is not ranks) for r in each
     ]
     if spmd is not None:
         _refuse_cut(founds[0])
@@ -186,6 +158,7 @@ def fully_shard(
             placement_fn=shard_placement_fn,
             layout=_layout(layout, r),
             ignored=ignored,
+            ignored_modules=left_out,
             attach=attach,
         )
         for r, found in zip(each, founds, strict=True)
@@ -196,8 +169,7 @@ def fully_shard(
         u.synced, u.checked = sync_module_states, check_module_states
         _same_start(u, modules, found)
     take_over(units, founds)
-    _move_buffers(modules, ranks.device)
->>>>>>> tp
+    _move_buffers(modules, left_out, ranks.device)
     hook_optimizers()
     install(unit, modules)
     return module

@@ -139,17 +139,16 @@ def find_parameters(
     return Found(list(owned.values()), borrowed)
 
 
-<<<<<<< HEAD
 def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return [p for top in modules for p in top.parameters()]
-=======
+
+
 def units_of(model: nn.Module) -> list[Unit]:
     """Every unit at or below a module, once, each with its companions."""
     mains: dict[Unit, None] = dict.fromkeys(
         u for m in model.modules() if (u := m.__dict__.get(UNIT)) is not None
     )
     return [unit for main in mains for unit in (main, *main.companions)]
->>>>>>> tp
 
 
 def own_modules(top: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -195,22 +195,9 @@ class FSDPModule:
         With ``async_op`` the gather is only issued; the returned handle's ``wait`` shows the parameters, and so does
         the module's next forward.
         """
-<<<<<<< HEAD
-        unit = self._fsdp_unit()
-        unit.refuse_unsharded("unshard() of")
-        if unit.parameters:
-            root = self._root()
-            root.recover_if_failed()
-            unit.settle()
-            if not unit.calls and not unit.visits:
-                unit.follow_requires_grad()
-            generation = root.generation if root.caller is not None else root.generation + 1
-            if not unit.valid_for(generation):
-                unit.issue(generation)
-        handle = UnshardHandle(unit)
-=======
         units = self._fsdp_units(recurse=False)
         for unit in units:
+            unit.refuse_unsharded("unshard() of")
             if unit.parameters:
                 root = self._root()
                 root.recover_if_failed()
@@ -221,7 +208,6 @@ class FSDPModule:
                 if not unit.valid_for(generation):
                     unit.issue(generation)
         handle = UnshardHandle(units)
->>>>>>> tp
         if async_op:
             return handle
         handle.wait()

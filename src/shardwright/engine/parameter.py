@@ -357,17 +357,13 @@ class ManagedParameter:
 
     def adopt_full(self, tensor: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """An extended parameter was gathered for the first time: this is its full form from now on."""
-<<<<<<< HEAD
-        self.full = listen(nn.Parameter(tensor), on_gradient, self.sharded.requires_grad)
-        self.full.__dict__[STANDS_FOR] = self.sharded
-=======
         self.full = self.view = listen(nn.Parameter(tensor), on_gradient, self.sharded.requires_grad)
+        self.full.__dict__[STANDS_FOR] = self.sharded
 
     @property
     def counters(self) -> tuple[torch.Tensor, ...]:
         """The tensors whose version counters move with edits of the full form."""
         return (self.full,) if self.view is self.full else (self.full, self.view)
->>>>>>> tp
 
     def write_back(self) -> None:
         """The full form may have been changed in place while it was shown: keep what is new in this rank's part.
@@ -419,12 +415,8 @@ def build(
     if original.is_floating_point() or original.is_complex():
         listen(full_parameter, on_gradient, original.requires_grad)
     full_parameter.__dict__[ON_DATA] = on_data
-<<<<<<< HEAD
     full_parameter.__dict__[STANDS_FOR] = sharded
-    full_parameter.__class__ = FullParameter
-=======
     full_parameter.__class__ = FullParameter if shown is full else FullDTensor
->>>>>>> tp
     return ManagedParameter(cut, slots, sharded, local_of(sharded), full_parameter)
 
 

@@ -31,19 +31,12 @@ class State(NamedTuple):
         return (*told, "deferred") if has_no_values(self.tensor) else told
 
 
-<<<<<<< HEAD
 def states_of(modules: list[nn.Module], found: Found, ignored: list[nn.Module]) -> list[State]:
-    """What is to be the same on every rank: parameters that are whole as yet, and buffers. Ties once."""
-    states = [State(name, p) for name, p, _ in found.owned if not isinstance(p, (DTensor, RaggedTensor))]
-    seen = {id(b) for top in ignored for b in top.buffers()}
-=======
-def states_of(modules: list[nn.Module], found: Found) -> list[State]:
     """What is to be the same on every rank: parameters not cut over the ranks as yet, and buffers. Ties once."""
     states = [
         State(each.name, each.parameter) for each in found.owned if not is_cut(each.parameter, each.parallel)
     ]
-    seen: set[int] = set()
->>>>>>> tp
+    seen = {id(b) for top in ignored for b in top.buffers()}
     for position, top in enumerate(modules):
         first = f"{position}." if len(modules) > 1 else ""
         for prefix, module in own_modules(top):
