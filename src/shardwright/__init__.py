@@ -29,11 +29,14 @@ if TYPE_CHECKING:
         FSDPModule,
         GraphedStep,
         MemoryReport,
+        ShardPlacementResult,
         UnshardHandle,
         fully_shard,
         memory_report,
         register_fsdp_forward_method,
         share_comm_ctx,
+        unsharded,
+        wrap,
     )
     from shardwright.init import deferred_init, materialize
     from shardwright.layout import Ragged, Strategy
@@ -54,6 +57,7 @@ __all__ = [
     "Muon",
     "OffloadPolicy",
     "Ragged",
+    "ShardPlacementResult",
     "Strategy",
     "UnshardHandle",
     "clip_grad_norm_",
@@ -68,7 +72,15 @@ __all__ = [
     "register_fsdp_forward_method",
     "save_pretrained",
     "share_comm_ctx",
+    "unsharded",
+    "wrap",
 ]
+
+_MODULES = {
+    "comm_hooks": "shardwright.comm_hooks",
+    "layout": "shardwright.layout",
+    "wrap": "shardwright.engine.wrap",
+}
 
 #: Public name -> the module that defines it. Imported at first use, so that the command line starts without torch.
 _HOMES = {
@@ -82,6 +94,7 @@ _HOMES = {
     "Muon": "shardwright.optim",
     "OffloadPolicy": "torch.distributed.fsdp",
     "Ragged": "shardwright.layout",
+    "ShardPlacementResult": "shardwright.engine",
     "Strategy": "shardwright.layout",
     "UnshardHandle": "shardwright.engine",
     "clip_grad_norm_": "shardwright.optim",
@@ -95,6 +108,7 @@ _HOMES = {
     "register_fsdp_forward_method": "shardwright.engine",
     "save_pretrained": "shardwright.checkpoint",
     "share_comm_ctx": "shardwright.engine",
+    "unsharded": "shardwright.engine",
 }
 
 
@@ -102,13 +116,12 @@ _HOMES = {
 _LATER = {
     "load_checkpoint",
     "save_checkpoint",
-    "unsharded",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("comm_hooks", "layout"):
-        return importlib.import_module(f"shardwright.{name}")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name in _LATER:
         raise NotImplementedError(
             f"shardwright.{name} is not in version {__version__}; it is planned for a later one"

@@ -22,7 +22,7 @@ def finished(steps: Any) -> torch.Tensor:
 
 def site_of(world_size: int, *matrices: tuple[int, int]) -> Site:
     group = dist.distributed_c10d._get_default_group()
-    return Site("here", group, world_mesh(world_size), torch.device("cpu"), matrices)
+    return Site("here", group, world_mesh(world_size), torch.device("cpu"), True, matrices)
 
 
 HOOKS = {

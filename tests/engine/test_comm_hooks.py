@@ -18,6 +18,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.comm_hooks import Cast, Compressed, GradientHook, Int8Blocks, PowerSGD, Site
+from tests.engine.custom import Gathers, Scatters
 from tests.engine.models import Reference, build, full, loss_of, shard, tokens
 from tests.engine.test_strategies import On, on, on_meshes
 from tests.support import multirank, world_mesh
@@ -42,12 +43,12 @@ class Exact(GradientHook):
 
     def reduce_scatter(self, rows: torch.Tensor, site: Site) -> Any:
         total = rows.clone()
-        yield dist.all_reduce(total, group=site.group, async_op=True)
+        yield dist.all_reduce(total, group=site.group, async_op=site.asynchronous)
         return total[dist.get_rank(site.group)]
 
     def all_reduce(self, row: torch.Tensor, site: Site) -> Any:
         total = row.clone()
-        yield dist.all_reduce(total, group=site.group, async_op=True)
+        yield dist.all_reduce(total, group=site.group, async_op=site.asynchronous)
         return total
 
 
@@ -314,37 +315,6 @@ def test_encoded_weights(rank: int, world_size: int, at: On, codec: str, layout:
         assert all(
             map(torch.equal, before, (full(p.detach()) for p in model.parameters()))
         )  # the shards are whole
-
-
-class Counted:
-    """torch's interface, with memory of its own."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.given: list[torch.Tensor] = []
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self.given.append(torch.empty(*size, dtype=dtype, device=device))
-        return self.given[-1]
-
-    def check(self, *tensors: torch.Tensor) -> None:
-        self.calls += 1
-        assert all(any(t is mine for mine in self.given) for t in tensors)
-        self.given.clear()
-
-
-class Gathers(Counted):
-    def __call__(self, output: torch.Tensor, given: torch.Tensor, group: Any, async_op: bool = False) -> Any:
-        self.check(output, given)
-        return dist.all_gather_into_tensor(output, given, group=group, async_op=async_op)
-
-
-class Scatters(Counted):
-    def __call__(
-        self, output: torch.Tensor, given: torch.Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> Any:
-        self.check(output, given)
-        dist.reduce_scatter_tensor(output, given, op=op, group=group)  # no Work: done
 
 
 CUSTOM = select(

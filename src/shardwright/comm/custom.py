@@ -148,7 +148,7 @@ class CustomScatters(Communicator):
             if streams.asynchronous:
                 return Pending(streams, work, None, keep=(given, taken), finish=finish)
             finish()
-        return Pending(streams, work, streams.mark("reduce"), keep=(given, taken))
+        return Pending(streams, work, streams.mark("reduce"), keep=(inputs, outputs, given, taken))
 
 
 def with_scatters(comm: Communicator, custom: Any) -> Communicator:

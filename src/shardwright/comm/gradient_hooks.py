@@ -1,8 +1,8 @@
 """How gradients cross the network where not as they are: one protocol, over the rows that ranks exchange.
 
-A hook's methods are generators: they yield what they wait for (a ``Work``, or anything else with ``wait``), right after
-they have issued it, and return the result. On the CPU the computation goes on between; on an accelerator all of it is
-queued on a stream of its own.
+A hook's methods are generators: they yield what they wait for (a ``Work``, or anything else with ``wait``; None is
+nothing), right after they have issued it, and return the result. On the CPU the computation goes on between; on an
+accelerator all of it is queued on a stream of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwright._torch import local_of
+from shardwright._torch import all_gather_single, local_of
 from shardwright.comm.codecs import Codec
 
 Steps = Generator[Any, None, torch.Tensor]
@@ -31,6 +31,7 @@ class Site:
         group: the ranks that sum.
         mesh: all data-parallel ranks.
         device: of the gradients.
+        asynchronous: to be given as ``async_op``: False on an accelerator, where the current stream keeps the order.
         matrices: how the elements of a row divide into matrices: (elements, columns), in their order. With n ranks the
             n rows of such a part, one below the other, are the matrix. Of vectors the columns are 1.
     """
@@ -39,6 +40,7 @@ class Site:
     group: dist.ProcessGroup
     mesh: DeviceMesh
     device: torch.device
+    asynchronous: bool
     matrices: tuple[tuple[int, int], ...]
 
     @property
@@ -158,7 +160,7 @@ class Compressed(_WithErrors):
 
     def _exchange(self, sent: torch.Tensor, numel: int, site: Site) -> Steps:
         received = torch.empty_like(sent)
-        yield dist.all_to_all_single(received, sent, group=site.group, async_op=True)
+        yield dist.all_to_all_single(received, sent, group=site.group, async_op=site.asynchronous)
         return self.codec.decode(received, numel).sum(0)
 
     def all_reduce(self, row: torch.Tensor, site: Site) -> Steps:
@@ -179,7 +181,7 @@ class Compressed(_WithErrors):
             lost = total - self.codec.decode(mine, part)[0]
             kept.add_(lost[: kept.numel()].nan_to_num_(0, 0, 0))
         everyone = mine.new_empty(ranks, mine.shape[1])
-        yield dist.all_gather_into_tensor(everyone, mine, group=site.group, async_op=True)
+        yield all_gather_single(everyone, mine, group=site.group, async_op=site.asynchronous)
         return self.codec.decode(everyone, part).reshape(-1)[:numel]
 
 
@@ -249,7 +251,7 @@ class PowerSGD(_WithErrors):
         lefts = [m @ q for m, q in zip(matrices, rights, strict=True) if m is not None and q is not None]
         # One flat sum for the left factors and all that is sent as it is, one for the right factors.
         flat = torch.cat([t.reshape(-1) for t in (*lefts, *exact)])
-        yield dist.all_reduce(flat, group=site.group, async_op=True)
+        yield dist.all_reduce(flat, group=site.group, async_op=site.asynchronous)
         parts = flat.split([t.numel() for t in (*lefts, *exact)])
         lefts = [torch.linalg.qr(p.view_as(left))[0] for p, left in zip(parts, lefts, strict=False)]
         summed = iter(parts[len(lefts) :])
@@ -257,7 +259,7 @@ class PowerSGD(_WithErrors):
         if thin:
             self._lose_matrices(rows, matrices, lefts, thin, site)
             flat = torch.cat([t.reshape(-1) for t in thin])
-            yield dist.all_reduce(flat, group=site.group, async_op=True)
+            yield dist.all_reduce(flat, group=site.group, async_op=site.asynchronous)
             thin = [t.view_as(q) for t, q in zip(flat.split([q.numel() for q in thin]), thin, strict=True)]
         pairs, results = iter(zip(lefts, thin, strict=True)), []
         for i, (piece, right) in enumerate(zip(pieces, rights, strict=True)):

@@ -55,7 +55,7 @@ class Carrier:
         self._exact = [not s.columns for s in row if s.numel]
         assert comm.group is not None
         matrices = tuple((s.numel, s.columns) for s in row if s.numel and s.columns)
-        self.site = Site(name, comm.group, mesh, comm.device, matrices)
+        self.site = Site(name, comm.group, mesh, comm.device, comm.streams.asynchronous, matrices)
         self._scatters = scatters
         if matrices:
             hook.prepare(self.site, scatters)
@@ -77,15 +77,9 @@ class Carrier:
             steps = self._steps(inputs, output, division)
             if streams.asynchronous:
                 first = next(steps, None)
-
-                def finish() -> None:
-                    for waited in steps:
-                        waited.wait()
-
-                return Pending(streams, first, None, keep=inputs, finish=finish)
-            for waited in steps:
-                waited.wait()
-        return Pending(streams, None, streams.mark(name), keep=inputs)
+                return Pending(streams, first, None, keep=inputs, finish=lambda: _run(steps))
+            _run(steps)
+        return Pending(streams, None, streams.mark(name), keep=(inputs, output))
 
     def _steps(
         self, inputs: list[torch.Tensor], output: torch.Tensor, division: Division
@@ -126,6 +120,12 @@ class Carrier:
         for target, is_exact in zip(output.split(self._sizes), self._exact, strict=True):
             value = (sums if is_exact else results).pop(0)
             target.copy_(value if divisor == 1 else value / divisor)
+
+
+def _run(steps: Generator[Any, None, None]) -> None:
+    for waited in steps:
+        if waited is not None:
+            waited.wait()
 
 
 def carriers(

@@ -252,8 +252,11 @@ class Reduction:
                 present[i] = False
                 shape = parameter.spec.shape
                 gradient = torch.zeros(shape, dtype=self._flags.dtype, device=self._flags.device)
-            elif gradient.dtype != dtype:
-                gradient = gradient.to(self._flags.dtype)
+            else:
+                if parameter.view is not full:
+                    gradient = parameter.cut.parallel.gradient(gradient, self.packing.reduce_dtype)  # type: ignore[union-attr]
+                if gradient.dtype != dtype:
+                    gradient = gradient.to(self._flags.dtype)
             if not self._plain:
                 spec = parameter.spec
                 gradient = gradient.expand(n, 1) if spec.replicated else gradient.permute(spec.order)

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from shardwright._torch import share_gradient_hooks
+from shardwright._torch import local_of, share_gradient_hooks
 from shardwright.engine.parameter import (
     TAKEN,
     Managed,
@@ -19,6 +20,7 @@ from shardwright.engine.parameter import (
     Slot,
     Taken,
     has_no_values,
+    plain_of,
     refuse_while_deferring,
     unit_of,
 )
@@ -81,6 +83,7 @@ def materialize(
     held = {id(p) for module in model.modules() for p in module._parameters.values()}
     for unit in units_of(model):
         for sharded, source in unit.without_values().items():
+            source = plain_of(source)
             if isinstance(source, DeferredTensor) and id(sharded) in held:
                 p = unit.managed(sharded)
                 assert p is not None
@@ -161,7 +164,10 @@ class _Memory:
 
     def deliver(self, tensor: Materialise) -> None:
         for p, source in self.shards:
-            p.take_values(tensor(RECORDER.view_of(source)))
+            values = tensor(RECORDER.view_of(source))
+            if values.shape != p.cut.shape and p.cut.parallel is not None:  # this rank's part was deferred
+                values = p.cut.parallel.wrap(values)
+            p.take_values(values)
         for old, (view, holder) in self.tensors.items():
             become(old, tensor(view), holder)
 
@@ -187,6 +193,11 @@ class _Destinations:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if isinstance(tensor, DeferredTensor):
                 self.add(module, name, tensor, tensor)
+            elif isinstance(tensor, DTensor) and isinstance(local_of(tensor), DeferredTensor):
+                raise ValueError(
+                    f"{name!r} of {type(module).__name__}, a DTensor of shape {tuple(tensor.shape)}, is deferred, and "
+                    "no unit of fully_shard owns it. Call fully_shard on its module, or build it in no deferred_init."
+                )
         for key, value in vars(module).items():
             if key not in ("_parameters", "_buffers", "_modules"):
                 for tensor in _tensors_in(value):

@@ -101,6 +101,10 @@ class DeferredTensor(torch.Tensor):
 setattr(DeferredTensor, DEFERRED, True)
 
 
+#: Where torch has its collectives.
+_COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
 class Recorder:
     """Records operations on deferred tensors. There is one: models made in several contexts share the generators."""
 
@@ -222,6 +226,12 @@ class Recorder:
             real = torch.empty(0, dtype=args[0].dtype, device=args[1].device)
             set_data(args[0], self.constant(func(real, *args[1:], **kwargs)))
             return args[0]
+        if deferred and func.namespace in _COLLECTIVE:
+            raise RuntimeError(
+                f"{func} was called on a deferred tensor of shape {tuple(deferred[0].shape)}, whose values come later, "
+                "on every rank alike. For parallelize_module and distribute_tensor pass "
+                "src_data_rank=None, so that each rank takes its part of its own; or call them after materialize."
+            )
         written = written_arguments(func, args, kwargs)
         returns_tensors = any("Tensor" in str(r.type) for r in func._schema.returns)
         if not returns_tensors or any(not isinstance(t, DeferredTensor) for t in written):

@@ -375,6 +375,12 @@ class ParallelConfig(Section):
         ge=1,
         description="Groups of ranks that each hold a whole model between them; hsdp and hfsdp need at least 2.",
     )
+    tensor: int = Field(
+        default=1,
+        ge=1,
+        description="Neighbouring ranks that cut every layer and the sequence between them: tensor and sequence "
+        "parallelism. The others divide the data.",
+    )
     layout: Literal["per_parameter", "ragged", "element"] | Annotated[int, Field(ge=1)] = Field(
         default="per_parameter",
         description="Where the engine shardwright cuts parameters: along their first dimension, between rows, "
@@ -399,6 +405,10 @@ class ParallelConfig(Section):
                     f"{key}: expected {default!r} with engine {self.engine!r}, found {value!r}; only the engine "
                     "shardwright has others"
                 )
+        if self.engine not in ("shardwright", "fsdp2") and self.tensor > 1:
+            raise ValueError(
+                f"tensor: engine {self.engine!r} has no such parallelism; expected 1, found {self.tensor}"
+            )
         if self.strategy in ("hsdp", "hfsdp") and self.replicas < 2:
             raise ValueError(
                 f"replicas: expected at least 2 with strategy {self.strategy!r}, found {self.replicas}"
