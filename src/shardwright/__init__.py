@@ -30,11 +30,14 @@ if TYPE_CHECKING:
         GraphedStep,
         MemoryReport,
         PrecisionPolicy,
+        ShardPlacementResult,
         UnshardHandle,
         fully_shard,
         memory_report,
         register_fsdp_forward_method,
         share_comm_ctx,
+        unsharded,
+        wrap,
     )
     from shardwright.init import deferred_init, materialize
     from shardwright.layout import Ragged, Strategy
@@ -56,6 +59,7 @@ __all__ = [
     "OffloadPolicy",
     "PrecisionPolicy",
     "Ragged",
+    "ShardPlacementResult",
     "Strategy",
     "UnshardHandle",
     "clip_grad_norm_",
@@ -70,7 +74,15 @@ __all__ = [
     "register_fsdp_forward_method",
     "save_pretrained",
     "share_comm_ctx",
+    "unsharded",
+    "wrap",
 ]
+
+_MODULES = {
+    "comm_hooks": "shardwright.comm_hooks",
+    "layout": "shardwright.layout",
+    "wrap": "shardwright.engine.wrap",
+}
 
 #: Public name -> the module that defines it. Imported at first use, so that the command line starts without torch.
 _HOMES = {
@@ -85,6 +97,7 @@ _HOMES = {
     "OffloadPolicy": "torch.distributed.fsdp",
     "PrecisionPolicy": "shardwright.engine",
     "Ragged": "shardwright.layout",
+    "ShardPlacementResult": "shardwright.engine",
     "Strategy": "shardwright.layout",
     "UnshardHandle": "shardwright.engine",
     "clip_grad_norm_": "shardwright.optim",
@@ -98,6 +111,7 @@ _HOMES = {
     "register_fsdp_forward_method": "shardwright.engine",
     "save_pretrained": "shardwright.checkpoint",
     "share_comm_ctx": "shardwright.engine",
+    "unsharded": "shardwright.engine",
 }
 
 
@@ -105,13 +119,12 @@ _HOMES = {
 _LATER = {
     "load_checkpoint",
     "save_checkpoint",
-    "unsharded",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("comm_hooks", "layout"):
-        return importlib.import_module(f"shardwright.{name}")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name in _LATER:
         raise NotImplementedError(
             f"shardwright.{name} is not in version {__version__}; it is planned for a later one"

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives
 from torch.distributed import distributed_c10d as _c10d
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, placement_types
 
 
 def _probe(owner: Any, *names: str) -> Any:
@@ -199,6 +201,32 @@ def backend_for(group: Any, device: torch.device) -> Any:
 def local_of(dtensor: Any) -> torch.Tensor:
     """The local tensor itself. ``to_local`` of a parameter makes a new view at every call."""
     return dtensor._local_tensor
+
+
+_AsyncCollectiveTensor = _probe(_functional_collectives, "AsyncCollectiveTensor")
+
+
+def waited(local: torch.Tensor) -> torch.Tensor:
+    """A local tensor that DTensor may still be communicating, as a plain one."""
+    return local.wait() if isinstance(local, _AsyncCollectiveTensor) else local
+
+
+#: ``Shard`` of a dimension that a mesh dimension further right has cut before.
+StridedShard = _probe(placement_types, "_StridedShard")
+_concatenate = _probe(DeviceMesh, "_concatenate")
+
+
+def concatenated(*meshes: DeviceMesh) -> DeviceMesh:
+    """The mesh of the dimensions of parts of one mesh, in this order. RuntimeError if they are no such parts."""
+    return _concatenate(list(meshes))
+
+
+_flatten = _probe(DeviceMesh, "_flatten")
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of one dimension over the same ranks. All of them must call it."""
+    return _flatten(mesh)
 
 
 def rebind(dtensor: DTensor, new: DTensor) -> None:

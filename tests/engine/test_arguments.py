@@ -28,6 +28,7 @@ def test_signature_and_defaults_are_those_of_torch() -> None:
         assert ours[name].kind == parameter.kind, name
         assert ours[name].default == parameter.default, name
     own = {"strategy", "layout", "memory", "prefetch", "strict", "sync_module_states", "check_module_states"}
+    own.add("ignored_modules")
     assert set(ours) - set(theirs) - own <= {"dp_mesh_dims"}  # which torch has from 2.12 on
 
 
@@ -55,7 +56,6 @@ def test_names_of_later_versions_say_so() -> None:
 
 LATER = {
     "offload_policy": CPUOffloadPolicy(),
-    "dp_mesh_dims": sw.DataParallelMeshDims(shard="x"),
 }
 
 
@@ -92,7 +92,10 @@ def test_parameters_that_cannot_be_sharded(rank: int, world_size: int) -> None:
 def test_placements_that_cannot_be(rank: int, world_size: int) -> None:
     refused("has 1 dimensions", ValueError, nn.LayerNorm(4), shard_placement_fn=lambda p: Shard(1))
     refused(
-        "must return Shard or None", ValueError, nn.LayerNorm(4), shard_placement_fn=lambda p: Replicate()
+        "must return Shard, ShardPlacementResult or None",
+        ValueError,
+        nn.LayerNorm(4),
+        shard_placement_fn=lambda p: Replicate(),
     )
 
 

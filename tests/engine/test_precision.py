@@ -1,7 +1,7 @@
-"""Dtypes chosen separately: per parameter, in eval mode, of gradients, of held sums and of buffers; float16 with a scaler.
+"""Dtypes chosen separately: per parameter, in eval mode, of gradients, held sums and buffers; float16 with a scaler.
 
-Against a plain model in which parameters are cast as the policies say, on every rank's data. Of generated rows those run
-that tests/support/matrix.py selects.
+Against a plain model in which parameters are cast as the policies say, on every rank's data. Of generated rows those
+run that tests/support/matrix.py selects.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import re
 from collections.abc import Hashable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwright as sw
 from shardwright.engine.parameter import unit_of
@@ -212,9 +215,9 @@ def check_row(row: Row, rank: int, world_size: int) -> None:
         else:
             before = [local_of(p).clone() for p in model.parameters()]
             optimizer.step()
-            assert any(not torch.equal(b, local_of(p)) for b, p in zip(before, model.parameters(), strict=True)) or (
-                not any(b.numel() for b in before)
-            )
+            assert any(
+                not torch.equal(b, local_of(p)) for b, p in zip(before, model.parameters(), strict=True)
+            ) or (not any(b.numel() for b in before))
 
 
 class Dot(nn.Module):
@@ -228,7 +231,9 @@ class Dot(nn.Module):
 
 @multirank(2, 4)
 @pytest.mark.parametrize("accumulate", [None, FP32])
-def test_held_sums_in_float32_lose_nothing(rank: int, world_size: int, accumulate: torch.dtype | None) -> None:
+def test_held_sums_in_float32_lose_nothing(
+    rank: int, world_size: int, accumulate: torch.dtype | None
+) -> None:
     """Seven times 1 added to 256: bfloat16 keeps none of them, float32 all; then the sum is rounded once."""
     meshes = [((world_size,), "zero3", "held")] + ([((2, 2), "hsdp", "late")] if world_size == 4 else [])
     for shape, strategy, how in meshes:
@@ -259,7 +264,9 @@ def test_evaluation_in_full_precision(rank: int, world_size: int, memory: str) -
             policy = sw.PrecisionPolicy(
                 param_dtype=BF16, reduce_dtype=FP32, output_dtype=BF16, full_precision_in_eval=full
             )
-            models.append(sharded(plain, policy, shape, strategy=strategy, layout=layout, memory=memory, prefetch=2))
+            models.append(
+                sharded(plain, policy, shape, strategy=strategy, layout=layout, memory=memory, prefetch=2)
+            )
         optimizers = [torch.optim.AdamW(m.parameters(), 0.05) for m in models]
         model = models[0]
         batch = tokens(0, 5, rank)
@@ -334,6 +341,24 @@ def test_full_precision_refusals_and_edits(rank: int, world_size: int) -> None:
     sw.fully_shard(other, mesh=mesh_of((2,)), mp_policy=sw.MixedPrecisionPolicy(param_dtype=BF16))
     with pytest.raises(ValueError, match="holds for a whole model"):
         other(batch)
+
+
+@multirank(4)
+def test_full_precision_beside_tensor_parallelism(rank: int, world_size: int) -> None:
+    mesh = world_mesh(2, 2, names=("data", "tensor"))
+    policy = sw.PrecisionPolicy(param_dtype=BF16, full_precision_in_eval=True)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4))
+    model: Any = copy.deepcopy(plain)
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    sw.fully_shard(model, mesh=mesh["data"], mp_policy=policy)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(rank // 2))
+    for _ in range(2):
+        out = model.train()(x)
+        assert out.dtype is BF16
+        out.float().square().mean().backward()
+        with torch.no_grad():
+            torch.testing.assert_close(model.eval()(x), plain(x), rtol=1e-6, atol=1e-6)
 
 
 # -- buffers, refusals -----------------------------------------------------------------------------------------------
@@ -413,3 +438,27 @@ def test_float16_with_a_scaler(rank: int, world_size: int) -> None:
             assert scaler.get_scale() == (1024.0 if step == 0 else 512.0)
             assert torch.isfinite(norm) == (step != 1)
         assert len({unit.number for unit in units_of(model)}) == 3
+
+
+# -- the page --------------------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "precision.md"
+
+
+@multirank(2)
+def test_examples_of_the_precision_page_run(rank: int, world_size: int) -> None:
+    examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(examples) == 4
+    plain, batch = build(), tokens(0, 0, rank)
+    names = {
+        "sw": sw,
+        "torch": torch,
+        "mesh": mesh_of((2,)),
+        "model": build(),
+        "build": build,
+        "shard": lambda model, policy: sharded(model, policy, (2,)),
+        "loss_of": lambda model: loss_of(model(batch), batch),
+    }
+    for example in examples:
+        exec(compile(example, str(PAGE), "exec"), names)
+    assert torch.equal(names["loss"], loss_of(plain(batch), batch))  # type: ignore[arg-type]

@@ -251,3 +251,18 @@ def test_options_an_engine_cannot_honour_are_refused() -> None:
     ):
         with pytest.raises(UserError, match=message):
             parallel.check_ranks(tiny(parallel=options), 2)
+
+
+@multirank(2)
+def test_validation_in_full_precision(rank: int, world_size: int) -> None:
+    """That of the same weights in float32, while steps go on in bfloat16 as without it."""
+    low = {"param_dtype": "bfloat16", "accumulate_dtype": "float32"}
+    jobs = [
+        trainer(tiny(parallel=options), rank, world_size)
+        for options in ({}, low, {**low, "full_precision_in_eval": True})
+    ]
+    exact, rounded, full = [job.validate() for job in jobs]
+    assert full == exact != rounded
+    assert take_steps(jobs[1], 2) == take_steps(jobs[2], 2)
+    with pytest.raises(ValueError, match="only the engine shardwright has others"):
+        tiny(parallel={"engine": "fsdp2", "full_precision_in_eval": True})

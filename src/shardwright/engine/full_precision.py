@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwright.engine.parameter import FullParameter
+from shardwright.engine.parameter import plain_of
 from shardwright.layout import UnitLayout
 from shardwright.memory import Owner, Slab
 
@@ -43,7 +43,8 @@ class OtherPrecision:
             slab = Slab(layout.slab_nbytes, weights.ranks.device, "parameters", weights.owner)
             weights.layout_gathered, weights.slab, weights.gather_nbytes = layout, slab, slab.nbytes
             slab.lease()
-            weights._fulls = _fulls(weights, layout, slab)
+            self._forms = _forms(weights, layout, slab)
+            weights._fulls = [t for i in range(len(self._forms)) for t in self.counters(i)]
             weights._full_versions = [p._version for p in weights._fulls]
             weights._prepare_gather()
             slab.release()
@@ -53,10 +54,10 @@ class OtherPrecision:
             for name, value in mine.items():
                 setattr(weights, name, value)
 
-    @property
-    def fulls(self) -> list[nn.Parameter]:
-        fulls: list[nn.Parameter] = self.values["_fulls"]
-        return fulls
+    def counters(self, index: int) -> tuple[torch.Tensor, ...]:
+        """As those of a parameter, of its full form here."""
+        full, view = self._forms[index]
+        return (full,) if view is full else (full, view)
 
     @property
     def hops(self) -> list[Hop]:
@@ -68,9 +69,10 @@ class OtherPrecision:
         for hop in weights._hops[:-1] if weights.full_precision else ():
             hop.versions = None  # but what training keeps until the weights change stays
             hop.slab.release()
-        for p, other in zip(weights.parameters, self.fulls, strict=True):
-            other.requires_grad_(p.full.requires_grad)
-            p.full = other
+        for i, (p, (full, view)) in enumerate(zip(weights.parameters, self._forms, strict=True)):
+            full.requires_grad_(p.full.requires_grad)
+            self._forms[i] = p.full, p.view
+            p.full, p.view = full, view
         for name in _EXCHANGED:
             mine = getattr(weights, name)
             setattr(weights, name, self.values[name])
@@ -78,16 +80,19 @@ class OtherPrecision:
         weights.index_slots()
 
 
-def _fulls(weights: Weights, layout: UnitLayout, slab: Slab) -> list[nn.Parameter]:
-    """The full forms over the slab, with the attributes of those there are."""
+def _forms(weights: Weights, layout: UnitLayout, slab: Slab) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """The full forms over the slab, with the attributes of those there are, and what of each is plain."""
     runs = {m.index: run for run in layout.runs for s in run.segments for m in s.members}
-    fulls: list[nn.Parameter] = []
+    forms: list[tuple[nn.Parameter, torch.Tensor]] = []
     for index, p in enumerate(weights.parameters):
-        full = nn.Parameter(p.cut.full_view(slab, runs[index]), requires_grad=p.full.requires_grad)
-        full.__dict__.update(p.full.__dict__)
-        full.__class__ = FullParameter
-        fulls.append(full)
-    return fulls
+        view = p.cut.full_view(slab, runs[index])
+        shown = view if p.cut.parallel is None else p.cut.parallel.wrap(view)
+        full = nn.Parameter(shown, requires_grad=p.full.requires_grad)
+        for key, value in p.full.__dict__.items():
+            full.__dict__.setdefault(key, value)
+        full.__class__ = type(p.full)
+        forms.append((full, plain_of(full)))
+    return forms
 
 
 def wanted(model: nn.Module) -> bool:

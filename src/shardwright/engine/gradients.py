@@ -252,8 +252,11 @@ class Reduction:
                 present[i] = False
                 shape = parameter.spec.shape
                 gradient = torch.zeros(shape, dtype=self._flags.dtype, device=self._flags.device)
-            elif gradient.dtype != dtype:
-                gradient = gradient.to(self._flags.dtype)
+            else:
+                if parameter.view is not full:
+                    gradient = parameter.cut.parallel.gradient(gradient, self.packing.reduce_dtype)  # type: ignore[union-attr]
+                if gradient.dtype != dtype:
+                    gradient = gradient.to(self._flags.dtype)
             if not self._plain:
                 spec = parameter.spec
                 gradient = gradient.expand(n, 1) if spec.replicated else gradient.permute(spec.order)
@@ -559,7 +562,9 @@ class Reduction:
                 if used is not None and not used[i]:
                     continue
                 local = parameter.cut.local_view(output, part.offset)
-                new: torch.Tensor = parameter.cut.wrap(local.to(self.packing.spans[part.span].grad_dtype, copy=True))
+                new: torch.Tensor = parameter.cut.wrap(
+                    local.to(self.packing.spans[part.span].grad_dtype, copy=True)
+                )
                 for hook in list((gradient_hooks(parameter.sharded) or {}).values()):
                     changed = hook(new)
                     new = new if changed is None else changed

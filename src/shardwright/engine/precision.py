@@ -17,9 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwright.layout import GradientDtypes
 
-PerParameter = (
-    Callable[[str, nn.Parameter], MixedPrecisionPolicy | None] | Mapping[str, MixedPrecisionPolicy]
-)
+PerParameter = Callable[[str, nn.Parameter], MixedPrecisionPolicy | None] | Mapping[str, MixedPrecisionPolicy]
 
 #: Under which a module keeps what dtypes its buffers had before they were cast.
 BUFFER_DTYPES = "_shardwright_buffer_dtypes"
@@ -41,8 +39,9 @@ class PrecisionPolicy(MixedPrecisionPolicy):
         accumulate_dtype: of the sums that are held between micro-batches, whole gradients without communication or
             sums that wait for the replicas. Default: ``reduce_dtype``. What is reduced in each micro-batch adds up in
             ``.grad``, in its dtype.
-        buffer_dtype: to which floating buffers are cast before the first forward. Default: as they are. Buffers of
-            modules whose parameters are all in ``ignored_params`` are never cast.
+        buffer_dtype: to which floating buffers are cast before the first forward. Default: as they are. Never those of
+            ``ignored_modules``, nor of modules whose parameters are all in ``ignored_params``. State dicts have the
+            dtypes from before, with what the cast has left of the values.
         per_parameter: policies of single parameters: a function of the name in the unit and the parameter that returns
             one or None, or a mapping from patterns such as ``"*norm*"`` to policies, of which the first that matches
             counts. Only the dtypes of the weight and its gradient hold there; the rest is the unit's.
@@ -72,7 +71,9 @@ class PrecisionPolicy(MixedPrecisionPolicy):
                 f"full_precision_in_eval must be True or False, got {self.full_precision_in_eval!r}"
             )
         if not (
-            self.per_parameter is None or callable(self.per_parameter) or isinstance(self.per_parameter, Mapping)
+            self.per_parameter is None
+            or callable(self.per_parameter)
+            or isinstance(self.per_parameter, Mapping)
         ):
             raise ValueError(
                 f"per_parameter must be a function (name, parameter) or a mapping from patterns of names to policies, "
@@ -114,8 +115,8 @@ def _check_single(policy: Any, where: str) -> None:
     for f in dataclasses.fields(policy):
         if f.name not in _SINGLE and getattr(policy, f.name) != getattr(_PLAIN, f.name):
             raise ValueError(
-                f"per_parameter gave a policy with {f.name}={getattr(policy, f.name)!r} for {where}, which only a whole "
-                "unit can have. Give it to the unit's policy."
+                f"per_parameter gave a policy with {f.name}={getattr(policy, f.name)!r} for {where}, which only a "
+                "whole unit can have. Give it to the unit's policy."
             )
 
 
@@ -145,15 +146,18 @@ def gradient_dtypes(policy: PrecisionPolicy, compute: torch.dtype) -> GradientDt
 
 
 def cast_buffers(
-    modules: Iterable[nn.Module], ignored: Iterable[nn.Parameter], policy: PrecisionPolicy
+    modules: Iterable[nn.Module],
+    ignored: Iterable[nn.Parameter],
+    ignored_modules: Iterable[nn.Module],
+    policy: PrecisionPolicy,
 ) -> None:
-    """Cast the floating buffers of these modules, but those of modules whose parameters are all ignored."""
+    """Cast the floating buffers of these modules, but those of ignored ones or of which all parameters are ignored."""
     dtype = policy.buffer_dtype
     if dtype is None:
         return
     ignored_ids = {id(p) for p in ignored}
     modules = list(modules)
-    spared: set[int] = set()
+    spared = {id(m) for top in ignored_modules for m in top.modules()}
     for module in modules if ignored_ids else ():
         parameters = list(module.parameters())
         if parameters and all(id(p) in ignored_ids for p in parameters):
@@ -191,7 +195,9 @@ def refuse_gradient_dtypes(optimizer: torch.optim.Optimizer, parameters: list[to
     """Raise if an optimizer that is known not to take it got a gradient of another dtype than the parameter's."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     steps = (
-        c for c in type(optimizer).__mro__ if "step" in vars(c) and c.__module__ != "shardwright.optim.sharded"
+        c
+        for c in type(optimizer).__mro__
+        if "step" in vars(c) and c.__module__ != "shardwright.optim.sharded"
     )
     known = next(steps).__module__.startswith(("torch.", "shardwright."))
     if not known or (isinstance(optimizer, _TAKES_ANY) and not fused):

@@ -11,11 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from shardwright.engine.construct import Found, own_modules
-from shardwright.engine.parameter import has_no_values
-from shardwright.engine.ragged import RaggedTensor
+from shardwright.engine.construct import Found, is_cut, own_modules
+from shardwright.engine.parameter import has_no_values, plain_of
 
 _CHUNK = 1 << 23  #: bytes that are hashed at a time
 
@@ -33,10 +31,12 @@ class State(NamedTuple):
         return (*told, "deferred") if has_no_values(self.tensor) else told
 
 
-def states_of(modules: list[nn.Module], found: Found) -> list[State]:
-    """What is to be the same on every rank: parameters that are whole as yet, and buffers. Ties once."""
-    states = [State(name, p) for name, p, _ in found.owned if not isinstance(p, (DTensor, RaggedTensor))]
-    seen: set[int] = set()
+def states_of(modules: list[nn.Module], found: Found, ignored: list[nn.Module]) -> list[State]:
+    """What is to be the same on every rank: parameters not cut over the ranks as yet, and buffers. Ties once."""
+    states = [
+        State(each.name, each.parameter) for each in found.owned if not is_cut(each.parameter, each.parallel)
+    ]
+    seen = {id(b) for top in ignored for b in top.buffers()}
     for position, top in enumerate(modules):
         first = f"{position}." if len(modules) > 1 else ""
         for prefix, module in own_modules(top):
@@ -127,7 +127,7 @@ def _hashes(states: list[State]) -> list[list[int]]:
     sums = [digest(tensor) for tensors in real for tensor in tensors]
     numbers = iter(torch.stack(sums).tolist() if sums else ())
     return [
-        [state.tensor.origin] if has_no_values(state.tensor) else [next(numbers) for _ in tensors]  # type: ignore[attr-defined]
+        [plain_of(state.tensor).origin] if has_no_values(state.tensor) else [next(numbers) for _ in tensors]  # type: ignore[attr-defined]
         for state, tensors in zip(states, real, strict=True)
     ]
 
@@ -145,6 +145,7 @@ def _refuse_different_forms(mesh: DeviceMesh, forms: list[list[tuple[Any, ...]]]
 
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that hold the values: of a wrapper, those inside."""
+    tensor = plain_of(tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return [inner for name in names for inner in plain_tensors(getattr(tensor, name))]

@@ -41,7 +41,7 @@ from shardwright.engine.hooks import (
     opaque_or_mutable,
     refuse_opaque,
 )
-from shardwright.engine.parameter import FullParameter, ManagedParameter, unit_of
+from shardwright.engine.parameter import FullParameter, ManagedParameter, plain_of, unit_of
 from shardwright.engine.precision import PrecisionPolicy
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.visit import Frame, Visit
@@ -68,6 +68,7 @@ class Unit(Weights):
         placement_fn: ShardPlacementFn | None,
         layout: Ragged | None,
         ignored: Iterable[nn.Parameter],
+        ignored_modules: Iterable[nn.Module],
         attach: Callable[[nn.Module], Root],
     ) -> None:
         reshards_to = reshard_after_forward if type(reshard_after_forward) is int else 0
@@ -84,6 +85,7 @@ class Unit(Weights):
         self.placement_fn = placement_fn
         self.layout_kind = layout
         self.ignored = [weakref.ref(p) for p in ignored]
+        self.ignored_modules = [weakref.ref(m) for m in ignored_modules]
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.unshard_in_backward = True
@@ -97,6 +99,9 @@ class Unit(Weights):
         self.divide_factor: float | None = None
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
+        #: Units of other meshes that own parameters of the same modules, and of such a unit the one that has it.
+        self.companions: list[Unit] = []
+        self.main: weakref.ref[Unit] | None = None
         self.lenders: list[Unit] = []  #: units that own weights which this one's modules hold, too
         self.borrowed: list[tuple[nn.Parameter, construct.Slot]] = []
         self.visits: set[Visit] = set()  #: whose backward is under way
@@ -165,7 +170,12 @@ class Unit(Weights):
         return [m for ref in self.modules if (m := ref()) is not None]
 
     def living_ignored(self) -> list[nn.Parameter]:
-        return [p for ref in self.ignored if (p := ref()) is not None]
+        """Parameters that are not the unit's, those that ignored modules hold now among them."""
+        given = [p for ref in self.ignored if (p := ref()) is not None]
+        return [*given, *construct.parameters_of(self.living_ignored_modules())]
+
+    def living_ignored_modules(self) -> list[nn.Module]:
+        return [m for ref in self.ignored_modules if (m := ref()) is not None]
 
     def watch_slots(self) -> None:
         """Remember which modules there are and how many parameters they have."""
@@ -204,7 +214,7 @@ class Unit(Weights):
                 return True
         for sharded, slot in self.borrowed:
             lender = unit_of(sharded)
-            if lender is None or not (lender._full_shown or slot.holds(sharded)):
+            if lender is None or not (lender._full_shown or lender.unsharded or slot.holds(sharded)):
                 return True
         return False
 
@@ -431,6 +441,7 @@ class Unit(Weights):
 
     def _use(self, root: Root, recomputing: bool) -> None:
         """A call that reads the full weights begins: gather them or take what was prefetched, and show them."""
+        self.refuse_unsharded("Forward of")
         if not self.calls and not self._to_run and not recomputing:
             if not self._full_shown:
                 construct.settle(self)
@@ -587,7 +598,8 @@ class Unit(Weights):
         end = start + self.slab.nbytes
 
         def check(tensor: torch.Tensor) -> torch.Tensor:
-            if type(tensor) in (torch.Tensor, FullParameter) and start <= address_of(tensor) < end:
+            plain = plain_of(tensor)
+            if type(plain) in (torch.Tensor, FullParameter) and start <= address_of(plain) < end:
                 return tensor.clone()
             return tensor
 
@@ -597,7 +609,8 @@ class Unit(Weights):
         """Raise if a view of the unit's weights was put where it can't be exchanged for a copy."""
         start, end = self.slab.address, self.slab.address + self.slab.nbytes
         for tensor in tensors:
-            if type(tensor) is torch.Tensor and start <= address_of(tensor) < end:
+            plain = plain_of(tensor)
+            if type(plain) is torch.Tensor and start <= address_of(plain) < end:
                 raise RuntimeError(
                     f"Unit {self.name!r} ({type(module).__name__}) keeps a view of its weights, of shape "
                     f"{tuple(tensor.shape)}, in an attribute or an object, but their memory is released after forward. "
@@ -615,6 +628,7 @@ class Unit(Weights):
     def _enter_backward(self, visit: Visit) -> None:
         root = self.root
         assert root is not None
+        self.refuse_unsharded("Backward through")
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"Backward with create_graph=True reached unit {self.name!r}: sharded parameters do not support double "

@@ -63,6 +63,8 @@ class Weights:
         self.parameters: list[ManagedParameter] = []
         self.build = 0  #: how often the memory was made; graphs over earlier memory can't be run any more
         self._full_shown = False
+        #: Sharded parameters in whose place ``unsharded`` shows full tensors, on this rank or on another; its options.
+        self.unsharded: dict[nn.Parameter, Any] = {}
         self.settling_paused = False  #: while stand-ins are initialised in the place of the parameters
         self.custom_gather: Any = None  #: a collective of the user's
         self.gather_codec: Codec | None = None  #: how weights are encoded for gathers
@@ -96,7 +98,7 @@ class Weights:
         self.index_slots()
         #: Their version counters move with edits: a parameter's own, or its local tensor's.
         self._watched = [(p.sharded, p.local) for p in parameters]
-        self._fulls = [p.full for p in parameters]
+        self._fulls = [t for p in parameters for t in p.counters]
         self.gather_nbytes = slab.nbytes
         self._extended = [p for p in parameters if p.extension is not None]
         self._versions = [p._version + q._version for p, q in self._watched]
@@ -289,6 +291,13 @@ class Weights:
                 "sharded deferred or on the meta device. Call shardwright.materialize(model), or load a checkpoint."
             )
 
+    def refuse_unsharded(self, what: str) -> None:
+        if self.unsharded:
+            raise RuntimeError(
+                f"{what} unit {self.name!r} inside shardwright.unsharded, which shows full parameters that the unit "
+                "does not know. Leave the context first."
+            )
+
     def notice_edits(self) -> None:
         """Pass changes of the sharded parameters on to the full ones' version counters.
 
@@ -297,15 +306,13 @@ class Weights:
         with quick_attributes():
             versions = [p._version + q._version for p, q in self._watched]
         if versions != self._versions:
-            # Graphs over the memory of the other precision are to notice, too.
-            memories = [self._fulls] if self._other is None else [self._fulls, self._other.fulls]
             changed = [
-                full
-                for fulls in memories
-                for full, new, old in zip(fulls, versions, self._versions, strict=True)
-                if new != old
+                i for i, (new, old) in enumerate(zip(versions, self._versions, strict=True)) if new != old
             ]
-            increment_version(changed)
+            edited = [t for i in changed for t in self.parameters[i].counters]
+            if self._other is not None:  # graphs over the memory of the other precision are to notice, too
+                edited += [t for i in changed for t in self._other.counters(i)]
+            increment_version(edited)
             self._versions = versions
             self._full_versions = [p._version for p in self._fulls]
 
@@ -444,7 +451,7 @@ class Weights:
             full = p.extension.finish(p.local, p.full)
             if full is not None:
                 p.adopt_full(full, self.gradient_listener())
-        self._fulls = [p.full for p in self.parameters]
+        self._fulls = [t for p in self.parameters for t in p.counters]
         self._full_versions = [p._version for p in self._fulls]
         self.index_slots()
 
@@ -486,8 +493,9 @@ class Weights:
         known, self._full_versions = self._full_versions, versions
         if not self.slab.leased or self._pending is not None:
             return
-        for p, new, old in zip(self.parameters, versions, known, strict=True):
-            if new != old or id(p.full) in self._data_given:
+        moved = {id(t) for t, new, old in zip(self._fulls, versions, known, strict=True) if new != old}
+        for p in self.parameters:
+            if id(p.full) in self._data_given or any(id(t) in moved for t in p.counters):
                 p.write_back()
         # The slab has the edit, and the full parameters' counters have moved with it.
         fresh = self._slab_versions is self._versions

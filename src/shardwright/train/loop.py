@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 from shardwright._torch import compiled_graphs, dump_memory_history, record_memory_history
@@ -69,7 +70,8 @@ def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
 
 def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     """Of every token, float32 [B * S]."""
-    return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten(), reduction="none")
+    losses = F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten(), reduction="none")
+    return losses.full_tensor() if isinstance(losses, DTensor) else losses
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Trainer:
 
     def __init__(self, config: Config, world: World, corpus: Corpus) -> None:
         self.config, self.world, self.corpus = config, world, corpus
-        self.micro_batches = config.train.accumulation_steps(world.size)
+        self.micro_batches = config.train.accumulation_steps(world.data_size)
         parallel.check_batch_fits(config.train, corpus.windows(config.train.seq_len))
         if config.validation.every:
             corpus.windows(config.train.seq_len, "validation")
@@ -126,7 +128,8 @@ class Trainer:
         started = time.perf_counter()
         batches = [tensor for number in range(self.micro_batches) for tensor in self._micro_batch(number)]
         data_seconds = time.perf_counter() - started
-        loss_sums = self.work(*batches)
+        with parallel.parallel_loss(self.config.parallel):
+            loss_sums = self.work(*batches)
         norm = parallel.clip_gradients(self.model, self.config)
         (loss, *others), stop_signal = self._agree(loss_sums / step_tokens, stop)
         auxiliary = dict(zip(self.auxiliary, others, strict=True))
@@ -156,14 +159,14 @@ class Trainer:
             with parallel.gradient_sync(self.model, wanted=reduced, last=last):
                 sums = self._summed_losses(batches[first], batches[first + 1])
                 # Engines average gradients over the ranks; the sum over all tokens by their global count is wanted.
-                ((sums * self.loss_weights).sum() * (self.world.size / step_tokens)).backward()
+                ((sums * self.loss_weights).sum() * (self.world.data_size / step_tokens)).backward()
             loss_sums += sums.detach()
         return loss_sums
 
     def _micro_batch(self, number: int) -> tuple[Tensor, Tensor]:
         train = self.config.train
-        share = train.global_batch // self.world.size
-        first = self.position.samples + self.world.rank * share + number * train.micro_batch
+        share = train.global_batch // self.world.data_size
+        first = self.position.samples + self.world.data_rank * share + number * train.micro_batch
         inputs_BS, targets_BS = batch(
             self.corpus, self.config.run.seed, first, train.micro_batch, train.seq_len
         )
@@ -195,6 +198,7 @@ class Trainer:
         totals = torch.cat([shares, torch.tensor(seen, dtype=torch.float64, device=shares.device)])
         dist.all_reduce(totals)
         *losses, interrupts, terminations = totals.tolist()
+        losses = [loss / self.world.tensor for loss in losses]  # which ranks of the same data have each
         if interrupts:
             return losses, signal.SIGINT
         return losses, signal.SIGTERM if terminations else 0
@@ -207,11 +211,11 @@ class Trainer:
         train, world = self.config.train, self.world
         windows = self.corpus.windows(train.seq_len, "validation")
         wanted = min(windows, self.config.validation.batches * train.global_batch)
-        rounds = math.ceil(wanted / (world.size * train.micro_batch))
+        rounds = math.ceil(wanted / (world.data_size * train.micro_batch))
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         self.model.eval()
         for number in range(rounds):
-            first = (number * world.size + world.rank) * train.micro_batch
+            first = (number * world.data_size + world.data_rank) * train.micro_batch
             # Every rank runs the same number of passes, as sharded engines must; beyond the end on windows that
             # do not count.
             count = max(0, min(train.micro_batch, wanted - first))
@@ -219,12 +223,13 @@ class Trainer:
             inputs, targets = batch(
                 self.corpus, VALIDATION_SEED, start, count or 1, train.seq_len, split="validation"
             )
-            losses = self._losses(inputs.to(world.device), targets.to(world.device))
+            with parallel.parallel_loss(self.config.parallel):
+                losses = self._losses(inputs.to(world.device), targets.to(world.device))
             total += losses.double().sum() if count else 0.0
         self.model.train()
         parallel.free_gathered(self.model)
         dist.all_reduce(total)
-        return float(total) / (wanted * train.seq_len)
+        return float(total) / world.tensor / (wanted * train.seq_len)
 
     @torch.no_grad()
     def sample(self) -> tuple[str, str]:
@@ -235,7 +240,7 @@ class Trainer:
         torch.compiler.set_stance("force_eager")  # every token is of another length
         tokens = sample(
             self.model, encode(prompt), count=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=0,
-            context=self.config.train.seq_len, device=self.world.device,
+            context=self.config.train.seq_len, device=self.world.device, multiple=self.world.tensor,
         )  # fmt: skip
         torch.compiler.set_stance("default")
         parallel.free_gathered(self.model)

@@ -360,6 +360,15 @@ class ParallelConfig(Section):
     reduce_dtype: DType = Field(
         default="float32", description="Precision in which gradients are summed over the ranks."
     )
+    accumulate_dtype: DType | Literal["auto"] = Field(
+        default="auto",
+        description="Precision in which the engine shardwright holds gradients between micro-batches; auto: "
+        "reduce_dtype.",
+    )
+    full_precision_in_eval: bool = Field(
+        default=False,
+        description="Let the engine shardwright validate in float32, whatever param_dtype is.",
+    )
     reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Field(ge=1)] = Field(
         default="default",
         description="Free gathered weights after the forward pass: all but the root's and the last block's "
@@ -374,6 +383,12 @@ class ParallelConfig(Section):
         default=1,
         ge=1,
         description="Groups of ranks that each hold a whole model between them; hsdp and hfsdp need at least 2.",
+    )
+    tensor: int = Field(
+        default=1,
+        ge=1,
+        description="Neighbouring ranks that cut every layer and the sequence between them: tensor and sequence "
+        "parallelism. The others divide the data.",
     )
     layout: Literal["per_parameter", "ragged", "element"] | Annotated[int, Field(ge=1)] = Field(
         default="per_parameter",
@@ -392,13 +407,26 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _fits_the_engine(self) -> ParallelConfig:
-        for key in ("strategy", "replicas", "layout", "memory", "prefetch"):
+        ours = (
+            "strategy",
+            "replicas",
+            "layout",
+            "memory",
+            "prefetch",
+            "accumulate_dtype",
+            "full_precision_in_eval",
+        )
+        for key in ours:
             value, default = getattr(self, key), type(self).model_fields[key].default
             if self.engine != "shardwright" and value != default:
                 raise ValueError(
                     f"{key}: expected {default!r} with engine {self.engine!r}, found {value!r}; only the engine "
                     "shardwright has others"
                 )
+        if self.engine not in ("shardwright", "fsdp2") and self.tensor > 1:
+            raise ValueError(
+                f"tensor: engine {self.engine!r} has no such parallelism; expected 1, found {self.tensor}"
+            )
         if self.strategy in ("hsdp", "hfsdp") and self.replicas < 2:
             raise ValueError(
                 f"replicas: expected at least 2 with strategy {self.strategy!r}, found {self.replicas}"
