@@ -256,10 +256,11 @@ def test_options_an_engine_cannot_honour_are_refused() -> None:
 @multirank(2)
 def test_validation_in_full_precision(rank: int, world_size: int) -> None:
     """That of the same weights in float32, while steps go on in bfloat16 as without it."""
-    low = {"param_dtype": "bfloat16", "accumulate_dtype": "float32"}
+    engine = {"engine": "shardwright"}
+    low = {**engine, "param_dtype": "bfloat16", "accumulate_dtype": "float32"}
     jobs = [
         trainer(tiny(parallel=options), rank, world_size)
-        for options in ({}, low, {**low, "full_precision_in_eval": True})
+        for options in (engine, low, {**low, "full_precision_in_eval": True})
     ]
     exact, rounded, full = [job.validate() for job in jobs]
     assert full == exact != rounded

@@ -319,7 +319,9 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
     fully_shard: Any = sw.fully_shard if config.engine == "shardwright" else torch_fully_shard
     # Inputs are not cast: the residual stream has the compute dtype from the embedding on, and the rotary tables,
     # which blocks receive as arguments, stay float32.
-    policy: TorchPolicy = TorchPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    policy: TorchPolicy = TorchPolicy(
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+    )
     if config.engine == "shardwright":
         policy = sw.PrecisionPolicy(
             param_dtype=param_dtype,
