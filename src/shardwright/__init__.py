@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         OffloadPolicy,
     )
 
-    from shardwright import layout
+    from shardwright import layout, optim
     from shardwright.checkpoint import load_pretrained, save_pretrained
     from shardwright.engine import (
         FSDPModule,
@@ -64,6 +64,7 @@ __all__ = [
     "load_pretrained",
     "materialize",
     "memory_report",
+    "optim",
     "register_fsdp_forward_method",
     "save_pretrained",
     "share_comm_ctx",
@@ -106,8 +107,8 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "layout":
-        return importlib.import_module("shardwright.layout")
+    if name in ("layout", "optim"):
+        return importlib.import_module(f"shardwright.{name}")
     if name in _LATER:
         raise NotImplementedError(
             f"shardwright.{name} is not in version {__version__}; it is planned for a later one"

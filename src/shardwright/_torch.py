@@ -115,6 +115,15 @@ def dump_memory_history(path: str) -> None:
 foreach_copy_ = _probe(torch, "_foreach_copy_")
 foreach_mul_ = _probe(torch, "_foreach_mul_")
 foreach_norm = _probe(torch, "_foreach_norm")
+_foreach_clamp_min_ = _probe(torch, "_foreach_clamp_min_")
+_foreach_clamp_max_ = _probe(torch, "_foreach_clamp_max_")
+
+
+def foreach_clamp_(tensors: list[torch.Tensor], most: float) -> None:
+    """Clamp each to [-most, most] in place."""
+    _foreach_clamp_min_(tensors, -most)
+    _foreach_clamp_max_(tensors, most)
+
 
 #: A tensor subclass with this goes by its ``__torch_dispatch__`` alone.
 disabled_torch_function = _probe(torch._C, "_disabled_torch_function_impl")
@@ -211,6 +220,14 @@ def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[[Any], Any
     """The step of an optimizer class as it is written: torch wraps it, for hooks, when it makes the first instance."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """Hooks that were registered on this optimizer to run before or after its step."""
+    return [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+    ]
 
 
 def seen_by_schedulers(step: Callable[..., Any]) -> Callable[..., Any]:

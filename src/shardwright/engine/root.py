@@ -56,6 +56,7 @@ class Root:
         self._names = names
         self.gathered: set[int] = set()
         self.generation = 0
+        self.calls_begun = 0  #: root calls so far
         self.caller: Unit | None = None
         self.frames: list[Frame] = []  #: calls of units under way, the innermost last
         self.open_visits: list[Visit] = []  #: whose backward is under way
@@ -137,6 +138,7 @@ class Root:
         self.check_divergence()
         self.recover_if_failed()
         self.generation += 1
+        self.calls_begun += 1
         self.caller = unit
         self.frames.clear()
         self._expected = self._orders.get(unit.number, self._guess)
@@ -332,14 +334,25 @@ class Root:
             if unit.parameters:
                 unit.finish_backward()
         self.finish_reductions()
+        stepped = self._end_steps()
         for unit in self._gathered_units():
             if not unit.kept and not unit.calls:  # backward may have run inside a forward
                 unit.release()
         self.backward = False
         self.generation += 1
         self.pools.trained = True
+        if stepped:
+            self.pools.step()
         self._agree_all(END_BACKWARD, 0)
         self._compare_headers()
+
+    def _end_steps(self) -> bool:
+        """Step in backward what is left to step. Returns whether any unit was, now or before."""
+        units = [unit for unit in reversed(self.units()) if unit.stepping is not None]
+        for unit in units:
+            unit.step_if_due()
+        steppers = {id(s): s for unit in units if unit.stepping is not None for s in unit.stepping.steppers}
+        return any([stepper.backward_ended() for stepper in steppers.values()])
 
     # -- ranks that diverge --------------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ from shardwright.engine.hooks import (
 )
 from shardwright.engine.parameter import FullParameter, ManagedParameter, unit_of
 from shardwright.engine.ranks import Ranks
+from shardwright.engine.stepping import Stepping
 from shardwright.engine.visit import Frame, Visit
 from shardwright.engine.weights import Weights
 from shardwright.layout import Ragged, UnitLayout, plan_packing
@@ -112,6 +113,7 @@ class Unit(Weights):
         self._holds_whole = False  #: whether some of them are whole gradients, not yet summed over any ranks
         self._held_before = False, False  #: both, before the reduction under way took up such sums
         self._trainable: tuple[bool, ...] | None = None
+        self.stepping: Stepping | None = None  #: where optimizers step it in backward
 
     @property
     def has_memory_options(self) -> bool:
@@ -293,6 +295,8 @@ class Unit(Weights):
                 else:
                     reduction.start_late(self.divide_factor, self.force_sum, announcer)
         root.scattering.append(self.number)
+        if self.stepping is not None:
+            self.stepping.due = self.requires_sync and self.requires_all_reduce and root.is_last_backward
 
     def separate_scatters(self, enable: bool) -> None:
         """Reduce-scatter in process groups of their own, or in those of the gathers."""
@@ -329,6 +333,14 @@ class Unit(Weights):
             reduction.finish(self.all_reduce_hook)
         self._held_before = False, False
         self._drop_retired()
+        # While other calls wait for their backward, more gradients may come: then the end of backward steps it.
+        if self.stepping is not None and self.stepping.due and not (self._unfinished or self.calls):
+            self.stepping.run(self)
+
+    def step_if_due(self) -> None:
+        """At the end of backward: no more gradients come. A call of the unit under way still reads the weights."""
+        if self.stepping is not None and self.stepping.due and not self.calls:
+            self.stepping.run(self)
 
     def _drop_retired(self) -> None:
         """If nothing is held any more, reductions planned for an earlier requires_grad have done their part."""
@@ -393,7 +405,7 @@ class Unit(Weights):
             frame.begun = next_sequence_number()
             visit.calls += 1
             visit.endless |= not marked
-            if self.neighbours is not None:
+            if self.neighbours is not None or self.stepping is not None:
                 self._unfinished.add(visit)
         for lender in self.lenders:
             lender.lend(frame)
@@ -444,6 +456,8 @@ class Unit(Weights):
                 frame.visit.endless = True
             guest = root.visit(self, recomputing=True)
             guest.calls += 1
+            if self.stepping is not None:
+                self._unfinished.add(guest)
             frame.visit.guests.append(guest)
 
     def lend_if_called(self) -> None:
@@ -622,6 +636,7 @@ class Unit(Weights):
         if visit not in self.visits:
             return
         self.visits.discard(visit)
+        self._unfinished.discard(visit)
         assert self.root is not None
         self.root.open_visits.remove(visit)
         self.root.close_visits_begun_after(visit.begin)
@@ -632,7 +647,6 @@ class Unit(Weights):
                     self.show_sharded()
                 else:
                     self.release()
-            self._unfinished.discard(visit)
             if not self._unfinished:
                 self.drop_secondary()
             self.reduce()
@@ -644,6 +658,8 @@ class Unit(Weights):
         self.calls = 0
         self._to_run.clear()
         self.visits.clear()
+        if self.stepping is not None:
+            self.stepping.due = False
         if self.parameters:
             self.entered = False
             for reduction in self.reductions:

@@ -41,7 +41,8 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: ``norm_type`` is not positive, or a gradient is still a partial sum.
-        RuntimeError: ``error_if_nonfinite`` and the norm is not finite.
+        RuntimeError: ``error_if_nonfinite`` and the norm is not finite; an optimizer steps these parameters in
+            backward (``sw.optim.in_backward``).
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
@@ -49,6 +50,13 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
     parameters = list(parameters)
+    stepping = next((p for p in parameters if _steps_in_backward(p)), None)
+    if stepping is not None:
+        raise RuntimeError(
+            f"clip_grad_norm_ got a parameter of unit {unit_of(stepping).name!r}, whose optimizer steps in backward: its "
+            "gradient was used and is gone before the norm of all gradients is known. Use fully_shard_optimizer "
+            "without in_backward, or clip each gradient by in_backward(clip_value=)."
+        )
     reduce_held(parameters)
     plain: list[torch.Tensor] = []
     sharded: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}  # by the groups that cut them
@@ -103,6 +111,11 @@ def clip_grad_norm_(
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     foreach_mul_(everything, scale)
     return norm
+
+
+def _steps_in_backward(p: torch.Tensor) -> bool:
+    unit = unit_of(p)
+    return unit is not None and unit.stepping is not None and bool(unit.stepping.steppers)
 
 
 def _norms(tensors: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor | None:

@@ -1,0 +1,72 @@
+"""Optimizers that step a unit while backward still runs: when a unit's gradients are all there, and who is told.
+
+How a step is made is the optimizer's business (``optim/in_backward.py``); nothing here knows what an optimizer does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Protocol
+
+from shardwright._torch import quick_attributes
+
+if TYPE_CHECKING:
+    from shardwright.engine.unit import Unit
+
+
+class Stepper(Protocol):
+    """An optimizer that steps some parameters of a unit."""
+
+    def step_unit(self, unit: Unit) -> None:
+        """Step those of its parameters that belong to ``unit`` and have a gradient, and set these to None."""
+
+    def backward_ended(self) -> bool:
+        """Units stepped from now on belong to another step. Returns whether any were in this one."""
+
+
+class Stepping:
+    """Whether a unit is to be stepped, and by whom. A unit without optimizers of this kind has none.
+
+    Attributes:
+        due: whether gradients of the last micro-batch are in, or on their way, and were not stepped yet.
+    """
+
+    def __init__(self) -> None:
+        self._steppers: list[weakref.ref[Stepper]] = []
+        self.due = False
+        self._stepped_in = -1  #: the number of root calls that had begun when this unit was last stepped
+
+    def add(self, stepper: Stepper) -> None:
+        if all(known() is not stepper for known in self._steppers):
+            self._steppers.append(weakref.ref(stepper))
+
+    @property
+    def steppers(self) -> list[Stepper]:
+        return [stepper for ref in self._steppers if (stepper := ref()) is not None]
+
+    def run(self, unit: Unit) -> None:
+        """Step the unit, whose gradients were reduced. Its weights are not read any more in this backward.
+
+        Raises:
+            RuntimeError: it was stepped already since the forward that these gradients belong to.
+        """
+        self.due = False
+        root = unit.root
+        assert root is not None
+        with quick_attributes():
+            present = any([p.sharded.grad is not None for p in unit.parameters])
+        steppers = self.steppers
+        if not present or not steppers:
+            return
+        if self._stepped_in == root.calls_begun:
+            raise RuntimeError(
+                f"Gradients of unit {unit.name!r} came after its optimizer had stepped it in backward, so they are "
+                "those of weights that are gone. With several backwards for one step call "
+                "set_is_last_backward(False) before all but the last; use weights inside the unit's forward alone; "
+                "and checkpoint units that are used more than once with use_reentrant=False."
+            )
+        self._stepped_in = root.calls_begun
+        unit.drop_kept()
+        for stepper in steppers:
+            stepper.step_unit(unit)
+        unit.release_unused_gradients()
