@@ -5,7 +5,6 @@ How a step is made is the optimizer's business (``optim/in_backward.py``); nothi
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Protocol
 
 from shardwright._torch import quick_attributes
@@ -25,24 +24,16 @@ class Stepper(Protocol):
 
 
 class Stepping:
-    """Whether a unit is to be stepped, and by whom. A unit without optimizers of this kind has none.
+    """Whether a unit is to be stepped, and by whom. It holds them, as nobody else may. Other units have none.
 
     Attributes:
         due: whether gradients of the last micro-batch are in, or on their way, and were not stepped yet.
     """
 
     def __init__(self) -> None:
-        self._steppers: list[weakref.ref[Stepper]] = []
+        self.steppers: list[Stepper] = []
         self.due = False
         self._stepped_in = -1  #: the number of root calls that had begun when this unit was last stepped
-
-    def add(self, stepper: Stepper) -> None:
-        if all(known() is not stepper for known in self._steppers):
-            self._steppers.append(weakref.ref(stepper))
-
-    @property
-    def steppers(self) -> list[Stepper]:
-        return [stepper for ref in self._steppers if (stepper := ref()) is not None]
 
     def run(self, unit: Unit) -> None:
         """Step the unit, whose gradients were reduced. Its weights are not read any more in this backward.
@@ -55,8 +46,7 @@ class Stepping:
         assert root is not None
         with quick_attributes():
             present = any([p.sharded.grad is not None for p in unit.parameters])
-        steppers = self.steppers
-        if not present or not steppers:
+        if not present or not self.steppers:
             return
         if self._stepped_in == root.calls_begun:
             raise RuntimeError(
@@ -67,6 +57,6 @@ class Stepping:
             )
         self._stepped_in = root.calls_begun
         unit.drop_kept()
-        for stepper in steppers:
+        for stepper in self.steppers:
             stepper.step_unit(unit)
         unit.release_unused_gradients()

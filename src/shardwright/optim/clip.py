@@ -53,8 +53,8 @@ def clip_grad_norm_(
     stepping = next((p for p in parameters if _steps_in_backward(p)), None)
     if stepping is not None:
         raise RuntimeError(
-            f"clip_grad_norm_ got a parameter of unit {unit_of(stepping).name!r}, whose optimizer steps in backward: its "
-            "gradient was used and is gone before the norm of all gradients is known. Use fully_shard_optimizer "
+            f"clip_grad_norm_ got a parameter of unit {unit_of(stepping).name!r}, whose optimizer steps in backward: "
+            "its gradient was used and is gone before the norm of all gradients is known. Use fully_shard_optimizer "
             "without in_backward, or clip each gradient by in_backward(clip_value=)."
         )
     reduce_held(parameters)
@@ -115,7 +115,7 @@ def clip_grad_norm_(
 
 def _steps_in_backward(p: torch.Tensor) -> bool:
     unit = unit_of(p)
-    return unit is not None and unit.stepping is not None and bool(unit.stepping.steppers)
+    return unit is not None and unit.stepping is not None
 
 
 def _norms(tensors: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor | None:

@@ -44,12 +44,13 @@ def in_backward(optimizer: O, *, needs: Needs | None = None, clip_value: float |
             scheduler.step()
 
     A unit's gradients are freed when it is stepped, so no more than those of one or two units exist at once, and
-    ``.grad`` is None after backward. The parameters get the values that ``fully_shard_optimizer`` gives them, to the bit.
+    ``.grad`` is None after backward. Parameters get the values that ``fully_shard_optimizer`` gives them, to the bit.
     Schedulers, groups and state dicts are as ever. ``step`` steps what backward has not: parameters that are not
     sharded, and gradients of your own making. Every backward is a step, unless ``set_is_last_backward(False)``,
     ``set_requires_all_reduce(False)`` or ``set_requires_gradient_sync(False)`` says that more micro-batches come.
 
-    If backward raises, units that it had come through are stepped and the others are not.
+    The model holds the optimizer until its method ``leave_backward`` makes it an ordinary one again. If backward
+    raises, units that it had come through are stepped and the others are not.
 
     Args:
         optimizer: built on the parameters of a sharded model; also one that went through ``fully_shard_optimizer``.
@@ -59,8 +60,8 @@ def in_backward(optimizer: O, *, needs: Needs | None = None, clip_value: float |
             since that is known only when backward is over: ``sw.clip_grad_norm_`` refuses.
 
     Raises:
-        TypeError, ValueError: as :func:`fully_shard_optimizer`; no parameter is sharded; ``clip_value`` is not
-            positive.
+        TypeError, ValueError: as :func:`fully_shard_optimizer`; no parameter is sharded, or another optimizer steps
+            one in backward; ``clip_value`` is not positive.
         NotImplementedError: the optimizer needs whole tensors, or has hooks of ``step``, which runs in parts.
     """
     if clip_value is not None and not clip_value > 0:
@@ -76,6 +77,7 @@ def in_backward(optimizer: O, *, needs: Needs | None = None, clip_value: float |
             f"in_backward needs a {type(optimizer).__name__} over parameters of a sharded model, found none. Call "
             "fully_shard before, and build the optimizer from model.parameters()."
         )
+    _refuse_taken(optimizer, parameters)
     optimizer.__dict__["_shardwright_kind"] = type(optimizer).__bases__[1]
     optimizer.__dict__["_shardwright_clip_value"] = clip_value
     optimizer.__dict__["_shardwright_units"] = weakref.WeakKeyDictionary()
@@ -90,8 +92,8 @@ def _refuse_whole(optimizer: Any) -> None:
     if whole:
         shape = tuple(next(iter(whole)).shape)
         raise NotImplementedError(
-            f"{type(optimizer).__name__} needs whole tensors (one of shape {shape}), which move between ranks in a step, "
-            "so it cannot step in backward. Use fully_shard_optimizer alone, or give its other parameters to an "
+            f"{type(optimizer).__name__} needs whole tensors (one of shape {shape}), which move between ranks in a "
+            "step, so it cannot step in backward. Use fully_shard_optimizer alone, or give its other parameters to an "
             "optimizer of their own."
         )
 
@@ -102,6 +104,20 @@ def _refuse_hooks(optimizer: Optimizer) -> None:
             f"This {type(optimizer).__name__} has hooks of step, which in backward is made in parts, unit by unit. "
             "Remove them, or use fully_shard_optimizer alone."
         )
+
+
+def _refuse_taken(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+    mine = set(map(id, parameters))
+    for p in parameters:
+        unit = unit_of(p)
+        for other in unit.stepping.steppers if unit is not None and unit.stepping is not None else ():
+            if other is not optimizer and any(
+                id(q) in mine for params in other._params_of(unit) for q in params
+            ):
+                raise ValueError(
+                    f"Parameters of unit {unit.name!r} are stepped in backward by another {type(other).__name__}. "
+                    "Call its leave_backward() first."
+                )
 
 
 class _Once:
@@ -179,7 +195,18 @@ class _InBackward:
                 if unit is not None:
                     if unit.stepping is None:
                         unit.stepping = Stepping()
-                    unit.stepping.add(self)
+                    if not any(known is self for known in unit.stepping.steppers):
+                        unit.stepping.steppers.append(self)
+
+    def leave_backward(self) -> None:
+        """Become an ordinary optimizer again, which steps in ``step`` alone."""
+        for p in (p for group in self.param_groups for p in group["params"]):
+            unit = unit_of(p)
+            if unit is not None and unit.stepping is not None:
+                unit.stepping.steppers = [known for known in unit.stepping.steppers if known is not self]
+                if not unit.stepping.steppers:
+                    unit.stepping = None
+        self.__class__ = type(self).__bases__[1]
 
     def _params_of(self, unit: Unit) -> list[list[torch.Tensor]]:
         """Those of the unit, group by group. Groups and units seldom change, so it is remembered."""
@@ -250,6 +277,7 @@ class _InBackward:
         super().add_param_group(param_group)  # type: ignore[misc]
         try:
             _refuse_whole(self)
+            _refuse_taken(self, self.param_groups[-1]["params"])  # type: ignore[arg-type]
         except BaseException:
             del self.param_groups[before:]
             raise
