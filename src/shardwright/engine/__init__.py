@@ -8,12 +8,14 @@ from shardwright.engine.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from shardwright.engine.offload import Offload
 from shardwright.engine.report import MemoryReport, memory_report
 
 __all__ = [
     "FSDPModule",
     "GraphedStep",
     "MemoryReport",
+    "Offload",
     "UnshardHandle",
     "fully_shard",
     "memory_report",

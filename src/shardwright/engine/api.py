@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import DataParallelMeshDims, local_of
@@ -30,6 +30,7 @@ from shardwright.engine.construct import (
 from shardwright.engine.copies import convert_buffer
 from shardwright.engine.extension import is_extended
 from shardwright.engine.module import FSDPModule, install
+from shardwright.engine.offload import offload_of
 from shardwright.engine.parameter import has_no_values, refuse_while_deferring
 from shardwright.engine.pools import check_memory
 from shardwright.engine.ranks import Ranks
@@ -81,7 +82,8 @@ def fully_shard(
             those of one host.
         shard_placement_fn: ``Shard(dim)`` for a parameter, or None for ``Shard(0)``. Any dimension, even or not.
         mp_policy: dtypes of computation, reduction and outputs. Default: none is changed.
-        offload_policy: only ``OffloadPolicy()``, which offloads nothing.
+        offload_policy: ``CPUOffloadPolicy(pin_memory=True)``, or :class:`Offload`, which chooses what lies in the CPU's
+            memory between uses: parameters and gradients, optimizer state. On a CPU mesh that changes nothing.
         ignored_params: parameters that are left as they are, everywhere.
         strategy: what is sharded over each axis of the mesh: a :class:`Strategy`, or "ddp", "zero1", "zero2", "zero3",
             "hsdp", "hfsdp". Default: "zero3" on one axis, "hsdp" on two.
@@ -108,7 +110,7 @@ def fully_shard(
     The signature is that of ``torch.distributed.fsdp.fully_shard`` in torch 2.13.
     """
     refuse_while_deferring("fully_shard")
-    _refuse_later_options(offload_policy, dp_mesh_dims)
+    _refuse_later_options(dp_mesh_dims)
     check_memory(memory, prefetch, strict)
     for name, value, expected in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
@@ -135,6 +137,7 @@ def fully_shard(
         layout=_layout(layout, ranks),
         ignored=ignored,
         attach=attach,
+        offload=offload_of(offload_policy),
     )
     unit.memory, unit.prefetch, unit.strict = memory, prefetch, strict
     unit.synced, unit.checked = sync_module_states, check_module_states
@@ -152,13 +155,9 @@ def fully_shard(
 
 
 def _refuse_later_options(
-    offload_policy: Any,
     dp_mesh_dims: Any,
 ) -> None:
-    later = {
-        "offload_policy=CPUOffloadPolicy()": isinstance(offload_policy, CPUOffloadPolicy),
-        "dp_mesh_dims": dp_mesh_dims is not None,
-    }
+    later = {"dp_mesh_dims": dp_mesh_dims is not None}
     for option, asked in later.items():
         if asked:
             raise NotImplementedError(

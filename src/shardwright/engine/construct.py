@@ -217,7 +217,10 @@ def own_parameters(unit: Unit, found: Found) -> None:
                 # A storage of its own: torch takes a DTensor whose local tensor begins further on in one for a plain
                 # tensor, and can neither save nor copy it.
                 numel = 0 if run.extended else segment.chunk
-                shards.append(torch.zeros(numel, dtype=run.storage_dtype, device=device))
+                if unit.host is None:
+                    shards.append(torch.zeros(numel, dtype=run.storage_dtype, device=device))
+                else:
+                    shards.append(unit.host.zeros(numel, run.storage_dtype))
                 for member in segment.members:
                     _, original, slots = owned[member.index]
                     cut = make_cut(ranks, specs[member.index], segment, member)

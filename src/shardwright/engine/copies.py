@@ -95,6 +95,7 @@ def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], instal
         layout=old.layout_kind,
         ignored=[memo.get(id(p), p) for p in old.living_ignored()],
         attach=old.attach,
+        offload=old.offload,
     )
     for name in _SETTINGS:
         setattr(new, name, getattr(old, name))

@@ -20,6 +20,7 @@ from shardwright.comm import Communicator
 from shardwright.engine.construct import UNIT
 from shardwright.engine.gradients import Announcer, Reduction
 from shardwright.engine.hooks import map_arguments
+from shardwright.engine.offload import Arrivals
 from shardwright.engine.parameter import (
     DEFERRED,
     TAKEN,
@@ -68,6 +69,7 @@ class Root:
             int
         ] = []  #: units whose gradients' reduce-scatter is under way, the oldest first
         self._summing: list[int] = []  #: units whose gradients are being summed over the replicas
+        self.arrivals = Arrivals()
         self.observer: Callable[[str, Weights], None] | None = None
         self._orders: dict[int, list[int]] = {}  # by caller: units in the order of its last root call
         self._expected: list[int] = []  # that of the caller of the root call under way
@@ -244,6 +246,7 @@ class Root:
 
     def recover(self) -> None:
         """An exception left a forward or backward unfinished: its slabs and its gradients are dropped."""
+        self.arrivals.finish()
         self.caller = None
         self.frames.clear()
         self.open_visits.clear()
@@ -301,6 +304,11 @@ class Root:
         """
         if number in self.scattering or number in self._summing:
             self.finish_reductions()
+        unit = self._units[number]()
+        if unit is not None and unit.host is not None:
+            if unit.arriving:
+                unit.land()
+            self.arrivals.poll()
         while len(self.scattering) >= self.max_input_buffers:
             oldest = self.scattering.pop(0)
             unit = self._units[oldest]()
@@ -334,6 +342,7 @@ class Root:
             if unit.parameters:
                 unit.finish_backward()
         self.finish_reductions()
+        self.arrivals.end_backward()
         stepped = self._end_steps()
         for unit in self._gathered_units():
             if not unit.kept and not unit.calls:  # backward may have run inside a forward
@@ -619,3 +628,4 @@ def reduce_held(parameters: Iterable[torch.Tensor]) -> None:
     for unit in held.values():
         unit.reduce(now=True)
         unit.root.finish_reductions()
+        unit.root.arrivals.end_backward()

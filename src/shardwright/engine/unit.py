@@ -41,12 +41,14 @@ from shardwright.engine.hooks import (
     opaque_or_mutable,
     refuse_opaque,
 )
+from shardwright.engine.offload import NOTHING as NOT_OFFLOADED
+from shardwright.engine.offload import Host, HostReduction, Offload
 from shardwright.engine.parameter import FullParameter, ManagedParameter, unit_of
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.stepping import Stepping
 from shardwright.engine.visit import Frame, Visit
 from shardwright.engine.weights import Weights
-from shardwright.layout import Ragged, UnitLayout, plan_packing
+from shardwright.layout import Packing, Ragged, UnitLayout, plan_packing
 from shardwright.memory import Allocator, Slab, Source
 
 if TYPE_CHECKING:
@@ -69,9 +71,13 @@ class Unit(Weights):
         layout: Ragged | None,
         ignored: Iterable[nn.Parameter],
         attach: Callable[[nn.Module], Root],
+        offload: Offload = NOT_OFFLOADED,
     ) -> None:
         reshards_to = reshard_after_forward if type(reshard_after_forward) is int else 0
         super().__init__(ranks, neighbours(ranks.comm, reshards_to) if reshards_to else None)
+        self.offload = offload
+        if offload.parameters and not ranks.comm.streams.asynchronous:
+            self.host = Host(ranks.comm.streams, ranks.device, offload.pin_memory)
         self.serial = next(_serials)  #: in the order of the fully_shard calls
         self.attach = attach
         self.modules = [weakref.ref(m) for m in modules]
@@ -139,6 +145,8 @@ class Unit(Weights):
         self.release()
         for reduction in self.reductions:
             reduction.finish()
+        self.complete()
+        self.host_may_write()
         self.visits.clear()
         self.lenders = []
 
@@ -207,6 +215,9 @@ class Unit(Weights):
     def settle(self) -> None:
         """Take over parameters that users replaced, unless the unit is in use."""
         if not self._full_shown and not self.calls and not self.visits:
+            if self.host is not None:
+                self.complete()
+                self.host_may_write()
             construct.settle(self)
 
     def assign_data(self, sharded: nn.Parameter, value: torch.Tensor) -> None:
@@ -220,6 +231,7 @@ class Unit(Weights):
             trainable = tuple([p.requires_grad for p in self._shardeds])
         if trainable == self._trainable:
             return
+        self.complete()
         for reduction in self.reductions:
             reduction.finish()
         # What micro-batches before the change have left is reduced beside the new gradients.
@@ -235,10 +247,11 @@ class Unit(Weights):
     def _plan_reductions(self, trainable: tuple[bool, ...]) -> list[Reduction]:
         dtypes = [spec.compute_dtype for spec in self.layout.specs]
         reduce = [(self.policy.reduce_dtype or t) if t.is_floating_point else t for t in dtypes]
-        return [
-            Reduction(packing, self.layout, self.parameters, self.scatter_ranks, self.owner)
-            for packing in plan_packing(self.layout, trainable, reduce)
-        ]
+        return [self._new_reduction(packing) for packing in plan_packing(self.layout, trainable, reduce)]
+
+    def _new_reduction(self, packing: Packing) -> Reduction:
+        given = packing, self.layout, self.parameters, self.scatter_ranks, self.owner
+        return Reduction(*given) if self.host is None else HostReduction(*given, host=self.host)
 
     def on_gradient(self) -> None:
         """A parameter's full gradient is complete for this backward. Refuses one that read weights unseen."""
@@ -296,7 +309,9 @@ class Unit(Weights):
                     reduction.start_late(self.divide_factor, self.force_sum, announcer)
         root.scattering.append(self.number)
         if self.stepping is not None:
-            self.stepping.due = self.requires_sync and self.requires_all_reduce and root.is_last_backward
+            self.stepping.expect(
+                self.requires_sync and self.requires_all_reduce and root.is_last_backward, root.calls_begun
+            )
 
     def separate_scatters(self, enable: bool) -> None:
         """Reduce-scatter in process groups of their own, or in those of the gathers."""
@@ -333,14 +348,40 @@ class Unit(Weights):
             reduction.finish(self.all_reduce_hook)
         self._held_before = False, False
         self._drop_retired()
+        if self.host is not None and self.root is not None:
+            self.root.arrivals.add(self)
         # While other calls wait for their backward, more gradients may come: then the end of backward steps it.
-        if self.stepping is not None and self.stepping.due and not (self._unfinished or self.calls):
-            self.stepping.run(self)
+        if not self._unfinished:
+            self.step_if_due()
 
     def step_if_due(self) -> None:
-        """At the end of backward: no more gradients come. A call of the unit under way still reads the weights."""
-        if self.stepping is not None and self.stepping.due and not self.calls:
+        """No more gradients come in this backward. A call of the unit under way still reads the weights."""
+        if self.stepping is not None and self.stepping.due and not self.calls and not self.arriving:
             self.stepping.run(self)
+
+    # -- gradients on their way to the host
+
+    def leave_device(self) -> None:
+        for reduction in self.reductions:
+            if isinstance(reduction, HostReduction):
+                reduction.leave_device()
+
+    def has_arrived(self) -> bool:
+        return all(r.arrived for r in self.reductions if isinstance(r, HostReduction))
+
+    def land(self) -> None:
+        """The host waits for the gradients, and steps the unit if no more can come in this backward."""
+        self.arriving = False
+        for reduction in self.reductions:
+            if isinstance(reduction, HostReduction):
+                reduction.land()
+        if not self._unfinished:
+            self.step_if_due()
+
+    def complete(self) -> None:
+        if self.arriving:
+            self.land()
+            self.step_if_due()
 
     def _drop_retired(self) -> None:
         """If nothing is held any more, reductions planned for an earlier requires_grad have done their part."""
@@ -364,7 +405,7 @@ class Unit(Weights):
         for other in others:
             mine = packings.get(other.packing)
             if mine is None:
-                mine = Reduction(other.packing, self.layout, self.parameters, self.scatter_ranks, self.owner)
+                mine = self._new_reduction(other.packing)
                 mine.retired = True
                 self.reductions.append(mine)
             mine.take_held(other)

@@ -22,7 +22,7 @@ from shardwright._torch import (
     step_without_hooks,
     tell_schedulers,
 )
-from shardwright.engine.parameter import unit_of
+from shardwright.engine.parameter import UNIT_OF, unit_of
 from shardwright.engine.root import reduce_held
 from shardwright.engine.stepping import Stepping
 from shardwright.engine.unit import Unit
@@ -84,7 +84,14 @@ def in_backward(optimizer: O, *, needs: Needs | None = None, clip_value: float |
     optimizer.__dict__["_shardwright_once"] = None
     optimizer.__class__ = _class_in_backward(type(optimizer))
     optimizer._attach_units()  # type: ignore[attr-defined]
+    optimizer.register_state_dict_pre_hook(_complete)
+    optimizer.register_load_state_dict_pre_hook(_complete)
     return optimizer
+
+
+def _complete(optimizer: Any, *_: Any) -> None:
+    if isinstance(optimizer, _InBackward):
+        optimizer._complete()
 
 
 def _refuse_whole(optimizer: Any) -> None:
@@ -189,20 +196,17 @@ class _InBackward:
     state: Any
 
     def _attach_units(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                unit = unit_of(p)
-                if unit is not None:
-                    if unit.stepping is None:
-                        unit.stepping = Stepping()
-                    if not any(known is self for known in unit.stepping.steppers):
-                        unit.stepping.steppers.append(self)
+        for unit in self._units():
+            if unit.stepping is None:
+                unit.stepping = Stepping()
+            if not any(known is self for known in unit.stepping.steppers):
+                unit.stepping.steppers.append(self)
 
     def leave_backward(self) -> None:
         """Become an ordinary optimizer again, which steps in ``step`` alone."""
-        for p in (p for group in self.param_groups for p in group["params"]):
-            unit = unit_of(p)
-            if unit is not None and unit.stepping is not None:
+        self._complete()
+        for unit in self._units():
+            if unit.stepping is not None:
                 unit.stepping.steppers = [known for known in unit.stepping.steppers if known is not self]
                 if not unit.stepping.steppers:
                     unit.stepping = None
@@ -218,14 +222,17 @@ class _InBackward:
             known = units[unit] = key, params
         return known[1]  # type: ignore[no-any-return]
 
-    @torch.no_grad()
-    def step_unit(self, unit: Unit) -> None:
-        _refuse_hooks(self)  # type: ignore[arg-type]
-        tell_schedulers(self)  # type: ignore[arg-type]
-        params = self._params_of(unit)
+    def open_step(self) -> _Once:
         once = self.__dict__["_shardwright_once"]
         if once is None or not once.open:
+            _refuse_hooks(self)  # type: ignore[arg-type]
+            tell_schedulers(self)  # type: ignore[arg-type]
             once = self.__dict__["_shardwright_once"] = _Once(self)  # type: ignore[arg-type]
+        return once  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def step_unit(self, unit: Unit, step: _Once) -> None:
+        params, once = self._params_of(unit), step
         stepped = [p for mine in params for p in mine if p.grad is not None]
         clip = self.__dict__["_shardwright_clip_value"]
         if clip is not None and stepped:
@@ -245,6 +252,20 @@ class _InBackward:
         for p in stepped:
             p.grad = None
 
+    def _complete(self, *_: Any) -> None:
+        """Units whose gradients were still on their way to the host are stepped."""
+        for unit in self._units():
+            unit.complete()
+
+    def _units(self) -> list[Unit]:
+        refs = {
+            id(ref): ref
+            for group in self.param_groups
+            for p in group["params"]
+            if (ref := p.__dict__.get(UNIT_OF))
+        }
+        return [unit for ref in refs.values() if (unit := ref()) is not None]
+
     def backward_ended(self) -> bool:
         once = self.__dict__["_shardwright_once"]
         if once is None or not once.open:
@@ -262,6 +283,7 @@ class _InBackward:
         tell_schedulers(self)  # type: ignore[arg-type]
         parameters = [p for group in self.param_groups for p in group["params"]]
         reduce_held(parameters)
+        self._complete()
         once, self.__dict__["_shardwright_once"] = self.__dict__["_shardwright_once"], None
         if any(p.grad is not None for p in parameters):
             if once is not None:
