@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed import distributed_c10d as _c10d
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _dtensor_spec
 
 
 def _probe(owner: Any, *names: str) -> Any:
@@ -41,6 +41,8 @@ else:
             shard: str | tuple[str, ...] | None = None
             replicate: str | tuple[str, ...] | None = None
 
+
+_DTensorSpec, _TensorMeta = _probe(_dtensor_spec, "DTensorSpec"), _probe(_dtensor_spec, "TensorMeta")
 
 AllgatherOptions = _probe(_c10d, "AllgatherOptions")
 AllreduceOptions = _probe(_c10d, "AllreduceOptions")
@@ -190,6 +192,17 @@ def backend_for(group: Any, device: torch.device) -> Any:
 def local_of(dtensor: Any) -> torch.Tensor:
     """The local tensor itself. ``to_local`` of a parameter makes a new view at every call."""
     return dtensor._local_tensor
+
+
+def dtensor_of(
+    local: torch.Tensor, mesh: Any, placements: Any, shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """``local`` as a DTensor. It stays where it is, also if the mesh is of another device (it was offloaded)."""
+    if local.device.type == mesh.device_type or local.is_meta:
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    meta = _TensorMeta(shape, tuple(stride), local.dtype)
+    spec = _DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=local.requires_grad)  # type: ignore[call-arg]
 
 
 def rebind(dtensor: DTensor, new: DTensor) -> None:

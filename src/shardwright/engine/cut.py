@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import local_of
+from shardwright._torch import dtensor_of, local_of
 from shardwright.engine import ragged
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.ragged_spec import RaggedSpec
@@ -54,14 +54,8 @@ class RowCut:
         self._slab_offset = segment.slab_offset
 
     def wrap(self, local: torch.Tensor) -> DTensor:
-        return DTensor.from_local(
-            local,
-            self._ranks.mesh,
-            self._placements,
-            run_check=False,
-            shape=torch.Size(self.spec.shape),
-            stride=self.spec.stride,
-        )
+        shape = torch.Size(self.spec.shape)
+        return dtensor_of(local, self._ranks.mesh, self._placements, shape, self.spec.stride)
 
     def part_of(self, source: torch.Tensor) -> torch.Tensor:
         source = source.detach()

@@ -282,6 +282,9 @@ class _InBackward:
                 loss = closure()
         tell_schedulers(self)  # type: ignore[arg-type]
         parameters = [p for group in self.param_groups for p in group["params"]]
+        for root in {id(unit.root): unit.root for unit in self._units() if unit.root is not None}.values():
+            root.check_divergence()
+            root.recover_if_failed()
         reduce_held(parameters)
         self._complete()
         once, self.__dict__["_shardwright_once"] = self.__dict__["_shardwright_once"], None

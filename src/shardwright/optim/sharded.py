@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwright._torch import (
+    dtensor_of,
     local_of,
     only_schedulers_wrap,
     seen_by_schedulers,
@@ -409,9 +410,7 @@ def _publish(entry: _Entry, state: dict[str, Any], p: DTensor | RaggedTensor, op
             if spec is not None:
                 shown = RaggedTensor(value, spec)
             elif isinstance(p, DTensor) and value.shape == entry.local.shape:
-                shown = DTensor.from_local(
-                    value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-                )
+                shown = dtensor_of(value, p.device_mesh, p.placements, p.shape, p.stride())
             if shown is not value:
                 entry.inner[key] = local_of(shown)
         state[key] = seen[key] = shown
