@@ -46,6 +46,13 @@ def stand_in_device() -> Iterator[StandIn]:
         patch.setattr(api, "_communicators", weakref.WeakValueDictionary())
         for name in ("all_gather", "reduce_scatter", "all_reduce"):
             patch.setattr(Communicator, name, _at_once(getattr(Communicator, name), name == "all_gather"))
+        divided = Communicator._divided
+
+        def divided_after(comm: Communicator, work: Any, *given: Any) -> Pending:
+            work.wait()
+            return divided(comm, None, *given)
+
+        patch.setattr(Communicator, "_divided", divided_after)
         for cache in ("_separate", "_neighbours"):
             patch.setattr(collectives, cache, weakref.WeakKeyDictionary())
         yield streams

@@ -235,9 +235,13 @@ class Arrivals:
         self.poll()
         for unit in self._list():
             unit.leave_device()
-            if unit.stepping is None or not unit.stepping.due:
+            if unit.stepping is None or not unit.stepping.due or unit.calls:
                 unit.land()
+            else:
+                unit.late = True
 
-    def finish(self) -> None:
+    def recover(self) -> None:
+        """A backward has failed: its own are dropped with the unit's reductions, those of the one before stay."""
         for unit in self._list():
-            unit.complete()
+            if unit.late:
+                unit.complete()

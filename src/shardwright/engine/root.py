@@ -246,7 +246,7 @@ class Root:
 
     def recover(self) -> None:
         """An exception left a forward or backward unfinished: its slabs and its gradients are dropped."""
-        self.arrivals.finish()
+        self.arrivals.recover()
         self.caller = None
         self.frames.clear()
         self.open_visits.clear()

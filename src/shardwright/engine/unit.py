@@ -371,7 +371,7 @@ class Unit(Weights):
 
     def land(self) -> None:
         """The host waits for the gradients, and steps the unit if no more can come in this backward."""
-        self.arriving = False
+        self.arriving = self.late = False
         for reduction in self.reductions:
             if isinstance(reduction, HostReduction):
                 reduction.land()
@@ -379,9 +379,10 @@ class Unit(Weights):
             self.step_if_due()
 
     def complete(self) -> None:
-        if self.arriving:
+        if self.late:
             self.land()
-            self.step_if_due()
+            if self.stepping is not None and self.stepping.due:  # its backward is over, and its next use waits
+                self.stepping.run(self)
 
     def _drop_retired(self) -> None:
         """If nothing is held any more, reductions planned for an earlier requires_grad have done their part."""
@@ -701,6 +702,7 @@ class Unit(Weights):
         self.visits.clear()
         if self.stepping is not None:
             self.stepping.due = False
+        self.arriving = self.late = False
         if self.parameters:
             self.entered = False
             for reduction in self.reductions:

@@ -58,6 +58,7 @@ class Weights:
         self.neighbours = neighbours  #: among whom the weights are kept after forward
         self.host: Host | None = None  #: where the shards lie, if not on the device
         self.arriving = False  #: whether gradients are on their way there
+        self.late = False  #: whether they are those of a backward that is over
         self.root: Root | None = None
         self.number = -1
         self.name = ""
@@ -326,7 +327,7 @@ class Weights:
         """
         root = self.root
         assert root is not None
-        if self.arriving:
+        if self.late:
             self.complete()
         if self._unset:
             self._refuse_without_values()
@@ -404,7 +405,7 @@ class Weights:
             self._uploaded = None
 
     def complete(self) -> None:
-        """Gradients that are still on their way to the host are waited for, and stepped if they are to be."""
+        """Wait for gradients of an earlier backward that are still on their way to the host, and step them."""
 
     def wait(self) -> None:
         """Order the computation after the gather under way, if there is one."""
@@ -539,7 +540,7 @@ class Weights:
 
     def valid_for(self, generation: int) -> bool:
         """Whether the slab may be read by the given root call without filling it again."""
-        if self.arriving:
+        if self.late:
             self.complete()
         trusted = self.kept and edits_are_seen
         if not self.slab.leased or not (self.generation == generation or trusted):
