@@ -54,7 +54,6 @@ def test_names_of_later_versions_say_so() -> None:
 
 
 LATER = {
-    "offload_policy": CPUOffloadPolicy(),
     "dp_mesh_dims": sw.DataParallelMeshDims(shard="x"),
 }
 

@@ -14,13 +14,16 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import shardwright as sw
-from shardwright._torch import memory_can_be_swapped
+from shardwright._torch import dtensor_of, memory_can_be_swapped
 from shardwright.engine.offload import HostSlab
 from shardwright.memory import Slab
 from tests.engine.models import Model, build, full, loss_of, shard, tokens
 from tests.engine.test_strategies import On, on, on_meshes, units_of
+from tests.engine.test_streams import fake_ranks
 from tests.support import multirank
 from tests.support.matrix import select, together
 from tests.support.stand_in import stand_in_device
@@ -290,3 +293,27 @@ def test_failures_leave_nothing_on_its_way(rank: int, world_size: int) -> None:
         train(model, optimizer, rank, 1, first=3)
         train(plain, other, rank, 1, first=3)
         assert_same(plain, model)
+
+
+@multirank(2)
+def test_what_cannot_be_offloaded_is_refused(rank: int, world_size: int) -> None:
+    with stand_in_device():
+        with pytest.raises(NotImplementedError, match="state through the device"):
+            sw.fully_shard(nn.Linear(4, 4), offload_policy=sw.Offload(parameters=False, gradients=False))
+        model = sw.fully_shard(nn.Linear(4, 4), offload_policy=sw.Offload())
+        with pytest.raises(NotImplementedError, match="whole tensors move between devices"):
+            sw.fully_shard_optimizer(
+                sw.Muon(nn.ParameterDict({"weight": model.weight}).named_parameters(), lr=0.1)
+            )
+
+
+def test_a_dtensor_stays_where_its_local_tensor_is() -> None:
+    """Over a mesh of another device, where ``DTensor.from_local`` would move it."""
+    with fake_ranks(2):
+        mesh = init_device_mesh("cuda", (2,))
+        made = dtensor_of(torch.ones(3, 4), mesh, (Shard(0),), torch.Size((6, 4)), (4, 1))
+        assert made.device.type == made.to_local().device.type == "cpu" and made.shape == (6, 4)
+        parameter = nn.Parameter(made)
+        parameter.grad = torch.ones_like(made)
+        torch.optim.SGD([parameter], lr=0.5).step()
+        assert torch.equal(parameter.to_local(), torch.full((3, 4), 0.5))

@@ -30,7 +30,7 @@ from shardwright.engine.construct import (
 from shardwright.engine.copies import convert_buffer
 from shardwright.engine.extension import is_extended
 from shardwright.engine.module import FSDPModule, install
-from shardwright.engine.offload import offload_of
+from shardwright.engine.offload import offload_of, refuse_on_device
 from shardwright.engine.parameter import has_no_values, refuse_while_deferring
 from shardwright.engine.pools import check_memory
 from shardwright.engine.ranks import Ranks
@@ -125,6 +125,8 @@ def fully_shard(
     mesh = mesh if mesh is not None else _default_mesh()
     _check_mesh(mesh)
     ranks = _ranks(mesh, resolve(strategy, mesh.ndim))
+    offload = offload_of(offload_policy)
+    refuse_on_device(offload, ranks.comm.streams)
     ignored = ignored_params or set()
     found = find_parameters(modules, ignored, mesh)
     reshard = _reshard_after_forward(reshard_after_forward, strategy, ranks, found)
@@ -137,7 +139,7 @@ def fully_shard(
         layout=_layout(layout, ranks),
         ignored=ignored,
         attach=attach,
-        offload=offload_of(offload_policy),
+        offload=offload,
     )
     unit.memory, unit.prefetch, unit.strict = memory, prefetch, strict
     unit.synced, unit.checked = sync_module_states, check_module_states

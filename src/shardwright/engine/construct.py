@@ -224,6 +224,12 @@ def own_parameters(unit: Unit, found: Found) -> None:
                 for member in segment.members:
                     _, original, slots = owned[member.index]
                     cut = make_cut(ranks, specs[member.index], segment, member)
+                    if run.extended and unit.host is not None:
+                        raise NotImplementedError(
+                            f"parameter {owned[member.index].name!r} ({type(original).__name__}) decides itself what "
+                            "is gathered of it, from its own memory, so it cannot be offloaded. Leave offload_policy "
+                            "at its default for its unit."
+                        )
                     if run.extended:
                         part = cut.part_of(original)
                         local = part.to(device, copy=True)

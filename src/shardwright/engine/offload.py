@@ -30,9 +30,8 @@ class Offload(OffloadPolicy):
     """What of a unit lies in the CPU's memory between uses: an ``offload_policy`` of ``fully_shard``.
 
     ``Offload()`` is what ``CPUOffloadPolicy()`` is: parameters, gradients and optimizer state, all sharded, and the
-    optimizer steps on the CPU. ``Offload(parameters=False, gradients=False)`` keeps the state alone there: the
-    optimizer, from ``sw.fully_shard_optimizer``, steps on the device, and the state of one unit after another passes
-    through it.
+    optimizer steps on the CPU. ``Offload(parameters=False, gradients=False)``, the state alone, is not yet there on
+    accelerators and refused by ``fully_shard``.
 
     Args:
         parameters: the sharded parameters. Gathers read a copy of the shard.
@@ -75,6 +74,14 @@ def offload_of(policy: OffloadPolicy) -> Offload:
     if isinstance(policy, Offload):
         return policy
     return Offload(pin_memory=policy.pin_memory) if isinstance(policy, CPUOffloadPolicy) else NOTHING
+
+
+def refuse_on_device(offload: Offload, streams: Streams) -> None:
+    if offload.optimizer and not offload.parameters and not streams.asynchronous:
+        raise NotImplementedError(
+            "Offload(parameters=False) would pass the optimizer's state through the device, which this version does "
+            "not do on an accelerator. Offload parameters and gradients, too, with CPUOffloadPolicy() or Offload()."
+        )
 
 
 class HostSlab(Slab):

@@ -381,7 +381,9 @@ class Unit(Weights):
     def complete(self) -> None:
         if self.late:
             self.land()
-            if self.stepping is not None and self.stepping.due:  # its backward is over, and its next use waits
+            if (
+                self.stepping is not None and self.stepping.due
+            ):  # its backward is over, and its next use waits
                 self.stepping.run(self)
 
     def _drop_retired(self) -> None:

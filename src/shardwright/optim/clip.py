@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,7 @@ def clip_grad_norm_(
     reduce_held(parameters)
     plain: list[torch.Tensor] = []
     sharded: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}  # by the groups that cut them
+    kinds: dict[Any, str] = {}  # where they communicate
     unit = None
     for p in parameters:
         unit = unit or unit_of(p)
@@ -68,6 +70,7 @@ def clip_grad_norm_(
             continue
         if isinstance(gradient, RaggedTensor):
             group = gradient.spec.group
+            kinds[(group,)] = gradient.spec.mesh.device_type
             (plain if group is None else sharded.setdefault((group,), [])).append(local_of(gradient))
         elif isinstance(gradient, DTensor):
             local = local_of(gradient)
@@ -78,7 +81,9 @@ def clip_grad_norm_(
             mesh = gradient.device_mesh
             axes = [axis for axis, placement in enumerate(gradient.placements) if placement.is_shard()]
             if axes:
-                sharded.setdefault(tuple(mesh.get_group(axis) for axis in axes), []).append(local)
+                groups = tuple(mesh.get_group(axis) for axis in axes)
+                kinds[groups] = mesh.device_type
+                sharded.setdefault(groups, []).append(local)
             else:
                 plain.append(local)
         else:
@@ -96,10 +101,14 @@ def clip_grad_norm_(
         part = _norms(tensors, norm_type, device)
         assert part is not None
         part = part if largest else part.pow_(norm_type)
+        here, there = part.device, torch.device(kinds[groups])
+        part = (
+            part.to(there) if here.type != there.type else part
+        )  # what is offloaded is summed where groups can
         for group in groups:
             if group.size() > 1:
                 dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-        part = part if largest else part.pow_(1.0 / norm_type)
+        part = (part if largest else part.pow_(1.0 / norm_type)).to(here)
         norms = part if norms is None else torch.cat([norms, part])
     norm = torch.linalg.vector_norm(norms, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):

@@ -161,6 +161,12 @@ def _choose_owners(optimizer: Any, found: list[tuple[str, torch.Tensor, Need]]) 
     by_mesh: dict[Any, list[Any]] = {}
     for name, p, need in found:
         if need == "tensor" and isinstance(p, SHARDED):
+            unit = unit_of(p)
+            if unit is not None and unit.host is not None:
+                raise NotImplementedError(
+                    f"{type(optimizer).__name__} needs parameter {name!r} whole, and whole tensors move between "
+                    "devices, while this one is offloaded to the CPU. Leave offload_policy at its default for its unit."
+                )
             by_mesh.setdefault(p.device_mesh, []).append((name, p, cost(p)))
     if not hasattr(optimizer, "_shardwright_owners"):  # which a wrapper of the optimizer may have from it
         optimizer._shardwright_owners, optimizer._shardwright_whole = {}, set()
