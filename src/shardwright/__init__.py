@@ -23,18 +23,21 @@ if TYPE_CHECKING:
         OffloadPolicy,
     )
 
-    from shardwright import layout, optim
+    from shardwright import comm_hooks, layout, optim
     from shardwright.checkpoint import load_pretrained, save_pretrained
     from shardwright.engine import (
         FSDPModule,
         GraphedStep,
         MemoryReport,
         Offload,
+        ShardPlacementResult,
         UnshardHandle,
         fully_shard,
         memory_report,
         register_fsdp_forward_method,
         share_comm_ctx,
+        unsharded,
+        wrap,
     )
     from shardwright.init import deferred_init, materialize
     from shardwright.layout import Ragged, Strategy
@@ -56,9 +59,11 @@ __all__ = [
     "Offload",
     "OffloadPolicy",
     "Ragged",
+    "ShardPlacementResult",
     "Strategy",
     "UnshardHandle",
     "clip_grad_norm_",
+    "comm_hooks",
     "deferred_init",
     "fully_shard",
     "fully_shard_optimizer",
@@ -70,7 +75,16 @@ __all__ = [
     "register_fsdp_forward_method",
     "save_pretrained",
     "share_comm_ctx",
+    "unsharded",
+    "wrap",
 ]
+
+_MODULES = {
+    "comm_hooks": "shardwright.comm_hooks",
+    "layout": "shardwright.layout",
+    "optim": "shardwright.optim",
+    "wrap": "shardwright.engine.wrap",
+}
 
 #: Public name -> the module that defines it. Imported at first use, so that the command line starts without torch.
 _HOMES = {
@@ -85,6 +99,7 @@ _HOMES = {
     "Offload": "shardwright.engine",
     "OffloadPolicy": "torch.distributed.fsdp",
     "Ragged": "shardwright.layout",
+    "ShardPlacementResult": "shardwright.engine",
     "Strategy": "shardwright.layout",
     "UnshardHandle": "shardwright.engine",
     "clip_grad_norm_": "shardwright.optim",
@@ -98,6 +113,7 @@ _HOMES = {
     "register_fsdp_forward_method": "shardwright.engine",
     "save_pretrained": "shardwright.checkpoint",
     "share_comm_ctx": "shardwright.engine",
+    "unsharded": "shardwright.engine",
 }
 
 
@@ -105,13 +121,12 @@ _HOMES = {
 _LATER = {
     "load_checkpoint",
     "save_checkpoint",
-    "unsharded",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("layout", "optim"):
-        return importlib.import_module(f"shardwright.{name}")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name in _LATER:
         raise NotImplementedError(
             f"shardwright.{name} is not in version {__version__}; it is planned for a later one"

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives
 from torch.distributed import distributed_c10d as _c10d
-from torch.distributed.tensor import DTensor, _dtensor_spec
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, _dtensor_spec, placement_types
 
 
 def _probe(owner: Any, *names: str) -> Any:
@@ -114,6 +117,9 @@ def dump_memory_history(path: str) -> None:
     torch.cuda.memory._dump_snapshot(path)
 
 
+#: Its name before torch 2.13.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 foreach_copy_ = _probe(torch, "_foreach_copy_")
 foreach_mul_ = _probe(torch, "_foreach_mul_")
 foreach_norm = _probe(torch, "_foreach_norm")
@@ -147,6 +153,20 @@ def hide_from_dynamo(*modules: str) -> None:
 
     for name in modules:
         trace_rules.add(name)
+
+
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def set_activation_memory_budget(part: float) -> None:
+    """Let torch.compile keep this part of what it would keep for backward; of 0 the inputs only. For the process."""
+    import torch._functorch.config as config
+
+    config.activation_memory_budget = part
 
 
 #: Name, in ``torch.nn.init``, of what fills a tensor with truncated normal numbers, in a loop that looks at them.
@@ -203,6 +223,32 @@ def dtensor_of(
     meta = _TensorMeta(shape, tuple(stride), local.dtype)
     spec = _DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
     return DTensor(local, spec, requires_grad=local.requires_grad)  # type: ignore[call-arg]
+
+
+_AsyncCollectiveTensor = _probe(_functional_collectives, "AsyncCollectiveTensor")
+
+
+def waited(local: torch.Tensor) -> torch.Tensor:
+    """A local tensor that DTensor may still be communicating, as a plain one."""
+    return local.wait() if isinstance(local, _AsyncCollectiveTensor) else local
+
+
+#: ``Shard`` of a dimension that a mesh dimension further right has cut before.
+StridedShard = _probe(placement_types, "_StridedShard")
+_concatenate = _probe(DeviceMesh, "_concatenate")
+
+
+def concatenated(*meshes: DeviceMesh) -> DeviceMesh:
+    """The mesh of the dimensions of parts of one mesh, in this order. RuntimeError if they are no such parts."""
+    return _concatenate(list(meshes))
+
+
+_flatten = _probe(DeviceMesh, "_flatten")
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of one dimension over the same ranks. All of them must call it."""
+    return _flatten(mesh)
 
 
 def rebind(dtensor: DTensor, new: DTensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import shardwright as sw
@@ -15,6 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "pretrained.md"
 
 @multirank(2)
 def test_examples_of_the_page_run(rank: int, world_size: int, tmp_path: Path) -> None:
+    pytest.importorskip("pydantic", reason="needs the extra train")
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(examples) == 4
     names = {"sw": sw, "torch": torch, "mesh": world_mesh(world_size), "folder": tmp_path / "saved"}

@@ -9,13 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import shardwright as sw
-from shardwright.train.config import DataConfig
-from shardwright.train.data.corpus import batch, load_corpus
-from shardwright.train.models import hugging_face
-from shardwright.train.models.build import model_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,6 +36,12 @@ def losses(output: str) -> list[float]:
 
 
 def test_it_makes_loads_tunes_and_saves(tmp_path: Path) -> None:
+    pytest.importorskip("pydantic", reason="needs the extra train")
+    from shardwright.train.config import DataConfig
+    from shardwright.train.data.corpus import batch, load_corpus
+    from shardwright.train.models import hugging_face
+    from shardwright.train.models.build import model_of
+
     first = run("--to", str(tmp_path / "tuned"), scratch=tmp_path)
     assert "made a small pretrained Llama in" in first
     parameters, read, whole = (

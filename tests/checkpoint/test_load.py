@@ -168,6 +168,48 @@ def test_plain_models_are_loaded_in_every_state(tmp_path: Path, state: str) -> N
     assert not torch.equal(model.embed.weight, source_model().embed.weight)
 
 
+def part_of_a_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 5), nn.BatchNorm1d(5))
+
+
+@multirank(2, 3)
+@pytest.mark.parametrize("layout", ["per_parameter", "row"])
+def test_materialising_gives_values_to_what_was_not_loaded_and_to_nothing_else(
+    rank: int, world_size: int, layout: str, tmp_path: Path
+) -> None:
+    kept = part_of_a_model()
+    kept[1].register_parameter("bias", None)  # is not stored, as is all of the first one
+    if rank == 0:
+        torch.save(
+            {k: v + 1 for k, v in kept.state_dict().items() if not k.startswith("0")}, tmp_path / "weights.pt"
+        )
+    torch.distributed.barrier()
+    stored = torch.load(tmp_path / "weights.pt")
+    for number, (state, first) in enumerate(
+        [("deferred", "shard"), ("deferred", "load"), ("meta", "shard"), ("meta", "load"), ("real", "shard")]
+    ):
+        torch.manual_seed(number)
+        plain = part_of_a_model()
+        if state == "meta":  # module by module draws what the constructors drew
+            torch.manual_seed(number)
+            plain[0].reset_parameters(), plain[1].reset_parameters()
+        drawn = torch.get_rng_state()
+        torch.manual_seed(number)
+        with {**STATES, "deferred": sw.deferred_init()}[state]:
+            model = part_of_a_model()
+        if first == "shard":
+            sw.fully_shard(model, mesh=world_mesh(world_size), **LAYOUTS[layout])
+        loaded = sw.load_pretrained(model, tmp_path / "weights.pt", allow_missing=["0.*", "1.bias"])
+        assert loaded.missing == ["0.weight", "0.bias", "1.bias"]
+        if first == "load":
+            sw.fully_shard(model, mesh=world_mesh(world_size), **LAYOUTS[layout])
+        sw.materialize(model)
+        assert torch.equal(torch.get_rng_state(), drawn)
+        plain.load_state_dict(stored, strict=False)
+        for (name, p), q in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+            assert torch.equal(full(p), q), (state, first, name)
+
+
 # -- names and forms ---------------------------------------------------------------------------------------------------
 
 

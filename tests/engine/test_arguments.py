@@ -28,6 +28,7 @@ def test_signature_and_defaults_are_those_of_torch() -> None:
         assert ours[name].kind == parameter.kind, name
         assert ours[name].default == parameter.default, name
     own = {"strategy", "layout", "memory", "prefetch", "strict", "sync_module_states", "check_module_states"}
+    own.add("ignored_modules")
     assert set(ours) - set(theirs) - own <= {"dp_mesh_dims"}  # which torch has from 2.12 on
 
 
@@ -51,26 +52,6 @@ def test_policies_of_another_kind_are_refused(rank: int, world_size: int) -> Non
 def test_names_of_later_versions_say_so() -> None:
     with pytest.raises(NotImplementedError, match=r"shardwright.load_checkpoint is not in version"):
         _ = sw.load_checkpoint
-
-
-LATER = {
-    "dp_mesh_dims": sw.DataParallelMeshDims(shard="x"),
-}
-
-
-@multirank(1)
-@pytest.mark.parametrize("option", LATER)
-def test_options_of_later_versions_are_refused(rank: int, world_size: int, option: str) -> None:
-    with pytest.raises(NotImplementedError, match=rf"does not support {option}.*Leave it at its default"):
-        sw.fully_shard(nn.Linear(2, 2), **{option: LATER[option]})
-
-
-@multirank(1)
-def test_methods_of_later_versions_are_refused(rank: int, world_size: int) -> None:
-    model = sw.fully_shard(nn.Linear(2, 2))
-    for name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
-        with pytest.raises(NotImplementedError, match=f"{name} is not supported in this version"):
-            getattr(model, name)(True)
 
 
 def refused(match: str, error: type[Exception], module: object, **options: object) -> None:
@@ -99,7 +80,10 @@ def test_parameters_that_cannot_be_sharded(rank: int, world_size: int) -> None:
 def test_placements_that_cannot_be(rank: int, world_size: int) -> None:
     refused("has 1 dimensions", ValueError, nn.LayerNorm(4), shard_placement_fn=lambda p: Shard(1))
     refused(
-        "must return Shard or None", ValueError, nn.LayerNorm(4), shard_placement_fn=lambda p: Replicate()
+        "must return Shard, ShardPlacementResult or None",
+        ValueError,
+        nn.LayerNorm(4),
+        shard_placement_fn=lambda p: Replicate(),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -106,6 +107,79 @@ def test_deferred_models_of_different_seeds_are_named(rank: int, world_size: int
         ValueError, match=r"other values than on rank 0 have: 'weight' on rank 1; 'bias' on rank 1\."
     ):
         sw.fully_shard(other, check_module_states=True)
+
+
+class Recorded(nn.Module):
+    """On rank 1 what is recorded of some of its tensors is another thing."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        other = rank == 1
+        self.same = nn.Linear(3, 3)
+        self.full = nn.Parameter(torch.full((4,), float(other)))
+        self.register_buffer("data", torch.tensor([1.0, 2.0 + other]), persistent=False)
+        self.register_buffer("twice", self.data * 2)
+        self.operation = nn.Parameter(torch.ones(3).cos() if other else torch.ones(3).sin())
+        self.scaled = nn.Parameter(torch.empty(3))
+        nn.init.normal_(self.scaled, std=1.0 + other)
+        self.after_scaled = nn.Parameter(torch.randn(3))  # the same numbers
+        table = torch.arange(6.0)
+        self.register_buffer("place", table[other : 3 + other])
+        table[0] = 9.0 + other
+        self.overwritten = nn.Parameter(torch.full((2,), float(other)))
+        nn.init.zeros_(self.overwritten)
+        if rank == 0:  # as when one rank logs
+            self.norm = self.after_scaled.norm().item()
+            torch.get_rng_state()
+        self.after_reading = nn.Parameter(torch.rand(3))
+        nn.init.trunc_normal_(self.after_reading, std=0.1)
+        torch.rand(2 + 2 * other)
+        self.later = nn.Parameter(torch.rand(3))
+
+
+@multirank(3)
+def test_deferred_models_that_were_recorded_otherwise_are_named(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    with sw.deferred_init():
+        models = [Recorded(0 if rank == 1 else rank), Recorded(rank)]
+    sw.fully_shard(models[0], check_module_states=True)
+    names = ("full", "operation", "scaled", "later", "data", "twice", "place")
+    told = "; ".join(f"'{name}' on rank 1" for name in names)
+    with pytest.raises(
+        ValueError, match=rf"other values than on rank 0 have: {told}\. .*seed, code and data"
+    ):
+        sw.fully_shard(models[1], check_module_states=True)
+    sw.materialize(models[0])
+    torch.manual_seed(0)
+
+
+@multirank(2)
+def test_deferred_on_one_rank_only(rank: int, world_size: int) -> None:
+    with sw.deferred_init() if rank else nullcontext():
+        model = nn.Linear(2, 2)
+    expected = r"rank 0 has .*'weight', \(2, 2\), 'torch.float32'\).*rank 1 .*'torch.float32', 'deferred'\)"
+    with pytest.raises(ValueError, match=expected):
+        sw.fully_shard(model, check_module_states=True)
+
+
+def test_comparing_what_was_recorded_computes_nothing() -> None:
+    torch.manual_seed(0)
+    with sw.deferred_init():
+        model = nn.Linear(2**20, 2**20)  # 4 TiB
+        with torch.no_grad():
+            for _ in range(3000):  # more than Python's stack is deep
+                model.weight.add_(1)
+    assert isinstance(model.weight.origin, int)
+    torch.manual_seed(0)  # nobody will have the model
+
+
+@multirank(2)
+def test_conjugates_are_compared_and_sent(rank: int, world_size: int) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0) + rank).conj())
+    expected = torch.polar(torch.ones(3), torch.arange(3.0)).conj()
+    sw.fully_shard(model, sync_module_states=True, check_module_states=True)
+    assert torch.equal(model.turns, expected)
 
 
 @multirank(2)

@@ -26,10 +26,12 @@ from torch.utils.checkpoint import checkpoint
 import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
 from shardwright.comm import DeviceStreams, Pending
+from shardwright.comm_hooks import Compressed, Int8Blocks, PowerSGD
 from shardwright.engine import module as engine_module
 from shardwright.engine.gradients import Reduction
 from shardwright.engine.weights import Weights
 from shardwright.layout import resolve
+from tests.engine.custom import Gathers, Scatters
 from tests.engine.models import Model, loss_of, tokens
 from tests.support.races import NoMemoryError, RaceError, Simulator
 
@@ -166,6 +168,16 @@ class Training:
                 module.set_all_reduce_hook(lambda gradient: gradient.mul_(0.5), stream=self.other)
         elif event == "separate group":
             self.model.set_separate_reduce_scatter_group()
+        elif event == "compressed":
+            self.model.set_gradient_comm_hook(Compressed(Int8Blocks(8), error_feedback=True))
+        elif event == "thin matrices":
+            self.model.set_gradient_comm_hook(PowerSGD(1))
+        elif event == "weights encoded":
+            self.model.set_all_gather_codec(Int8Blocks(8))
+        elif event == "own collectives":
+            for module in (self.model, *blocks):
+                module.set_custom_all_gather(Gathers())
+                module.set_custom_reduce_scatter(Scatters())
         elif event == "two buffers":
             self.model.set_reduce_scatter_max_input_buffers(2)
         elif event == "kept after backward":
@@ -569,6 +581,10 @@ CHOICES: list[list[Any]] = [
 ]
 EVENTS = [
     "none",
+    "compressed",
+    "thin matrices",
+    "weights encoded",
+    "own collectives",
     "another order",
     "failures",
     "frozen",

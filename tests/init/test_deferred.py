@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import random
+import re
 import weakref
 from collections.abc import Callable
 from concurrent import futures
@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
-from tests.init.models import MODELS, Recurrent, Ties, assert_built_alike, assert_same, tensors_of
+from tests.init.models import MODELS, Recurrent, Ties, assert_built_alike, assert_same
 from tests.support import multirank, world_mesh
 
 
@@ -29,6 +29,18 @@ from tests.support import multirank, world_mesh
 @pytest.mark.parametrize("seed", [0, 1, 2**40])
 def test_unsharded_models_equal_the_plain_build(name: str, seed: int) -> None:
     assert_built_alike(MODELS[name], seed)
+
+
+def test_every_initialiser_of_torch_is_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    public = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
+    called = set()
+    for name in public:
+        original = getattr(nn.init, name)
+        monkeypatch.setattr(
+            nn.init, name, lambda *a, name=name, original=original, **k: called.add(name) or original(*a, **k)
+        )
+    MODELS["initialisers"]()
+    assert called == set(public) and len(public) >= 14
 
 
 #: What ``fully_shard`` is told, by the number of mesh dimensions.
@@ -283,6 +295,27 @@ def test_drawing_before_materialize_is_refused() -> None:
     sw.materialize(model)
 
 
+def test_a_constructor_that_fails_leaves_the_generators() -> None:
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError), sw.deferred_init():
+        nn.Linear(3, 3)
+        torch.manual_seed(5)
+        raise ZeroDivisionError
+    assert torch.equal(torch.get_rng_state(), state)
+    plain = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    torch.manual_seed(0)
+    with sw.deferred_init():
+        first = nn.Linear(3, 3)
+    with pytest.raises(ZeroDivisionError), sw.deferred_init():
+        nn.Linear(3, 3)
+        raise ZeroDivisionError
+    with sw.deferred_init():
+        second = nn.Linear(3, 3)
+    for model, each in zip((second, first), reversed(plain), strict=True):
+        assert_same(sw.materialize(model), each)
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_seeding_before_materialize_counts_as_without_deferral(seed: int) -> None:
     torch.manual_seed(0)
@@ -426,76 +459,6 @@ def test_loaded_parameters_stay(rank: int, world_size: int) -> None:
     assert_same(model, plain)
 
 
-# -- random models -----------------------------------------------------------------------------------------------------
-
-
-class RandomModel(nn.Module):
-    """A random tree of modules with random initialisers, ties, dtypes, seeds and reads; the same for one ``seed``."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        choose = random.Random(seed)
-        made: list[nn.Module] = []
-        for number in range(choose.randint(2, 6)):
-            rows, columns = choose.randint(1, 20), choose.randint(1, 20)
-            module = choose.choice(
-                [
-                    lambda r=rows, c=columns: nn.Linear(r, c),
-                    lambda r=rows, c=columns: nn.Embedding(r, c, padding_idx=0),
-                    lambda r=rows, c=columns: nn.GRU(r, c),
-                    lambda r=rows, c=columns: nn.Conv1d(r, c, 2),
-                    lambda r=rows, c=columns: nn.BatchNorm1d(r),
-                ]
-            )()
-            made.append(module)
-            self.add_module(f"m{number}", module)
-            for _ in range(choose.randint(0, 3)):
-                self.change(choose, number, choose.choice(made))
-
-    def change(self, choose: random.Random, number: int, module: nn.Module) -> None:
-        parameter = choose.choice(list(module.parameters(recurse=False)))
-        what = choose.randrange(10)
-        with torch.no_grad():
-            if what == 0:
-                choose.choice([nn.init.trunc_normal_, nn.init.normal_, nn.init.ones_])(parameter)
-            elif what == 1:
-                parameter.mul_(choose.random())
-            elif what == 2:
-                parameter[0].uniform_()
-            elif what == 3:
-                module.to(choose.choice([torch.float64, torch.bfloat16, torch.float32]))
-            elif what == 4:
-                self.register_parameter(f"tied{number}", parameter)
-            elif what == 5:
-                self.register_buffer(
-                    f"buffer{number}", parameter.detach().float().cumsum(0), persistent=False
-                )
-            elif what == 6:
-                torch.manual_seed(choose.randrange(3))
-            elif what == 7 and torch.rand(1).item() > 0.5:
-                self.add_module(f"branch{number}", nn.Linear(2, 3))
-            elif what == 8:
-                self.add_module(f"copy{number}", copy.deepcopy(module))
-            elif what == 9:
-                parameter.data = (
-                    parameter.detach().clone().t() if parameter.ndim == 2 else parameter.detach() + 1
-                )
-
-
-@multirank(1, 3)
-def test_random_models_equal_the_plain_build(rank: int, world_size: int) -> None:
-    for seed in range(60):
-        shard_it = partial(sw.fully_shard, **HOW[1][seed % len(HOW[1])]) if seed % 2 else None
-        try:
-            assert_built_alike(partial(RandomModel, seed), seed, shard_it)
-        except BaseException as error:
-            raise AssertionError(f"RandomModel({seed})") from error
-
-
-def test_random_models_are_not_all_alike() -> None:
-    assert len({tuple(tensors_of(RandomModel(seed))) for seed in range(60)}) > 50
-
-
 # -- what once was silently wrong ------------------------------------------------------------------------------------
 
 
@@ -627,12 +590,98 @@ class Marked(nn.Parameter):
     pass
 
 
-def test_subclasses_of_parameters_are_refused_by_name() -> None:
+class Named(torch.Tensor):
+    """As libraries have them that keep units or names of dimensions with tensors."""
+
+
+class Made(torch.Tensor):
+    @staticmethod
+    def __new__(cls, data: torch.Tensor) -> Any:
+        return torch.Tensor._make_subclass(cls, data)
+
+
+class Halves(torch.Tensor):
+    """A wrapper of two tensors, as quantised weights are."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype)
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.low, self.high = data.chunk(2)
+
+    def __tensor_flatten__(self) -> Any:
+        return ["low", "high"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.detach.default
+        return cls(torch.cat([args[0].low, args[0].high]))
+
+
+OF_OTHER_CLASSES: dict[str, tuple[Callable[[], Any], str]] = {
+    "as_subclass": (
+        lambda: torch.rand(2).as_subclass(Named),
+        "a Named, in Holder at 'self.scale = nn.Parameter",
+    ),
+    "_make_subclass": (lambda: Made(torch.rand(2)), "a Made, in Holder at 'self.scale = nn.Parameter"),
+    "constructor": (lambda: Named([1.0, 2.0]), "a Named, in Holder at 'self.scale = nn.Parameter"),
+    "like": (lambda: torch.zeros_like(GIVEN), "a Named, in Holder at 'self.scale = nn.Parameter"),
+    "wrapper": (lambda: Halves(torch.rand(4)), "'scale' of Holder, a Halves that holds deferred tensors"),
+    "parameter": (lambda: Marked(torch.rand(2)), "a Marked, in Holder at 'self.scale = nn.Parameter"),
+}
+GIVEN = torch.ones(2).as_subclass(Named)
+
+
+class Holder(nn.Module):
+    def __init__(self, make: Callable[[], Any], buffer: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        if buffer:
+            self.register_buffer("scale", make())
+        else:
+            self.scale = nn.Parameter(make())
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+@pytest.mark.parametrize("kind", OF_OTHER_CLASSES)
+def test_tensors_of_other_classes_are_refused_by_name(kind: str, buffer: bool) -> None:
+    make, said = OF_OTHER_CLASSES[kind]
     new = nn.Parameter.__dict__["__new__"]
-    with sw.deferred_init(), pytest.raises(NotImplementedError, match="cannot build a Marked"):
-        Marked(torch.ones(2))
+    said = re.escape(f"cannot build {said}").replace("self\\.scale\\ =\\ nn\\.Parameter", "self.*scale.*")
+    with pytest.raises(NotImplementedError, match=f"{said}.*outside"), sw.deferred_init():
+        Holder(make, buffer)
     assert nn.Parameter.__dict__["__new__"] is new
-    assert type(Marked(torch.ones(2))) is Marked
+    if kind != "parameter":
+        Holder(make, buffer)  # the context has left nothing behind
+    assert_built_alike(lambda: Holder(lambda: torch.ones(2), buffer), 0)
+
+
+def test_tensors_of_other_classes_from_outside_stay() -> None:
+    given = Halves(torch.arange(4.0))
+    with sw.deferred_init():
+        model = nn.ParameterList([nn.Parameter(GIVEN, requires_grad=False)])
+        model.register_buffer("halves", given)
+    sw.materialize(model)
+    assert type(model[0]) is Named and model[0].data_ptr() == GIVEN.data_ptr()
+    assert model.halves is given
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("sparse_coo", lambda: torch.eye(3).to_sparse()),
+        ("sparse_coo", lambda: torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (3,))),
+        ("nested", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_are_not_dense_are_refused(kind: str, make: Callable[[], Any]) -> None:
+    with (
+        pytest.raises(NotImplementedError, match=f"a {kind} one came up. Build .* outside"),
+        sw.deferred_init(),
+    ):
+        Holder(make, True)
 
 
 def test_a_context_in_another_thread_is_refused() -> None:

@@ -105,6 +105,49 @@ def test_module_by_module(rank: int, world_size: int) -> None:
     assert_same(model, plain)
 
 
+class Counted(nn.Linear):
+    calls = 0
+
+    def reset_parameters(self) -> None:
+        Counted.calls += 1
+        super().reset_parameters()
+
+
+@multirank(2)
+def test_each_module_is_initialised_exactly_once(rank: int, world_size: int) -> None:
+    model: Any = on_meta(lambda: nn.Sequential(Counted(3, 3), nn.Sequential(Counted(3, 3))))
+    model.append(model[0])  # shared
+    shard(model[1], "ragged")
+    sw.fully_shard(model)
+    Counted.calls = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sw.materialize(model)
+        assert Counted.calls == 2
+        sw.materialize(model)  # nothing is left to do
+    assert Counted.calls == 2
+
+
+@multirank(2)
+def test_what_is_initialised_twice_is_reported(rank: int, world_size: int) -> None:
+    tied: Any = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False)))
+    tied[1].weight = tied[0].weight
+    with pytest.warns(UserWarning, match=r"more than once, the last one counts: '0.weight', '1.weight'\."):
+        sw.materialize(sw.fully_shard(tied))
+
+    def init(model: Any) -> None:
+        model.bias.zero_()
+        nn.init.orthogonal_(model.weight)
+        nn.init.normal_(model.weight)
+
+    plain = initialised(lambda: nn.Linear(3, 3), 0, init)
+    model = sw.fully_shard(on_meta(lambda: nn.Linear(3, 3)))
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match=r"more than once, the last one counts: 'weight'\."):
+        sw.materialize(model, init=lambda: init(model))
+    assert_same(model, plain)
+
+
 class Forgotten(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -29,9 +29,9 @@ from shardwright.checkpoint.model import (
     on_every_rank,
     same_bits,
     tensors_of,
-    units_of,
 )
 from shardwright.checkpoint.names import KeyMap, Source, keys_of, source_of, views_of
+from shardwright.engine.construct import units_of
 from shardwright.engine.parameter import refuse_while_deferring
 from shardwright.engine.states import everywhere, hash_of
 

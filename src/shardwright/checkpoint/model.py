@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import increment_version, is_persistent
-from shardwright.engine.construct import UNIT
 from shardwright.engine.parameter import has_no_values, unit_of
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.states import everywhere
@@ -57,15 +56,11 @@ class Held:
         return not has_no_values(self.tensor) and self.tensor not in unset
 
 
-def units_of(model: nn.Module) -> list[Unit]:
-    """Every unit of a model, once."""
-    found = [module.__dict__.get(UNIT) for module in model.modules()]
-    return list(dict.fromkeys(unit for unit in found if unit is not None))
-
-
 def mesh_of(units: list[Unit]) -> DeviceMesh | None:
-    """The mesh of a sharded model; None of a plain one."""
-    return units[0].mesh if units else None
+    """The mesh of all ranks of a sharded model; None of a plain one."""
+    meshes = [unit.mesh for unit in units]
+    meshes += [p.cut.parallel.rest for unit in units for p in unit.parameters if p.cut.parallel is not None]
+    return max(meshes, key=lambda mesh: mesh.size(), default=None)  # type: ignore[no-any-return]
 
 
 def tensors_of(model: nn.Module) -> list[Held]:
@@ -99,6 +94,7 @@ def at_rest(units: list[Unit], doing: str) -> None:
         if unit.calls or unit.visits:
             raise RuntimeError(f"{doing} while unit {unit.name!r} is in use: call it between steps")
     for unit in units:
+        unit.refuse_unsharded(doing + " for")
         unit.drop_kept()
         unit.release()
         unit.settle()

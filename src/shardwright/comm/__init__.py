@@ -1,19 +1,31 @@
-"""Collectives over bytes, the division of gradients, streams and events. Knows nothing of units."""
+"""Collectives over bytes, the division and compression of gradients, streams and events. Knows nothing of units."""
 
+from shardwright.comm.codecs import Cast, Codec, Int8Blocks
 from shardwright.comm.collectives import Communicator, Division, Pending, neighbours, plan_division, separate
+from shardwright.comm.custom import with_gathers, with_scatters
+from shardwright.comm.gradient_hooks import Compressed, GradientHook, PowerSGD, Site
 from shardwright.comm.memory import RegisteredMemory, SymmetricMemory
 from shardwright.comm.streams import DeviceStreams, HostStreams, Streams
 
 __all__ = [
+    "Cast",
+    "Codec",
     "Communicator",
+    "Compressed",
     "DeviceStreams",
     "Division",
+    "GradientHook",
     "HostStreams",
+    "Int8Blocks",
     "Pending",
+    "PowerSGD",
     "RegisteredMemory",
+    "Site",
     "Streams",
     "SymmetricMemory",
     "neighbours",
     "plan_division",
     "separate",
+    "with_gathers",
+    "with_scatters",
 ]

@@ -1,6 +1,7 @@
 """The sharding engine: ``fully_shard`` and what happens in the hooks it installs."""
 
 from shardwright.engine.api import fully_shard
+from shardwright.engine.construct import ShardPlacementResult
 from shardwright.engine.graphed import GraphedStep
 from shardwright.engine.module import (
     FSDPModule,
@@ -10,15 +11,18 @@ from shardwright.engine.module import (
 )
 from shardwright.engine.offload import Offload
 from shardwright.engine.report import MemoryReport, memory_report
+from shardwright.engine.whole import unsharded
 
 __all__ = [
     "FSDPModule",
     "GraphedStep",
     "MemoryReport",
     "Offload",
+    "ShardPlacementResult",
     "UnshardHandle",
     "fully_shard",
     "memory_report",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "unsharded",
 ]

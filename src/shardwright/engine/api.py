@@ -7,6 +7,7 @@ versions are refused here by name.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -22,10 +23,12 @@ from shardwright.engine.construct import (
     UNIT,
     Found,
     ShardPlacementFn,
-    borrow_parameters,
     find_parameters,
+    is_cut,
+    meshes_asked,
     own_modules,
-    own_parameters,
+    parameters_of,
+    take_over,
 )
 from shardwright.engine.copies import convert_buffer
 from shardwright.engine.extension import is_extended
@@ -36,6 +39,7 @@ from shardwright.engine.pools import check_memory
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.root import attach, hook_optimizers
 from shardwright.engine.states import check_states, states_of, sync_states
+from shardwright.engine.tensor_parallel import Spmd, data_parallel
 from shardwright.engine.unit import Unit
 from shardwright.layout import Ragged, Strategy, resolve
 from shardwright.memory import Allocator
@@ -53,6 +57,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
     strategy: str | Strategy | None = None,
     layout: str | Ragged = "per_parameter",
     memory: str | Allocator = "dynamic",
@@ -75,16 +80,20 @@ def fully_shard(
     Args:
         module: a module, or a list of modules that form one unit (say the final norm and the output layer).
         mesh: ``DeviceMesh`` of one dimension, or of two: replicas outside, shards inside (HSDP). Default: all ranks,
-            on the accelerator if there is one, else on the CPU.
+            on the accelerator if there is one, else on the CPU. Parameters that are DTensors on other axes of the mesh
+            that this one is a part of (tensor, sequence and expert parallelism) are cut within these.
         reshard_after_forward: True: release the full parameters after forward and gather them again for backward.
             False: keep them. None: True, but False for the root. An integer k, which divides the number of ranks over
             which parameters are gathered: keep one k-th, so that backward gathers among k neighbouring ranks only, say
             those of one host.
-        shard_placement_fn: ``Shard(dim)`` for a parameter, or None for ``Shard(0)``. Any dimension, even or not.
+        shard_placement_fn: ``Shard(dim)`` for a parameter, or None for ``Shard(0)``. Any dimension, even or not. Or a
+            :class:`ShardPlacementResult`, for a parameter that is sharded over another mesh than the others.
         mp_policy: dtypes of computation, reduction and outputs. Default: none is changed.
         offload_policy: ``CPUOffloadPolicy(pin_memory=True)``, or :class:`Offload`, which chooses what lies in the CPU's
             memory between uses: parameters and gradients, optimizer state. On a CPU mesh that changes nothing.
         ignored_params: parameters that are left as they are, everywhere.
+        ignored_modules: modules of which all parameters and buffers are left as they are, those of modules below them
+            too: not cut, moved, cast, compared or broadcast. Give them to every call whose module they lie in.
         strategy: what is sharded over each axis of the mesh: a :class:`Strategy`, or "ddp", "zero1", "zero2", "zero3",
             "hsdp", "hfsdp". Default: "zero3" on one axis, "hsdp" on two.
         layout: "per_parameter" (each along its own dimension, as FSDP2 does), or "ragged", :class:`Ragged`: parameters
@@ -98,7 +107,9 @@ def fully_shard(
             mesh, before they are cut. For models built for real on every rank; give it to every call of a model.
         check_module_states: compare them over the ranks by hash, and raise on every rank, naming what differs and
             where; of deferred ones the generators' states that they are drawn from. Give it to every call, too.
-        dp_mesh_dims: only its default in this version.
+        dp_mesh_dims: a :class:`DataParallelMeshDims` that names the dimensions of ``mesh`` to shard over and to
+            replicate over; several names become one. Every parameter must then be a DTensor on ``mesh``, replicated on
+            these, and remains one on ``mesh`` for its module. Default: ``mesh`` has no others.
 
     Returns:
         The same module (or list), whose class is now a subclass ``FSDP<Class>`` of it and of :class:`FSDPModule`.
@@ -110,7 +121,6 @@ def fully_shard(
     The signature is that of ``torch.distributed.fsdp.fully_shard`` in torch 2.13.
     """
     refuse_while_deferring("fully_shard")
-    _refuse_later_options(dp_mesh_dims)
     check_memory(memory, prefetch, strict)
     for name, value, expected in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
@@ -123,48 +133,53 @@ def fully_shard(
             )
     modules = _check_modules(module)
     mesh = mesh if mesh is not None else _default_mesh()
+    spmd = None
+    if dp_mesh_dims is not None:
+        mesh, spmd = _data_parallel(mesh, dp_mesh_dims)
+        if strategy is None and dp_mesh_dims.shard is None:
+            strategy = "ddp"
     _check_mesh(mesh)
-    ranks = _ranks(mesh, resolve(strategy, mesh.ndim))
+    ranks = _ranks(mesh, resolve(strategy, mesh.ndim), spmd)
     offload = offload_of(offload_policy)
     refuse_on_device(offload, ranks.comm.streams)
+    left_out = _check_ignored(modules, ignored_modules)
     ignored = ignored_params or set()
-    found = find_parameters(modules, ignored, mesh)
-    reshard = _reshard_after_forward(reshard_after_forward, strategy, ranks, found)
-    unit = Unit(
-        modules,
-        ranks=ranks,
-        policy=mp_policy,
-        reshard_after_forward=reshard,
-        placement_fn=shard_placement_fn,
-        layout=_layout(layout, ranks),
-        ignored=ignored,
-        attach=attach,
-        offload=offload,
-    )
+    untouched = [*ignored, *parameters_of(left_out)]
+    meshes = [m for m in meshes_asked(modules, untouched, shard_placement_fn) if m != ranks.mesh]
+    each = [ranks, *(_ranks_of_some(m, strategy, mesh, spmd) for m in meshes)]
+    founds = [
+        find_parameters(modules, untouched, r, shard_placement_fn, companion=r is not ranks) for r in each
+    ]
+    if spmd is not None:
+        _refuse_cut(founds[0])
+    units = [
+        Unit(
+            modules,
+            ranks=r,
+            policy=mp_policy,
+            reshard_after_forward=_reshard_after_forward(reshard_after_forward, strategy, r, found),
+            placement_fn=shard_placement_fn,
+            layout=_layout(layout, r),
+            ignored=ignored,
+            ignored_modules=left_out,
+            attach=attach,
+            offload=offload,
+        )
+        for r, found in zip(each, founds, strict=True)
+    ]
+    unit = units[0]
     unit.memory, unit.prefetch, unit.strict = memory, prefetch, strict
-    unit.synced, unit.checked = sync_module_states, check_module_states
-    _same_start(unit, modules, found)
-    if found.owned:
-        own_parameters(unit, found)
-    borrow_parameters(unit, found)
-    _move_buffers(modules, ranks.device)
+    for u, found in zip(units, founds, strict=True):
+        u.synced, u.checked = sync_module_states, check_module_states
+        _same_start(u, modules, found)
+    take_over(units, founds)
+    _move_buffers(modules, left_out, ranks.device)
     hook_optimizers()
     install(unit, modules)
     return module
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
-
-
-def _refuse_later_options(
-    dp_mesh_dims: Any,
-) -> None:
-    later = {"dp_mesh_dims": dp_mesh_dims is not None}
-    for option, asked in later.items():
-        if asked:
-            raise NotImplementedError(
-                f"fully_shard does not support {option} in this version. Leave it at its default."
-            )
 
 
 def _reshard_after_forward(
@@ -190,7 +205,7 @@ def _reshard_after_forward(
             f"reshard_after_forward={value} must divide the {size} ranks over which parameters are gathered"
         )
     if 1 < value < size:
-        for name, parameter, _ in found.owned:
+        for name, parameter, *_ in found.owned:
             if is_extended(local_of(parameter) if isinstance(parameter, DTensor) else parameter):
                 raise NotImplementedError(
                     f"parameter {name!r} ({type(parameter).__name__}) has fsdp_pre_all_gather, so it is gathered over "
@@ -224,6 +239,24 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
     return modules
 
 
+def _check_ignored(modules: list[nn.Module], ignored: Iterable[nn.Module] | None) -> list[nn.Module]:
+    if isinstance(ignored, nn.Module):  # which may be iterable itself
+        raise ValueError(
+            f"ignored_modules expects a collection of modules, got a {type(ignored).__name__}; put it in a set"
+        )
+    found = list(ignored) if ignored is not None else []
+    for each in found:
+        if not isinstance(each, nn.Module):
+            raise ValueError(f"ignored_modules expects modules, got {type(each).__name__}")
+    inside = {id(m) for top in found for m in top.modules()}
+    for each in modules:
+        if id(each) in inside:
+            raise ValueError(
+                f"fully_shard was given a {type(each).__name__} that is among its ignored_modules"
+            )
+    return found
+
+
 def _default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         dist.init_process_group()
@@ -243,6 +276,14 @@ def _check_mesh(mesh: DeviceMesh) -> None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}")
 
 
+def _data_parallel(mesh: DeviceMesh, dims: Any) -> tuple[DeviceMesh, Spmd]:
+    if not isinstance(dims, DataParallelMeshDims):
+        raise ValueError(f"dp_mesh_dims must be a DataParallelMeshDims, got {dims!r}")
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    return data_parallel(mesh, dims)
+
+
 def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
@@ -254,11 +295,39 @@ _communicators: weakref.WeakValueDictionary[tuple[str, torch.device], Communicat
 )
 
 
-def _ranks(mesh: DeviceMesh, strategy: Strategy) -> Ranks:
+def _ranks(mesh: DeviceMesh, strategy: Strategy, spmd: Spmd | None) -> Ranks:
     device = _device_of(mesh)
     return Ranks(
-        mesh, strategy, lambda axis: _communicator(mesh.get_group(axis) if axis is not None else None, device)
+        mesh,
+        strategy,
+        lambda axis: _communicator(mesh.get_group(axis) if axis is not None else None, device),
+        spmd,
     )
+
+
+def _refuse_cut(found: Found) -> None:
+    for name, parameter, _, parallel in found.owned:
+        if isinstance(parameter, DTensor) and is_cut(parameter, parallel):
+            raise ValueError(
+                f"parameter {name!r} of shape {tuple(parameter.shape)}, a DTensor placed {parameter.placements} on "
+                f"{parameter.device_mesh}, is cut over dimensions that dp_mesh_dims names: expected Replicate() there"
+            )
+
+
+def _ranks_of_some(mesh: Any, strategy: str | Strategy | None, whole: DeviceMesh, spmd: Spmd | None) -> Ranks:
+    """Those of parameters for which shard_placement_fn has given a mesh."""
+    if spmd is not None:
+        raise ValueError(
+            "shard_placement_fn gives parameters meshes of their own, and dp_mesh_dims says that all are on one. Give "
+            "one of both."
+        )
+    _check_mesh(mesh)
+    if mesh.ndim != whole.ndim and strategy is not None:
+        raise ValueError(
+            f"strategy {strategy!r} is for the {whole.ndim} dimensions of {whole}; shard_placement_fn gives a "
+            f"parameter {mesh}. Leave strategy at None, or shard the module that has it by a call of its own."
+        )
+    return _ranks(mesh, resolve(strategy, mesh.ndim), None)
 
 
 def _layout(layout: str | Ragged, ranks: Ranks) -> Ragged | None:
@@ -294,7 +363,7 @@ def _same_start(unit: Unit, modules: list[nn.Module], found: Found) -> None:
                     f"rank has its part of its own copy. Give {option}=True to every fully_shard of the model."
                 )
     if unit.synced or unit.checked:
-        states = states_of(modules, found)
+        states = states_of(modules, found, unit.living_ignored_modules())
         if unit.synced:
             sync_states(unit.mesh, unit.ranks.device, states, unit.name)
         if unit.checked:
@@ -304,9 +373,12 @@ def _same_start(unit: Unit, modules: list[nn.Module], found: Found) -> None:
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 
-def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
+def _move_buffers(modules: list[nn.Module], ignored: list[nn.Module], device: torch.device) -> None:
+    stays = {id(b) for top in ignored for b in top.buffers()}
     for top in modules:
         for _, module in own_modules(top):
             for name, buffer in module._buffers.items():
-                if buffer is not None and not has_no_values(buffer) and buffer.device != device:
+                if buffer is None or id(buffer) in stays:
+                    continue
+                if not has_no_values(buffer) and buffer.device != device:
                     module._buffers[name] = convert_buffer(buffer, lambda b: b.to(device))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,9 +29,12 @@ from shardwright.engine.parameter import (
     become,
     build,
     has_no_values,
+    plain_of,
     unit_of,
 )
 from shardwright.engine.ragged import RaggedTensor
+from shardwright.engine.ranks import Ranks
+from shardwright.engine.tensor_parallel import TensorParallel, cut_dim, parallel_of
 from shardwright.engine.unset import carry_mark
 from shardwright.layout import TensorSpec, plan_unit
 from shardwright.memory import Slab
@@ -40,7 +44,24 @@ if TYPE_CHECKING:
 
 UNIT = "_shardwright_unit"  #: the attribute under which a sharded module keeps its unit
 
-ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What a ``shard_placement_fn`` may return for a parameter that has a data-parallel mesh of its own.
+
+    Such as an expert's: what ``fully_shard`` does with all others over its ``mesh`` it does with this one over ``mesh``
+    here, beside them. torch's own class of this name, with its ``mesh_info``, is taken, too.
+
+    Attributes:
+        placement: as without this class.
+        mesh: of one dimension, or of two: replicas outside, shards inside.
+    """
+
+    placement: Shard | None
+    mesh: DeviceMesh
+
+
+ShardPlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 
 
 class Owned(NamedTuple):
@@ -49,6 +70,7 @@ class Owned(NamedTuple):
     name: str
     parameter: nn.Parameter
     slots: list[Slot]
+    parallel: TensorParallel | None
 
 
 class Found(NamedTuple):
@@ -58,15 +80,36 @@ class Found(NamedTuple):
     ]  #: sharded parameters of other units, tied to a name in this one
 
 
+def mesh_asked(fn: ShardPlacementFn | None, parameter: nn.Parameter) -> DeviceMesh | None:
+    """The mesh that a placement function gives a parameter, None for that of all."""
+    result: Any = fn(parameter) if fn is not None else None
+    return getattr(getattr(result, "mesh_info", result), "mesh", None)
+
+
+def meshes_asked(
+    modules: list[nn.Module], ignored: Iterable[nn.Parameter], fn: ShardPlacementFn | None
+) -> list[DeviceMesh]:
+    """The meshes that a placement function gives parameters of their own, in the order of these."""
+    if fn is None:
+        return []
+    ids = {id(p) for p in ignored}
+    own = [p for top in modules for _, m in own_modules(top) for p in m._parameters.values() if p is not None]
+    found = [mesh_asked(fn, p) for p in own if id(p) not in ids and not isinstance(p, Managed)]
+    return list(dict.fromkeys(mesh for mesh in found if mesh is not None))
+
+
 def find_parameters(
     modules: list[nn.Module],
     ignored: Iterable[nn.Parameter],
-    mesh: DeviceMesh,
+    ranks: Ranks,
+    placement_fn: ShardPlacementFn | None = None,
     unit: Unit | None = None,
+    companion: bool = False,
 ) -> Found:
     """Parameters below ``modules`` that no inner unit owns, each once, with every name that tied weights have.
 
-    ``unit`` is the one they belong to already, if this is not the first time.
+    Those that ``placement_fn`` gives another mesh are left out; for a ``companion`` all but those that it gives this
+    one. ``unit`` is the one they belong to already, if this is not the first time.
     """
     owned: dict[int, Owned] = {}
     borrowed: list[tuple[nn.Parameter, Slot]] = []
@@ -81,12 +124,31 @@ def find_parameters(
                 slot = Slot.of(module, name)
                 lent = _lent_by_another(full_name, parameter, top, unit)
                 if lent is not None:
-                    borrowed.append((lent, slot))
+                    if not companion:
+                        borrowed.append((lent, slot))
                     continue
+                if unit is None or unit_of(parameter) is not unit:
+                    mesh = mesh_asked(placement_fn, parameter)
+                    if not (mesh == ranks.mesh or (mesh is None and not companion)):
+                        continue
+                parallel = _parallel_of(full_name, parameter, ranks)
                 if unit_of(parameter) is not unit or unit is None:
-                    _check_parameter(full_name, module, parameter, mesh)
-                owned.setdefault(id(parameter), Owned(full_name, parameter, [])).slots.append(slot)
+                    _check_parameter(full_name, module, parameter, parallel)
+                known = owned.setdefault(id(parameter), Owned(full_name, parameter, [], parallel))
+                known.slots.append(slot)
     return Found(list(owned.values()), borrowed)
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    return [p for top in modules for p in top.parameters()]
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """Every unit at or below a module, once, each with its companions."""
+    mains: dict[Unit, None] = dict.fromkeys(
+        u for m in model.modules() if (u := m.__dict__.get(UNIT)) is not None
+    )
+    return [unit for main in mains for unit in (main, *main.companions)]
 
 
 def own_modules(top: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -114,7 +176,9 @@ def _lent_by_another(
     owner = unit_of(sharded)
     if owner is None or owner is unit:
         return None
-    if any(top is m for outer in owner.living_modules() for _, m in own_modules(outer)):
+    if owner.main is None and any(
+        top is m for outer in owner.living_modules() for _, m in own_modules(outer)
+    ):
         raise ValueError(
             f"parameter {name!r} of shape {tuple(parameter.shape)} belongs to a unit already: an outer module was "
             "sharded before this one. Call fully_shard on inner modules first."
@@ -122,14 +186,16 @@ def _lent_by_another(
     return sharded
 
 
-def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+def _check_parameter(
+    name: str, module: nn.Module, parameter: nn.Parameter, parallel: TensorParallel | None
+) -> None:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ValueError(f"parameter {name!r} is not initialised. Run one forward of the lazy module first.")
     where = f"parameter {name!r} of shape {tuple(parameter.shape)}"
-    if isinstance(parameter, DTensor) and parameter.device_mesh != mesh:
+    if parallel is not None and is_extended(plain_of(parameter)):
         raise NotImplementedError(
-            f"{where} is a DTensor already. fully_shard does not yet compose with tensor parallelism; shard it first "
-            "or pass it in ignored_params."
+            f"{where}, a DTensor over a {type(local_of(parameter)).__name__}, decides itself what is gathered of it, "
+            "which cannot be combined with tensor parallelism. Pass it in ignored_params, or leave it whole."
         )
     if has_no_values(parameter) and is_extended(parameter):
         raise NotImplementedError(
@@ -149,7 +215,30 @@ def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter, mesh
         )
 
 
-def _spec_of(name: str, parameter: nn.Parameter, unit: Unit) -> TensorSpec:
+def _parallel_of(name: str, parameter: torch.Tensor, ranks: Ranks) -> TensorParallel | None:
+    """How a parameter, sharded by us or not, lies but for data parallelism."""
+    if isinstance(parameter, RaggedTensor):
+        return parameter.spec.parallel
+    if isinstance(parameter, DTensor):
+        return parallel_of(name, parameter, ranks.mesh, ranks.spmd)
+    if ranks.spmd is not None:
+        raise ValueError(
+            f"parameter {name!r} of shape {tuple(parameter.shape)} is a {type(parameter).__name__}; with dp_mesh_dims "
+            f"every parameter must be a DTensor on {ranks.spmd.mesh} already, such as distribute_tensor makes."
+        )
+    return None
+
+
+def is_cut(parameter: torch.Tensor, parallel: TensorParallel | None) -> bool:
+    """Whether it is cut over the data-parallel mesh already."""
+    if isinstance(parameter, DTensor) and parallel is not None:
+        if parameter.device_mesh != parallel.mesh:
+            return True
+        return any(cut_dim(parameter.placements[axis]) is not None for axis in parallel.data)
+    return isinstance(parameter, (DTensor, RaggedTensor))
+
+
+def _spec_of(name: str, parameter: nn.Parameter, parallel: TensorParallel | None, unit: Unit) -> TensorSpec:
     dim = _placement_dim(unit.placement_fn, name, parameter)
     shares = unit.layout_kind is not None or len(unit.ranks.axes) > 1
     if shares and dim:
@@ -167,17 +256,18 @@ def _spec_of(name: str, parameter: nn.Parameter, unit: Unit) -> TensorSpec:
             "fsdp_pre_all_gather), so it must be sharded along dimension 0"
         )
     order = () if shares else _memory_order(parameter, dim)
-    return TensorSpec(name, tuple(parameter.shape), storage, compute, dim, order, extended)
+    shape = parallel.local_shape if parallel is not None else tuple(parameter.shape)
+    return TensorSpec(name, shape, storage, compute, dim, order, extended)
 
 
 def _placement_dim(fn: ShardPlacementFn | None, name: str, parameter: nn.Parameter) -> int:
-    placement = fn(parameter) if fn is not None else None
+    result: Any = fn(parameter) if fn is not None else None
+    placement = result if mesh_asked(lambda p: result, parameter) is None else result.placement
     if placement is None:
         return 0
     if not isinstance(placement, Shard):
         raise ValueError(
-            f"shard_placement_fn must return Shard or None, got {placement!r} for parameter {name!r}. "
-            "Placements on another mesh are not supported in this version."
+            f"shard_placement_fn must return Shard, ShardPlacementResult or None, got {result!r} for parameter {name!r}"
         )
     dim = placement.dim + parameter.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < parameter.ndim:
@@ -202,8 +292,8 @@ def own_parameters(unit: Unit, found: Found) -> None:
     """Cut each parameter, make both of its forms, put the sharded one into the modules, and give all to ``unit``."""
     ranks, device = unit.ranks, unit.ranks.device
     owned = found.owned
-    specs = [_spec_of(name, parameter, unit) for name, parameter, _ in owned]
-    trainable = [parameter.requires_grad for _, parameter, _ in owned]
+    specs = [_spec_of(each.name, each.parameter, each.parallel, unit) for each in owned]
+    trainable = [each.parameter.requires_grad for each in owned]
     layout = plan_unit(specs, ranks.parts, unit.layout_kind, trainable)
     slab = Slab(layout.slab_nbytes, device, "parameters", unit.owner)
     slab.lease()  # views are made over memory that is there
@@ -222,8 +312,8 @@ def own_parameters(unit: Unit, found: Found) -> None:
                 else:
                     shards.append(unit.host.zeros(numel, run.storage_dtype))
                 for member in segment.members:
-                    _, original, slots = owned[member.index]
-                    cut = make_cut(ranks, specs[member.index], segment, member)
+                    _, original, slots, parallel = owned[member.index]
+                    cut = make_cut(ranks, specs[member.index], parallel, segment, member)
                     if run.extended and unit.host is not None:
                         raise NotImplementedError(
                             f"parameter {owned[member.index].name!r} ({type(original).__name__}) decides itself what "
@@ -250,11 +340,11 @@ def own_parameters(unit: Unit, found: Found) -> None:
                         p.extension = Extension(specs[member.index], ranks, module, unit.policy, unit.owner)
     parameters = [p for p in managed if p is not None]
     unit.own(layout, shards, slab, parameters)
-    for p, (_, original, _) in zip(parameters, owned, strict=True):
+    for p, (_, original, _, _) in zip(parameters, owned, strict=True):
         if original in unset or has_no_values(original):
             unit.expect_values(p, unset.get(original, original))
     ref = weakref.ref(unit)
-    for parameter, (_, original, _) in zip(parameters, owned, strict=True):
+    for parameter, (_, original, _, _) in zip(parameters, owned, strict=True):
         setattr(parameter.sharded, UNIT_OF, ref)
         if original is not parameter.sharded:
             setattr(original, TAKEN, Taken(f"{parameter.name} of {unit.name}", parameter.sharded))
@@ -277,6 +367,21 @@ def borrow_parameters(unit: Unit, found: Found) -> None:
         slot.show(sharded)
 
 
+def take_over(units: list[Unit], founds: list[Found]) -> None:
+    """Let a unit and its companions own what was found for each, and the first have what the others own."""
+    main, *companions = units
+    borrowed = []
+    for unit, found in zip(companions, founds[1:], strict=True):
+        unit.main = weakref.ref(main)
+        own_parameters(unit, found)
+        borrow_parameters(unit, found)
+        borrowed += [(p.sharded, slot) for p in unit.parameters for slot in p.slots]
+    main.companions = companions
+    if founds[0].owned:
+        own_parameters(main, founds[0])
+    borrow_parameters(main, Found(founds[0].owned, [*founds[0].borrowed, *borrowed]))
+
+
 # -- parameters replaced by the user ---------------------------------------------------------------------------------
 
 
@@ -286,7 +391,7 @@ def settle(unit: Unit) -> None:
     The old parameters keep their values, for whoever still has them and may put them back. A tensor that is no
     parameter is left in its place: ``torch.func.functional_call`` lends it to the module for one call.
     """
-    if unit.settling_paused or (not unit.lends_over and unit.untouched()):
+    if unit.settling_paused or unit.unsharded or (not unit.lends_over and unit.untouched()):
         return
     replaced = [p for p in unit.parameters if p.replaced]
     for p in unit.parameters:
@@ -306,8 +411,17 @@ def assign_data(unit: Unit, sharded: nn.Parameter, value: torch.Tensor) -> None:
     if unit.calls or unit.visits:
         p.take_values(value)
         return
-    spec = _spec_of(p.name, nn.Parameter(value, requires_grad=False), unit)
-    cut = p.cut if spec.shape == p.spec.shape else cut_alone(unit.ranks, spec, p.cut)
+    if value.shape == p.cut.shape:
+        cut = p.cut
+    else:
+        new = nn.Parameter(value, requires_grad=False)
+        parallel = _parallel_of(p.name, new, unit.ranks)
+        if p.cut.parallel is not None and parallel is None:
+            raise ValueError(
+                f"The data of tensor-parallel parameter {p.name!r} of shape {tuple(p.cut.shape)} was set to a plain "
+                f"tensor of shape {tuple(value.shape)}. Give a DTensor on {p.cut.parallel.mesh}."
+            )
+        cut = cut_alone(unit.ranks, _spec_of(p.name, new, parallel, unit), parallel, p.cut)
     before = local_of(sharded)
     become(sharded, cut.wrap(cut.part_of(value)))
     carry_mark(
@@ -326,7 +440,14 @@ def remake(unit: Unit) -> None:
         for slot in p.slots
         if id(slot.module()) not in own and slot.holds(p.sharded)
     ]
-    found = find_parameters(modules, unit.living_ignored(), unit.mesh, unit)
+    found = find_parameters(
+        modules,
+        unit.living_ignored(),
+        unit.ranks,
+        unit.placement_fn,
+        unit,
+        companion=unit.main is not None,
+    )
     for owned in found.owned:
         owned.slots.extend(slot for sharded, slot in lent if sharded is owned.parameter)
     before = unit.parameters
@@ -339,7 +460,7 @@ def remake(unit: Unit) -> None:
             f"Parameters of unit {unit.name!r} were replaced by others while gradients of earlier micro-batches are "
             "held. Replace them between optimizer steps."
         )
-    for name, parameter, _ in found.owned:
+    for name, parameter, *_ in found.owned:
         if not isinstance(parameter, (DTensor, RaggedTensor)) and parameter.grad is not None:
             raise RuntimeError(
                 f"Parameter {name!r} of unit {unit.name!r} was put in the place of another and has a gradient, that of "
@@ -361,7 +482,7 @@ def _same_parameters(before: list[ManagedParameter], found: Found) -> bool:
     """Whether the very same parameters are there, whatever their values."""
     return len(before) == len(found.owned) and all(
         p.sharded is owned.parameter
-        and owned.parameter.shape == p.spec.shape
+        and owned.parameter.shape == p.cut.shape
         and owned.parameter.dtype == p.spec.storage_dtype
         for p, owned in zip(before, found.owned, strict=True)
     )

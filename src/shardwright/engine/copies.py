@@ -19,11 +19,12 @@ from torch.distributed.tensor import DTensor
 from shardwright._torch import local_of
 from shardwright.engine.construct import (
     UNIT,
-    borrow_parameters,
+    ShardPlacementFn,
+    ShardPlacementResult,
     find_parameters,
-    own_parameters,
     remake,
     settle,
+    take_over,
 )
 from shardwright.engine.parameter import ManagedParameter, become
 from shardwright.engine.ragged import RaggedTensor
@@ -51,6 +52,7 @@ _SETTINGS = (
 
 def deepcopy_module(module: nn.Module, memo: dict[Any, Any], original: type, install: Install) -> nn.Module:
     """A deep copy of a sharded ``module``, sharded as it is; ``original`` is its class without ours."""
+    module.__dict__[UNIT].refuse_unsharded("deepcopy of")
     outermost = _UNITS not in memo
     units: dict[int, Unit] = memo.setdefault(_UNITS, {})
     unit: Unit = module.__dict__[UNIT]
@@ -86,6 +88,36 @@ def _without(unit: Unit, value: Any) -> Any:
 
 
 def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], install: Install) -> None:
+    olds = [old, *old.companions]
+    news = [_like(each, modules, memo) for each in olds]
+    for each in olds:
+        if each.without_values():
+            raise RuntimeError(
+                f"Unit {each.name!r} was sharded deferred or on the meta device and holds no values yet that could be "
+                "copied. Call shardwright.materialize first."
+            )
+    founds = [
+        find_parameters(
+            modules,
+            new.living_ignored(),
+            new.ranks,
+            _mesh_of_copies(olds, memo),
+            companion=new is not news[0],
+        )
+        for new in news
+    ]
+    take_over(news, founds)
+    install(news[0], modules)
+
+
+def _mesh_of_copies(olds: list[Unit], memo: dict[Any, Any]) -> ShardPlacementFn:
+    """What gives each copied parameter the mesh that its original is on."""
+    meshes = {id(memo.get(id(p.sharded))): unit.mesh for unit in olds for p in unit.parameters}
+    return lambda p: ShardPlacementResult(None, mesh) if (mesh := meshes.get(id(p))) is not None else None
+
+
+def _like(old: Unit, modules: list[nn.Module], memo: dict[Any, Any]) -> Unit:
+    """A unit with the settings of ``old``, that owns nothing yet."""
     new = Unit(
         modules,
         ranks=old.ranks,
@@ -94,6 +126,7 @@ def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], instal
         placement_fn=old.placement_fn,
         layout=old.layout_kind,
         ignored=[memo.get(id(p), p) for p in old.living_ignored()],
+        ignored_modules=[memo.get(id(m), m) for m in old.living_ignored_modules()],
         attach=old.attach,
         offload=old.offload,
     )
@@ -103,16 +136,7 @@ def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], instal
     for name in ("forward_prefetch", "backward_prefetch"):
         wanted = [memo.get(id(u), u) for ref in getattr(old, name) if (u := ref()) is not None]
         setattr(new, name, [weakref.ref(u) for u in wanted])
-    if old.without_values():
-        raise RuntimeError(
-            f"Unit {old.name!r} was sharded deferred or on the meta device and holds no values yet that could be "
-            "copied. Call shardwright.materialize first."
-        )
-    found = find_parameters(modules, new.living_ignored(), new.mesh)
-    if found.owned:
-        own_parameters(new, found)
-    borrow_parameters(new, found)
-    install(new, modules)
+    return new
 
 
 # -- conversions -------------------------------------------------------------------------------------------------------
@@ -126,6 +150,8 @@ def convert(
     modules = list(module.modules()) if recurse else [module]
     ids = {id(m) for m in modules}
     managed: set[int] = set()
+    for unit in units:
+        unit.refuse_unsharded("Conversion of")
     for unit in units:
         settle(unit)
         unit.release()

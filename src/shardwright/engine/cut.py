@@ -17,27 +17,30 @@ from shardwright.engine import ragged
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.ragged_spec import RaggedSpec
 from shardwright.engine.ranks import Ranks
+from shardwright.engine.tensor_parallel import TensorParallel
 from shardwright.layout import RaggedSegment, Run, Segment, TensorSpec
 from shardwright.memory import Slab
 
 
 class Cut(Protocol):
-    spec: TensorSpec
+    spec: TensorSpec  #: of what is cut: of a tensor-parallel parameter this rank's part
+    parallel: TensorParallel | None
+    shape: torch.Size  #: of the whole parameter
 
     def wrap(self, local: torch.Tensor) -> Any:
-        """``local`` as the sharded tensor of the parameter's global shape, without any communication."""
+        """``local`` as the sharded tensor of the parameter's ``shape``, without any communication."""
 
     def part_of(self, source: torch.Tensor) -> torch.Tensor:
         """This rank's part of ``source``, whole or sharded. Communicates only for one that is sharded otherwise."""
 
     def of_full(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor, as a view."""
+        """This rank's part of a tensor that is full on this rank, as a view."""
 
     def local_view(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
         """This rank's part as a view of its flat shard, whose segment begins at ``offset``."""
 
     def full_view(self, slab: Slab, run: Run) -> torch.Tensor:
-        """The whole parameter as a view of the slab."""
+        """The full parameter as a view of the slab."""
 
     def pieces(self, local: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
         """This rank's part as boxes of the whole: where each begins, and its memory as a view of ``local``."""
@@ -46,26 +49,33 @@ class Cut(Protocol):
 class RowCut:
     """Rows of one dimension, as ``torch.chunk`` cuts; a 0-d parameter whole on every rank. Its form is a DTensor."""
 
-    def __init__(self, ranks: Ranks, spec: TensorSpec, segment: Segment) -> None:
-        self.spec = spec
-        self._ranks = ranks
-        self._placements = ranks.placements(None if spec.replicated else spec.dim)
+    def __init__(
+        self, ranks: Ranks, spec: TensorSpec, parallel: TensorParallel | None, segment: Segment
+    ) -> None:
+        self.spec, self.parallel = spec, parallel
+        placements = ranks.placements(None if spec.replicated else spec.dim)
+        if parallel is None:
+            self.shape, self._stride = torch.Size(spec.shape), spec.stride
+            self._mesh, self._placements = ranks.mesh, placements
+        else:
+            self.shape, self._stride = parallel.shape, parallel.stride
+            self._mesh, self._placements = parallel.rest, parallel.at_rest(placements)
         self._rows = min(ranks.part * segment.rows, segment.size), segment.rows_of(ranks.part)
         self._slab_offset = segment.slab_offset
 
     def wrap(self, local: torch.Tensor) -> DTensor:
-        shape = torch.Size(self.spec.shape)
-        return dtensor_of(local, self._ranks.mesh, self._placements, shape, self.spec.stride)
+        return dtensor_of(local, self._mesh, self._placements, self.shape, self._stride)
 
     def part_of(self, source: torch.Tensor) -> torch.Tensor:
         source = source.detach()
         if isinstance(source, DTensor):
-            if source.device_mesh == self._ranks.mesh and source.placements == self._placements:
+            if source.device_mesh == self._mesh and source.placements == self._placements:
                 return local_of(source)
-            source = source.full_tensor()
+            if self.parallel is None:
+                source = source.full_tensor()
         elif isinstance(source, RaggedTensor):
             source = source.full_tensor()
-        return self.of_full(source)
+        return self.of_full(source if self.parallel is None else self.parallel.part_of(source))
 
     def of_full(self, full: torch.Tensor) -> torch.Tensor:
         return full if self.spec.replicated else full.narrow(self.spec.dim, *self._rows)
@@ -90,19 +100,31 @@ class RowCut:
         first, rows = self._rows
         if not self.spec.replicated and not rows:
             return []
-        return [(tuple(first if d == self.spec.dim else 0 for d in range(local.ndim)), local)]
+        start = self.parallel.box[0] if self.parallel is not None else (0,) * local.ndim
+        return [(tuple(at + first if d == self.spec.dim else at for d, at in enumerate(start)), local)]
 
 
 class RaggedCut:
     """A range of elements in memory order. Its form is a RaggedTensor."""
 
-    def __init__(self, ranks: Ranks, spec: TensorSpec, chunk: int, offset: int, slab_offset: int) -> None:
-        self.spec = spec
+    def __init__(
+        self,
+        ranks: Ranks,
+        spec: TensorSpec,
+        parallel: TensorParallel | None,
+        chunk: int,
+        offset: int,
+        slab_offset: int,
+    ) -> None:
+        self.spec, self.parallel = spec, parallel
+        self.shape = parallel.shape if parallel is not None else torch.Size(spec.shape)
         if spec.replicated:  # each rank's chunk holds it
-            self._ragged = RaggedSpec(torch.Size(), 0, 1, ranks.mesh, axes=())
+            self._ragged = RaggedSpec(torch.Size(), 0, 1, ranks.mesh, axes=(), parallel=parallel)
             self._range, self._behind = (0, 1), offset
         else:
-            self._ragged = RaggedSpec(torch.Size(spec.shape), offset, chunk, ranks.mesh, axes=ranks.axes)
+            self._ragged = RaggedSpec(
+                torch.Size(spec.shape), offset, chunk, ranks.mesh, axes=ranks.axes, parallel=parallel
+            )
             start, stop = self._ragged.range_of(ranks.part)
             self._range = start, stop
             self._behind = max(offset - ranks.part * chunk, 0) if stop > start else 0
@@ -137,20 +159,28 @@ class RaggedCut:
         ]
 
 
-def make_cut(ranks: Ranks, spec: TensorSpec, segment: Segment | RaggedSegment, member: Any) -> Cut:
+def make_cut(
+    ranks: Ranks,
+    spec: TensorSpec,
+    parallel: TensorParallel | None,
+    segment: Segment | RaggedSegment,
+    member: Any,
+) -> Cut:
     """The cut of a parameter that is a ``member`` of this segment."""
     if isinstance(segment, RaggedSegment):
-        return RaggedCut(ranks, spec, segment.chunk, member.offset, segment.slab_offset + member.offset)
+        offset = member.offset
+        return RaggedCut(ranks, spec, parallel, segment.chunk, offset, segment.slab_offset + offset)
     if len(ranks.axes) > 1:  # no DTensor says that the inner axis cuts first
-        return RaggedCut(ranks, spec, max(segment.chunk, 1), 0, segment.slab_offset)  # 0 of an empty one
-    return RowCut(ranks, spec, segment)
+        chunk = max(segment.chunk, 1)  # 0 of an empty one
+        return RaggedCut(ranks, spec, parallel, chunk, 0, segment.slab_offset)
+    return RowCut(ranks, spec, parallel, segment)
 
 
-def cut_alone(ranks: Ranks, spec: TensorSpec, like: Cut) -> Cut:
+def cut_alone(ranks: Ranks, spec: TensorSpec, parallel: TensorParallel | None, like: Cut) -> Cut:
     """A cut in the manner of ``like`` for a parameter of another shape or dtype, until its unit is made anew."""
     if isinstance(like, RaggedCut):
         numel = math.prod(spec.shape)
-        return RaggedCut(ranks, spec, max(-(-numel // ranks.parts), 1), 0, 0)
+        return RaggedCut(ranks, spec, parallel, max(-(-numel // ranks.parts), 1), 0, 0)
     size = spec.shape[spec.dim] if spec.shape else ranks.parts
     segment = Segment(0, size, math.prod(spec.row_shape), -(-size // ranks.parts), 0, 0)
-    return RowCut(ranks, spec, segment)
+    return RowCut(ranks, spec, parallel, segment)

@@ -22,7 +22,8 @@ from shardwright._torch import (
     quick_attributes,
     storage_use_count,
 )
-from shardwright.comm import Communicator, Division, Pending, plan_division
+from shardwright.comm import Communicator, Division, GradientHook, Pending, plan_division
+from shardwright.engine.carried import carriers
 from shardwright.engine.parameter import ManagedParameter
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.ranks import Ranks
@@ -157,6 +158,8 @@ class Reduction:
         parameters: Sequence[ManagedParameter],
         ranks: Ranks,
         owner: Owner,
+        hook: GradientHook | None = None,
+        unit: str = "",
     ) -> None:
         self.packing = packing
         self._parameters = [parameters[part.index] for part in packing.parts]
@@ -203,6 +206,7 @@ class Reduction:
         #: What was held and is in the reduction under way, until that has succeeded, by the attribute it was in.
         self._merged: dict[str, Sum] = {}
         self._way = [*ranks.scatters, *ranks.late, *ranks.replicas]
+        self._carriers = carriers(hook, unit, packing, self.fingerprint, layout.specs, ranks)
         self._pending: Pending | None = None
         self._todo: list[Communicator] = []  #: over which the reduction under way is to go on
         self._division = Division()
@@ -250,8 +254,11 @@ class Reduction:
                 present[i] = False
                 shape = parameter.spec.shape
                 gradient = torch.zeros(shape, dtype=self._flags.dtype, device=self._flags.device)
-            elif gradient.dtype != dtype:
-                gradient = gradient.to(self._flags.dtype)
+            else:
+                if parameter.view is not full:
+                    gradient = parameter.cut.parallel.gradient(gradient, self.packing.reduce_dtype)  # type: ignore[union-attr]
+                if gradient.dtype != dtype:
+                    gradient = gradient.to(self._flags.dtype)
             if not self._plain:
                 spec = parameter.spec
                 gradient = gradient.expand(n, 1) if spec.replicated else gradient.permute(spec.order)
@@ -418,13 +425,20 @@ class Reduction:
                 whole.before if comm is self._way[0] else 1.0,
                 whole.after if comm is self._way[-1] else 1.0,
             )
+        carrier = self._carriers.get(comm)
         if comm in self._ranks.replicas:
-            self._pending = comm.all_reduce(value, division, announce, after)
+            if carrier is not None:
+                self._pending = carrier.run([value], value, division, announce, after)
+            else:
+                self._pending = comm.all_reduce(value, division, announce, after)
             return
         rest = value.numel() // comm.world_size
         into = self._output if self._output is not None and rest == self.packing.numel else self._new(rest)
         self._value = into
         outputs, inputs = self._tensors(into), self._tensors(value)
+        if carrier is not None:
+            self._pending = carrier.run(inputs, into, division, announce, after)
+            return
         self._pending = comm.reduce_scatter(outputs, inputs, division, announce, after)
 
     def _tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
 """What a sharded module becomes: :class:`FSDPModule`, its methods, and the class made in front of the user's.
 
-The methods set what units do; the units do it. Methods of later versions are refused by name.
+The methods set what units do; the units do it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import hide_from_dynamo
-from shardwright.comm import RegisteredMemory, SymmetricMemory
-from shardwright.engine.construct import UNIT, own_modules
+from shardwright.comm import Codec, GradientHook, RegisteredMemory, SymmetricMemory
+from shardwright.engine.construct import UNIT, own_modules, units_of
 from shardwright.engine.copies import convert, deepcopy_module
 from shardwright.engine.lending import Lending
 from shardwright.engine.parameter import Managed, ShardedParameter, unit_of
@@ -121,22 +121,23 @@ class _CutToShards(_AtRest):
             if isinstance(value, DTensor) and isinstance(parameter, ShardedParameter):
                 continue  # the parameter takes it as it is
             p = owner.managed(parameter)
-            if p is not None and value.shape == p.spec.shape and not value.is_meta:
+            if p is not None and value.shape == p.cut.shape and not value.is_meta:
                 state[prefix + name] = p.cut.wrap(p.cut.part_of(value).to(p.local.device))
 
 
 class UnshardHandle:
     """What :meth:`FSDPModule.unshard` returns with ``async_op=True``."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit: Unit | None = unit
+    def __init__(self, units: list[Unit]) -> None:
+        self._units = units
 
     def wait(self) -> None:
         """Wait for the gather and show the full parameters. A second call does nothing."""
-        unit, self._unit = self._unit, None
-        if unit is not None and unit.parameters and unit.gathered:
-            unit.wait()
-            unit.show_full()
+        units, self._units = self._units, []
+        for unit in units:
+            if unit.parameters and unit.gathered:
+                unit.wait()
+                unit.show_full()
 
 
 class FSDPModule:
@@ -175,11 +176,20 @@ class FSDPModule:
     def _fsdp_unit(self) -> Unit:
         return cast(Unit, getattr(self, UNIT))
 
+    def _only_unit(self, method: str) -> Unit:
+        unit = self._fsdp_unit()
+        if unit.companions:
+            raise ValueError(
+                f"{method} is for parameters on one mesh, and those of unit {unit.name!r} are on several. Shard "
+                "modules with meshes of their own by calls of their own, not by a shard_placement_fn."
+            )
+        return unit
+
     def _fsdp_units(self, recurse: bool) -> list[Unit]:
         if not recurse:
-            return [self._fsdp_unit()]
-        found = [getattr(m, UNIT, None) for m in cast(nn.Module, self).modules()]
-        return list(dict.fromkeys(u for u in found if u is not None))
+            unit = self._fsdp_unit()
+            return [unit, *unit.companions]
+        return units_of(cast(nn.Module, self))
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own unit (not inner ones) in its compute dtype and show the full parameters.
@@ -187,17 +197,19 @@ class FSDPModule:
         With ``async_op`` the gather is only issued; the returned handle's ``wait`` shows the parameters, and so does
         the module's next forward.
         """
-        unit = self._fsdp_unit()
-        if unit.parameters:
-            root = self._root()
-            root.recover_if_failed()
-            unit.settle()
-            if not unit.calls and not unit.visits:
-                unit.follow_requires_grad()
-            generation = root.generation if root.caller is not None else root.generation + 1
-            if not unit.valid_for(generation):
-                unit.issue(generation)
-        handle = UnshardHandle(unit)
+        units = self._fsdp_units(recurse=False)
+        for unit in units:
+            unit.refuse_unsharded("unshard() of")
+            if unit.parameters:
+                root = self._root()
+                root.recover_if_failed()
+                unit.settle()
+                if not unit.calls and not unit.visits:
+                    unit.follow_requires_grad()
+                generation = root.generation if root.caller is not None else root.generation + 1
+                if not unit.valid_for(generation):
+                    unit.issue(generation)
+        handle = UnshardHandle(units)
         if async_op:
             return handle
         handle.wait()
@@ -205,9 +217,9 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Release this module's own full parameters and show the sharded ones."""
-        unit = self._fsdp_unit()
-        if unit.parameters:
-            unit.release()
+        for unit in self._fsdp_units(recurse=False):
+            if unit.parameters:
+                unit.release()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """With False, backward keeps full gradients, in the reduce dtype, until a backward with True reduces the sum.
@@ -244,7 +256,52 @@ class FSDPModule:
                 it in place. Ranks that shard get different parts.
             stream: on an accelerator, run it there; the computation waits for it.
         """
-        self._fsdp_unit().all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
+        for unit in self._fsdp_units(recurse=False):
+            unit.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
+
+    def set_gradient_comm_hook(self, hook: GradientHook | None, *, recurse: bool = True) -> None:
+        """Let ``hook`` carry gradients between ranks, in every strategy and over every mesh axis; None: none.
+
+        See :mod:`shardwright.comm_hooks`: :class:`Compressed` (a shorter dtype, int8 blocks), :class:`PowerSGD`, or
+        your own :class:`GradientHook`. Gradients are packed in the reduce dtype, handed to the hook, summed and divided
+        in what it returns. Call it on the root, on every rank alike, between optimizer steps; one object per model. Its
+        ``state_dict`` belongs into checkpoints if it feeds errors back.
+
+        Raises:
+            TypeError: not a GradientHook.
+            RuntimeError: gradients of earlier micro-batches are held.
+        """
+        if hook is not None and not isinstance(hook, GradientHook):
+            raise TypeError(f"expected a GradientHook or None, got {hook!r}")
+        self._root()  # names the units
+        for unit in self._fsdp_units(recurse):
+            unit.carry_by(hook)
+
+    def set_all_gather_codec(self, codec: Codec | None, *, recurse: bool = True) -> None:
+        """Encode weights for gathers, say by ``Int8Blocks()``: a quarter to half the bytes; None: as they are.
+
+        Every rank computes with the same decoded weights; shards, optimizer and checkpoints keep theirs in full. What
+        that would not make smaller goes as it is, as do parameters with ``fsdp_pre_all_gather``. Over one rank nothing
+        is gathered, so nothing encoded. ZeRO++ calls it quantised weight communication. Not while units are gathered.
+        """
+        if codec is not None and not all(hasattr(codec, name) for name in ("nbytes", "encode", "decode")):
+            raise TypeError(f"expected a codec (nbytes, encode, decode) or None, got {codec!r}")
+        for unit in self._fsdp_units(recurse):
+            unit.gather_by(unit.custom_gather, codec)
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather this module's own unit by ``comm``, torch's ``AllGather`` for FSDP2; None: by torch's.
+
+        It is called with uint8 tensors: the unit's weights and, behind them, 16 bytes by which ranks that diverge are
+        found. What a strategy keeps gathered, or gathers over a second mesh axis, goes through it, too.
+        """
+        unit = self._only_unit("set_custom_all_gather")
+        unit.gather_by(_checked_comm(comm, "AllGather"), unit.gather_codec)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce-scatter this module's own unit by ``comm``, torch's ``ReduceScatter`` for FSDP2; None: by torch's."""
+        unit = self._only_unit("set_custom_reduce_scatter")
+        unit.scatter_by(_checked_comm(comm, "ReduceScatter"))
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce-scatter in a process group of its own, so that it and gathers can progress at the same time.
@@ -287,7 +344,8 @@ class FSDPModule:
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """With False, backward does not gather this unit; only right for units whose backward needs no weights."""
-        self._fsdp_unit().unshard_in_backward = unshard_in_backward
+        for unit in self._fsdp_units(recurse=False):
+            unit.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these modules' units when this one's forward begins, instead of the one that came next last time."""
@@ -301,7 +359,8 @@ class FSDPModule:
         """Divide this unit's gradient sums by ``factor`` instead of the number of ranks."""
         if not factor > 0:
             raise ValueError(f"the gradient divide factor must be positive, got {factor!r}")
-        self._fsdp_unit().divide_factor = float(factor)
+        for unit in self._fsdp_units(recurse=False):
+            unit.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of :meth:`set_gradient_divide_factor`."""
@@ -314,7 +373,8 @@ class FSDPModule:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Sum in the reduce-scatter and divide afterwards, instead of averaging in it, for this module's own unit."""
-        self._fsdp_unit().force_sum = enable
+        for unit in self._fsdp_units(recurse=False):
+            unit.force_sum = enable
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -334,8 +394,8 @@ class FSDPModule:
             NotImplementedError: the backend allocates none (gloo, NCCL on hardware without it), or torch is too old.
             ValueError: the model's memory comes from an allocator of the user's.
         """
-        unit = self._fsdp_unit()
-        unit.set_source(RegisteredMemory(unit.comm) if enable and unit.comm.group is not None else None)
+        for unit in self._fsdp_units(recurse=False):
+            unit.set_source(RegisteredMemory(unit.comm) if enable and unit.comm.group is not None else None)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Let this module's own unit be gathered into symmetric memory: copy engines or symmetric kernels move it.
@@ -349,10 +409,10 @@ class FSDPModule:
         """
         if backend != "NCCL":
             raise ValueError(f'backend must be "NCCL", got {backend!r}')
-        unit = self._fsdp_unit()
-        comms = [comm for comm in (*unit.ranks.once, *unit.ranks.gathers) if comm.group is not None]
-        if comms:
-            unit.set_source(SymmetricMemory(comms, backend))
+        for unit in self._fsdp_units(recurse=False):
+            comms = [comm for comm in (*unit.ranks.once, *unit.ranks.gathers) if comm.group is not None]
+            if comms:
+                unit.set_source(SymmetricMemory(comms, backend))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's gathers wait for ``event`` (recorded after the optimizer), on an accelerator."""
@@ -448,17 +508,10 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     _units_of(modules)
 
 
-def _refuse_later(name: str) -> Callable[..., NoReturn]:
-    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"FSDPModule.{name} is not supported in this version")
-
-    method.__name__ = name
-    method.__doc__ = "Not in this version."
-    return method
-
-
-for _name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
-    setattr(FSDPModule, _name, _refuse_later(_name))
+def _checked_comm(comm: Any, kind: str) -> Any:
+    if comm is not None and not (callable(comm) and hasattr(comm, "allocate")):
+        raise TypeError(f"expected torch's {kind} for FSDP2 (allocate and __call__) or None, got {comm!r}")
+    return comm
 
 
 def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
@@ -476,4 +529,4 @@ def _units_of(modules: list[FSDPModule]) -> list[Unit]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"expected modules that fully_shard was applied to, got {type(module).__name__}")
-    return [module._fsdp_unit() for module in modules]
+    return [unit for module in modules for unit in module._fsdp_units(recurse=False)]

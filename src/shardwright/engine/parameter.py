@@ -30,11 +30,14 @@ _detach = torch.ops.aten.detach.default
 _RANDOM = torch.Tag.nondeterministic_seeded
 #: Set on a full parameter: what to call when its ``.data`` is handed out.
 ON_DATA = "_shardwright_on_data"
+#: Set on a full parameter: the sharded one in whose place it is shown.
+STANDS_FOR = "_shardwright_stands_for"
 #: True on classes of tensors whose values are computed later (``shardwright.init``), which have a hash ``origin``.
 DEFERRED = "_shardwright_deferred"
 _NOT_COPIED = {
     UNIT_OF,
     TAKEN,
+    STANDS_FOR,
     "_is_param",
 }  #: attributes of a parameter that its sharded and full forms do not get
 
@@ -183,13 +186,18 @@ for _cls in (ShardedTensor, ShardedParameter):
     _cls.__slots__ = DTensor.__slots__  # type: ignore[assignment]
 
 
-class FullParameter(nn.Parameter):
+class Full(torch.Tensor):
     """A full parameter that tells its unit of edits through ``.data``, which move no version counter."""
+
+    __slots__ = ()
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         self.__dict__[ON_DATA](self)
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+        alias: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        if isinstance(self, DTensor):
+            alias._local_tensor = local_of(self)  # type: ignore[attr-defined]
+        return alias
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -214,9 +222,26 @@ class FullParameter(nn.Parameter):
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
 
 
+class FullParameter(Full, nn.Parameter):
+    """That of a parameter that lies on data-parallel ranks alone: all of it."""
+
+    __slots__ = ()
+
+
+class FullDTensor(Full, DTensor):
+    """That of a tensor-parallel one: this rank's part of it is full."""
+
+    __slots__ = ()
+
+
+def plain_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that has the memory: of a DTensor the local one."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 def has_no_values(tensor: torch.Tensor) -> bool:
     """Whether it is on the meta device, or deferred: a shape, whose values come later."""
-    return tensor.is_meta or getattr(type(tensor), DEFERRED, False)
+    return tensor.is_meta or getattr(type(plain_of(tensor)), DEFERRED, False)
 
 
 def refuse_while_deferring(doing: str) -> None:
@@ -275,11 +300,13 @@ class ManagedParameter:
         sharded: ``nn.Parameter`` over a DTensor or RaggedTensor in the storage dtype; views the unit's shard.
         cut: how it is cut.
         local: the plain local tensor behind ``sharded``.
-        full: ``nn.Parameter`` in the compute dtype; views the unit's slab, readable only while that is leased.
+        full: ``nn.Parameter`` in the compute dtype; views the unit's slab, readable only while that is leased. Of a
+            tensor-parallel one a DTensor.
+        view: the plain tensor behind ``full``.
         slots: where modules hold it; other units may add some that borrow it.
     """
 
-    __slots__ = ("cut", "extension", "full", "lent_over", "local", "name", "sharded", "slots", "spec")
+    __slots__ = ("cut", "extension", "full", "lent_over", "local", "name", "sharded", "slots", "spec", "view")
 
     def __init__(
         self,
@@ -296,6 +323,7 @@ class ManagedParameter:
         self.sharded = sharded
         self.local = local
         self.full = full
+        self.view = plain_of(full)
         self.extension: Extension | None = None
         self.lent_over = False  #: a tensor that is no parameter stands in its place for now
 
@@ -323,7 +351,13 @@ class ManagedParameter:
 
     def adopt_full(self, tensor: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """An extended parameter was gathered for the first time: this is its full form from now on."""
-        self.full = listen(nn.Parameter(tensor), on_gradient, self.sharded.requires_grad)
+        self.full = self.view = listen(nn.Parameter(tensor), on_gradient, self.sharded.requires_grad)
+        self.full.__dict__[STANDS_FOR] = self.sharded
+
+    @property
+    def counters(self) -> tuple[torch.Tensor, ...]:
+        """The tensors whose version counters move with edits of the full form."""
+        return (self.full,) if self.view is self.full else (self.full, self.view)
 
     def write_back(self) -> None:
         """The full form may have been changed in place while it was shown: keep what is new in this rank's part.
@@ -335,7 +369,7 @@ class ManagedParameter:
                 f"Parameter {self.name!r} was changed in place while it was full, and {type(self.local).__name__} "
                 "decides itself what is gathered of it, so the change cannot be kept. Change it between steps."
             )
-        full = self.cut.of_full(self.full.detach())
+        full = self.cut.of_full(self.view.detach())
         local = self.local.to(full.device)
         same = full == local.to(full.dtype)
         if same.all():
@@ -356,17 +390,19 @@ def build(
 ) -> ManagedParameter:
     """Make both forms, keep the original's attributes, and let ``on_gradient`` hear of every full gradient.
 
-    A parameter that is a DTensor already stays the same object, since optimizers may hold it.
+    A parameter that is sharded already stays the same object, since optimizers may hold it.
     """
     sharded: Any = nn.Parameter(cut.wrap(local), requires_grad=original.requires_grad)
     kind = RaggedParameter if isinstance(sharded, RaggedTensor) else ShardedParameter
-    if isinstance(original, DTensor if kind is ShardedParameter else RaggedTensor):
+    same_kind = isinstance(original, DTensor if kind is ShardedParameter else RaggedTensor)
+    if same_kind and original.device_mesh == sharded.device_mesh:  # type: ignore[attr-defined]
         become(original, sharded)
         sharded = original
     else:
         share_gradient_hooks(original, sharded)
     sharded.__class__ = kind
-    full_parameter: Any = nn.Parameter(full, requires_grad=original.requires_grad)
+    shown = full if cut.parallel is None else cut.parallel.wrap(full)
+    full_parameter: Any = nn.Parameter(shown, requires_grad=original.requires_grad)
     for form in (sharded, full_parameter):
         for key, value in original.__dict__.items():
             if key not in _NOT_COPIED:
@@ -374,7 +410,8 @@ def build(
     if original.is_floating_point() or original.is_complex():
         listen(full_parameter, on_gradient, original.requires_grad)
     full_parameter.__dict__[ON_DATA] = on_data
-    full_parameter.__class__ = FullParameter
+    full_parameter.__dict__[STANDS_FOR] = sharded
+    full_parameter.__class__ = FullParameter if shown is full else FullDTensor
     return ManagedParameter(cut, slots, sharded, local_of(sharded), full_parameter)
 
 

@@ -205,15 +205,19 @@ def check_memory(memory: str | Allocator, prefetch: int | str, strict: bool) -> 
     prefetch_budget(prefetch)
 
 
+def bytes_in(text: str) -> int | None:
+    """How many bytes "512 MiB" or the like says; None if it says none."""
+    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+    number = text[:-3].strip()
+    return int(number) * units[text[-3:]] if text[-3:] in units and number.isdecimal() else None
+
+
 def prefetch_budget(prefetch: int | str) -> tuple[int, int | None]:
     """Units to gather ahead, and bytes that they may have together, None meaning any number."""
     if isinstance(prefetch, int) and not isinstance(prefetch, bool) and prefetch >= 0:
         return prefetch, None
-    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-    if isinstance(prefetch, str) and prefetch[-3:] in units:
-        number = prefetch[:-3].strip()
-        if number.isdecimal():
-            return 1 << 30, int(number) * units[prefetch[-3:]]
+    if isinstance(prefetch, str) and (nbytes := bytes_in(prefetch)) is not None:
+        return 1 << 30, nbytes
     raise ValueError(
         f'prefetch must be a number of units, 0 or more, or bytes such as "512 MiB", got {prefetch!r}'
     )

@@ -45,7 +45,7 @@ class RaggedTensor(torch.Tensor):
     def __new__(cls, local: torch.Tensor, spec: RaggedSpec, requires_grad: bool = False) -> RaggedTensor:
         """Wrap ``local``, of ``spec.local_shape`` for this rank, contiguous and without graph; it is not copied."""
         self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, spec.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+            cls, spec.global_shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
         )
         self._local_tensor = local
         self.spec = spec
@@ -87,10 +87,16 @@ class RaggedTensor(torch.Tensor):
 
     @torch.no_grad()
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, without graph, on this one's device. Every rank of the shard group must call it."""
+        """The whole tensor, without graph, on this one's device. Every rank of the mesh must call it."""
+        spec = self.spec
+        if self._local_tensor.is_meta:
+            return self._local_tensor.new_empty(spec.global_shape)
+        part = self._gathered()
+        return part if spec.parallel is None else spec.parallel.wrap(part).full_tensor()
+
+    def _gathered(self) -> torch.Tensor:
+        """The tensor of ``spec.shape``, from the ranks that cut it."""
         local, spec = self._local_tensor.detach().reshape(-1), self.spec
-        if local.is_meta:
-            return local.new_empty(spec.shape)
         if spec.world_size == 1:
             return local.clone().view(spec.shape)
         width = max(stop - start for start, stop in spec.ranges)
@@ -210,12 +216,15 @@ class RaggedTensor(torch.Tensor):
     # -- torch.distributed.checkpoint: this rank's rectangles ----------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        parallel = self.spec.parallel
+        if parallel is not None and not parallel.is_first_copy:
+            return []  # ranks with other parts of other parameters may cut this one elsewhere: chunks would overlap
         properties = TensorProperties.create_from_tensor(self._local_tensor)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.spec.shape),
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
             )
             for chunk in self.__create_chunk_list__()
         ]
@@ -303,12 +312,17 @@ def part_of(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
     rank = spec.rank
     if isinstance(source, DTensor) and isinstance(source._local_tensor, RaggedTensor):
         source = source._local_tensor  # of a state dict, or a result of arithmetic with its values
-    if source.shape != spec.shape:
+    if source.shape != spec.global_shape:
         source = _expanded(source, spec)
     if isinstance(source, RaggedTensor):
         if source.spec == spec:
             return source._local_tensor.detach()
-        if source.spec.mesh == spec.mesh and source.spec.axes == spec.axes and len(spec.axes) == 1:
+        like = (source.spec.mesh, source.spec.axes, source.spec.parallel) == (
+            spec.mesh,
+            spec.axes,
+            spec.parallel,
+        )
+        if like and len(spec.axes) == 1:
             local = _exchange(source._local_tensor, spec, source.spec.ranges, spec.ranges)
             return local.view(spec.local_shape(rank))
         source = source.full_tensor()
@@ -317,7 +331,9 @@ def part_of(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
         if source.device_mesh == spec.mesh and source.placements == by_rows and spec.cuts_last:
             local = _exchange(source.to_local(), spec, _ranges_by_rows(spec), spec.ranges)
             return local.view(spec.local_shape(rank))
-        source = source.full_tensor()
+        source = source.full_tensor() if spec.parallel is None else source
+    if spec.parallel is not None:
+        source = spec.parallel.part_of(source)
     start, stop = spec.ranges[rank]
     return source.detach().reshape(-1)[start:stop].view(spec.local_shape(rank))
 
@@ -325,10 +341,10 @@ def part_of(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
 def _expanded(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
     if isinstance(source, (RaggedTensor, DTensor)):
         raise ValueError(
-            f"A ragged tensor of shape {tuple(spec.shape)} takes values from a sharded tensor of that shape, found "
-            f"{tuple(source.shape)}."
+            f"A ragged tensor of shape {tuple(spec.global_shape)} takes values from a sharded tensor of that shape, "
+            f"found {tuple(source.shape)}."
         )
-    return source.expand(spec.shape)
+    return source.expand(spec.global_shape)
 
 
 def _ranges_by_rows(spec: RaggedSpec) -> list[tuple[int, int]]:

@@ -161,11 +161,12 @@ def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _reduce(value: torch.Tensor, op: Any, spec: RaggedSpec) -> torch.Tensor:
-    """All-reduce over the shard group, in place where possible."""
-    if spec.world_size == 1:
+    """All-reduce over the ranks that cut, in place where possible."""
+    if not spec.groups:
         return value
     moved = value.to(device_of(spec, value))
-    dist.all_reduce(moved, op, group=spec.group)
+    for group in spec.groups:
+        dist.all_reduce(moved, op, group=group)
     return moved.to(value.device)
 
 
@@ -189,13 +190,13 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     dtype = kwargs.get("dtype") or (local.dtype if floating else torch.int64)
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
     total = _reduce(local.sum(dtype=wide), dist.ReduceOp.SUM, tensor.spec)
-    return (total / tensor.spec.numel if func in _MEANS else total).to(dtype)
+    return (total / tensor.numel() if func in _MEANS else total).to(dtype)
 
 
 def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     tensor = _everything(func, args, kwargs)
     local, largest = tensor._local_tensor, func in _LARGEST
-    if not tensor.spec.numel:
+    if not tensor.numel():
         raise IndexError(f"{func} of a tensor without elements")
     floating = local.dtype.is_floating_point
     wide = torch.promote_types(local.dtype, torch.float32) if floating else torch.int64
@@ -246,17 +247,17 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 
 def _norms(tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """The global norm of each, by one all-reduce per shard group; of plain tensors among them their own."""
+    """The global norm of each, by one all-reduce for all that are cut alike; of plain tensors among them their own."""
     found = [t._local_tensor if isinstance(t, RaggedTensor) else t for t in tensors]
     wide = functools.reduce(torch.promote_types, {t.dtype for t in found}, torch.float32)
     filled = [t for t in found if t.numel()]
     known = iter(foreach_norm(filled, order, wide) if filled else ())
     empty = math.inf if order == -math.inf else 0.0  # torch has no extreme of nothing
     norms = [next(known).double() if t.numel() else t.new_full((), empty, dtype=torch.float64) for t in found]
-    groups: dict[dist.ProcessGroup | None, list[int]] = {}
+    groups: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for i, t in enumerate(tensors):
         if isinstance(t, RaggedTensor):
-            groups.setdefault(t.spec.group, []).append(i)
+            groups.setdefault(t.spec.groups, []).append(i)
     for members in groups.values():
         spec = tensors[members[0]].spec  # type: ignore[attr-defined]
         stacked = torch.stack([norms[i] for i in members])  # doubles: powers and roots round no more
@@ -275,7 +276,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """GradScaler: what one rank finds not to be finite, all ranks must know."""
     tensors, found, scale = args
     func([_unwrap(func, t.spec, t) if isinstance(t, RaggedTensor) else t for t in tensors], found, scale)
-    for spec in {t.spec.group: t.spec for t in tensors if isinstance(t, RaggedTensor)}.values():
+    for spec in {t.spec.groups: t.spec for t in tensors if isinstance(t, RaggedTensor)}.values():
         found.copy_(_reduce(found, dist.ReduceOp.MAX, spec))
 
 

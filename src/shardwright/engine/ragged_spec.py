@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.engine.tensor_parallel import TensorParallel
+
 
 @dataclass(frozen=True)
 class RaggedSpec:
@@ -21,7 +23,8 @@ class RaggedSpec:
 
     Rank r along the mesh dimension ``axes`` owns ``[r * chunk, (r + 1) * chunk)`` of the segment; along the others the
     tensor is replicated. Of several axes the first counts most; without any it is whole on every rank. ``granule``
-    elements, counted from the tensor's first, are never cut.
+    elements, counted from the tensor's first, are never cut. With ``parallel`` all this, and ``shape``, is of this
+    rank's part of a tensor of ``global_shape``.
 
     Raises:
         ValueError: the tensor has no dimension, does not fit the segment, or a granule is cut.
@@ -33,6 +36,7 @@ class RaggedSpec:
     mesh: DeviceMesh
     granule: int = 1
     axes: tuple[int, ...] = (-1,)
+    parallel: TensorParallel | None = None
 
     def __post_init__(self) -> None:
         if (self.axes and not self.shape) or self.offset < 0 or self.chunk < 1 or self.granule < 1:
@@ -54,6 +58,16 @@ class RaggedSpec:
     @functools.cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def global_shape(self) -> torch.Size:
+        return self.shape if self.parallel is None else self.parallel.shape
+
+    @functools.cached_property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Those over which the parts make up the whole, one after another; each element is in each just once."""
+        own = (self.group,) if self.group is not None and self.world_size > 1 else ()
+        return (*own, *(self.parallel.groups if self.parallel is not None else ()))
 
     @functools.cached_property
     def world_size(self) -> int:
@@ -93,8 +107,12 @@ class RaggedSpec:
 
     @property
     def cuts_last(self) -> bool:
-        """Whether it is the last mesh dimension alone that cuts."""
-        return len(self.axes) == 1 and self.axes[0] % self.mesh.ndim == self.mesh.ndim - 1
+        """Whether it is the last mesh dimension alone that cuts, and nothing else."""
+        return (
+            self.parallel is None
+            and len(self.axes) == 1
+            and self.axes[0] % self.mesh.ndim == self.mesh.ndim - 1
+        )
 
     def range_of(self, rank: int) -> tuple[int, int]:
         """First and last + 1 of the tensor's elements, in memory order, that ``rank`` owns."""
@@ -124,11 +142,17 @@ class RaggedSpec:
 
     @functools.cached_property
     def boxes(self) -> list[tuple[torch.Size, torch.Size]]:
-        """This rank's range as rectangles (offsets, sizes), in memory order."""
-        if not self.numel:  # one empty rectangle, or checkpoints would not know of the tensor
+        """This rank's range as rectangles (offsets, sizes) of the global tensor, in memory order."""
+        if not math.prod(
+            self.global_shape
+        ):  # one empty rectangle, or checkpoints would not know of the tensor
             return [(torch.Size([0] * len(self.shape)), self.shape)]
         found = boxes_of(tuple(self.shape), *self.ranges[self.rank])
-        return [(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in found]
+        start = self.parallel.box[0] if self.parallel is not None else (0,) * len(self.shape)
+        return [
+            (torch.Size([at + o for at, o in zip(start, offsets, strict=True)]), torch.Size(sizes))
+            for offsets, sizes in found
+        ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedSpec:
         return self

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardwright.comm import Communicator
+from shardwright.engine.tensor_parallel import Spmd
 from shardwright.layout import Strategy
 
 MakeCommunicator = Callable[[int | None], Communicator]
@@ -25,6 +26,8 @@ class Ranks:
     """What a unit knows of its ranks.
 
     Attributes:
+        mesh: the data-parallel one.
+        spmd: the whole mesh on which every parameter lies already, where that was said.
         parts, part: into how many shards its parameters are cut, and which of them is this rank's.
         size: number of data-parallel ranks, by which gradients are divided.
         once: communicators of the gathers that fill a copy kept until the weights change, in their order.
@@ -35,8 +38,15 @@ class Ranks:
         every: one for each axis of more than one rank, the innermost first.
     """
 
-    def __init__(self, mesh: DeviceMesh, strategy: Strategy, communicator: MakeCommunicator) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        strategy: Strategy,
+        communicator: MakeCommunicator,
+        spmd: Spmd | None = None,
+    ) -> None:
         self.mesh = mesh
+        self.spmd = spmd
         self.strategy = strategy
         self.size = mesh.size()
         stages = strategy.stages
@@ -89,7 +99,7 @@ class Ranks:
         )
 
     def same(self, other: Ranks) -> bool:
-        """Whether units of both may be in one model."""
+        """Whether they are those of one mesh."""
         return self.mesh == other.mesh
 
     def shard_mesh(self, name: str) -> DeviceMesh:

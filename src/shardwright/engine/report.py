@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from shardwright._torch import local_of
-from shardwright.engine.construct import UNIT
+from shardwright.engine.construct import units_of
 from shardwright.engine.parameter import unit_of
-from shardwright.engine.unit import Unit
 from shardwright.memory import Plan, Planned
 from shardwright.memory.plan import at_peak, peak
 
@@ -94,7 +93,7 @@ def memory_report(
     Raises:
         ValueError: the model is not sharded.
     """
-    units = list(dict.fromkeys(u for m in model.modules() if isinstance(u := getattr(m, UNIT, None), Unit)))
+    units = units_of(model)
     if not units:
         raise ValueError(f"memory_report needs a model that was sharded, got a plain {type(model).__name__}")
     if isinstance(optimizers, torch.optim.Optimizer):

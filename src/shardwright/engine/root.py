@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright._torch import annotate, increment_version, queue_callback, subclasses_dispatch
@@ -31,7 +30,6 @@ from shardwright.engine.parameter import (
     unit_of,
 )
 from shardwright.engine.pools import Pools, prefetch_budget
-from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.unit import Unit
 from shardwright.engine.visit import Frame, Visit
 from shardwright.engine.weights import Weights
@@ -39,13 +37,14 @@ from shardwright.engine.weights import Weights
 _roots: weakref.WeakSet[Root] = weakref.WeakSet()
 
 #: What ranks are about to do, in the records they exchange. The texts go into the error that names who diverged.
-GATHER, REDUCE, END_FORWARD, END_BACKWARD, CLIP = range(5)
+GATHER, REDUCE, END_FORWARD, END_BACKWARD, CLIP, UNSHARD = range(6)
 _DOING = (
     ("gathers", "gather"),
     ("reduces the gradients of", "reduce the gradients of"),
     ("ends the forward of", "end the forward of"),
     ("ends the backward of", "end the backward of"),
     ("clips the gradients of", "clip the gradients of"),
+    ("shows the full parameters of", "show the full parameters of"),
 )
 
 
@@ -79,13 +78,15 @@ class Root:
         self._visits: dict[int, Visit] = {}
         self._clock = 0
         self.ranks = units[0].ranks
+        #: One for each axis of more than one rank of any unit's mesh, in the same order on every rank.
+        self.every = list(dict.fromkeys(comm for unit in units for comm in unit.ranks.every))
         self.streams = self.ranks.comm.streams
         top = units[0]
         self.prefetch, self.prefetch_bytes = prefetch_budget(top.prefetch)
         self.pools = Pools(top.memory, self.prefetch, top.strict)
         #: The order of a caller that was not called yet, for plans to be made of its first step.
         self._guess = [n for n, unit in enumerate(units) if unit.parameters] if self.pools.planned else []
-        self.serial = (*self.ranks.every, self.ranks.local)[0].number_of_model()
+        self.serial = (*self.every, self.ranks.local)[0].number_of_model()
         self._make_headers(units)
         self.pools.join(units)
 
@@ -189,7 +190,9 @@ class Root:
         return wanted
 
     def forward_leaves(self, unit: Unit, visit: Visit | None) -> None:
-        if visit is not None:
+        if (
+            visit is not None and visit.returns
+        ):  # in front of all that learns nothing is gathered for backward
             visit.place = len(visit.order)
             visit.order.append(unit.number)
 
@@ -386,9 +389,13 @@ class Root:
         """The gradients' norm is about to be summed over the ranks."""
         self._agree_all(CLIP, 0)
 
+    def agree_on_unsharding(self) -> None:
+        """Parameters of this model are about to be gathered to be shown."""
+        self._agree_all(UNSHARD, 0)
+
     def _agree_all(self, event: int, number: int) -> None:
-        """Agree with every rank of the mesh, axis by axis."""
-        for comm in self.ranks.every:
+        """Agree with every rank of the meshes, axis by axis."""
+        for comm in self.every:
             self._agree(comm, event, number)
 
     def _agree(self, comm: Communicator, event: int, number: int, nbytes: int = 0, detail: int = 0) -> None:
@@ -453,7 +460,7 @@ class Root:
         if not streams.asynchronous:
             with streams.beside("gather"):
                 flag = (self._headers != self._wanted_headers).any()
-                for comm in self.ranks.every:
+                for comm in self.every:
                     order = comm.gather_number(self._reduced)
                     flag = flag | (order != order[0]).any()
                 self.flag = flag if self.flag is None else flag | self.flag
@@ -507,19 +514,17 @@ def attach(module: nn.Module) -> Root:
                 f"Module {name!r} was called on its own and is not finished, so it cannot become part of "
                 f"{type(module).__name__} now. Call the outer module first."
             )
-        units.append(unit)
-        names.append(name or unit.name)
+        for each in (unit, *unit.companions):
+            units.append(each)
+            names.append(name or unit.name)
+            if each is not unit:
+                names[-1] += f" on {each.mesh.mesh_dim_names or each.mesh.mesh.tolist()}"
     if len(units[0].modules) > 1 and len(units) > 1:
         raise RuntimeError(
             f"The first module called belongs to a unit of {len(units[0].modules)} modules, which cannot be the root. "
             "Call fully_shard on the whole model, too, and call that."
         )
-    for unit, name in zip(units, names, strict=True):
-        if not unit.ranks.same(units[0].ranks):
-            raise NotImplementedError(
-                f"Unit {name!r} is sharded over ranks {unit.mesh.mesh.tolist()} and {type(module).__name__} over "
-                f"{units[0].mesh.mesh.tolist()}. In this version all units of a model must be on one mesh."
-            )
+    _check_meshes(units, names)
     for unit, name in zip(units[1:], names[1:], strict=True):
         if unit.has_memory_options:
             raise ValueError(
@@ -529,6 +534,29 @@ def attach(module: nn.Module) -> Root:
     root = Root(units, names)
     _roots.add(root)
     return root
+
+
+def _check_meshes(units: list[Unit], names: list[str]) -> None:
+    """Every parameter lies on all ranks that have data of their own: nobody else would sum its gradients up."""
+    owners = [(unit, name) for unit, name in zip(units, names, strict=True) if unit.parameters]
+    if not owners:
+        return
+    largest, its_name = max(owners, key=lambda owner: owner[0].mesh.size())
+    ranks = set(largest.mesh.mesh.flatten().tolist())
+    for unit, name in owners:
+        if unit.mesh.device_type != largest.mesh.device_type:
+            raise ValueError(
+                f"Unit {name!r} is on {unit.mesh} and {its_name!r} on {largest.mesh}: give one device"
+            )
+        for p in unit.parameters if unit.mesh != largest.mesh else ():
+            mesh = unit.mesh if p.cut.parallel is None else p.cut.parallel.rest
+            if not ranks <= set(mesh.mesh.flatten().tolist()):
+                raise ValueError(
+                    f"Parameter {p.name!r} of unit {name!r} lies on ranks {mesh.mesh.tolist()}, and unit {its_name!r} "
+                    f"is sharded over {largest.mesh.mesh.tolist()}: the other ranks' gradients would not reach it. "
+                    "Shard both over the same ranks, or parallelize the module over those that are missing first, as "
+                    "for expert parallelism."
+                )
 
 
 _hooked = False
@@ -560,6 +588,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
             )
         optimizer.__dict__["_shardwright_stepped"] = True
     for unit in _units_of(parameters, kinds):
+        unit.refuse_unsharded("An optimizer's step of")
         unit.drop_kept()  # some kernels write without moving a version counter
         if unit.root is not None:
             unit.root.pools.step()
@@ -584,7 +613,7 @@ def _refuse_dead(parameters: list[torch.Tensor], kinds: set[type]) -> None:
         return
     for p in parameters:
         taken = p.__dict__.get(TAKEN)
-        if taken is not None and not isinstance(p, (DTensor, RaggedTensor)):
+        if taken is not None and not isinstance(p, Managed):
             if not isinstance(taken.sharded, Managed) or unit_of(taken.sharded) is not None:
                 raise RuntimeError(
                     f"The optimizer holds parameter {taken.label!r} as it was before the model was sharded or "

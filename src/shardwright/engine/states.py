@@ -11,11 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from shardwright.engine.construct import Found, own_modules
-from shardwright.engine.parameter import has_no_values
-from shardwright.engine.ragged import RaggedTensor
+from shardwright.engine.construct import Found, is_cut, own_modules
+from shardwright.engine.parameter import has_no_values, plain_of
 
 _CHUNK = 1 << 23  #: bytes that are hashed at a time
 
@@ -27,14 +25,18 @@ class State(NamedTuple):
     tensor: torch.Tensor
 
     @property
-    def form(self) -> tuple[str, tuple[int, ...], str]:
-        return self.name, tuple(self.tensor.shape), str(self.tensor.dtype)
+    def form(self) -> tuple[Any, ...]:
+        """What must be alike on every rank before values can be compared."""
+        told = self.name, tuple(self.tensor.shape), str(self.tensor.dtype)
+        return (*told, "deferred") if has_no_values(self.tensor) else told
 
 
-def states_of(modules: list[nn.Module], found: Found) -> list[State]:
-    """What is to be the same on every rank: parameters that are whole as yet, and buffers. Ties once."""
-    states = [State(name, p) for name, p, _ in found.owned if not isinstance(p, (DTensor, RaggedTensor))]
-    seen: set[int] = set()
+def states_of(modules: list[nn.Module], found: Found, ignored: list[nn.Module]) -> list[State]:
+    """What is to be the same on every rank: parameters not cut over the ranks as yet, and buffers. Ties once."""
+    states = [
+        State(each.name, each.parameter) for each in found.owned if not is_cut(each.parameter, each.parallel)
+    ]
+    seen = {id(b) for top in ignored for b in top.buffers()}
     for position, top in enumerate(modules):
         first = f"{position}." if len(modules) > 1 else ""
         for prefix, module in own_modules(top):
@@ -73,8 +75,8 @@ def sync_states(mesh: DeviceMesh, device: torch.device, states: list[State], own
             )
     _refuse_different_forms(mesh, [form for form, _ in forms], owner)
     for state in states:
-        for tensor in (t for t in _plain(state) if t.numel()):
-            flat = tensor.to(device).contiguous().reshape(-1).view(torch.uint8)
+        for tensor in (t for t in plain_tensors(state.tensor.detach()) if t.numel()):
+            flat = tensor.to(device).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
             for axis in range(mesh.ndim):
                 dist.broadcast(flat, group=mesh.get_group(axis), group_src=0)
             tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
@@ -82,7 +84,7 @@ def sync_states(mesh: DeviceMesh, device: torch.device, states: list[State], own
 
 @torch.no_grad()
 def check_states(mesh: DeviceMesh, states: list[State], owner: str) -> None:
-    """Compare hashes of all bytes over the ranks, of deferred tensors those of what they are drawn from.
+    """Compare hashes over the ranks: of all bytes, and of deferred tensors of the operations that will make them.
 
     Tensors on the meta device are passed over.
 
@@ -91,32 +93,43 @@ def check_states(mesh: DeviceMesh, states: list[State], owner: str) -> None:
             first.
     """
     states = [state for state in states if not state.tensor.is_meta]
-    deferred = [state for state in states if has_no_values(state.tensor)]
-    states = [state for state in states if not has_no_values(state.tensor)]
-    sums = [digest(tensor) for state in states for tensor in _plain(state)]
-    numbers = torch.stack(sums).tolist() if sums else []
-    numbers += [state.tensor.origin for state in deferred]  # type: ignore[attr-defined]
-    forms = [state.form for state in (*states, *deferred)]
-    if len(set(everywhere(mesh, hash_of((forms, numbers))))) == 1:
+    forms = [state.form for state in states]
+    hashes = _hashes(states)
+    if len(set(everywhere(mesh, hash_of((forms, hashes))))) == 1:
         return
-    found = everywhere(mesh, (forms, numbers))
+    found = everywhere(mesh, (forms, hashes))
     _refuse_different_forms(mesh, [form for form, _ in found], owner)
-    names = [state.name for state in states for _ in _plain(state)] + [state.name for state in deferred]
-    first = found[0][1]
-    different: dict[str, list[int]] = {}
-    for rank, (_, theirs) in zip(mesh.mesh.flatten().tolist(), found, strict=True):
-        for name, one, other in zip(names, first, theirs, strict=True):
-            if one != other and rank not in different.setdefault(name, []):
-                different[name].append(rank)
-    told = [
-        f"{name!r} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for name, r in different.items() if r
-    ]
+    ranks = mesh.mesh.flatten().tolist()
+    told: list[str] = []
+    only_real = True
+    for number, state in enumerate(states):
+        of_ranks = [theirs[number] for _, theirs in found]
+        others = [str(rank) for rank, each in zip(ranks, of_ranks, strict=True) if each != of_ranks[0]]
+        if others:
+            told.append(f"{state.name!r} on rank{'s' * (len(others) > 1)} {', '.join(others)}")
+            only_real = only_real and not has_no_values(state.tensor)
     more = f" and {len(told) - 10} more" if len(told) > 10 else ""
-    raise ValueError(
-        f"The ranks do not start from the same {owner}; other values than on rank {mesh.mesh.flatten()[0].item()} "
-        f"have: {'; '.join(told[:10])}{more}. Build the model with the same seed on every rank, or give "
-        "sync_module_states=True."
+    way_out = (
+        "Build the model with the same seed on every rank, or give sync_module_states=True."
+        if only_real
+        else "Build it with the same seed, code and data on every rank: of deferred tensors the recorded operations, "
+        "their constants and the random numbers that they draw are compared."
     )
+    raise ValueError(
+        f"The ranks do not start from the same {owner}; other values than on rank {ranks[0]} have: "
+        f"{'; '.join(told[:10])}{more}. {way_out}"
+    )
+
+
+def _hashes(states: list[State]) -> list[list[int]]:
+    """Of each state those of its tensors, all of them fetched from the device together."""
+    real = [[] if has_no_values(state.tensor) else plain_tensors(state.tensor.detach()) for state in states]
+    sums = [digest(tensor) for tensors in real for tensor in tensors]
+    numbers = iter(torch.stack(sums).tolist() if sums else ())
+    return [
+        [plain_of(state.tensor).origin] if has_no_values(state.tensor) else [next(numbers) for _ in tensors]  # type: ignore[attr-defined]
+        for state, tensors in zip(states, real, strict=True)
+    ]
 
 
 def _refuse_different_forms(mesh: DeviceMesh, forms: list[list[tuple[Any, ...]]], owner: str) -> None:
@@ -130,18 +143,18 @@ def _refuse_different_forms(mesh: DeviceMesh, forms: list[list[tuple[Any, ...]]]
             )
 
 
-def _plain(state: State) -> list[torch.Tensor]:
+def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that hold the values: of a wrapper, those inside."""
-    tensor = state.tensor.detach()
+    tensor = plain_of(tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return [inner for name in names for inner in _plain(State(state.name, getattr(tensor, name)))]
+        return [inner for name in names for inner in plain_tensors(getattr(tensor, name))]
     return [tensor.as_subclass(torch.Tensor)]
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
     """A 64-bit hash of a tensor's bytes and their places: int64, 0-d, on its device."""
-    data = tensor.contiguous().reshape(-1).view(torch.uint8)
+    data = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for start in range(0, data.numel(), _CHUNK):
         piece = data[start : start + _CHUNK]

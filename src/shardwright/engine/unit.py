@@ -7,6 +7,7 @@ between them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import weakref
@@ -26,7 +27,7 @@ from shardwright._torch import (
     next_sequence_number,
     quick_attributes,
 )
-from shardwright.comm import neighbours, separate
+from shardwright.comm import GradientHook, neighbours, separate, with_scatters
 from shardwright.engine import construct
 from shardwright.engine.construct import ShardPlacementFn
 from shardwright.engine.gradients import Reduction
@@ -43,7 +44,7 @@ from shardwright.engine.hooks import (
 )
 from shardwright.engine.offload import NOTHING as NOT_OFFLOADED
 from shardwright.engine.offload import Host, HostReduction, Offload
-from shardwright.engine.parameter import FullParameter, ManagedParameter, unit_of
+from shardwright.engine.parameter import FullParameter, ManagedParameter, plain_of, unit_of
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.stepping import Stepping
 from shardwright.engine.visit import Frame, Visit
@@ -70,6 +71,7 @@ class Unit(Weights):
         placement_fn: ShardPlacementFn | None,
         layout: Ragged | None,
         ignored: Iterable[nn.Parameter],
+        ignored_modules: Iterable[nn.Module],
         attach: Callable[[nn.Module], Root],
         offload: Offload = NOT_OFFLOADED,
     ) -> None:
@@ -88,16 +90,23 @@ class Unit(Weights):
         self.placement_fn = placement_fn
         self.layout_kind = layout
         self.ignored = [weakref.ref(p) for p in ignored]
+        self.ignored_modules = [weakref.ref(m) for m in ignored_modules]
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.requires_sync = True
         self.requires_all_reduce = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.gradient_hook: GradientHook | None = None
+        self.custom_scatters: Any = None
+        self.separates = False  #: whether reduce-scatters run in process groups of their own
         self.force_sum = False
         self.divide_factor: float | None = None
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
+        #: Units of other meshes that own parameters of the same modules, and of such a unit the one that has it.
+        self.companions: list[Unit] = []
+        self.main: weakref.ref[Unit] | None = None
         self.lenders: list[Unit] = []  #: units that own weights which this one's modules hold, too
         self.borrowed: list[tuple[nn.Parameter, construct.Slot]] = []
         self.visits: set[Visit] = set()  #: whose backward is under way
@@ -169,7 +178,12 @@ class Unit(Weights):
         return [m for ref in self.modules if (m := ref()) is not None]
 
     def living_ignored(self) -> list[nn.Parameter]:
-        return [p for ref in self.ignored if (p := ref()) is not None]
+        """Parameters that are not the unit's, those that ignored modules hold now among them."""
+        given = [p for ref in self.ignored if (p := ref()) is not None]
+        return [*given, *construct.parameters_of(self.living_ignored_modules())]
+
+    def living_ignored_modules(self) -> list[nn.Module]:
+        return [m for ref in self.ignored_modules if (m := ref()) is not None]
 
     def watch_slots(self) -> None:
         """Remember which modules there are and how many parameters they have."""
@@ -208,7 +222,7 @@ class Unit(Weights):
                 return True
         for sharded, slot in self.borrowed:
             lender = unit_of(sharded)
-            if lender is None or not (lender._full_shown or slot.holds(sharded)):
+            if lender is None or not (lender._full_shown or lender.unsharded or slot.holds(sharded)):
                 return True
         return False
 
@@ -247,10 +261,18 @@ class Unit(Weights):
     def _plan_reductions(self, trainable: tuple[bool, ...]) -> list[Reduction]:
         dtypes = [spec.compute_dtype for spec in self.layout.specs]
         reduce = [(self.policy.reduce_dtype or t) if t.is_floating_point else t for t in dtypes]
-        return [self._new_reduction(packing) for packing in plan_packing(self.layout, trainable, reduce)]
+        return [self._reduction(packing) for packing in plan_packing(self.layout, trainable, reduce)]
 
-    def _new_reduction(self, packing: Packing) -> Reduction:
-        given = packing, self.layout, self.parameters, self.scatter_ranks, self.owner
+    def _reduction(self, packing: Packing) -> Reduction:
+        given = (
+            packing,
+            self.layout,
+            self.parameters,
+            self.scatter_ranks,
+            self.owner,
+            self.gradient_hook,
+            self.name,
+        )
         return Reduction(*given) if self.host is None else HostReduction(*given, host=self.host)
 
     def on_gradient(self) -> None:
@@ -315,13 +337,30 @@ class Unit(Weights):
 
     def separate_scatters(self, enable: bool) -> None:
         """Reduce-scatter in process groups of their own, or in those of the gathers."""
+        self._reduce_anew(separates=enable)
+
+    def scatter_by(self, custom: Any) -> None:
+        """Reduce-scatter by a collective of the user's; None: by torch's."""
+        self._reduce_anew(custom_scatters=custom)
+
+    def carry_by(self, hook: GradientHook | None) -> None:
+        """Let ``hook`` carry the gradients between ranks; None: they go as they are."""
+        self._reduce_anew(gradient_hook=hook)
+
+    def _reduce_anew(self, **changes: Any) -> None:
+        """Another way of reducing gradients, between steps."""
         if self.holds:
             raise RuntimeError(
-                f"Unit {self.name!r} holds gradients of earlier micro-batches; change its process group between "
+                f"Unit {self.name!r} holds gradients of earlier micro-batches; change how they are reduced between "
                 "optimizer steps."
             )
         self.finish_reduction()
-        self.scatter_ranks = self.ranks.with_scatters(separate) if enable else self.ranks
+        for name, value in changes.items():
+            setattr(self, name, value)
+        ranks = self.ranks.with_scatters(separate) if self.separates else self.ranks
+        if self.custom_scatters is not None:
+            ranks = ranks.with_scatters(functools.partial(with_scatters, custom=self.custom_scatters))
+        self.scatter_ranks = ranks
         self._trainable = None
         self.reductions = []
         self.follow_requires_grad()
@@ -408,7 +447,7 @@ class Unit(Weights):
         for other in others:
             mine = packings.get(other.packing)
             if mine is None:
-                mine = self._new_reduction(other.packing)
+                mine = self._reduction(other.packing)
                 mine.retired = True
                 self.reductions.append(mine)
             mine.take_held(other)
@@ -457,6 +496,7 @@ class Unit(Weights):
 
     def _use(self, root: Root, recomputing: bool) -> None:
         """A call that reads the full weights begins: gather them or take what was prefetched, and show them."""
+        self.refuse_unsharded("Forward of")
         if not self.calls and not self._to_run and not recomputing:
             if not self._full_shown:
                 construct.settle(self)
@@ -531,6 +571,7 @@ class Unit(Weights):
             marked = mark_outputs(visit, output, frame.entry) or stashed
             if not marked and next_sequence_number() > frame.begun:
                 refuse_opaque(output, f"unit {self.name!r} ({type(module).__name__})")
+            visit.returns |= marked
             visit.end = root.tick()
             for stay in visit.guests:
                 stay.end = visit.end
@@ -612,7 +653,8 @@ class Unit(Weights):
         end = start + self.slab.nbytes
 
         def check(tensor: torch.Tensor) -> torch.Tensor:
-            if type(tensor) in (torch.Tensor, FullParameter) and start <= address_of(tensor) < end:
+            plain = plain_of(tensor)
+            if type(plain) in (torch.Tensor, FullParameter) and start <= address_of(plain) < end:
                 return tensor.clone()
             return tensor
 
@@ -622,7 +664,8 @@ class Unit(Weights):
         """Raise if a view of the unit's weights was put where it can't be exchanged for a copy."""
         start, end = self.slab.address, self.slab.address + self.slab.nbytes
         for tensor in tensors:
-            if type(tensor) is torch.Tensor and start <= address_of(tensor) < end:
+            plain = plain_of(tensor)
+            if type(plain) is torch.Tensor and start <= address_of(plain) < end:
                 raise RuntimeError(
                     f"Unit {self.name!r} ({type(module).__name__}) keeps a view of its weights, of shape "
                     f"{tuple(tensor.shape)}, in an attribute or an object, but their memory is released after forward. "
@@ -640,6 +683,7 @@ class Unit(Weights):
     def _enter_backward(self, visit: Visit) -> None:
         root = self.root
         assert root is not None
+        self.refuse_unsharded("Backward through")
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"Backward with create_graph=True reached unit {self.name!r}: sharded parameters do not support double "

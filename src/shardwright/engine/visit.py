@@ -29,6 +29,7 @@ class Visit:
         "open",
         "order",
         "place",
+        "returns",
         "unit",
     )
 
@@ -41,6 +42,7 @@ class Visit:
         self.end = begin
         self.calls = 0
         self.open = 0  #: calls whose backward has not reached the inputs yet
+        self.returns = False  #: whether backward may come, through an output
         self.endless = False  #: no input needs a gradient, so nothing tells when backward is through
         self.guests: list[Visit] = []  #: of units whose weights were read inside this one's forward
         self.hosts: list[Visit] = []  #: of units inside whose forward this one ran: backward may go on there

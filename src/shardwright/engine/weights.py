@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from shardwright._torch import annotate, increment_version, local_of, quick_attributes, subclasses_dispatch
-from shardwright.comm import Communicator, Pending
+from shardwright.comm import Codec, Communicator, Pending, with_gathers
 from shardwright.engine.offload import Host
 from shardwright.engine.parameter import ManagedParameter
 from shardwright.engine.ranks import Ranks
@@ -66,7 +66,11 @@ class Weights:
         self.parameters: list[ManagedParameter] = []
         self.build = 0  #: how often the memory was made; graphs over earlier memory can't be run any more
         self._full_shown = False
+        #: Sharded parameters in whose place ``unsharded`` shows full tensors, on this rank or on another; its options.
+        self.unsharded: dict[nn.Parameter, Any] = {}
         self.settling_paused = False  #: while stand-ins are initialised in the place of the parameters
+        self.custom_gather: Any = None  #: a collective of the user's
+        self.gather_codec: Codec | None = None  #: how weights are encoded for gathers
         self._unset: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
         self.hold_memory(plan_unit([], ranks.parts), [], Slab(0, ranks.device), [])
 
@@ -95,7 +99,7 @@ class Weights:
         self.index_slots()
         #: Their version counters move with edits: a parameter's own, or its local tensor's.
         self._watched = [(p.sharded, p.local) for p in parameters]
-        self._fulls = [p.full for p in parameters]
+        self._fulls = [t for p in parameters for t in p.counters]
         self.gather_nbytes = slab.nbytes
         self._extended = [p for p in parameters if p.extension is not None]
         self._versions = [p._version + q._version for p, q in self._watched]
@@ -184,6 +188,7 @@ class Weights:
         self._uploaded: Any = None  #: the mark after the last upload
         self._casts: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # destinations and sources
         pieces: list[torch.Tensor] = []  #: this rank's, as bytes
+        dtypes: list[torch.dtype] = []
         places: list[tuple[int, int]] = []  #: offset in the slab and bytes of one rank's piece
         cast_bytes = upload_bytes = 0
         shards = iter(self.shards)
@@ -206,6 +211,7 @@ class Weights:
                     self._casts[1].append(payload)
                     payload = target
                 pieces.append(payload.view(torch.uint8))
+                dtypes.append(run.compute_dtype)
                 places.append((run.slab_bytes + s.slab_offset * size, s.chunk * size))
             if run.is_cast:
                 cast_bytes += run.shard_numel * size
@@ -215,7 +221,8 @@ class Weights:
         self._hops: list[Hop] = []
         comms = [*self.ranks.once, *self.ranks.gathers] or [self.ranks.local]
         sizes = [nbytes for _, nbytes in places]
-        for i, comm in enumerate(comms):
+        for i, ours in enumerate(comms):
+            comm = with_gathers(ours, self.custom_gather, self.gather_codec, dtypes)
             last = i == len(comms) - 1
             sizes = [nbytes * comm.world_size for nbytes in sizes]
             if last:
@@ -235,6 +242,13 @@ class Weights:
         if self.neighbours is not None and pieces:
             self._secondary = SecondaryShard(self.neighbours, pieces, self.owner)
         self._hops[-1].inputs = [*self._hops[-1].inputs, self._header.view(torch.uint8)]
+
+    def gather_by(self, custom: Any, codec: Codec | None) -> None:
+        """Gather by a collective of the user's or encoded, between steps; None and None: as it is."""
+        self.release()
+        self.custom_gather, self.gather_codec = custom, codec
+        self._prepare_gather()
+        self.rejoin_root()
 
     def index_slots(self) -> None:
         """Remember where modules hold the parameters, for the loops of every forward and backward."""
@@ -292,6 +306,13 @@ class Weights:
                 "sharded deferred or on the meta device. Call shardwright.materialize(model), or load a checkpoint."
             )
 
+    def refuse_unsharded(self, what: str) -> None:
+        if self.unsharded:
+            raise RuntimeError(
+                f"{what} unit {self.name!r} inside shardwright.unsharded, which shows full parameters that the unit "
+                "does not know. Leave the context first."
+            )
+
     def notice_edits(self) -> None:
         """Pass changes of the sharded parameters on to the full ones' version counters.
 
@@ -300,12 +321,8 @@ class Weights:
         with quick_attributes():
             versions = [p._version + q._version for p, q in self._watched]
         if versions != self._versions:
-            changed = [
-                full
-                for full, new, old in zip(self._fulls, versions, self._versions, strict=True)
-                if new != old
-            ]
-            increment_version(changed)
+            both = zip(self.parameters, versions, self._versions, strict=True)
+            increment_version([t for p, new, old in both if new != old for t in p.counters])
             self._versions = versions
             self._full_versions = [p._version for p in self._fulls]
 
@@ -449,7 +466,7 @@ class Weights:
             full = p.extension.finish(p.local, p.full)
             if full is not None:
                 p.adopt_full(full, self.gradient_listener())
-        self._fulls = [p.full for p in self.parameters]
+        self._fulls = [t for p in self.parameters for t in p.counters]
         self._full_versions = [p._version for p in self._fulls]
         self.index_slots()
 
@@ -491,8 +508,9 @@ class Weights:
         known, self._full_versions = self._full_versions, versions
         if not self.slab.leased or self._pending is not None:
             return
-        for p, new, old in zip(self.parameters, versions, known, strict=True):
-            if new != old or id(p.full) in self._data_given:
+        moved = {id(t) for t, new, old in zip(self._fulls, versions, known, strict=True) if new != old}
+        for p in self.parameters:
+            if id(p.full) in self._data_given or any(id(t) in moved for t in p.counters):
                 p.write_back()
         # The slab has the edit, and the full parameters' counters have moved with it.
         fresh = self._slab_versions is self._versions

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import linecache
+import re
 import threading
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,6 +25,9 @@ from shardwright._torch import fill_truncated_normal
 from shardwright.init.recorder import RECORDER, UNNAMED, DeferredTensor
 
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
+#: What torch raises, in C++, when a deferred tensor is to become one of another class.
+_SUBCLASS_REFUSED = re.compile(r"Creating a new Tensor subclass (\S+) .* type DeferredTensor")
+_WAY_OUT = "Build the module that has it outside of deferred_init, or give it plain tensors."
 _thread: int | None = None  #: in which a context is active
 
 
@@ -33,11 +45,19 @@ def deferred_init() -> Iterator[None]:
 
     From the first random operation on, generators hold placeholder states until :func:`materialize` leaves them as
     the plain build would have. Numbers drawn between the context and ``materialize`` would not be those of the plain
-    build, so then ``materialize`` raises. Seeding or restoring a generator in between is fine.
+    build, so then ``materialize`` raises. Seeding or restoring a generator in between is fine. If the constructor
+    fails, generators are as they were before it.
 
     Tensors made outside keep their memory; what the constructor reads of them must not change before ``materialize``.
+
+    Raises:
+        RuntimeError: the default device is meta, where nothing would be recorded, or a context is active in another
+            thread.
+        NotImplementedError: a parameter or buffer of another class than ``torch.Tensor`` or ``nn.Parameter``, or one
+            that is sparse, quantized or nested.
     """
     global _thread
+    refuse_on_meta("deferred_init")
     if _thread is not None:
         if _thread != threading.get_ident():
             raise RuntimeError(
@@ -48,11 +68,31 @@ def deferred_init() -> Iterator[None]:
         return
     _thread = threading.get_ident()
     RECORDER.live()
+    before = RECORDER.streams.places()
     try:
         with _patched(), _Naming(), _Recording():
             yield
+    except BaseException as error:
+        RECORDER.streams.go_back(before)
+        refused = _SUBCLASS_REFUSED.search(str(error))
+        if refused is None:
+            raise
+        raise NotImplementedError(
+            f"deferred_init cannot build a {refused[1]}{_where(_raised_at(error))}: a deferred tensor has no other "
+            f"class. {_WAY_OUT}"
+        ) from error
     finally:
         _thread = None
+        RECORDER.named_by_default = False
+
+
+def refuse_on_meta(doing: str) -> None:
+    """Raise RuntimeError where constructors make tensors on the meta device unless they are told otherwise."""
+    if torch.get_default_device().type == "meta":
+        raise RuntimeError(
+            f"{doing} was called under torch.device('meta'), where initialisers do nothing. Call it outside "
+            "of that; deferred_init allocates nothing either."
+        )
 
 
 class _Recording(TorchDispatchMode):
@@ -68,12 +108,15 @@ class _Naming(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         device = kwargs.get("device")
-        named = device is not None and device is not UNNAMED
+        named = (device is not None and device is not UNNAMED) or RECORDER.named_by_default
         if func in _MOVES:
             named = named or func is not torch.Tensor.to or any(_is_device(a) for a in args[1:])
         before, RECORDER.named = RECORDER.named, named
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if named and func in _MOVES and RECORDER.recording:
+                return RECORDER.moved(result)
+            return result
         finally:
             RECORDER.named = before
 
@@ -93,10 +136,13 @@ def _patched() -> Iterator[None]:
             for owner in (torch.cuda, torch.cuda.random):
                 for name in ("get_rng_state", "initial_seed"):
                     _replace(undo, owner, name, _settled)
+        _replace(undo, torch, "set_default_device", _naming)
         _replace(undo, nn.init, fill_truncated_normal, _whole)
         _replace(undo, nn.Parameter, "__new__", _of_no_other_class)
         for lazy in (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer):
             _replace(undo, lazy, "__new__", _unrecorded)
+        undo.callback(register_module_parameter_registration_hook(_no_wrapper).remove)
+        undo.callback(register_module_buffer_registration_hook(_no_wrapper).remove)
         yield
 
 
@@ -114,13 +160,54 @@ def _settled(original: Callable[..., Any]) -> Callable[..., Any]:
     return read
 
 
+def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A default device that a constructor sets is one that it names, the CPU too."""
+
+    def set_default_device(device: Any) -> None:
+        original(device)
+        RECORDER.named_by_default = device is not None
+
+    return set_default_device
+
+
+def _no_wrapper(module: nn.Module, name: str, tensor: Any) -> None:
+    """Of a tensor of another class that holds deferred ones nobody would know that it has no values."""
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DeferredTensor):
+        return
+    inner = [*getattr(tensor, "__dict__", {}).values()]
+    if hasattr(tensor, "__tensor_flatten__"):
+        inner += [getattr(tensor, part) for part in tensor.__tensor_flatten__()[0]]
+    if any(isinstance(each, DeferredTensor) for each in inner):
+        raise NotImplementedError(
+            f"deferred_init cannot build {name!r} of {type(module).__name__}, a {type(tensor).__name__} that holds "
+            f"deferred tensors. {_WAY_OUT}"
+        )
+
+
+def _raised_at(error: BaseException) -> Iterable[tuple[FrameType, int]]:
+    """Frames and lines that an error came through, the innermost first."""
+    return reversed(list(traceback.walk_tb(error.__traceback__)))
+
+
+def _where(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The module under construction and its line of code, which has the name of the parameter."""
+    for frame, number in frames:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            line = linecache.getline(frame.f_code.co_filename, number).strip()
+            return f", in {type(module).__name__} at {line!r}"
+    return ""
+
+
 def _of_no_other_class(original: Callable[..., Any]) -> Callable[..., Any]:
     def new(cls: type, data: Any = None, *args: Any, **kwargs: Any) -> Any:
         result = original(cls, data, *args, **kwargs)
         if isinstance(result, DeferredTensor) and cls is not nn.Parameter:
+            where = _where(traceback.walk_stack(inspect.currentframe()))
             raise NotImplementedError(
-                f"deferred_init cannot build a {cls.__name__}: of subclasses of nn.Parameter the class would be lost. "
-                "Build the module that has it outside the context, or give it a plain nn.Parameter."
+                f"deferred_init cannot build a {cls.__name__}{where}: of subclasses of "
+                "nn.Parameter the class would be lost. Build the module that has it outside the context, or give it a "
+                "plain nn.Parameter."
             )
         return result
 

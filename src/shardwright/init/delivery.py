@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from shardwright._torch import share_gradient_hooks
+from shardwright._torch import local_of, share_gradient_hooks
 from shardwright.engine.parameter import (
     TAKEN,
     Managed,
     ManagedParameter,
     Slot,
     Taken,
+    plain_of,
     refuse_while_deferring,
     unit_of,
 )
@@ -79,6 +81,7 @@ def materialize(
     held = {id(p) for module in model.modules() for p in module._parameters.values()}
     for unit in units_of(model):
         for sharded, source in unit.without_values().items():
+            source = plain_of(source)
             if isinstance(source, DeferredTensor) and id(sharded) in held:
                 p = unit.managed(sharded)
                 assert p is not None
@@ -136,7 +139,7 @@ def _replay(destinations: _Destinations, where: torch.device) -> None:
     for stream in streams:
         stream.last = None
     for stream, state in ends.items():
-        stream.resume(state)
+        stream.resume(state, drawing[stream])
     for memory in targets:
         memory.gone = "its model was materialized; take the tensor that the model has now"
 
@@ -153,7 +156,10 @@ class _Memory:
 
     def deliver(self, tensor: Materialise) -> None:
         for p, source in self.shards:
-            p.take_values(tensor(RECORDER.view_of(source)))
+            values = tensor(RECORDER.view_of(source))
+            if values.shape != p.cut.shape and p.cut.parallel is not None:  # this rank's part was deferred
+                values = p.cut.parallel.wrap(values)
+            p.take_values(values)
         for old, (view, holder) in self.tensors.items():
             _become(old, tensor(view), holder)
 
@@ -179,6 +185,11 @@ class _Destinations:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if isinstance(tensor, DeferredTensor):
                 self.add(module, name, tensor, tensor)
+            elif isinstance(tensor, DTensor) and isinstance(local_of(tensor), DeferredTensor):
+                raise ValueError(
+                    f"{name!r} of {type(module).__name__}, a DTensor of shape {tuple(tensor.shape)}, is deferred, and "
+                    "no unit of fully_shard owns it. Call fully_shard on its module, or build it in no deferred_init."
+                )
         for key, value in vars(module).items():
             if key not in ("_parameters", "_buffers", "_modules"):
                 for tensor in _deferred_in(value):

@@ -64,9 +64,7 @@ class Draw:
 
     after: Entry | None = None
     state: torch.Tensor | None = None  #: before the entry
-    mark: bytes = (
-        b""  #: the same where this draw is the same: of a digest of the first state, and how many came since
-    )
+    mark: bytes = b""  #: a hash of where in the generator's stream it begins
 
 
 @dataclass(eq=False, slots=True)
@@ -96,6 +94,7 @@ class Entry:
     draws: dict[Any, Draw] = field(default_factory=dict)
     ends: dict[Any, torch.Tensor | None] = field(default_factory=dict)
     index: int = field(default_factory=lambda: next(_indices))
+    origin: bytes = b""  #: once it was asked for: a hash of the entry and of all that it depends on
 
     @property
     def only_renews(self) -> bool:

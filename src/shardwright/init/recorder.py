@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -19,8 +18,10 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from shardwright._torch import disabled_torch_function, set_data, storage_use_count, tensor_without_memory
 from shardwright.engine.parameter import DEFERRED
 from shardwright.engine.unset import FILLING
+from shardwright.init.captured import Captured
 from shardwright.init.log import Entry, Memory, View, record
-from shardwright.init.replay import HERE, Captured, replay
+from shardwright.init.origin import origin_of
+from shardwright.init.replay import HERE, replay
 from shardwright.init.streams import Stream, Streams, default_generator
 
 UNNAMED = torch.device("cpu")  #: this very object: the device of tensors whose constructor named none
@@ -87,10 +88,8 @@ class DeferredTensor(torch.Tensor):
 
     @property
     def origin(self) -> int:
-        """A hash of what its numbers were drawn from, the same on ranks that were seeded alike."""
-        entries = RECORDER.memory_of(self).entries
-        marks = b"".join(draw.mark for entry in entries for draw in entry.draws.values())
-        return int.from_bytes(hashlib.blake2b(marks, digest_size=8).digest(), "little", signed=True)
+        """A 64-bit hash of what its values come from, the same on ranks that recorded the same."""
+        return origin_of(RECORDER.view_of(self))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -102,6 +101,10 @@ class DeferredTensor(torch.Tensor):
 setattr(DeferredTensor, DEFERRED, True)
 
 
+#: Where torch has its collectives.
+_COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
 class Recorder:
     """Records operations on deferred tensors. There is one: models made in several contexts share the generators."""
 
@@ -109,7 +112,9 @@ class Recorder:
         self.streams = Streams()
         self.recording = True
         self.named = False  #: whether the operation under way was told a device by the constructor
+        self.named_by_default = False  #: whether the constructor has set a default device
         self._memories: dict[int, Memory] = {}
+        self._moved: dict[Memory, list[Memory]] = {}  #: to the CPU: copies, unless the model is for the CPU
 
     # -- tensors and memories --------------------------------------------------------------------------------------
 
@@ -161,6 +166,7 @@ class Recorder:
         """Memories that some tensor still views and that were not materialised; the others are forgotten."""
         found = [m for m in self._memories.values() if storage_use_count(m.storage) > 1]
         self._memories = {m.storage._cdata: m for m in found}
+        self._moved = {m: self._moved[m] for m in found if m in self._moved}
         return [m for m in found if not m.gone]
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -180,7 +186,7 @@ class Recorder:
             if isinstance(last := stream.position(), Entry):
                 with self.paused():
                     ends = replay([], _nothing, device=UNNAMED, drawing={stream: last})
-                stream.resume(ends[stream])
+                stream.resume(ends[stream], last)
 
     def _resolve(self, stream: Stream) -> None:
         """If a generator was given the state that another one has for the moment, give it the one that stands for."""
@@ -216,10 +222,18 @@ class Recorder:
         makes = random or not tensors or packet in _LIKE
         if not deferred and (not makes or (device is not None and device.type == "meta")):
             return func(*args, **kwargs)
+        if deferred and func.namespace in _COLLECTIVE:
+            raise RuntimeError(
+                f"{func} was called on a deferred tensor of shape {tuple(deferred[0].shape)}, whose values come later, "
+                "on every rank alike. For parallelize_module and distribute_tensor pass "
+                "src_data_rank=None, so that each rank takes its part of its own; or call them after materialize."
+            )
         written = written_arguments(func, args, kwargs)
         returns_tensors = any("Tensor" in str(r.type) for r in func._schema.returns)
         if not returns_tensors or any(not isinstance(t, DeferredTensor) for t in written):
             return self.carry_out(func, args, kwargs, written, random)
+        for t in tensors:
+            _refuse_other_layouts(t)
         metas = {id(t): _as_meta(t) for t in tensors}
         plain = [metas[id(t)] if isinstance(t, torch.Tensor) else t for t in leaves]
         meta_args, meta_kwargs = tree_unflatten(plain, spec)
@@ -231,6 +245,8 @@ class Recorder:
         except (NotImplementedError, RuntimeError):
             # A shape that depends on values, an operation without a meta kernel, or the user's mistake.
             return self.carry_out(func, args, kwargs, written, random)
+        for out in tree_flatten(result)[0]:
+            _refuse_other_layouts(out)
         views = {t: self.view_of(t) for t in deferred}
         if torch.Tag.inplace_view in func.tags:
             written = []
@@ -283,6 +299,7 @@ class Recorder:
             kwargs = {**kwargs, "device": HERE if where is None else where}
         fresh = [view.memory for _, view in results]
         changed = [views[t].memory for t in written]  # type: ignore[index]
+        self._refuse_if_moved(changed)
         memories = [v.memory for v in tree_flatten((args, kwargs))[0] if isinstance(v, View)]
         fills = [view for t in written if memories.count((view := views[t]).memory) == 1 and _fills(call)]  # type: ignore[index]
         renews = [view.memory for view in fills if view.whole]
@@ -321,8 +338,29 @@ class Recorder:
         self._record(call, (tensor, *args), kwargs, views, [tensor], [], device, random=True)
         return tensor
 
+    def moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a constructor has moved to a device. No operation says so of the CPU, where it may be as it is."""
+        if not isinstance(tensor, DeferredTensor) or self.memory_of(tensor).device is not None:
+            return tensor
+        copied = _aten._to_copy.default(tensor, device=torch.device("cpu"))
+        one, other = self.memory_of(tensor), self.memory_of(copied)
+        self._moved.setdefault(one, []).append(other)
+        self._moved.setdefault(other, []).append(one)
+        return copied  # type: ignore[no-any-return]
+
+    def _refuse_if_moved(self, memories: list[Memory]) -> None:
+        """If the model is for the CPU, a plain build would change both: the move was none."""
+        for memory in memories:
+            if any(storage_use_count(other.storage) > 1 for other in self._moved.get(memory, ())):
+                raise NotImplementedError(
+                    "A deferred tensor was moved to the CPU inside deferred_init, and it, or what it was moved from, "
+                    "is changed in place while both are there. Whether that changes both depends on the device of the "
+                    "model, which is not known yet. Change a clone."
+                )
+
     def constant(self, value: torch.Tensor) -> DeferredTensor:
         """A deferred tensor that will be a copy of one that nobody else changes."""
+        _refuse_other_layouts(value)
         result = self.wrap(_as_meta(value), value.device if value.device != UNNAMED else None)
         view = self.view_of(result)
         memories = (view.memory,)
@@ -386,6 +424,22 @@ def _fills(call: Any) -> bool:
     if packet is None:
         return True  # an initialiser that was recorded whole
     return packet in FILLING or any(argument.is_out for argument in call._schema.arguments)
+
+
+def _refuse_other_layouts(tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        return
+    kind = (
+        "nested" if tensor.is_nested
+        else "quantized" if tensor.is_quantized
+        else str(tensor.layout).removeprefix("torch.") if tensor.layout is not torch.strided
+        else None
+    )  # fmt: skip
+    if kind is not None:
+        raise NotImplementedError(
+            f"deferred_init records dense tensors, and a {kind} one came up. Build the module that has it outside of "
+            "deferred_init, or make the tensor there and hand it in."
+        )
 
 
 def _read_only(array: Any) -> Any:

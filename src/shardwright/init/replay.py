@@ -9,54 +9,18 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from shardwright.engine.states import digest
+from shardwright.init.captured import Captured
 from shardwright.init.log import Entry, Memory, View, plan, schedule, touched
 from shardwright.init.streams import Stream
 
 HERE = object()  #: in an entry's arguments: the device that the caller of ``replay`` gives
 
 Materialise = Callable[[View], torch.Tensor]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Captured:
-    """A tensor with memory that an entry reads."""
-
-    tensor: torch.Tensor
-    version: int
-    digest: int | None = None  #: of memory that others than torch may write, such as numpy's
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Captured:
-        # Of inference tensors nobody can tell whether they were changed.
-        if tensor.is_inference():
-            tensor = tensor.clone()
-        return cls(tensor, 0 if tensor.is_inference() else tensor._version, _digest_of_foreign(tensor))
-
-    def check(self) -> None:
-        changed = not self.tensor.is_inference() and self.tensor._version != self.version
-        if changed or (self.digest is not None and self.digest != _digest_of_foreign(self.tensor)):
-            raise RuntimeError(
-                f"A tensor of shape {tuple(self.tensor.shape)} that the construction of a deferred model reads was "
-                "changed afterwards. Pass a clone of it to the constructor, or materialize the model first."
-            )
-
-
-def _digest_of_foreign(tensor: torch.Tensor) -> int | None:
-    if (
-        type(tensor) not in (torch.Tensor, nn.Parameter)
-        or tensor.layout is not torch.strided
-        or tensor.is_meta
-    ):
-        return None
-    return None if tensor.untyped_storage().resizable() else int(digest(tensor.detach().resolve_conj()))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from shardwright.engine.construct import UNIT
 from shardwright.engine.module import original_class
 from shardwright.engine.parameter import Managed, Slot, has_no_values, unit_of
 from shardwright.engine.unit import Unit
-from shardwright.init.context import deferred_init
+from shardwright.init.context import deferred_init, refuse_on_meta
 from shardwright.init.log import Memory, Plan, View, plan
 from shardwright.init.recorder import RECORDER, DeferredTensor
 
@@ -56,6 +56,7 @@ def initialise(model: nn.Module, init: Callable[[], Any] | None) -> list[StandIn
                 "or is deferred. Leave init out, or build the model on torch.device('meta')."
             )
         return []
+    refuse_on_meta("materialize")
     put: dict[int, torch.Tensor] = {}
     places: list[tuple[nn.Module, str, torch.Tensor]] = []
     paused = [unit for unit in units if not unit.settling_paused]
@@ -170,7 +171,7 @@ def _check(model: nn.Module, found: list[StandIn], kept: dict[Memory, StandIn]) 
     if twice:
         warnings.warn(
             f"Initialised more than once, the last one counts: {', '.join(map(repr, dict.fromkeys(twice)))}.",
-            stacklevel=3,
+            stacklevel=4,  # the caller of materialize
         )
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from typing import NamedTuple
 
 import torch
 
 from shardwright._torch import generator_key
 from shardwright.init.log import Draw, Entry
+from shardwright.init.origin import mark_after, mark_of_state
 
 
 class Stream:
@@ -27,21 +29,23 @@ class Stream:
         self.last: Entry | None = None  #: the entry after which the generator would be now
         self._placeholder: torch.Tensor | None = None  #: the state that stands for the one after ``last``
         self._known: dict[int, Entry] = {}  #: seed of a placeholder -> the entry after which it stands
+        self._reached: dict[
+            bytes, bytes
+        ] = {}  #: hash of a state -> that of where in the recorded stream it is
         self._number = 0
 
     def enter(self, entry: Entry) -> None:
         """``entry`` draws from this generator next."""
         origin = self.position()
         if isinstance(origin, Entry):
-            mark = hashlib.blake2b(origin.draws[self].mark, digest_size=8).digest()
-            entry.draws[self] = Draw(after=origin, mark=mark)
+            entry.draws[self] = Draw(after=origin, mark=mark_after(origin, self))
             if (
                 origin is not self.last
             ):  # several go on from there, so the state is remembered when it is known
                 origin.ends.setdefault(self)
         else:
-            mark = hashlib.blake2b(origin.numpy().tobytes(), digest_size=8).digest()
-            entry.draws[self] = Draw(state=origin, mark=mark)
+            mark = mark_of_state(origin)
+            entry.draws[self] = Draw(state=origin, mark=self._reached.get(mark, mark))
         self.last = entry
         self._number += 1
         name = f"{self.generator.initial_seed()} {self._name} {self._number}".encode()
@@ -78,14 +82,33 @@ class Stream:
             )
         return entry
 
-    def resume(self, state: torch.Tensor) -> None:
-        """The generator's state is known again."""
+    def resume(self, state: torch.Tensor, after: Entry | None = None) -> None:
+        """The generator's state is known again, ``after`` an entry was run if one is given."""
+        if after is not None:  # on other ranks, which did not ask for a value, it may still be unknown
+            self._reached[mark_of_state(state)] = mark_after(after, self)
         self.generator.set_state(state)
         self.last = self._placeholder = None
+
+    def place(self) -> Place:
+        return Place(self, self.generator.get_state(), self.last, self._placeholder)
+
+    def go_back(self, place: Place) -> None:
+        self.generator.set_state(place.state)
+        self.last, self._placeholder = place.last, place.placeholder
 
     def forget(self) -> None:
         if self.last is None:
             self._known.clear()
+            self._reached.clear()
+
+
+class Place(NamedTuple):
+    """Where a stream is, to go back to it."""
+
+    stream: Stream
+    state: torch.Tensor
+    last: Entry | None
+    placeholder: torch.Tensor | None
 
 
 class Streams:
@@ -100,6 +123,15 @@ class Streams:
         if stream is None:
             stream = self._streams[key] = Stream(generator)
         return stream
+
+    def places(self) -> list[Place]:
+        self.defaults()
+        return [stream.place() for stream in self._streams.values()]
+
+    def go_back(self, places: list[Place]) -> None:
+        """Leave the generators as they were, of which something was recorded that nobody will have."""
+        for place in places:
+            place.stream.go_back(place)
 
     def origin_of(self, stream: Stream) -> tuple[Stream, Entry] | None:
         """Another stream, and an entry of it, if this generator was given the placeholder that stands after it."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -53,6 +52,7 @@ from shardwright.engine import FSDPModule, fully_shard
 from shardwright.engine.construct import ShardPlacementFn
 from shardwright.engine.parameter import has_no_values
 from shardwright.engine.root import reduce_held
+from shardwright.engine.wrap import as_policy
 from shardwright.init import deferred_init, materialize
 from shardwright.init.recorder import DeferredTensor
 from shardwright.integrations import named_state
@@ -552,44 +552,12 @@ def _units(model: nn.Module, policy: Any) -> list[nn.Module]:
     """The modules below ``model`` that are to be units, inner ones first."""
     if policy is None:
         return []
-    if isinstance(policy, tuple):
-        chosen = [m for m in _inner_first(model) if isinstance(m, policy)]
-        if not chosen:  # right for a small model beside the one that the policy is for
-            found = sorted({type(m).__name__ for m in model.modules()})
-            warnings.warn(
-                f"auto_wrap_policy names {', '.join(c.__name__ for c in policy)}, and this model has only "
-                f"{', '.join(found)}: all of it is one unit, gathered at once.",
-                stacklevel=4,
-            )
-    elif "recurse" in inspect.signature(policy).parameters:
-        chosen = []
-        _follow_torch_policy(model, policy, chosen, set())
-    else:
-        chosen = [m for m in _inner_first(model) if policy(m)]
-    return [m for m in chosen if m is not model and not isinstance(m, FSDPModule)]
-
-
-def _inner_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
-    seen = set() if seen is None else seen
-    if module not in seen:
-        seen.add(module)
-        for child in module.children():
-            yield from _inner_first(child, seen)
-        yield module
-
-
-def _follow_torch_policy(
-    module: nn.Module, policy: Any, chosen: list[nn.Module], seen: set[nn.Module]
-) -> int:
-    """torch's protocol: asked whether to go on inside, then whether what is left makes a unit. Elements in units."""
-    numel = sum(p.numel() for p in module.parameters())
-    inside = 0
-    if policy(module=module, recurse=True, nonwrapped_numel=numel):
-        for child in module.children():
-            if child not in seen:
-                seen.add(child)
-                inside += _follow_torch_policy(child, policy, chosen, seen)
-        if policy(module=module, recurse=False, nonwrapped_numel=numel - inside):
-            chosen.append(module)
-            return numel
-    return inside
+    if isinstance(policy, tuple) and not any(isinstance(m, policy) for m in model.modules()):
+        found = sorted({type(m).__name__ for m in model.modules()})
+        warnings.warn(  # right for a small model beside the one that the policy is for
+            f"auto_wrap_policy names {', '.join(c.__name__ for c in policy)}, and this model has only "
+            f"{', '.join(found)}: all of it is one unit, gathered at once.",
+            stacklevel=4,
+        )
+        return []
+    return [unit for unit in as_policy(policy)(model) if unit is not model]  # type: ignore[misc]

@@ -9,15 +9,22 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.ragged_spec import RaggedSpec
+from shardwright.engine.tensor_parallel import cut_dim
 
 
 def block_spec(p: DTensor | RaggedTensor, block: int) -> RaggedSpec:
     """Of a 1-D tensor with an element for each ``block`` consecutive elements of ``p``; the last may be short.
 
     Raises:
-        ValueError: the parameter is cut along another dimension than the first, or over two mesh axes of a DTensor.
+        ValueError: the parameter is cut along another dimension than the first, or over two mesh axes of a DTensor, or
+            by tensor parallelism.
     """
     spec = p.spec if isinstance(p, RaggedTensor) else _spec_of_rows(p)
+    if spec.parallel is not None and spec.parallel.groups:
+        raise ValueError(
+            f"A tensor of shape {tuple(p.shape)} is cut by tensor parallelism as {spec.parallel.placements}, so its "
+            "parts have other blocks. Use an optimizer that updates single elements."
+        )
     owned = [-(-stop // block) - start // block for start, stop in spec.ranges]
     first = next(rank for rank, blocks in enumerate(owned) if blocks)
     # The ranks between the first and the last owner have as many as fill a chunk.
@@ -28,12 +35,13 @@ def block_spec(p: DTensor | RaggedTensor, block: int) -> RaggedSpec:
 
 def _spec_of_rows(p: DTensor) -> RaggedSpec:
     mesh = p.device_mesh
-    cuts = [(a, each) for a, each in enumerate(p.placements) if each.is_shard() and mesh.shape[a] > 1]
-    if len(cuts) > 1 or any(not each.is_shard(0) for _, each in cuts):
+    dims = [(a, cut_dim(each)) for a, each in enumerate(p.placements)]
+    cuts = [(a, dim) for a, dim in dims if dim is not None and mesh.shape[a] > 1]
+    if len(cuts) > 1 or any(dim for _, dim in cuts):
         raise ValueError(
             f"A tensor of shape {tuple(p.shape)} is placed {p.placements} on a mesh of {tuple(mesh.shape)}, so "
-            "a rank's blocks of it do not lie one after the other. Shard it along its first dimension, without a "
-            "shard_placement_fn, or with a ragged layout."
+            "a rank's blocks of it do not lie one after the other. Shard it over one axis along its first dimension, "
+            "without a shard_placement_fn, or with a ragged layout."
         )
     if not cuts:
         return RaggedSpec(p.shape, 0, max(p.numel(), 1), mesh, axes=())

@@ -15,6 +15,7 @@ from shardwright._torch import foreach_mul_, foreach_norm, local_of
 from shardwright.engine.parameter import unit_of
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.root import reduce_held
+from shardwright.engine.tensor_parallel import cut_dim
 
 
 @torch.no_grad()
@@ -27,8 +28,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients so that their global norm is at most ``max_norm``; return the norm before.
 
-    The norm is over all elements on all ranks: sharded gradients count once per element, gradients that are the same
-    on every rank (of ignored parameters) count once. Every rank must call it with the same parameters.
+    The norm is over all elements on all ranks, whatever meshes their parameters are on: sharded gradients count once
+    per element, gradients that are the same on every rank, or along an axis of their mesh, count once. Every rank must
+    call it with the same parameters.
 
     Args:
         parameters: a tensor or tensors whose ``.grad`` is clipped in place; those without a gradient are left out.
@@ -69,9 +71,9 @@ def clip_grad_norm_(
         if gradient is None:
             continue
         if isinstance(gradient, RaggedTensor):
-            group = gradient.spec.group
-            kinds[(group,)] = gradient.spec.mesh.device_type
-            (plain if group is None else sharded.setdefault((group,), [])).append(local_of(gradient))
+            groups = gradient.spec.groups
+            (sharded.setdefault(groups, []) if groups else plain).append(local_of(gradient))
+            kinds[groups] = gradient.spec.mesh.device_type
         elif isinstance(gradient, DTensor):
             local = local_of(gradient)
             if any(p.is_partial() for p in gradient.placements):
@@ -79,7 +81,9 @@ def clip_grad_norm_(
                     "clip_grad_norm_ got a gradient that is a partial sum on each rank; reduce it first"
                 )
             mesh = gradient.device_mesh
-            axes = [axis for axis, placement in enumerate(gradient.placements) if placement.is_shard()]
+            axes = [
+                axis for axis, placement in enumerate(gradient.placements) if cut_dim(placement) is not None
+            ]
             if axes:
                 groups = tuple(mesh.get_group(axis) for axis in axes)
                 kinds[groups] = mesh.device_type

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardwright._torch import foreach_copy_
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.ragged_spec import RaggedSpec
+from shardwright.engine.tensor_parallel import cut_dim
 
 #: Bytes of gradients and parameters that an owner has whole in one round, unless a single tensor has more.
 LARGEST_ROUND, SMALLEST_ROUND = 32 * 2**20, 2**20
@@ -71,16 +72,21 @@ class Parts:
         self._dim, self._size, self._rows = 0, 1, 1
         if self._spec is not None:
             axes = [axis % world.mesh.ndim for axis in self._spec.axes]
+            if self._spec.parallel is not None:
+                raise ValueError(
+                    f"It is expected to be sharded by sw.fully_shard alone, found tensor parallelism as "
+                    f"{self._spec.parallel.placements}."
+                )
         else:
-            shards = [a for a, placement in enumerate(p.placements) if placement.is_shard()]  # type: ignore[union-attr]
-            axes = [a for a in shards if shape[a] > 1]
+            dims = [cut_dim(placement) for placement in p.placements]  # type: ignore[union-attr]
+            axes = [a for a, dim in enumerate(dims) if dim is not None and shape[a] > 1]
             if len(axes) > 1 or any(placement.is_partial() for placement in p.placements):  # type: ignore[union-attr]
                 raise ValueError(
                     "It is expected to be sharded over one mesh axis, as sw.fully_shard does it, found "
                     f"{p.placements}."  # type: ignore[union-attr]
                 )
             if axes:
-                self._dim = p.placements[axes[0]].dim  # type: ignore[union-attr]
+                self._dim = dims[axes[0]] or 0
                 self._size = p.shape[self._dim]
                 self._rows = -(-self._size // shape[axes[0]])  # as torch.chunk cuts
         self.count = math.prod(shape[axis] for axis in axes)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from shardwright.engine.parameter import unit_of
 from shardwright.engine.ragged import RaggedTensor
+from shardwright.engine.tensor_parallel import cut_dim
 
 #: Elements in a block, counted in row-major order from the tensor's first (1: each element alone), or the whole tensor.
 Need = int | Literal["tensor"]
@@ -141,6 +142,12 @@ def _checked(need: Any, what: str) -> Need:
 
 
 def _refuse_cut_blocks(name: str, p: torch.Tensor, block: int) -> None:
+    if _is_cut_twice(p):
+        raise ValueError(
+            f"The optimizer needs blocks of {block} consecutive elements of parameter {name!r} of shape "
+            f"{tuple(p.shape)} in one piece, and tensor parallelism has cut it, whose parts have other blocks. Use an "
+            "optimizer that updates single elements for it, or leave it whole."
+        )
     cut = _cut_inside(p, block)
     if cut is None:
         return
@@ -160,6 +167,16 @@ def _refuse_cut_blocks(name: str, p: torch.Tensor, block: int) -> None:
     )
 
 
+def _is_cut_twice(p: torch.Tensor) -> bool:
+    """Whether it is cut over other mesh axes than the data-parallel ones, or over several."""
+    if isinstance(p, RaggedTensor):
+        return p.spec.parallel is not None and bool(p.spec.parallel.groups)
+    if not isinstance(p, DTensor):
+        return False
+    sizes = zip(p.placements, p.device_mesh.shape, strict=True)
+    return sum(cut_dim(placement) is not None and size > 1 for placement, size in sizes) > 1
+
+
 def _cut_inside(p: torch.Tensor, block: int) -> int | None:
     """The first element of a part that begins inside a block; None if no block is cut."""
     if isinstance(p, RaggedTensor):
@@ -169,9 +186,9 @@ def _cut_inside(p: torch.Tensor, block: int) -> int | None:
         return None
     for axis, placement in enumerate(p.placements):
         ranks = p.device_mesh.shape[axis]
-        if not placement.is_shard() or ranks == 1:
+        dim = cut_dim(placement)
+        if dim is None or ranks == 1:
             continue
-        dim = placement.dim  # type: ignore[attr-defined]
         slices = math.prod(p.shape[dim + 1 :])
         step = -(-p.shape[dim] // ranks) * slices  # as torch.chunk cuts
         whole = p.shape[dim] * slices

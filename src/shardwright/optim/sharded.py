@@ -23,7 +23,7 @@ from shardwright._torch import (
     step_without_hooks,
     tell_schedulers,
 )
-from shardwright.engine.parameter import TAKEN, unit_of
+from shardwright.engine.parameter import TAKEN, Managed, unit_of
 from shardwright.engine.ragged import RaggedTensor, part_of
 from shardwright.engine.ragged_spec import RaggedSpec
 from shardwright.engine.root import before_optimizer_step
@@ -103,7 +103,7 @@ def _became(optimizer: Optimizer) -> dict[torch.Tensor, torch.Tensor]:
     became: dict[torch.Tensor, torch.Tensor] = {}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         now = p
-        while (taken := now.__dict__.get(TAKEN)) is not None and not isinstance(now, SHARDED):
+        while (taken := now.__dict__.get(TAKEN)) is not None and not isinstance(now, Managed):
             now = taken.sharded
         if now is not p:
             became[p] = now

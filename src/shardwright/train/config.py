@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 
 from shardwright.train.errors import UserError
 from shardwright.train.schema import (
+    ActivationConfig,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -37,6 +38,7 @@ from shardwright.train.schema import (
 )
 
 __all__ = [
+    "ActivationConfig",
     "CheckpointConfig",
     "Config",
     "DataConfig",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwright.train import checkpoint
 from shardwright.train.data import decode
@@ -29,8 +30,11 @@ def sample(
     seed: int,
     context: int,
     device: torch.device,
+    multiple: int = 1,
 ) -> list[int]:
     """`count` token numbers that follow `prompt` (int64, 1-D). The model sees the last `context` tokens.
+
+    What it sees is filled up to a `multiple`, which divides `context`, as sequence parallelism wants it.
 
     Temperature 0 takes the likeliest token; `top_k` 0 draws from all. Drawn on the CPU from a generator of its own,
     so ranks that run the same model in step draw the same tokens.
@@ -40,8 +44,10 @@ def sample(
     training = model.training
     model.eval()
     for _ in range(count):
-        window_1S = torch.tensor([tokens[-context:]], device=device)
-        logits_V = model(window_1S)[0, -1].float().cpu()
+        window = tokens[-context:]
+        window_1S = torch.tensor([window + [0] * (-len(window) % multiple)], device=device)
+        logits_V = model(window_1S)[0, len(window) - 1]
+        logits_V = (logits_V.full_tensor() if isinstance(logits_V, DTensor) else logits_V).float().cpu()
         tokens.append(_draw(logits_V, temperature, top_k, generator))
     model.train(training)
     return tokens[len(prompt) :]

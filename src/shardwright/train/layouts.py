@@ -18,6 +18,7 @@ from torch import nn
 
 from shardwright.layout import Ragged, plan
 from shardwright.train.config import Config
+from shardwright.train.errors import UserError
 from shardwright.train.models.build import model_of
 from shardwright.train.models.decoder import Decoder
 
@@ -68,6 +69,11 @@ def alike(units: Sequence[Unit]) -> Iterator[tuple[str, Unit]]:
 
 def layout(config: Config, world_sizes: Sequence[int]) -> int:
     """Print a table for each unit of the configured model, with a row for each number of ranks and layout; return 0."""
+    if config.parallel.tensor > 1:
+        raise UserError(
+            "parallel.tensor: the tables of layouts are those of whole layers, expected 1, found "
+            f"{config.parallel.tensor}; give --parallel.tensor 1"
+        )
     with torch.device("meta"):
         model = model_of(config.model.shape())
     compute = getattr(torch, config.parallel.param_dtype)

@@ -20,11 +20,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from shardwright._torch import dump_memory_history, record_memory_history
+from shardwright._torch import compiled_graphs, dump_memory_history, record_memory_history
 from shardwright.engine.report import in_units
 from shardwright.train import checkpoint, metrics, parallel, report
+from shardwright.train.activations import Recompiles, prepare_blocks
 from shardwright.train.config import Config, OptimizerConfig
 from shardwright.train.data import Corpus, batch, decode
 from shardwright.train.data.corpus import encode
@@ -68,7 +70,8 @@ def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
 
 def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     """Of every token, float32 [B * S]."""
-    return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten(), reduction="none")
+    losses = F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten(), reduction="none")
+    return losses.full_tensor() if isinstance(losses, DTensor) else losses
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Trainer:
 
     def __init__(self, config: Config, world: World, corpus: Corpus) -> None:
         self.config, self.world, self.corpus = config, world, corpus
-        self.micro_batches = config.train.accumulation_steps(world.size)
+        self.micro_batches = config.train.accumulation_steps(world.data_size)
         parallel.check_batch_fits(config.train, corpus.windows(config.train.seq_len))
         if config.validation.every:
             corpus.windows(config.train.seq_len, "validation")
@@ -102,6 +105,7 @@ class Trainer:
         self.loss_weights = torch.tensor([1.0, *self.auxiliary.values()], device=world.device)
         self.shapes = checkpoint.shapes_of(plain)
         matrices = parallel.matrix_names(plain)
+        prepare_blocks(plain, config)
         self.model: nn.Module = parallel.parallelize(plain, config.parallel, world.mesh)
         self.optimizer = parallel.build_optimizer(self.model, config, matrices)
         #: Forward and backward of a step.
@@ -109,6 +113,7 @@ class Trainer:
         if config.train.cuda_graph:
             self.work = sw.GraphedStep(self.model, self._forward_backward)
         self.position = checkpoint.Position(step=0, samples=0)
+        self.recompiles = Recompiles()
         self.peak_memory = 0  # bytes held at most by this rank
 
     # -- one step
@@ -127,7 +132,8 @@ class Trainer:
         rate = learning_rate(step, train.steps, self.config.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss_sums = self.work(*batches)
+        with parallel.parallel_loss(self.config.parallel):
+            loss_sums = self.work(*batches)
         norm = parallel.clip_gradients(self.model, self.config)
         (loss, *others), stop_signal = self._agree(loss_sums / step_tokens, stop)
         auxiliary = dict(zip(self.auxiliary, others, strict=True))
@@ -156,14 +162,14 @@ class Trainer:
             with parallel.gradient_sync(self.model, wanted=reduced, last=last):
                 sums = self._summed_losses(batches[first], batches[first + 1])
                 # Engines average gradients over the ranks; the sum over all tokens by their global count is wanted.
-                ((sums * self.loss_weights).sum() * (self.world.size / step_tokens)).backward()
+                ((sums * self.loss_weights).sum() * (self.world.data_size / step_tokens)).backward()
             loss_sums += sums.detach()
         return loss_sums
 
     def _micro_batch(self, number: int) -> tuple[Tensor, Tensor]:
         train = self.config.train
-        share = train.global_batch // self.world.size
-        first = self.position.samples + self.world.rank * share + number * train.micro_batch
+        share = train.global_batch // self.world.data_size
+        first = self.position.samples + self.world.data_rank * share + number * train.micro_batch
         inputs_BS, targets_BS = batch(
             self.corpus, self.config.run.seed, first, train.micro_batch, train.seq_len
         )
@@ -195,6 +201,7 @@ class Trainer:
         totals = torch.cat([shares, torch.tensor(seen, dtype=torch.float64, device=shares.device)])
         dist.all_reduce(totals)
         *losses, interrupts, terminations = totals.tolist()
+        losses = [loss / self.world.tensor for loss in losses]  # which ranks of the same data have each
         if interrupts:
             return losses, signal.SIGINT
         return losses, signal.SIGTERM if terminations else 0
@@ -207,11 +214,11 @@ class Trainer:
         train, world = self.config.train, self.world
         windows = self.corpus.windows(train.seq_len, "validation")
         wanted = min(windows, self.config.validation.batches * train.global_batch)
-        rounds = math.ceil(wanted / (world.size * train.micro_batch))
+        rounds = math.ceil(wanted / (world.data_size * train.micro_batch))
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         self.model.eval()
         for number in range(rounds):
-            first = (number * world.size + world.rank) * train.micro_batch
+            first = (number * world.data_size + world.data_rank) * train.micro_batch
             # Every rank runs the same number of passes, as sharded engines must; beyond the end on windows that
             # do not count.
             count = max(0, min(train.micro_batch, wanted - first))
@@ -219,12 +226,13 @@ class Trainer:
             inputs, targets = batch(
                 self.corpus, VALIDATION_SEED, start, count or 1, train.seq_len, split="validation"
             )
-            losses = self._losses(inputs.to(world.device), targets.to(world.device))
+            with parallel.parallel_loss(self.config.parallel):
+                losses = self._losses(inputs.to(world.device), targets.to(world.device))
             total += losses.double().sum() if count else 0.0
         self.model.train()
         parallel.free_gathered(self.model)
         dist.all_reduce(total)
-        return float(total) / (wanted * train.seq_len)
+        return float(total) / world.tensor / (wanted * train.seq_len)
 
     @torch.no_grad()
     def sample(self) -> tuple[str, str]:
@@ -232,10 +240,12 @@ class Trainer:
         source = self.corpus.validation if len(self.corpus.validation) >= PROMPT_BYTES else self.corpus.train
         # Decoding and encoding again drops a character cut in half at either end.
         prompt = decode(source[:PROMPT_BYTES]).strip("\ufffd")
+        torch.compiler.set_stance("force_eager")  # every token is of another length
         tokens = sample(
             self.model, encode(prompt), count=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=0,
-            context=self.config.train.seq_len, device=self.world.device,
+            context=self.config.train.seq_len, device=self.world.device, multiple=self.world.tensor,
         )  # fmt: skip
+        torch.compiler.set_stance("default")
         parallel.free_gathered(self.model)
         return prompt, decode(tokens)
 
@@ -290,7 +300,7 @@ def run_steps(trainer: Trainer, folder: RunFolder, reporter: metrics.Reporter, s
     steps_of_session = 0
     while True:
         started = time.perf_counter()
-        with memory_history(trainer, folder):
+        with memory_history(trainer, folder), trainer.recompiles.step():
             result = trainer.train_step(stop)
         seconds = time.perf_counter() - started
         step = trainer.position.step
@@ -435,6 +445,8 @@ def conclude(trainer: Trainer, folder: RunFolder, record: RunRecord | None, ende
         return 128 + ended_by if ended_by else 0
     records = metrics.read_records(folder.metrics_file)
     results = {**report.results(records), "peak_memory": int(memory)}
+    if trainer.config.train.compile != "none":
+        results |= {"graphs": compiled_graphs(), "recompiles": trainer.recompiles.later}
     record.close("interrupted" if ended_by else "finished", trainer.position.step, results)
     with writing(folder.picture):
         report.loss_curve(records, folder.picture, trainer.config.run.name)
@@ -454,6 +466,10 @@ def conclude(trainer: Trainer, folder: RunFolder, record: RunRecord | None, ende
 def summary(trainer: Trainer, folder: RunFolder, results: Mapping[str, Any], sampled: tuple[str, str]) -> str:
     prompt, continuation = sampled
     validation = results["validation_loss"]
+    compiled = []
+    if "graphs" in results:
+        later = f"{results['recompiles']} of them after step {Recompiles.WARM_UP}"
+        compiled = [f"  compiled        {results['graphs']} graphs, {later}"]
     lines = [
         "",
         f"done: {trainer.position.step} steps, {trainer.position.samples * trainer.config.train.seq_len:,} tokens",
@@ -461,6 +477,7 @@ def summary(trainer: Trainer, folder: RunFolder, results: Mapping[str, Any], sam
         f"  validation      {'none' if validation is None else f'{validation:.4f}'}",
         f"  tokens/s        {results['tokens_per_second']:,.0f} (median)",
         f"  peak memory     {metrics.gib(results['peak_memory'])} GiB on the fullest rank",
+        *compiled,
         f"  checkpoint      {checkpoint.step_folder(folder.checkpoints, trainer.position.step)}",
         f"  loss curve      {folder.picture}",
         f"  sample          {printable(prompt)!r} ->",

@@ -25,12 +25,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwright as sw
 from shardwright.train.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
 from shardwright.train.errors import UserError
 from shardwright.train.models.decoder import Decoder
+from shardwright.train.models.llama import Llama, LlamaConfig
+from shardwright.train.models.plans import tensor_plan, uneven
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others before it gives them up. SHARDWRIGHT_TIMEOUT (seconds) replaces it."""
@@ -50,10 +53,20 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh
+    tensor: int = 1  #: ranks that have the same data, next to one another
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.tensor
+
+    @property
+    def data_size(self) -> int:
+        """Ranks, or groups of them, that have data of their own."""
+        return self.size // self.tensor
 
 
 def under_launcher() -> bool:
@@ -140,6 +153,13 @@ def check_ranks(config: Config, ranks: int) -> None:
             f"parallel.reshard_after_forward: engine {parallel.engine} shards nothing, found "
             f"{parallel.reshard_after_forward}; leave it at default"
         )
+    if ranks % parallel.tensor:
+        raise UserError(
+            f"parallel.tensor: expected a divisor of the number of ranks, {ranks}, found {parallel.tensor}"
+        )
+    if parallel.tensor > 1:
+        _check_tensor_parallel(config)
+        ranks //= parallel.tensor
     if ranks % parallel.replicas:
         raise UserError(
             f"parallel.replicas: expected a divisor of the number of ranks, {ranks}, found {parallel.replicas}"
@@ -152,6 +172,25 @@ def check_ranks(config: Config, ranks: int) -> None:
         )
     config.train.accumulation_steps(ranks)
     _check_model_fits(config)
+
+
+def _check_tensor_parallel(config: Config) -> None:
+    """Refuse what tensor parallelism cannot be combined with, or does not divide."""
+    ranks, shape = config.parallel.tensor, config.model.shape()
+    if not isinstance(shape, LlamaConfig):
+        raise UserError(
+            f"parallel.tensor: there is a plan for Llama only, found model.kind {config.model.kind!r}; expected 1"
+        )
+    if config.optimizer.name != "adamw":
+        raise UserError(
+            f"parallel.tensor: optimizer {config.optimizer.name!r} needs tensors or blocks that are not cut; expected "
+            f'1, found {ranks}, or optimizer.name = "adamw"'
+        )
+    if config.train.cuda_graph or config.train.compile != "none":
+        key = "train.cuda_graph" if config.train.cuda_graph else "train.compile"
+        raise UserError(f"parallel.tensor: expected 1 with {key}, found {ranks}; leave {key} at its default")
+    for key, size in uneven(shape, config.train.seq_len, ranks):
+        raise UserError(f"{key}: expected a multiple of parallel.tensor = {ranks}, found {size}")
 
 
 def _check_model_fits(config: Config) -> None:
@@ -202,7 +241,7 @@ def join_world(config: Config) -> Iterator[World]:
     # gloo beside NCCL: checkpoints exchange plain objects, which need not pass through the GPU.
     dist.init_process_group("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", **options)
     try:
-        yield World(rank, size, device, make_mesh(config.parallel, kind, size))
+        yield World(rank, size, device, make_mesh(config.parallel, kind, size), config.parallel.tensor)
         dist.barrier()  # Nobody leaves while another still works: a rank that is gone looks like one that died.
     except BaseException:
         # The other ranks may be anywhere: taking NCCL down could wait for them for ever.
@@ -217,12 +256,29 @@ def join_world(config: Config) -> Iterator[World]:
 
 
 def make_mesh(config: ParallelConfig, kind: str, size: int) -> DeviceMesh:
-    """All ranks, or with `replicas` a mesh of them outside and of shards inside."""
-    if config.replicas == 1:
-        return init_device_mesh(kind, (size,), mesh_dim_names=("data",))
-    return init_device_mesh(
-        kind, (config.replicas, size // config.replicas), mesh_dim_names=("replicate", "shard")
-    )
+    """All ranks, or with `replicas` a mesh of them outside and of shards inside; tensor-parallel ranks innermost."""
+    data = size // config.tensor
+    axes = {"data": data}
+    if config.replicas > 1:
+        axes = {"replicate": config.replicas, "shard": data // config.replicas}
+    if config.tensor > 1:
+        axes["tensor"] = config.tensor
+    return init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def cut_layers(model: Decoder, mesh: DeviceMesh) -> DeviceMesh:
+    """Cut the model's layers over the mesh's last axis; returns the mesh of the others, the data-parallel ones."""
+    names = mesh.mesh_dim_names
+    assert names is not None and isinstance(model, Llama)
+    parallelize_module(model, mesh[names[-1]], tensor_plan(model.config))
+    if model.tied:  # which each became on its own
+        model.output.weight = model.tok_embeddings.weight
+    return mesh[names[0]] if len(names) == 2 else mesh[names[:-1]]
+
+
+def parallel_loss(config: ParallelConfig) -> AbstractContextManager[object]:
+    """Around forward, loss and backward: with tensor parallelism the cross-entropy of logits that are never whole."""
+    return loss_parallel() if config.tensor > 1 else nullcontext()
 
 
 def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.Module:
@@ -232,6 +288,8 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
     embedding, where it is the same matrix), and the root with what is left.
     """
     device = torch.device("cpu" if mesh.device_type == "cpu" else torch.cuda.current_device())
+    if config.tensor > 1:
+        mesh = cut_layers(model.to(device), mesh)
     if config.engine == "none":
         return model.to(device)
 

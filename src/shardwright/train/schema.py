@@ -238,6 +238,11 @@ class TrainConfig(Section):
         description="Capture forward and backward of a step in a CUDA graph and replay it: no work for the host "
         "between. For models whose shapes do not depend on values; on GPUs, with the engine shardwright.",
     )
+    compile: Literal["none", "inductor", "aot_eager", "eager"] = Field(
+        default="none",
+        description="Compile each block with torch.compile and this backend, as one graph; inductor is the one that "
+        "makes it faster.",
+    )
     memory_snapshot: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = Field(
         default=(),
         description="Steps, such as [3], of which every rank records the history of its GPU memory; the files in the "
@@ -267,6 +272,34 @@ class TrainConfig(Section):
             f"train.global_batch: expected a multiple of {who} x train.micro_batch = {self.micro_batch} "
             f"(that is {unit}), found {self.global_batch}; nearest that fit: {nearest}"
         )
+
+
+class ActivationConfig(Section):
+    """Which activations are kept from forward to backward. The others are computed again, at no loss of precision."""
+
+    checkpoint: Literal["none", "full", "layers", "ops", "budget"] = Field(
+        default="none",
+        description="Activation checkpointing. full: keep the inputs of each block only. layers: as full, for every "
+        "k-th block. ops: of each block the results of matrix products and attention too. budget: let the compiler "
+        "choose within activations.budget; needs train.compile = inductor.",
+    )
+    every: int = Field(default=2, ge=1, description="Of layers: k. The first block is one of them.")
+    budget: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Of budget: the part of the activations that may be kept. 0 is as full, 1 as none.",
+    )
+
+    @model_validator(mode="after")
+    def _keys_belong_to_the_mode(self) -> ActivationConfig:
+        for key, mode in (("every", "layers"), ("budget", "budget")):
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if self.checkpoint != mode and value != default:
+                raise ValueError(
+                    f"{key}: is of checkpoint = {mode!r}; with {self.checkpoint!r} expected {default}, found {value}"
+                )
+        return self
 
 
 class OptimizerConfig(Section):
@@ -351,6 +384,12 @@ class ParallelConfig(Section):
         ge=1,
         description="Groups of ranks that each hold a whole model between them; hsdp and hfsdp need at least 2.",
     )
+    tensor: int = Field(
+        default=1,
+        ge=1,
+        description="Neighbouring ranks that cut every layer and the sequence between them: tensor and sequence "
+        "parallelism. The others divide the data.",
+    )
     layout: Literal["per_parameter", "ragged", "element"] | Annotated[int, Field(ge=1)] = Field(
         default="per_parameter",
         description="Where the engine shardwright cuts parameters: along their first dimension, between rows, "
@@ -381,6 +420,10 @@ class ParallelConfig(Section):
                     f"{key}: expected {default!r} with engine {self.engine!r}, found {value!r}; only the engine "
                     "shardwright has others"
                 )
+        if self.engine not in ("shardwright", "fsdp2") and self.tensor > 1:
+            raise ValueError(
+                f"tensor: engine {self.engine!r} has no such parallelism; expected 1, found {self.tensor}"
+            )
         if self.strategy in ("hsdp", "hfsdp") and self.replicas < 2:
             raise ValueError(
                 f"replicas: expected at least 2 with strategy {self.strategy!r}, found {self.replicas}"
@@ -427,6 +470,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+    activations: ActivationConfig = ActivationConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     parallel: ParallelConfig = ParallelConfig()
     validation: ValidationConfig = ValidationConfig()
@@ -462,6 +506,16 @@ class Config(Section):
             raise ValueError(
                 f"parallel.offload: expected 'none' with optimizer.name 'muon', found {self.parallel.offload!r}; whole "
                 "matrices move between devices"
+            )
+        if self.activations.checkpoint == "budget" and self.train.compile != "inductor":
+            raise ValueError(
+                f"activations.checkpoint: expected train.compile = 'inductor' with 'budget', found "
+                f"{self.train.compile!r}; only the compiler knows what a block keeps. Or take 'ops'"
+            )
+        if self.train.compile != "none" and self.parallel.engine == "fsdp1":
+            raise ValueError(
+                f"train.compile: expected 'none' with parallel.engine 'fsdp1', found {self.train.compile!r}; its hooks "
+                "inside blocks break the graph"
             )
         whole = {"muon": "matrices", "adamw8bit": "blocks"}.get(self.optimizer.name)
         if whole and self.parallel.engine in ("fsdp1", "fsdp2"):

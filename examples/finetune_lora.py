@@ -1,0 +1,162 @@
+"""Fine-tune low-rank adapters on a frozen, sharded base (LoRA, Hu et al., 2021, https://arxiv.org/abs/2106.09685).
+
+    torchrun --standalone --nproc-per-node 2 examples/finetune_lora.py
+    torchrun --standalone --nproc-per-node 2 examples/finetune_lora.py --from llama-folder --to adapters-folder
+
+The folder holds safetensors and config.json in Hugging Face's names, of a Llama. Without one a small Llama is made
+first. The base is loaded in bfloat16, sharded and frozen: it has no gradients and no optimizer state on any rank. Only
+the adapters learn, and only they are saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwright as sw
+from shardwright.train.config import DataConfig
+from shardwright.train.data.corpus import batch, load_corpus
+from shardwright.train.models import hugging_face
+from shardwright.train.models.build import model_of
+from shardwright.train.models.presets import LlamaConfig
+
+BATCH, LENGTH = 4, 128  # sequences per rank and step, tokens in each
+ADAPTED = ("wq", "wv")  # the matrices that get adapters
+
+
+class Adapted(nn.Linear):
+    """A linear layer W x + scale B A x. The names of its own weights stay as they are."""
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    scale: float
+
+    @staticmethod
+    def adapt(linear: nn.Linear, rank: int, alpha: float) -> None:
+        """Give ``linear`` an adapter that changes nothing yet: B is zero."""
+        linear.__class__ = Adapted
+        assert isinstance(linear, Adapted)
+        linear.lora_a = nn.Parameter(torch.empty(rank, linear.in_features, dtype=torch.float32))
+        linear.lora_b = nn.Parameter(torch.zeros(linear.out_features, rank, dtype=torch.float32))
+        nn.init.kaiming_uniform_(linear.lora_a, a=math.sqrt(5))
+        linear.scale = alpha / rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = F.linear(F.linear(x, self.lora_a.to(x.dtype)), self.lora_b.to(x.dtype))
+        return super().forward(x) + self.scale * low
+
+
+def is_adapter(name: str) -> bool:
+    return "lora_" in name
+
+
+def build(shape: LlamaConfig, rank: int) -> Any:
+    """The model with its adapters, deferred: nothing is allocated. The base is bfloat16, the adapters float32."""
+    torch.manual_seed(0)  # the same adapters on every rank
+    with sw.deferred_init():
+        model = model_of(shape).to(torch.bfloat16)
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] in ADAPTED and isinstance(module, nn.Linear):
+                Adapted.adapt(module, rank, alpha=2 * rank)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+    return model
+
+
+def make_pretrained(folder: Path) -> None:
+    """A small Llama, not trained at all, as somebody else might have left it. On one rank."""
+    shape = LlamaConfig(
+        dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=192, vocab_size=256, max_seq_len=256
+    )
+    torch.manual_seed(0)
+    key_map, config = hugging_face.key_map(shape), hugging_face.config_json(shape)
+    sw.save_pretrained(model_of(shape), folder, key_map=key_map, config=config)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Fine-tune low-rank adapters on several ranks.")
+    parser.add_argument(
+        "--from", dest="source", type=Path, help="folder of weights; default: a small one is made"
+    )
+    parser.add_argument(
+        "--to", type=Path, help="folder for the adapters, which must be new; default: a temporary one"
+    )
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))
+    first = mesh.get_rank() == 0
+
+    def say(text: object) -> None:
+        if first:
+            print(text, flush=True)
+
+    # Every rank must know the same folders.
+    folders = [options.source, options.to, tempfile.mkdtemp(prefix="shardwright-") if first else None]
+    dist.broadcast_object_list(folders, src=0)
+    source, target, scratch = folders
+    if source is None:
+        source = Path(scratch) / "pretrained"
+        if first:
+            make_pretrained(source)
+        dist.barrier()
+        say(f"made a small pretrained Llama in {source}")
+    target = target or Path(scratch) / "adapters"
+
+    shape = hugging_face.shape_of(json.loads((source / "config.json").read_text()))
+    if not isinstance(shape, LlamaConfig):
+        raise SystemExit(f"{source} holds another model than a Llama")
+    model = build(shape, options.rank)
+    for block in model.blocks():
+        sw.fully_shard(block, mesh=mesh)
+    sw.fully_shard(model.head(), mesh=mesh)
+    sw.fully_shard(model, mesh=mesh)
+    base_names = hugging_face.key_map(shape)
+    sw.load_pretrained(
+        model,
+        source,
+        key_map={**base_names, **{name: None for name, _ in model.named_parameters() if is_adapter(name)}},
+    )
+    sw.materialize(model)  # what is not stored: adapters and rotary tables
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    say(
+        f"{model.num_params():,} parameters on {mesh.size()} ranks, {sum(p.numel() for p in adapters):,} of them in "
+        "adapters"
+    )
+
+    optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(adapters, lr=3e-2, weight_decay=0.0))
+    corpus = load_corpus(DataConfig(source="pydoc"))
+    for step in range(options.steps):
+        number = (step * mesh.size() + mesh.get_rank()) * BATCH  # every rank has data of its own
+        inputs, targets = (t.to(device) for t in batch(corpus, 0, number, BATCH, LENGTH))
+        loss = F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
+        loss.backward()
+        sw.clip_grad_norm_(adapters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach() / mesh.size()
+        dist.all_reduce(mean)
+        say(f"step {step}: loss {mean.item():.4f}")
+    say(sw.memory_report(model, optimizer))
+
+    sw.save_pretrained(model, target, key_map=lambda name: name if is_adapter(name) else None)
+    say(f"saved the adapters in {target}")
+    dist.barrier()  # a rank that ends while gloo's threads still hold tensors can abort
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""How gradients cross the network where not as they are: one protocol, over the rows that ranks exchange.
+
+A hook's methods are generators: they yield what they wait for (a ``Work``, or anything else with ``wait``; None is
+nothing), right after they have issued it, and return the result. On the CPU the computation goes on between; on an
+accelerator all of it is queued on a stream of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from shardwright._torch import all_gather_single, local_of
+from shardwright.comm.codecs import Codec
+
+Steps = Generator[Any, None, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One collective of one unit's gradients, which comes again in every step.
+
+    Attributes:
+        name: the same on every rank and in every run of the same model.
+        group: the ranks that sum.
+        mesh: all data-parallel ranks.
+        device: of the gradients.
+        asynchronous: to be given as ``async_op``: False on an accelerator, where the current stream keeps the order.
+        matrices: how the elements of a row divide into matrices: (elements, columns), in their order. With n ranks the
+            n rows of such a part, one below the other, are the matrix. Of vectors the columns are 1.
+    """
+
+    name: str
+    group: dist.ProcessGroup
+    mesh: DeviceMesh
+    device: torch.device
+    asynchronous: bool
+    matrices: tuple[tuple[int, int], ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of a row."""
+        return sum(numel for numel, _ in self.matrices)
+
+
+class GradientHook:
+    """What carries gradients. Give one to :meth:`FSDPModule.set_gradient_comm_hook`.
+
+    Parameters of no dimension, and what the engine sends along, are summed exactly and never come here. A hook object
+    belongs to one model; state per collective is kept by ``site.name``.
+    """
+
+    def prepare(self, site: Site, scatters: bool) -> None:
+        """Called once for each site, on every rank; ``scatters`` tells :meth:`reduce_scatter` from the other."""
+
+    def reduce_scatter(self, rows: torch.Tensor, site: Site) -> Steps:
+        """``rows`` [ranks, numel]: the i-th is this rank's share of what rank i is to have. Returns the sum of all
+        ranks' rows for this one: [numel], any floating-point dtype."""
+        raise NotImplementedError
+
+    def all_reduce(self, row: torch.Tensor, site: Site) -> Steps:
+        """``row`` [numel]. Returns the sum of all ranks' rows, the same bits on every rank."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run must have to go on as if it had not been interrupted: DTensors over all ranks, for DCP."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave, on as many ranks."""
+
+
+class _WithErrors(GradientHook):
+    """Adds to the next gradients what was lost of the last ones, on each rank by itself.
+
+    That takes the memory of this rank's whole gradients in float32, as many times as there are collectives of them.
+    """
+
+    def __init__(self, error_feedback: bool) -> None:
+        self.error_feedback = error_feedback
+        self._errors: dict[str, torch.Tensor] = {}
+        self._sites: dict[str, Site] = {}
+
+    def prepare(self, site: Site, scatters: bool) -> None:
+        if self.error_feedback and site.name not in self._errors:
+            rows = dist.get_world_size(site.group) if scatters else 1
+            self._errors[site.name] = torch.zeros(rows, site.numel, device=site.device)
+        self._sites[site.name] = site
+
+    def with_error(self, rows: torch.Tensor, site: Site) -> torch.Tensor:
+        """The rows in float32, with what was lost before."""
+        rows = rows.float()
+        return rows + self._errors[site.name] if self.error_feedback else rows
+
+    def lose(self, rows: torch.Tensor, sent: torch.Tensor, site: Site) -> None:
+        """Of ``rows`` only ``sent`` comes through. What is not finite is lost for good: it would never end."""
+        if self.error_feedback:
+            self._errors[site.name].copy_((rows - sent).nan_to_num_(0, 0, 0))
+
+    def _per_rank(self) -> dict[str, tuple[torch.Tensor, Site]]:
+        return {f"error.{name}": (error, self._sites[name]) for name, error in self._errors.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: _spread(tensor, site.mesh) for key, (tensor, site) in self._per_rank().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        wanted = self._per_rank()
+        if wanted.keys() != state.keys():
+            odd = sorted(wanted.keys() ^ state.keys())
+            raise ValueError(
+                f"the hook's state has {len(state)} tensors where this model needs {len(wanted)}; in one alone: "
+                f"{', '.join(odd[:4])}. It belongs to the same model, cut in the same way"
+            )
+        for key, (tensor, site) in wanted.items():
+            given, here = state[key], _spread(tensor, site.mesh)
+            if tuple(given.shape) != tuple(here.shape):
+                raise ValueError(
+                    f"{key} has shape {tuple(given.shape)}, expected {tuple(here.shape)}: what a rank has lost belongs "
+                    "to that rank. Load it on as many ranks, or begin without it"
+                )
+        for key, (tensor, _) in wanted.items():
+            local = local_of(state[key]) if isinstance(state[key], DTensor) else state[key]
+            tensor.copy_(local[0])
+
+
+def _spread(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Every rank's own tensor as a part of one DTensor [ranks, ...]."""
+    return DTensor.from_local(tensor.unsqueeze(0), mesh, [Shard(0)] * mesh.ndim, run_check=False)
+
+
+class Compressed(_WithErrors):
+    """Gradients are sent encoded, and summed in float32 by who receives them.
+
+    An all-reduce is that and a gather of the sums, encoded once more.
+
+    Args:
+        codec: :class:`Cast` or :class:`Int8Blocks`, or another :class:`Codec`.
+        error_feedback: add to the next gradients what was lost of the last ones.
+    """
+
+    def __init__(self, codec: Codec, *, error_feedback: bool = False) -> None:
+        super().__init__(error_feedback)
+        self.codec = codec
+
+    def __repr__(self) -> str:
+        return f"Compressed({self.codec!r}, error_feedback={self.error_feedback})"
+
+    def reduce_scatter(self, rows: torch.Tensor, site: Site) -> Steps:
+        rows = self.with_error(rows, site)
+        sent = self.codec.encode(rows)
+        if self.error_feedback:
+            self.lose(rows, self.codec.decode(sent, rows.shape[1]), site)
+        return (yield from self._exchange(sent, rows.shape[1], site))
+
+    def _exchange(self, sent: torch.Tensor, numel: int, site: Site) -> Steps:
+        received = torch.empty_like(sent)
+        yield dist.all_to_all_single(received, sent, group=site.group, async_op=site.asynchronous)
+        return self.codec.decode(received, numel).sum(0)
+
+    def all_reduce(self, row: torch.Tensor, site: Site) -> Steps:
+        ranks, numel = dist.get_world_size(site.group), row.numel()
+        whole = self.with_error(row.unsqueeze(0), site)
+        part = -(-numel // ranks)
+        rows = torch.zeros(ranks, part, device=row.device)
+        rows.view(-1)[:numel] = whole[0]
+        sent = self.codec.encode(rows)
+        if self.error_feedback:
+            decoded = self.codec.decode(sent, part).reshape(1, -1)[:, :numel]
+            self.lose(whole, decoded, site)
+        total = yield from self._exchange(sent, part, site)
+        mine = self.codec.encode(total.unsqueeze(0))
+        if self.error_feedback:
+            first = dist.get_rank(site.group) * part
+            kept = self._errors[site.name][0, first : first + part]
+            lost = total - self.codec.decode(mine, part)[0]
+            kept.add_(lost[: kept.numel()].nan_to_num_(0, 0, 0))
+        everyone = mine.new_empty(ranks, mine.shape[1])
+        yield all_gather_single(everyone, mine, group=site.group, async_op=site.asynchronous)
+        return self.codec.decode(everyone, part).reshape(-1)[:numel]
+
+
+class PowerSGD(_WithErrors):
+    """Matrices are sent as products of two thin ones ("PowerSGD", Vogels et al., 2019, https://arxiv.org/abs/1905.13727).
+
+    Of a matrix [m, w] travel ``rank`` (m + w) elements in float32 rather than m w; what that does not make smaller,
+    vectors among it, is summed exactly. The columns are those of the layout: of a parameter all but the dimension that
+    is cut, in ragged layouts the rows of a segment. ``Ragged("element")`` has no rows, so all is summed exactly there.
+
+    Args:
+        rank: columns of the thin matrices.
+        error_feedback: as in :class:`Compressed`. Without it this does not converge, so it is on.
+    """
+
+    def __init__(self, rank: int = 4, *, error_feedback: bool = True) -> None:
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"rank must be an integer of at least 1, got {rank!r}")
+        super().__init__(error_feedback)
+        self.rank = rank
+        self._right: dict[
+            str, list[torch.Tensor | None]
+        ] = {}  #: of each matrix; None where it is sent as it is
+
+    def __repr__(self) -> str:
+        return f"PowerSGD({self.rank}, error_feedback={self.error_feedback})"
+
+    def prepare(self, site: Site, scatters: bool) -> None:
+        super().prepare(site, scatters)
+        if site.name in self._right:
+            return
+        rows = dist.get_world_size(site.group) if scatters else 1
+        generator = torch.Generator().manual_seed(0)  # the same on every rank
+        self._right[site.name] = [
+            torch.randn(width, self.rank, generator=generator).to(site.device)
+            if self.rank * (rows * numel // width + width) < rows * numel
+            else None
+            for numel, width in site.matrices
+        ]
+
+    def _per_rank(self) -> dict[str, tuple[torch.Tensor, Site]]:
+        thin = {
+            f"right.{name}.{i}": (right, self._sites[name])
+            for name, rights in self._right.items()
+            for i, right in enumerate(rights)
+            if right is not None
+        }
+        return {**super()._per_rank(), **thin}
+
+    def reduce_scatter(self, rows: torch.Tensor, site: Site) -> Steps:
+        me = dist.get_rank(site.group)
+        return (yield from self._reduce(rows, site, slice(me, me + 1)))
+
+    def all_reduce(self, row: torch.Tensor, site: Site) -> Steps:
+        return (yield from self._reduce(row.unsqueeze(0), site, slice(0, 1)))
+
+    def _reduce(self, given: torch.Tensor, site: Site, wanted: slice) -> Steps:
+        """The sum of everyone's rows, of which those ``wanted`` come back."""
+        rows = self.with_error(given, site)
+        rights, sizes = self._right[site.name], [numel for numel, _ in site.matrices]
+        pieces = list(rows.split(sizes, dim=1))
+        matrices = [
+            piece.reshape(-1, width) if right is not None else None
+            for piece, (_, width), right in zip(pieces, site.matrices, rights, strict=True)
+        ]
+        exact = [p.reshape(-1) for p, right in zip(pieces, rights, strict=True) if right is None]
+        lefts = [m @ q for m, q in zip(matrices, rights, strict=True) if m is not None and q is not None]
+        # One flat sum for the left factors and all that is sent as it is, one for the right factors.
+        flat = torch.cat([t.reshape(-1) for t in (*lefts, *exact)])
+        yield dist.all_reduce(flat, group=site.group, async_op=site.asynchronous)
+        parts = flat.split([t.numel() for t in (*lefts, *exact)])
+        lefts = [torch.linalg.qr(p.view_as(left))[0] for p, left in zip(parts, lefts, strict=False)]
+        summed = iter(parts[len(lefts) :])
+        thin = [m.mT @ left for m, left in zip((m for m in matrices if m is not None), lefts, strict=True)]
+        if thin:
+            self._lose_matrices(rows, matrices, lefts, thin, site)
+            flat = torch.cat([t.reshape(-1) for t in thin])
+            yield dist.all_reduce(flat, group=site.group, async_op=site.asynchronous)
+            thin = [t.view_as(q) for t, q in zip(flat.split([q.numel() for q in thin]), thin, strict=True)]
+        pairs, results = iter(zip(lefts, thin, strict=True)), []
+        for i, (piece, right) in enumerate(zip(pieces, rights, strict=True)):
+            if right is None:
+                results.append(next(summed).view_as(piece)[wanted].reshape(-1))
+                continue
+            left, new = next(pairs)
+            right.copy_(new.nan_to_num(0, 0, 0))
+            height = piece.shape[1] // site.matrices[i][1]
+            results.append((left[wanted.start * height : wanted.stop * height] @ new.mT).reshape(-1))
+        return torch.cat(results)
+
+    def _lose_matrices(
+        self,
+        rows: torch.Tensor,
+        matrices: Sequence[torch.Tensor | None],
+        lefts: Sequence[torch.Tensor],
+        thin: Sequence[torch.Tensor],
+        site: Site,
+    ) -> None:
+        if not self.error_feedback:
+            return
+        pairs = iter(zip(lefts, thin, strict=True))
+        sent = []
+        for matrix, piece in zip(matrices, rows.split([n for n, _ in site.matrices], dim=1), strict=True):
+            if matrix is None:
+                sent.append(piece)
+                continue
+            left, mine = next(pairs)
+            sent.append((left @ mine.mT).view(piece.shape))
+        self.lose(rows, torch.cat(sent, dim=1), site)

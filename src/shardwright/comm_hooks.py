@@ -1,0 +1,8 @@
+"""Other ways for gradients and weights to cross the network.
+
+For ``FSDPModule.set_gradient_comm_hook`` and ``FSDPModule.set_all_gather_codec``.
+"""
+
+from shardwright.comm import Cast, Codec, Compressed, GradientHook, Int8Blocks, PowerSGD, Site
+
+__all__ = ["Cast", "Codec", "Compressed", "GradientHook", "Int8Blocks", "PowerSGD", "Site"]

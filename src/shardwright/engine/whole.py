@@ -1,0 +1,246 @@
+"""``unsharded``: the full parameters of a model as plain tensors for a while, between steps.
+
+They are gathered one by one from the shards, in the dtype that those have, and are no part of any slab: units, their
+memory and their schedule know nothing of them but that they must not be used meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from shardwright._torch import in_backward, local_of
+from shardwright.engine.construct import UNIT, own_modules
+from shardwright.engine.parameter import STANDS_FOR, Managed, ManagedParameter, unit_of
+from shardwright.engine.root import reduce_held
+from shardwright.engine.states import digest
+from shardwright.engine.unit import Unit
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Options(NamedTuple):
+    writeback: bool
+    rank0_only: bool
+    with_grads: bool
+
+
+@dataclass(eq=False)
+class _Shown:
+    """A parameter and, where there is one, the full tensor in its place, with hashes of what was gathered."""
+
+    unit: Unit
+    p: ManagedParameter
+    full: nn.Parameter | None
+    value: int = 0
+    gradient: int | None = None
+
+
+@contextmanager
+def unsharded(
+    module: M,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    with_grads: bool = False,
+) -> Iterator[M]:
+    """Show the full parameters of a sharded module, as plain ``nn.Parameter`` in their storage dtype, for a while.
+
+        with sw.unsharded(model):
+            model.head.weight[:, 0] = 0.0   # every rank does the same
+
+    Every rank must enter it, between steps, and must edit alike: of its edits each rank keeps what belongs to its own
+    shard. It costs the memory of the full parameters (and gradients), on each rank that has them. ``state_dict()``
+    inside is that of a plain model. Forward, backward, optimizer steps, conversions and copies of the sharded units
+    are refused inside. Contexts nest, with equal options where they overlap. A module that is not sharded is left as
+    it is.
+
+    Args:
+        module: a sharded model or any module inside one.
+        recurse: also the parameters of units inside ``module``.
+        writeback: keep what was changed, also when an exception leaves the context. False: the parameters are what
+            they were. Parameters that were replaced are taken over by the next forward, or, with False, put back.
+        rank0_only: only the first rank of the mesh gets full tensors and keeps them; on the others the parameters stay
+            sharded, and each is there in full for the moment in which it is gathered. Needs ``writeback=False``.
+        with_grads: also the full gradients, as ``.grad``, written back like the parameters. Gradients that earlier
+            micro-batches hold back are reduced first, as for clipping.
+
+    Raises:
+        RuntimeError: a forward or backward is under way, or the parameters hold no values yet.
+        ValueError: ``rank0_only`` with ``writeback``, other options than those of a context around this one, or a full
+            tensor that has another shape or dtype in the end.
+        NotImplementedError: parameters whose tensors decide themselves what is gathered of them.
+    """
+    options = Options(writeback, rank0_only, with_grads)
+    if writeback and rank0_only:
+        raise ValueError(
+            "unsharded(rank0_only=True) gives the full parameters to one rank, which cannot write the others' shards. "
+            "Pass writeback=False."
+        )
+    shown = _show(module, recurse, options)
+    try:
+        yield module
+    finally:
+        _restore(shown, options)
+
+
+@torch.no_grad()
+def _show(module: nn.Module, recurse: bool, options: Options) -> list[_Shown]:
+    found = _find(module, recurse, options)
+    units = list(dict.fromkeys(unit for unit, _ in found))
+    for root in dict.fromkeys(unit.root for unit in units):
+        if root is not None:
+            root.agree_on_unsharding()
+    if options.with_grads:
+        reduce_held([p.sharded for _, p in found])
+    first = [not any(unit.mesh.get_coordinate() or ()) for unit, _ in found]
+    with torch.inference_mode(False):
+        shown = [
+            _gather(unit, p, options, wanted=mine or not options.rank0_only)
+            for (unit, p), mine in zip(found, first, strict=True)
+        ]
+    for unit in units:
+        unit.show_sharded()  # where the user has called unshard()
+    for each in shown:
+        each.unit.unsharded[each.p.sharded] = options
+        if each.full is not None:
+            each.p.show(each.full)
+    return shown
+
+
+def _find(module: nn.Module, recurse: bool, options: Options) -> list[tuple[Unit, ManagedParameter]]:
+    """The sharded parameters that are to be shown and are not yet, each once."""
+    modules = list(module.modules()) if recurse else [m for _, m in own_modules(module)]
+    units: list[Unit | None] = [m.__dict__.get(UNIT) for m in modules]
+    units += [unit_of(p) for m in modules for p in _held(m)]
+    for unit in dict.fromkeys(u for u in units if u is not None):
+        _refuse_in_use(unit)
+        if not unit.unsharded:
+            unit.settle()
+    found: dict[nn.Parameter, Unit] = {}
+    for sharded in (p for m in modules for p in _held(m)):
+        unit = unit_of(sharded)
+        if unit is None:
+            continue
+        outer: Options | None = unit.unsharded.get(sharded)
+        if outer is None:
+            found[sharded] = unit
+        elif outer[:2] != options[:2] or (options.with_grads and not outer.with_grads):
+            raise ValueError(
+                f"unsharded({_told(options)}) inside unsharded({_told(outer)}) that shows the same parameters of unit "
+                f"{unit.name!r}. Give both the same options."
+            )
+    result = [(unit, p) for sharded, unit in found.items() if (p := unit.managed(sharded)) is not None]
+    for unit, p in result:
+        if p.sharded in unit.without_values():
+            raise RuntimeError(
+                f"Parameter {p.name!r} of unit {unit.name!r} holds no values yet, since it was sharded deferred or on "
+                "the meta device. Call shardwright.materialize(model), or load a checkpoint."
+            )
+        if p.extension is not None:
+            raise NotImplementedError(
+                f"Parameter {p.name!r} of unit {unit.name!r} is a {type(p.local).__name__}, which decides itself what "
+                "is gathered of it; unsharded shows plain tensors only."
+            )
+    return result
+
+
+def _held(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The sharded parameters of a module, also where full ones stand for them."""
+    for p in module._parameters.values():
+        if p is not None:
+            p = getattr(p, STANDS_FOR, p)
+            if isinstance(p, Managed):
+                yield p  # type: ignore[misc]
+
+
+def _refuse_in_use(unit: Unit) -> None:
+    root = unit.root
+    if root is not None:
+        root.recover_if_failed()
+    if unit.calls or unit.visits or in_backward() or (root is not None and (root.caller or root.backward)):
+        raise RuntimeError(
+            f"unsharded was entered while unit {unit.name!r} or its model is in forward or backward. Enter it between "
+            "steps."
+        )
+
+
+def _told(options: Options) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options._asdict().items())
+
+
+def _gather(unit: Unit, p: ManagedParameter, options: Options, wanted: bool) -> _Shown:
+    """Every rank takes part."""
+    whole = _whole(p.sharded.detach())
+    gradient = p.sharded.grad if options.with_grads else None
+    whole_gradient = _whole(gradient) if gradient is not None else None
+    if not wanted:
+        return _Shown(unit, p, None)
+    full = nn.Parameter(whole, requires_grad=p.sharded.requires_grad)
+    for key, value in p.full.__dict__.items():  # what the user has put on the parameter
+        if not key.startswith("_shardwright"):
+            full.__dict__.setdefault(key, value)
+    full.__dict__[STANDS_FOR] = p.sharded
+    full.grad = whole_gradient
+    shown = _Shown(unit, p, full)
+    if options.writeback:
+        shown.value = int(digest(full.detach()))
+        shown.gradient = None if full.grad is None else int(digest(full.grad))
+    return shown
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    """A full tensor of its own memory."""
+    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    local = local_of(tensor) if hasattr(tensor, "full_tensor") else tensor
+    same = whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    return whole.clone() if same else whole
+
+
+@torch.no_grad()
+def _restore(shown: list[_Shown], options: Options) -> None:
+    """Put the sharded parameters back, and the edits into them. Does not communicate: an exception may have come."""
+    refused: list[str] = []
+    for each in shown:
+        each.unit.unsharded.pop(each.p.sharded, None)
+        if each.full is None:
+            continue
+        for slot in each.p.slots:
+            if slot.holds(each.full) or not options.writeback:
+                slot.show(each.p.sharded)
+        if options.writeback:
+            refused += _write_back(each, options)
+        del each.full.__dict__[STANDS_FOR]
+    if refused:
+        raise ValueError(
+            f"Full parameters have another shape or dtype than before: {'; '.join(refused)}. These were not written "
+            "back. Replace the parameter by another nn.Parameter instead, or change it after the context."
+        )
+
+
+def _write_back(shown: _Shown, options: Options) -> list[str]:
+    """Whether something has changed is asked of the whole, so that the answer is the same on every rank."""
+    p, full = shown.p, shown.full
+    assert full is not None
+    if full.shape != p.spec.shape or full.dtype != p.local.dtype:
+        return [
+            f"{p.name!r} of {tuple(p.spec.shape)} and {p.local.dtype} is {tuple(full.shape)} and {full.dtype}"
+        ]
+    if int(digest(full.detach())) != shown.value:
+        p.local.copy_(p.cut.of_full(full.detach()))
+    if options.with_grads:
+        gradient, sharded = full.grad, p.sharded
+        if gradient is None:
+            sharded.grad = None
+        elif sharded.grad is None:
+            sharded.grad = p.cut.wrap(p.cut.of_full(gradient).clone(memory_format=torch.contiguous_format))
+        elif int(digest(gradient)) != shown.gradient:
+            local = local_of(sharded.grad) if hasattr(sharded.grad, "full_tensor") else sharded.grad
+            local.copy_(p.cut.of_full(gradient))
+    return []

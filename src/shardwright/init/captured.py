@@ -1,0 +1,48 @@
+"""Tensors with memory that recorded operations read, kept until these run, and looked at for changes before that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwright.engine.states import digest, plain_tensors
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Captured:
+    """A tensor with memory that an entry reads."""
+
+    tensor: torch.Tensor
+    version: int
+    digest: int | None = None  #: of memory that others than torch may write, such as numpy's
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Captured:
+        # Of inference tensors nobody can tell whether they were changed.
+        if tensor.is_inference():
+            tensor = tensor.clone()
+        return cls(tensor, 0 if tensor.is_inference() else tensor._version, _digest_of_foreign(tensor))
+
+    def check(self) -> None:
+        changed = not self.tensor.is_inference() and self.tensor._version != self.version
+        if changed or (self.digest is not None and self.digest != _digest_of_foreign(self.tensor)):
+            raise RuntimeError(
+                f"A tensor of shape {tuple(self.tensor.shape)} that the construction of a deferred model reads was "
+                "changed afterwards. Pass a clone of it to the constructor, or materialize the model first."
+            )
+
+    def hashes_of_values(self) -> list[int]:
+        """Of the bytes of the tensors that hold its values, in the order of their elements."""
+        return [int(digest(t)) for t in plain_tensors(self.tensor.detach()) if t.layout is torch.strided]
+
+
+def _digest_of_foreign(tensor: torch.Tensor) -> int | None:
+    if (
+        type(tensor) not in (torch.Tensor, nn.Parameter)
+        or tensor.layout is not torch.strided
+        or tensor.is_meta
+    ):
+        return None
+    return None if tensor.untyped_storage().resizable() else int(digest(tensor.detach()))

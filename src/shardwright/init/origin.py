@@ -1,0 +1,114 @@
+"""Of what a deferred tensor's values come, as one hash: equal on ranks that record the same, and nothing is computed.
+
+The operations, their arguments, the constants and the places in generators' streams that they draw from count; what was
+overwritten before anything read it does not. Who compares the hashes is not known here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from shardwright.init.captured import Captured
+from shardwright.init.log import Entry, Memory, View
+
+#: What they draw depends on the tensor that they fill, and on none of their other arguments.
+_DRAWS_BY_FORM = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, type(None))
+
+
+def origin_of(view: View) -> int:
+    """A 64-bit hash of what a deferred tensor will hold."""
+    last = view.memory.entries[-1:]
+    for entry in last:
+        _hash_all(entry)
+    hashed = _hash(_form(view), *(_content(view.memory, entry) for entry in last))
+    return int.from_bytes(hashed, "little", signed=True)
+
+
+def mark_after(entry: Entry, stream: Any) -> bytes:
+    """A hash of where in a generator's stream an entry leaves off that draws from it."""
+    before = entry.draws[stream].mark
+    if entry.call in _DRAWS_BY_FORM:
+        return _hash(before, str(entry.call), _form(entry.args[0]))
+    _hash_all(entry)
+    return _hash(before, entry.origin)
+
+
+def mark_of_state(state: torch.Tensor) -> bytes:
+    """A hash of a generator's known state."""
+    return _hash(state.numpy().tobytes())
+
+
+def _hash_all(entry: Entry) -> None:
+    """Set ``origin`` of the entry and of all that it depends on."""
+    todo = [entry]
+    while todo:  # chains of entries are longer than Python's stack is deep
+        now = todo[-1]
+        before = [] if now.origin else [e for e in _read_by(now) if not e.origin]
+        if before:
+            todo += before
+            continue
+        todo.pop()
+        if not now.origin:
+            now.origin = _hash(*_parts(now))
+
+
+def _read_by(entry: Entry) -> Iterator[Entry]:
+    """Entries that left what this one reads."""
+    for memory in (*entry.reads, *entry.writes):
+        last = _last_before(memory, entry) if memory not in entry.renews else None
+        if last is not None:
+            yield last
+
+
+def _last_before(memory: Memory, entry: Entry) -> Entry | None:
+    place = bisect_left(memory.entries, entry.index, key=lambda e: e.index)
+    return memory.entries[place - 1] if place else None
+
+
+def _parts(entry: Entry) -> Iterator[object]:
+    yield _name(entry.call)
+    yield entry.default_dtype
+    leaves, structure = tree_flatten((entry.args, entry.kwargs))
+    yield structure
+    for leaf in leaves:
+        if isinstance(leaf, View):
+            yield _form(leaf)
+            last = _last_before(leaf.memory, entry) if leaf.memory not in entry.renews else None
+            yield b"" if last is None else _content(leaf.memory, last)
+        elif isinstance(leaf, Captured):
+            yield (tuple(leaf.tensor.shape), leaf.tensor.stride(), leaf.tensor.dtype, leaf.hashes_of_values())
+        elif isinstance(leaf, torch.device):
+            yield leaf.type  # which of its kind may differ
+        else:
+            yield (type(leaf).__qualname__, leaf if isinstance(leaf, _PLAIN) else "")
+    for draw in entry.draws.values():
+        yield draw.mark
+
+
+def _content(memory: Memory, entry: Entry) -> bytes:
+    """Of what a memory holds after an entry that wrote it."""
+    return _hash(entry.origin, entry.writes.index(memory))
+
+
+def _form(view: View) -> tuple[object, ...]:
+    return view.dtype, view.size, view.stride, view.offset, view.conjugate
+
+
+def _name(call: Any) -> str:
+    return (
+        str(call)
+        if hasattr(call, "overloadpacket")
+        else getattr(call, "__qualname__", type(call).__qualname__)
+    )
+
+
+def _hash(*parts: object) -> bytes:
+    text = "\n".join(part.hex() if isinstance(part, bytes) else repr(part) for part in parts)
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()

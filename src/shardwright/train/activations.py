@@ -1,0 +1,98 @@
+"""What of a block's activations is kept for backward, and compilation of blocks: both before an engine cuts the model.
+
+Both exchange a block's `forward` on the instance. So modules, their classes and the names of their parameters, which
+are those of checkpoints, stay as they are; and an engine's hooks stay outside, so that a recomputation finds the
+weights that were gathered for backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shardwright._torch import compiled_graphs, set_activation_memory_budget
+from shardwright.train.config import ActivationConfig, Config
+from shardwright.train.errors import UserError
+from shardwright.train.models.decoder import Decoder
+from shardwright.train.models.hybrid import Hybrid
+
+#: Results that "ops" keeps, by name: what a block mostly works for, matrix products and attention.
+SAVED_OPS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "_scaled_mm",
+        "_grouped_mm",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_attention_math",
+    )
+)
+
+
+def prepare_blocks(model: Decoder, config: Config) -> None:
+    """Checkpoint the activations of the model's blocks and compile them, as far as `config` says so.
+
+    Raises UserError where torch cannot compile the model.
+    """
+    # None of the models here draws numbers in forward, so no state of a generator is kept for backward.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if config.activations.checkpoint == "ops":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    for number, block in enumerate(model.blocks()):
+        if _is_checkpointed(number, config.activations):
+            block.forward = functools.partial(checkpoint, block.forward, **options)
+    if config.train.compile == "none":
+        return
+    if isinstance(model, Hybrid) and config.parallel.param_dtype == "float32":
+        pattern = model.config.pattern + model.config.mtp_pattern
+        if "E" in pattern:
+            raise UserError(
+                f"train.compile: expected none for a pattern with experts, {pattern!r}, in float32, found "
+                f"{config.train.compile!r}; torch compiles their grouped products in bfloat16 only: set "
+                "parallel.param_dtype to it"
+            )
+    if config.activations.checkpoint == "budget":
+        set_activation_memory_budget(config.activations.budget)
+    for block in model.blocks():
+        block.forward = torch.compile(block.forward, backend=config.train.compile, fullgraph=True)
+
+
+def _is_checkpointed(number: int, settings: ActivationConfig) -> bool:
+    if settings.checkpoint == "layers":
+        return number % settings.every == 0
+    return settings.checkpoint in ("full", "ops")
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = op._schema.name in SAVED_OPS
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Recompiles:
+    """Counts graphs that torch.compile makes while steps run, beyond those of a session's first steps."""
+
+    WARM_UP = 3
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.later = 0  #: graphs made after the warm-up
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        before = compiled_graphs()
+        yield
+        self.steps += 1
+        if self.steps > self.WARM_UP:
+            self.later += compiled_graphs() - before

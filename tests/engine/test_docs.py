@@ -1,0 +1,50 @@
+"""The examples of docs/convenience.md and docs/parallelism.md run, one after another, as a reader would paste them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import distribute_tensor
+
+import shardwright as sw
+from tests.engine.models import Block, build, tokens
+from tests.support import multirank, world_mesh
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@multirank(2)
+def test_examples_of_the_convenience_page_run(rank: int, world_size: int) -> None:
+    page = (DOCS / "convenience.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(examples) == 5
+    model = build(dim=64, hidden=256, vocab=64)
+    names = {"sw": sw, "torch": torch, "nn": nn, "mesh": world_mesh(2), "model": model, "Block": Block}
+    names["tokens"] = tokens(0, 0, rank)
+    output = io.StringIO()
+    for example in examples:
+        with contextlib.redirect_stdout(output):
+            exec(compile(example, "convenience.md", "exec"), names)
+    assert output.getvalue() == re.findall(r"```\n(unit .*?)```", page, re.DOTALL)[0]
+
+
+class Experts(nn.Module):
+    def __init__(self, experts: int, dim: int) -> None:
+        super().__init__()
+        self.weights_EDD = nn.Parameter(torch.randn(experts, dim, dim))
+
+
+@multirank(4)
+def test_examples_of_the_parallelism_page_run(rank: int, world_size: int) -> None:
+    examples = re.findall(r"```python\n(.*?)```", (DOCS / "parallelism.md").read_text(), re.DOTALL)
+    assert len(examples) == 3
+    names = {"sw": sw, "torch": torch, "nn": nn, "distribute_tensor": distribute_tensor, "Experts": Experts}
+    names |= {"model": build(), "tokens": torch.arange(16).view(2, 8) % 11}
+    for example in examples:
+        exec(compile(example, "parallelism.md", "exec"), names)
+    assert names["norm"] > 0
