@@ -422,6 +422,19 @@ class Simulator(TorchDispatchMode):
                     return self._run_operation(func, args, kwargs)
         return self._run_operation(func, args, kwargs, any(places))
 
+    def _forget_stale(self, results: Iterator[torch.Tensor], given: list[torch.Tensor]) -> None:
+        """New memory is not what another tensor had there, whose end nobody saw: that may have been the host's."""
+        known = {t.untyped_storage().data_ptr() for t in given}
+        for tensor in results:
+            start = tensor.untyped_storage().data_ptr()
+            block = self._find(start) if start not in known else None
+            if (
+                block is not None
+                and block.start == start
+                and block.on_host != (self.current is self.host_stream)
+            ):
+                self._forget(block)
+
     def _check_mixed(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
         """Devices refuse operations on tensors of both, but for copies, and numbers of the host."""
         name = func._schema.name
@@ -446,6 +459,8 @@ class Simulator(TorchDispatchMode):
             if name.startswith("c10d::") and "reduce_scatter" in name:
                 for output, given in zip(writes, reads, strict=True):
                     output.copy_(given.view(-1)[: output.numel()])  # the fake backend leaves what was there
+            if self._offloads:
+                self._forget_stale(_tensors(result), [*writes, *reads, *_tensors(args)])
             for tensor in (*_tensors(result), *writes):
                 self._block_of(tensor.untyped_storage(), name)
         blocking = mixed and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
