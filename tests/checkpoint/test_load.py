@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,79 @@ def test_plain_models_are_loaded_in_every_state(tmp_path: Path, state: str) -> N
     loss_of(model(tokens(0, 0, 0)), tokens(0, 0, 0)).backward()
     optimizer.step()
     assert not torch.equal(model.embed.weight, source_model().embed.weight)
+
+
+class Scaled(nn.Linear):
+    """With a buffer that requires a gradient, held under another name too."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("scale", torch.ones(2).requires_grad_())
+        self.also = self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+@multirank(1, 2)
+@pytest.mark.parametrize("state", ["meta", "deferred"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_is_loaded_keeps_all_that_it_has_beside_values(
+    rank: int, world_size: int, state: str, sharded: bool, tmp_path: Path
+) -> None:
+    if rank == 0:
+        sw.save_pretrained(Scaled(), tmp_path / "saved")
+    torch.distributed.barrier()
+    with {**STATES, "deferred": sw.deferred_init()}[state]:
+        model = Scaled()
+    seen: list[str] = []
+    model.weight.register_hook(lambda _: seen.append("weight"))
+    model.bias.register_post_accumulate_grad_hook(lambda _: seen.append("bias"))
+    model.scale.register_hook(lambda _: seen.append("scale"))
+    references = [weakref.ref(t) for t in (model.weight, model.scale)]  # which torch then does not exchange
+    if sharded:
+        sw.fully_shard(model, mesh=world_mesh(world_size))
+    sw.load_pretrained(model, tmp_path / "saved")
+    references.clear()
+    assert model.scale.requires_grad
+    assert model.also is model.scale
+    model(torch.ones(1, 2)).sum().backward()
+    assert sorted(seen) == ["bias", "scale", "weight"]
+
+
+class Views(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(4))
+        self.register_buffer("part", self.table[1:3], persistent=False)
+        self.register_buffer("whole", torch.ones(2))
+        self.flat = self.whole.view(1, 2)
+
+
+@pytest.mark.parametrize("state", ["meta", "deferred"])
+def test_views_that_would_not_see_what_is_loaded_are_refused(state: str, tmp_path: Path) -> None:
+    sw.save_pretrained(Views(), tmp_path / "saved")
+    with {**STATES, "deferred": sw.deferred_init()}[state]:
+        model = Views()
+    with pytest.raises(ValueError, match=r"(?s)'table'.* memory with 'part'.*'whole'.* memory with 'flat'"):
+        sw.load_pretrained(model, tmp_path / "saved")
+    if state == "deferred":
+        sw.load_pretrained(sw.materialize(model), tmp_path / "saved")
+        assert model.table[1:].data_ptr() == model.part.data_ptr()
+
+
+def test_buffers_that_are_part_of_a_graph_are_not_loaded(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("doubled", model.weight * 2)
+        return model
+
+    sw.save_pretrained(build(), tmp_path / "saved")
+    with torch.device("meta"):
+        model = build()
+    with pytest.raises(ValueError, match="Buffer 'doubled' was computed from tensors that require gradients"):
+        sw.load_pretrained(model, tmp_path / "saved")
+    assert model.weight.is_meta
 
 
 def part_of_a_model() -> nn.Module:

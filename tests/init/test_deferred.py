@@ -188,6 +188,16 @@ def test_buffers_that_are_part_of_a_graph_are_refused() -> None:
     assert torch.equal(model[0].scaled, model[0].weight * 2)
 
 
+def test_gradients_from_before_there_were_values_are_refused() -> None:
+    with sw.deferred_init():
+        model = nn.Linear(3, 3)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(ValueError, match="'weight' has a gradient from a backward before it had values"):
+        sw.materialize(model)
+    model.zero_grad()
+    sw.materialize(model)
+
+
 def test_changes_after_the_context_are_recorded() -> None:
     def build(context: Any) -> nn.Module:
         torch.manual_seed(3)
@@ -293,6 +303,15 @@ def test_drawing_before_materialize_is_refused() -> None:
         sw.materialize(model)
     torch.manual_seed(0)  # and then it goes on
     sw.materialize(model)
+
+
+def test_a_constructor_that_fails_leaves_a_generator_that_it_was_given() -> None:
+    own = torch.Generator().manual_seed(3)
+    state = own.get_state()
+    with pytest.raises(ValueError, match="fails"), sw.deferred_init():
+        torch.randn(3, generator=own)
+        raise ValueError("fails")
+    assert torch.equal(own.get_state(), state)
 
 
 def test_a_constructor_that_fails_leaves_the_generators() -> None:
@@ -529,6 +548,41 @@ def test_memory_of_numpy_that_is_written_again_is_noticed() -> None:
     given[:] = 1
     with pytest.raises(RuntimeError, match=r"shape \(2, 2\) .* was changed afterwards"):
         sw.materialize(model)
+
+
+@pytest.mark.parametrize("form", ["torch", "mapped", "legacy", "safetensors"])
+def test_files_that_a_constructor_reads(tmp_path: Any, form: str) -> None:
+    stored = {"weight": torch.randn(3, 2).t(), "mean": torch.arange(2)}
+    file = tmp_path / "stored"
+    if form == "safetensors":
+        safetensors = pytest.importorskip("safetensors.torch")
+        safetensors.save_file({key: value.contiguous() for key, value in stored.items()}, file)
+    else:
+        torch.save(stored, file, _use_new_zipfile_serialization=form != "legacy")
+
+    def build() -> nn.Module:
+        found = (
+            safetensors.load_file(file) if form == "safetensors" else torch.load(file, mmap=form == "mapped")
+        )
+        model = nn.Linear(3, 2)
+        model.load_state_dict({"weight": found["weight"], "bias": found["mean"].float()})
+        model.register_buffer("mean", found["mean"])
+        model.register_buffer("first", model.mean[:1])
+        return model
+
+    assert_built_alike(build, 0)
+
+
+def test_memory_that_is_given_to_a_tensor() -> None:
+    given = torch.ones(2, 2)
+
+    def build() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("taken", torch.empty(0).set_(given))
+        model.register_buffer("shared", torch.empty(0).set_(model.weight.detach()))
+        return model
+
+    assert_built_alike(build, 0)
 
 
 def test_copies_of_buffers_keep_their_geometry() -> None:

@@ -51,6 +51,7 @@ FILLING: dict[str, Edit] = {
     "ones_": lambda w: nn.init.ones_(w),
     "constant_": lambda w: nn.init.constant_(w.data, 3),
     "out": lambda w: torch.mul(torch.ones_like(w), 2, out=w),
+    "whole data": lambda w: setattr(w, "data", torch.full((6, 4), 2.0)),
 }
 DRAWING: dict[str, Edit] = {
     "normal_": nn.init.normal_,

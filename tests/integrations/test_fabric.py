@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
 from tests.support import WorkerPools, multirank
 
@@ -399,7 +400,7 @@ def test_ranks_that_build_different_models(rank: int, world_size: int) -> None:
 
     fabric = fabric_of()
     for empty_init, words in (
-        (True, ("seed_everything", "rank 1")),
+        (True, ("seed_everything", "Rank 1")),
         (False, ("sync_module_states", "rank 1")),
     ):
         torch.manual_seed(rank)
@@ -407,6 +408,12 @@ def test_ranks_that_build_different_models(rank: int, world_size: int) -> None:
             model = Model()
         with refused(ValueError, *words):
             fabric.setup(model)
+    torch.manual_seed(rank)
+    with torch.device("meta"):
+        quiet, random = nn.LayerNorm(4), nn.Linear(4, 4)
+    fabric.setup(quiet)  # draws nothing
+    with refused(ValueError, "seed_everything", "Rank 1"):
+        fabric.setup(random)
     fabric = fabric_of(sync_module_states=True)
     torch.manual_seed(rank)
     model = fabric.setup(Model())
@@ -620,7 +627,21 @@ def test_full_checkpoints_are_those_of_one_device(rank: int, world_size: int, tm
     assert_same_model(again, plain)
 
     fabric.load_raw(tmp_path / "weights0.ckpt", again)
-    assert_same_model(again, _loaded(plain_model(seed=9), tmp_path / "weights0.ckpt"))
+    expected = _loaded(plain_model(seed=9), tmp_path / "weights0.ckpt")
+    assert_same_model(again, expected)
+    if rank == 0:
+        sw.save_pretrained(expected, tmp_path / "folder")
+    dist.barrier()
+    for path in (tmp_path / "weights0.ckpt", tmp_path / "folder"):
+        for empty in (True, False):
+            with fabric.init_module(empty_init=empty):
+                early = plain_model(seed=9)
+            fabric.load_raw(path, early)
+            assert_same_model(fabric.setup(early), expected)
+    with torch.device("meta"):
+        early = plain_model(seed=9)
+    with refused(TypeError, "meta device", "fabric.setup"):
+        fabric.load_raw(path, early)
 
 
 def _loaded(model: nn.Module, path: Path) -> nn.Module:

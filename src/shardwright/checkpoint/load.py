@@ -21,6 +21,7 @@ from shardwright.checkpoint.files import StoredTensor, abbreviated, open_stored
 from shardwright.checkpoint.model import (
     Box,
     Held,
+    aliases_of,
     allocate,
     at_rest,
     boxes_of,
@@ -34,6 +35,7 @@ from shardwright.checkpoint.names import KeyMap, Source, keys_of, source_of, vie
 from shardwright.engine.construct import units_of
 from shardwright.engine.parameter import refuse_while_deferring
 from shardwright.engine.states import everywhere, hash_of
+from shardwright.init.delivery import refuse_graphs
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,10 @@ def _plan(
     missing: list[str] = []
     unfit: list[str] = []
     copies: list[tuple[_Load, _Load]] = []
-    for held in tensors_of(model):
+    refuse_graphs(model)
+    tensors = tensors_of(model)
+    aliases = aliases_of(model, tensors)
+    for held in tensors:
         sources = {s: name for name in held.names if (s := source_of(key_map, name)) is not None}
         used.update(key for source in sources for key in keys_of(source))
         there = [s for s in sources if all(key in stored for key in keys_of(s))]
@@ -189,6 +194,11 @@ def _plan(
             continue
         loads = [_Load(held, source, stored) for source in there]
         problems = [p for load in loads if (p := _misfit(load, sources[load.source])) is not None]
+        if held.name in aliases:
+            problems.append(
+                f"{held.name!r}: it holds no values yet and shares its memory with {aliases[held.name]!r}, which would "
+                "not see what is loaded; call materialize first"
+            )
         unfit += problems
         if not problems:
             plan.loads.append(loads[0])

@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import increment_version, is_persistent
-from shardwright.engine.parameter import has_no_values, unit_of
+from shardwright.engine.parameter import Slot, has_no_values, unit_of
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.states import everywhere
 from shardwright.engine.unit import Unit
 from shardwright.engine.unset import unmark
+from shardwright.init.delivery import Holder, become
 
 #: Of modules that wrap others without being part of a model's structure: activation checkpointing, torch.compile.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -125,17 +126,36 @@ def mark_loaded(held: Held) -> None:
 
 
 def allocate(held: Held, device: torch.device) -> Held:
-    """Give a tensor without values that no unit owns memory; a parameter stays the same object."""
+    """Give a tensor without values that no unit owns memory; the same object if nothing forbids it."""
     old = held.tensor
     made = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=device)
-    if not isinstance(old, nn.Parameter):
-        for module, name in held.slots:
-            module._buffers[name] = made
-        return replace(held, tensor=made)
-    new = nn.Parameter(made, old.requires_grad)
-    new.__dict__.update({key: value for key, value in vars(old).items() if key != "_is_param"})
-    torch.utils.swap_tensors(old, new)
-    return held
+    is_parameter = isinstance(old, nn.Parameter)
+    holder = Holder(
+        [Slot.of(module, name) for module, name in held.slots if is_parameter],
+        [(module._buffers, name) for module, name in held.slots if not is_parameter],
+        [module for module, _ in held.slots],
+    )
+    return replace(held, tensor=become(old, made, holder))
+
+
+def aliases_of(model: nn.Module, tensors: list[Held]) -> dict[str, str]:
+    """Of tensors without values that no unit owns: the name of another that views the same memory."""
+    unset = [held for held in tensors if held.unit is None and not held.has_values]
+    own = {id(held.tensor) for held in tensors}
+    viewers = [(held.name, held.tensor) for held in unset]
+    for prefix, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and id(value) not in own and has_no_values(value):
+                viewers.append((f"{prefix}.{key}".lstrip("."), value))
+    by_memory: dict[int, list[str]] = {}
+    for name, tensor in viewers:
+        by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+    return {
+        name: next(other for other in names if other != name)
+        for names in by_memory.values()
+        if len(names) > 1
+        for name in names
+    }
 
 
 def raise_everywhere(mesh: DeviceMesh | None, error: Exception | None) -> None:

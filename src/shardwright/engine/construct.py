@@ -424,9 +424,10 @@ def assign_data(unit: Unit, sharded: nn.Parameter, value: torch.Tensor) -> None:
         cut = cut_alone(unit.ranks, _spec_of(p.name, new, parallel, unit), parallel, p.cut)
     before = local_of(sharded)
     become(sharded, cut.wrap(cut.part_of(value)))
-    carry_mark(
-        before, local_of(sharded)
-    )  # it may be ``empty_like``, as of the ``to_empty`` of a module within
+    if isinstance(
+        value, (DTensor, RaggedTensor)
+    ):  # else it has values; ``to_empty`` of a module within gives these
+        carry_mark(before, local_of(sharded))
 
 
 def remake(unit: Unit) -> None:

@@ -19,6 +19,7 @@ from shardwright.engine.parameter import (
     ManagedParameter,
     Slot,
     Taken,
+    has_no_values,
     plain_of,
     refuse_while_deferring,
     unit_of,
@@ -58,7 +59,8 @@ def materialize(
 
     Raises:
         ValueError: parameters or buffers that nothing initialises, with the class of their module; nothing was
-            changed then. Or ``device`` is not that of the mesh, or a deferred buffer is part of a graph.
+            changed then. Or ``device`` is not that of the mesh, or what has no values has a gradient,
+            or is a buffer that is part of a graph.
         RuntimeError: numbers were drawn between ``deferred_init`` and here, or a tensor that the constructor read has
             changed since.
 
@@ -67,7 +69,7 @@ def materialize(
     """
     refuse_while_deferring("materialize")
     where = _device(model, device)
-    _refuse_graphs(model)
+    refuse_graphs(model)
     states = [(stream, stream.generator.get_state()) for stream in RECORDER.streams.defaults()]
     try:
         stand_ins = initialise(model, init)
@@ -111,11 +113,17 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
     return of_mesh or wanted
 
 
-def _refuse_graphs(model: nn.Module) -> None:
+def refuse_graphs(model: nn.Module) -> None:
     """Of attributes that are no buffers a graph is dropped: forward computes them anew (``weight_norm``)."""
+    for name, p in model.named_parameters():
+        if has_no_values(p) and p.grad is not None:
+            raise ValueError(
+                f"Parameter {name!r} has a gradient from a backward before it had values, which cannot be carried "
+                "over. Call model.zero_grad() first."
+            )
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if isinstance(buffer, DeferredTensor) and buffer.grad_fn is not None:
+            if buffer is not None and has_no_values(buffer) and buffer.grad_fn is not None:
                 raise ValueError(
                     f"Buffer {f'{prefix}.{name}'.lstrip('.')!r} was computed from tensors that require gradients (its "
                     f"grad_fn is {buffer.grad_fn.name()}), and the graph cannot be carried over. Compute it under "
@@ -161,7 +169,7 @@ class _Memory:
                 values = p.cut.parallel.wrap(values)
             p.take_values(values)
         for old, (view, holder) in self.tensors.items():
-            _become(old, tensor(view), holder)
+            become(old, tensor(view), holder)
 
 
 class Holder(NamedTuple):
@@ -192,8 +200,9 @@ class _Destinations:
                 )
         for key, value in vars(module).items():
             if key not in ("_parameters", "_buffers", "_modules"):
-                for tensor in _deferred_in(value):
-                    self._holder(tensor, tensor).attributes.append(module)
+                for tensor in _tensors_in(value):
+                    if isinstance(tensor, DeferredTensor):
+                        self._holder(tensor, tensor).attributes.append(module)
 
     def add(self, module: nn.Module, name: str, old: torch.Tensor, new: torch.Tensor) -> None:
         """What ``module`` holds under ``name``, ``old``, gets the values of ``new``."""
@@ -219,18 +228,21 @@ class _Destinations:
         return memory.tensors.setdefault(old, (view, Holder([], [], [])))[1]
 
 
-def _deferred_in(value: Any, seen: set[int] | None = None) -> Iterator[DeferredTensor]:
+def _tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
     seen = set() if seen is None else seen
-    if isinstance(value, DeferredTensor):
+    if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple, set)) and id(value) not in seen:
         seen.add(id(value))  # containers may hold themselves
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from _deferred_in(inner, seen)
+            yield from _tensors_in(inner, seen)
 
 
-def _become(old: torch.Tensor, values: torch.Tensor, holder: Holder) -> None:
-    """Turn ``old`` into a real tensor: the same object if nothing forbids it, else another in all its places."""
+def become(old: torch.Tensor, values: torch.Tensor, holder: Holder) -> torch.Tensor:
+    """Turn ``old`` into a real tensor: the same object if nothing forbids it, else another in all its places.
+
+    Returns the tensor that the model has now.
+    """
     new: Any = values
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(values, requires_grad=old.requires_grad)
@@ -240,7 +252,7 @@ def _become(old: torch.Tensor, values: torch.Tensor, holder: Holder) -> None:
     new.__dict__.update({key: value for key, value in vars(old).items() if key != "_is_param"})
     try:
         torch.utils.swap_tensors(old, new)
-        return
+        return old
     except RuntimeError:  # something refers to it weakly, or a graph holds it
         pass
     old.__dict__[TAKEN] = Taken(f"of shape {tuple(old.shape)}", new)
@@ -250,8 +262,9 @@ def _become(old: torch.Tensor, values: torch.Tensor, holder: Holder) -> None:
         registry[name] = new
     for module in holder.attributes:
         for key, value in vars(module).items():
-            if any(tensor is old for tensor in _deferred_in(value)):
+            if any(tensor is old for tensor in _tensors_in(value)):
                 module.__dict__[key] = _replaced(value, old, new, set())
+    return new  # type: ignore[no-any-return]
 
 
 def _replaced(value: Any, old: torch.Tensor, new: torch.Tensor, seen: set[int]) -> Any:
@@ -265,7 +278,7 @@ def _replaced(value: Any, old: torch.Tensor, new: torch.Tensor, seen: set[int]) 
         value.update({key: _replaced(inner, old, new, seen) for key, inner in value.items()})
     elif isinstance(value, list):
         value[:] = [_replaced(inner, old, new, seen) for inner in value]
-    elif isinstance(value, (tuple, set)) and any(tensor is old for tensor in _deferred_in(value)):
+    elif isinstance(value, (tuple, set)) and any(tensor is old for tensor in _tensors_in(value)):
         inner = [_replaced(v, old, new, seen) for v in value]
         return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)
     return value

@@ -222,6 +222,10 @@ class Recorder:
         makes = random or not tensors or packet in _LIKE
         if not deferred and (not makes or (device is not None and device.type == "meta")):
             return func(*args, **kwargs)
+        if packet is _aten.set_ and len(args) > 1 and not _is_on_meta(args[1]):  # as torch.load makes tensors
+            real = torch.empty(0, dtype=args[0].dtype, device=args[1].device)
+            set_data(args[0], self.constant(func(real, *args[1:], **kwargs)))
+            return args[0]
         if deferred and func.namespace in _COLLECTIVE:
             raise RuntimeError(
                 f"{func} was called on a deferred tensor of shape {tuple(deferred[0].shape)}, whose values come later, "
@@ -424,6 +428,10 @@ def _fills(call: Any) -> bool:
     if packet is None:
         return True  # an initialiser that was recorded whole
     return packet in FILLING or any(argument.is_out for argument in call._schema.arguments)
+
+
+def _is_on_meta(source: torch.Tensor | torch.UntypedStorage) -> bool:
+    return isinstance(source, DeferredTensor) or source.device.type == "meta"
 
 
 def _refuse_other_layouts(tensor: Any) -> None:

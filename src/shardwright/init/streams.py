@@ -33,6 +33,7 @@ class Stream:
             bytes, bytes
         ] = {}  #: hash of a state -> that of where in the recorded stream it is
         self._number = 0
+        self.first = self.place()  #: before anything was recorded
 
     def enter(self, entry: Entry) -> None:
         """``entry`` draws from this generator next."""
@@ -130,6 +131,8 @@ class Streams:
 
     def go_back(self, places: list[Place]) -> None:
         """Leave the generators as they were, of which something was recorded that nobody will have."""
+        known = {place.stream for place in places}
+        places = [*places, *(stream.first for stream in self._streams.values() if stream not in known)]
         for place in places:
             place.stream.go_back(place)
 

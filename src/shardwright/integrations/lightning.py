@@ -150,7 +150,7 @@ class ShardwrightStrategy(DDPStrategy):
         self._state_dict_type = state_dict_type
         self._init = init
         self._mesh: DeviceMesh | None = None
-        self._generators: list[bytes] = []  #: in what state they were when deferred models were begun
+        self._generators: list[bytes] = []  #: in what state they were when models without values were begun
         self._early: list[Optimizer] = []  #: set up before the model that they step
         self._backward_sync_control = _GradientSync()
 
@@ -234,7 +234,12 @@ class ShardwrightStrategy(DDPStrategy):
             fully_shard(unit, mesh=mesh, **self._of_units)  # type: ignore[arg-type]
         fully_shard(module, mesh=mesh, **self._of_units, **self._of_root)  # type: ignore[arg-type]
         on_meta = any(t.is_meta for t in empty)
+        before = _state_of_generators(self.root_device)
         materialize(module, init=partial(self._init, module) if on_meta and self._init else None)
+        if on_meta:
+            drew = _state_of_generators(self.root_device) != before
+            self._generators.append(before if drew else b"")
+            self._check_generators()
         for optimizer in self._early:
             fully_shard_optimizer(optimizer)
         self._early = [o for o in self._early if not _is_sharded(o)]
@@ -248,16 +253,16 @@ class ShardwrightStrategy(DDPStrategy):
         return optimizer
 
     def _check_generators(self) -> None:
-        """What ranks have recorded is the same model only if their generators were in the same state."""
+        """What ranks have initialised is the same model only if their generators were in the same state."""
         mine, self._generators = b"".join(self._generators), []
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, mine)
         different = [rank for rank, each in enumerate(found) if each != found[0]]
         if different:
             raise ValueError(
-                f"Under init_module(empty_init=True) rank{'s' * (len(different) > 1)} "
-                f"{', '.join(map(str, different))} began from another state of the random generators than rank 0, and "
-                "would build another model. Call fabric.seed_everything(seed), with one seed for all ranks, before."
+                f"Rank{'s' * (len(different) > 1)} {', '.join(map(str, different))} began to initialise the model from "
+                "another state of the random generators than rank 0, so they build different ones. Call "
+                "fabric.seed_everything(seed), with one seed for all ranks, before the model is made."
             )
 
     # -- gradients -----------------------------------------------------------------------------------------------------
@@ -333,7 +338,7 @@ class ShardwrightStrategy(DDPStrategy):
         """Restore a state from a file or folder, or a single model from a file of weights. Every rank must call it."""
         path = self._common_path(path)
         if isinstance(state, nn.Module):
-            self._load_weights(path, _sharded(state, "load_raw"), strict, weights_only)
+            self._load_weights(path, state, strict, weights_only)
             return {}
         if isinstance(state, Optimizer):
             raise NotImplementedError(
@@ -352,7 +357,16 @@ class ShardwrightStrategy(DDPStrategy):
         state.update({key: value for key, value in unwrapped.items() if not isinstance(value, nn.Module)})
         return rest
 
-    def _load_weights(self, path: Path, model: nn.Module, strict: bool, weights_only: bool | None) -> None:
+    def _load_weights(self, path: Path, module: nn.Module, strict: bool, weights_only: bool | None) -> None:
+        """Into a model that is set up, or is still to be; deferred ones remember the weights until they are."""
+        model = module.module if isinstance(module, _Forward) else module
+        if not isinstance(model, FSDPModule) and any(
+            t.is_meta for t in (*model.parameters(), *model.buffers())
+        ):
+            raise TypeError(
+                f"load_raw was given a {type(model).__name__} on the meta device, where there is nothing to load into. "
+                "Set it up first (model = fabric.setup(model)), or build it under fabric.init_module(empty_init=True)."
+            )
         if named_state.is_sharded(path):
             raise ValueError(
                 f"{path} is a sharded checkpoint, not a file of weights. Use fabric.load(path, {{'model': model}})."

@@ -126,7 +126,7 @@ def _follow(
 ) -> None:
     """Let groups and state be those of what the parameters have become. State is cut as they are."""
     for group, params in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = params
+        group.update({key: value_of(value) for key, value in group.items()}, params=params)
     whole = optimizer.__dict__.get("_shardwright_whole", ())
     for state in optimizer.state.values():
         state.update({key: value_of(value) for key, value in state.items()})
