@@ -23,12 +23,13 @@ if TYPE_CHECKING:
         OffloadPolicy,
     )
 
-    from shardwright import comm_hooks, layout
+    from shardwright import comm_hooks, layout, optim
     from shardwright.checkpoint import load_pretrained, save_pretrained
     from shardwright.engine import (
         FSDPModule,
         GraphedStep,
         MemoryReport,
+        Offload,
         ShardPlacementResult,
         UnshardHandle,
         fully_shard,
@@ -55,6 +56,7 @@ __all__ = [
     "MemoryReport",
     "MixedPrecisionPolicy",
     "Muon",
+    "Offload",
     "OffloadPolicy",
     "Ragged",
     "ShardPlacementResult",
@@ -69,6 +71,7 @@ __all__ = [
     "load_pretrained",
     "materialize",
     "memory_report",
+    "optim",
     "register_fsdp_forward_method",
     "save_pretrained",
     "share_comm_ctx",
@@ -79,6 +82,7 @@ __all__ = [
 _MODULES = {
     "comm_hooks": "shardwright.comm_hooks",
     "layout": "shardwright.layout",
+    "optim": "shardwright.optim",
     "wrap": "shardwright.engine.wrap",
 }
 
@@ -92,6 +96,7 @@ _HOMES = {
     "GraphedStep": "shardwright.engine",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "Muon": "shardwright.optim",
+    "Offload": "shardwright.engine",
     "OffloadPolicy": "torch.distributed.fsdp",
     "Ragged": "shardwright.layout",
     "ShardPlacementResult": "shardwright.engine",
