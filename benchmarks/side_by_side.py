@@ -81,9 +81,13 @@ def run(rank: int, ranks: int, args: argparse.Namespace, folder: str) -> None:
         reference: list[float] = []
         for engine in ENGINES[ranks]:
             settings = {
-                "train.steps": args.steps, "train.global_batch": 16, "parallel.engine": engine, "parallel.param_dtype": "bfloat16",
-                "activations.checkpoint": mode, "parallel.tensor": ranks // 2,
-            }  # fmt: skip
+                "train.steps": args.steps,
+                "train.global_batch": 16,
+                "parallel.engine": engine,
+                "parallel.param_dtype": "bfloat16",
+                "activations.checkpoint": mode,
+                "parallel.tensor": ranks // 2,
+            }
             config = load_config(args.config, [(key, str(value)) for key, value in settings.items()])
             world = World(rank, ranks, torch.device("cpu"), make_mesh(config.parallel, "cpu", ranks))
             trainer = Trainer(config, world, load_corpus(config.data))
