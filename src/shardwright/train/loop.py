@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from shardwright._torch import compiled_graphs, dump_memory_history, record_memory_history
+from shardwright._torch import dump_memory_history, record_memory_history
 from shardwright.engine.report import in_units
 from shardwright.train import checkpoint, metrics, parallel, report
 from shardwright.train.activations import Recompiles, prepare_blocks
@@ -446,7 +446,7 @@ def conclude(trainer: Trainer, folder: RunFolder, record: RunRecord | None, ende
     records = metrics.read_records(folder.metrics_file)
     results = {**report.results(records), "peak_memory": int(memory)}
     if trainer.config.train.compile != "none":
-        results |= {"graphs": compiled_graphs(), "recompiles": trainer.recompiles.later}
+        results |= {"graphs": trainer.recompiles.graphs, "recompiles": trainer.recompiles.later}
     record.close("interrupted" if ended_by else "finished", trainer.position.step, results)
     with writing(folder.picture):
         report.loss_curve(records, folder.picture, trainer.config.run.name)
