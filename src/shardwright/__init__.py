@@ -23,12 +23,13 @@ if TYPE_CHECKING:
         OffloadPolicy,
     )
 
-    from shardwright import comm_hooks, layout
+    from shardwright import comm_hooks, layout, optim
     from shardwright.checkpoint import load_pretrained, save_pretrained
     from shardwright.engine import (
         FSDPModule,
         GraphedStep,
         MemoryReport,
+        Offload,
         PrecisionPolicy,
         ShardPlacementResult,
         UnshardHandle,
@@ -56,6 +57,7 @@ __all__ = [
     "MemoryReport",
     "MixedPrecisionPolicy",
     "Muon",
+    "Offload",
     "OffloadPolicy",
     "PrecisionPolicy",
     "Ragged",
@@ -71,6 +73,7 @@ __all__ = [
     "load_pretrained",
     "materialize",
     "memory_report",
+    "optim",
     "register_fsdp_forward_method",
     "save_pretrained",
     "share_comm_ctx",
@@ -81,6 +84,7 @@ __all__ = [
 _MODULES = {
     "comm_hooks": "shardwright.comm_hooks",
     "layout": "shardwright.layout",
+    "optim": "shardwright.optim",
     "wrap": "shardwright.engine.wrap",
 }
 
@@ -94,6 +98,7 @@ _HOMES = {
     "GraphedStep": "shardwright.engine",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "Muon": "shardwright.optim",
+    "Offload": "shardwright.engine",
     "OffloadPolicy": "torch.distributed.fsdp",
     "PrecisionPolicy": "shardwright.engine",
     "Ragged": "shardwright.layout",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, placement_types
+from torch.distributed.tensor import DTensor, _dtensor_spec, placement_types
 
 
 def _probe(owner: Any, *names: str) -> Any:
@@ -44,6 +44,8 @@ else:
             shard: str | tuple[str, ...] | None = None
             replicate: str | tuple[str, ...] | None = None
 
+
+_DTensorSpec, _TensorMeta = _probe(_dtensor_spec, "DTensorSpec"), _probe(_dtensor_spec, "TensorMeta")
 
 AllgatherOptions = _probe(_c10d, "AllgatherOptions")
 AllreduceOptions = _probe(_c10d, "AllreduceOptions")
@@ -121,6 +123,15 @@ all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tens
 foreach_copy_ = _probe(torch, "_foreach_copy_")
 foreach_mul_ = _probe(torch, "_foreach_mul_")
 foreach_norm = _probe(torch, "_foreach_norm")
+_foreach_clamp_min_ = _probe(torch, "_foreach_clamp_min_")
+_foreach_clamp_max_ = _probe(torch, "_foreach_clamp_max_")
+
+
+def foreach_clamp_(tensors: list[torch.Tensor], most: float) -> None:
+    """Clamp each to [-most, most] in place."""
+    _foreach_clamp_min_(tensors, -most)
+    _foreach_clamp_max_(tensors, most)
+
 
 #: A tensor subclass with this goes by its ``__torch_dispatch__`` alone.
 disabled_torch_function = _probe(torch._C, "_disabled_torch_function_impl")
@@ -203,6 +214,17 @@ def local_of(dtensor: Any) -> torch.Tensor:
     return dtensor._local_tensor
 
 
+def dtensor_of(
+    local: torch.Tensor, mesh: Any, placements: Any, shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """``local`` as a DTensor. It stays where it is, also if the mesh is of another device (it was offloaded)."""
+    if local.device.type == mesh.device_type or local.is_meta:
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    meta = _TensorMeta(shape, tuple(stride), local.dtype)
+    spec = _DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=local.requires_grad)  # type: ignore[call-arg]
+
+
 _AsyncCollectiveTensor = _probe(_functional_collectives, "AsyncCollectiveTensor")
 
 
@@ -257,6 +279,14 @@ def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[[Any], Any
     """The step of an optimizer class as it is written: torch wraps it, for hooks, when it makes the first instance."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """Hooks that were registered on this optimizer to run before or after its step."""
+    return [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+    ]
 
 
 def seen_by_schedulers(step: Callable[..., Any]) -> Callable[..., Any]:

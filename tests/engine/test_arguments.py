@@ -54,18 +54,6 @@ def test_names_of_later_versions_say_so() -> None:
         _ = sw.load_checkpoint
 
 
-LATER = {
-    "offload_policy": CPUOffloadPolicy(),
-}
-
-
-@multirank(1)
-@pytest.mark.parametrize("option", LATER)
-def test_options_of_later_versions_are_refused(rank: int, world_size: int, option: str) -> None:
-    with pytest.raises(NotImplementedError, match=rf"does not support {option}.*Leave it at its default"):
-        sw.fully_shard(nn.Linear(2, 2), **{option: LATER[option]})
-
-
 def refused(match: str, error: type[Exception], module: object, **options: object) -> None:
     with pytest.raises(error, match=match):
         sw.fully_shard(module, **options)

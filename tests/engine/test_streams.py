@@ -70,6 +70,7 @@ class Case(NamedTuple):
     accumulation: str = "none"
     layout: str = "per_parameter"
     event: str = "none"
+    offload: str = "none"  #: or "offload", and "in backward", where the optimizer steps there, too
 
     @property
     def legal(self) -> bool:
@@ -129,6 +130,8 @@ def build(case: Case) -> Net:
         "mp_policy": sw.MixedPrecisionPolicy(param_dtype=case.dtypes[0], reduce_dtype=case.dtypes[1]),
         "layout": "ragged" if case.layout == "ragged" else "per_parameter",
     }
+    if case.offload != "none":
+        options["offload_policy"] = sw.CPUOffloadPolicy()
     if case.layout == "columns":
         options["shard_placement_fn"] = lambda p: Shard(1) if p.ndim > 1 else None
     model = Net(layers=3)
@@ -155,6 +158,10 @@ class Training:
             optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
         self.optimizer = sw.fully_shard_optimizer(optimizer)
         self.other = simulator.device.Stream(name="user")
+        if case.offload != "none":  # of AdamW's steps the host would read a number that the device has
+            optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, foreach=True)
+            wrap = sw.optim.in_backward if case.offload == "in backward" else sw.fully_shard_optimizer
+            self.optimizer = wrap(optimizer)
         event, blocks = case.event, self.model.blocks
         if event == "hook on a stream":
             for module in (self.model, *blocks):
@@ -228,6 +235,10 @@ class Training:
                 model.set_is_last_backward(last)
             batch = tokens(step, micro, 0)
             loss_of(model(batch), batch).backward()
+        if case.offload == "in backward":
+            if step % 2:  # else what is left is stepped where the next forward needs it
+                optimizer.step()
+            return
         sw.clip_grad_norm_(model.parameters(), 1.0)
         if case.event == "optimizer on a stream":
             self.other.wait_stream(self.simulator.current)

@@ -5,6 +5,9 @@ which waiting for streams and events joins; every operation reads and writes ran
 that is current; and two accesses to the same bytes of which one is a write must be ordered by these clocks. What is
 known of the engine here is where it makes its streams and its collectives, and what its slabs are called.
 
+What is offloaded lies in memory of the host: operations on that alone run there, at once, and the device's later ones
+come after them; copies between the two run on the current stream, and the host waits for those that are blocking.
+
 Memory is modelled as torch's CUDA allocator gives it: an allocation is a write on the stream that is current, since
 earlier work of that stream may still use the memory, and its end is a write on the same stream, since later work of
 that stream may get it. So are the lease and the release of a slab, whoever gives the memory.
@@ -29,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.comm import DeviceStreams, collectives
 from shardwright.engine import api
+from shardwright.engine.offload import Host
 from shardwright.memory import Slab
 
 Clock = dict[int, int]  #: by stream: how many of its operations are surely over
@@ -55,6 +59,14 @@ class Event:
 
     def synchronize(self) -> None:
         _join(self._simulator.host, self.clock)
+
+    def query(self) -> bool:
+        """Every other time it is over, and then the host knows."""
+        self._simulator.queries += 1
+        if self._simulator.queries % 2:
+            return False
+        self.synchronize()
+        return True
 
 
 class Stream:
@@ -86,6 +98,15 @@ class Stream:
         _join(self.clock, self._simulator.host)
         self.clock[self.number] += 1
         return self.clock[self.number]
+
+
+class HostStream(Stream):
+    """The host: what it has done is over when it issues anything else."""
+
+    def tick(self) -> int:
+        time = super().tick()
+        _join(self._simulator.host, self.clock)
+        return time
 
 
 class Device:
@@ -132,11 +153,12 @@ class Access(NamedTuple):
 class Block:
     """Memory as the allocator gave it, and who used it last."""
 
-    __slots__ = ("accesses", "end", "maker", "origin", "start")
+    __slots__ = ("accesses", "end", "maker", "on_host", "origin", "start")
 
     def __init__(self, start: int, end: int, origin: Stream, maker: str) -> None:
         self.start, self.end, self.origin, self.maker = start, end, origin, maker
         self.accesses: list[Access] = []
+        self.on_host = isinstance(origin, HostStream)
 
 
 @dataclass
@@ -243,6 +265,9 @@ class Simulator(TorchDispatchMode):
         self.streams: list[Stream] = []
         self.host: Clock = {}  #: what the host has waited for
         self.current = self.computation = Stream(self, "computation")
+        self.host_stream = HostStream(self, "host")
+        self.queries = 0
+        self._offloads = False  #: whether there is memory of the host
         self.device = Device(self)
         self.races: dict[str, None] = {}
         self.operations: dict[str, int] = {}
@@ -283,6 +308,7 @@ class Simulator(TorchDispatchMode):
         patch(dist, "all_to_all_single", self._asynchronous(dist.all_to_all_single))
         patch(torch.UntypedStorage, "resize_", self._resize(torch.UntypedStorage.resize_))
         patch(torch.Tensor, "tolist", self._tolist(torch.Tensor.tolist))
+        patch(Host, "zeros", self._zeros(Host.zeros))
         patch(Slab, "lease", self._lease(Slab.lease))
         patch(Slab, "release", self._release(Slab.release))
         return super().__enter__()
@@ -307,11 +333,25 @@ class Simulator(TorchDispatchMode):
 
         return resize_
 
+    def _zeros(self, zeros: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def zeros_(host: Host, *given: Any) -> torch.Tensor:
+            self._offloads = True
+            with self.device.stream(self.host_stream):
+                return zeros(host, *given)
+
+        return zeros_
+
+    def _on_host(self, tensors: list[torch.Tensor]) -> list[bool]:
+        found = [self._find(t.data_ptr()) for t in tensors if t.numel()]
+        return [block is not None and block.on_host for block in found]
+
     def _tolist(self, tolist: Callable[..., Any]) -> Callable[..., Any]:
         def tolist_(tensor: torch.Tensor) -> Any:
             if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
-                self.run("tolist", [], [tensor])
-                self.current.synchronize()
+                host = all(self._on_host([tensor]))
+                with self.device.stream(self.host_stream if host else self.current):
+                    self.run("tolist", [], [tensor])
+                    self.current.synchronize()
             return tolist(tensor)
 
         return tolist_
@@ -369,6 +409,40 @@ class Simulator(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(t.__torch_dispatch__ is not _plain_dispatch for t in types):
             return NotImplemented  # subclasses first become calls on plain tensors
+        if not self._offloads:
+            return self._run_operation(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            given = [t for value in (args, *kwargs.values()) for t in _tensors(value)]
+            places = self._on_host(given)
+        if any(places):
+            if not all(places):
+                self._check_mixed(func, args, kwargs, given)
+            else:
+                with self.device.stream(self.host_stream):
+                    return self._run_operation(func, args, kwargs)
+        return self._run_operation(func, args, kwargs, any(places))
+
+    def _forget_stale(self, results: Iterator[torch.Tensor], given: list[torch.Tensor]) -> None:
+        """New memory is not what another tensor had there, whose end nobody saw: that may have been the host's."""
+        known = {t.untyped_storage().data_ptr() for t in given}
+        for tensor in results:
+            start = tensor.untyped_storage().data_ptr()
+            block = self._find(start) if start not in known else None
+            if (
+                block is not None
+                and block.start == start
+                and block.on_host != (self.current is self.host_stream)
+            ):
+                self._forget(block)
+
+    def _check_mixed(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
+        """Devices refuse operations on tensors of both, but for copies, and numbers of the host."""
+        name = func._schema.name
+        numbers = all(t.ndim == 0 for t in given if self._on_host([t]) == [False])
+        if name not in ("aten::copy_", "aten::_foreach_copy_") and not numbers and not func.is_view:
+            raise RaceError(f"{name} mixes tensors of the host and of the device: {_told(_where())}")
+
+    def _run_operation(self, func: Any, args: Any, kwargs: Any, mixed: bool = False) -> Any:
         plan = self._plans.get(func)
         if plan is None:
             plan = self._plans[func] = _plan(func)
@@ -385,9 +459,12 @@ class Simulator(TorchDispatchMode):
             if name.startswith("c10d::") and "reduce_scatter" in name:
                 for output, given in zip(writes, reads, strict=True):
                     output.copy_(given.view(-1)[: output.numel()])  # the fake backend leaves what was there
+            if self._offloads:
+                self._forget_stale(_tensors(result), [*writes, *reads, *_tensors(args)])
             for tensor in (*_tensors(result), *writes):
                 self._block_of(tensor.untyped_storage(), name)
-        if name in _HOST_WAITS:
+        blocking = mixed and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+        if name in _HOST_WAITS or (blocking and "copy_" in name):
             self.current.synchronize()
         return result
 

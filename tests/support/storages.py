@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 _OURS = (str(Path(torch.__file__).parent), __file__, "<")
 
@@ -156,7 +156,8 @@ class Storages(TorchDispatchMode):
 
 
 def _sizes(tree: Any) -> dict[int, tuple[torch.UntypedStorage, int]]:
-    storages = (tensor.untyped_storage() for tensor in _tensors(tree))
+    # Wrappers of other tensors have a storage without memory, which may not be looked at.
+    storages = (t.untyped_storage() for t in _tensors(tree) if not is_traceable_wrapper_subclass(t))
     return {s._cdata: (s, s.nbytes()) for s in storages}
 
 

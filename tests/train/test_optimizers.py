@@ -88,3 +88,61 @@ def test_keys_of_another_optimizer_and_engines_without_whole_matrices_are_refuse
     tiny(optimizer={"momentum": 0.5, "name": "muon"})
     with pytest.raises(ValidationError, match=r"expected 'adamw' with parallel.engine 'fsdp2', found 'muon'"):
         tiny(optimizer={"name": "muon"}, parallel={"engine": "fsdp2"})
+
+
+def test_in_backward_and_offload_change_no_loss(tmp_path: Path) -> None:
+    """Two micro-batches a step, and a run that is resumed."""
+    config, plain, whole, cut = (
+        config_file(tmp_path),
+        *(tmp_path / name for name in ("plain", "whole", "cut")),
+    )
+    here = ("--parallel.engine", "shardwright", "--train.max_norm", "0")
+    new = (*here, "--optimizer.in_backward", "true", "--parallel.offload", "cpu")
+    assert train_here(config, *here, "--run.dir", plain) == 0
+    assert train_here(config, *new, "--run.dir", whole) == 0
+    assert losses(whole) == losses(plain)
+    assert train_here(config, *new, "--run.dir", cut, "--train.steps", "3") == 0
+    assert train_here(config, *new, "--resume", cut) == 0
+    assert losses(cut) == losses(plain)
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"train": {"max_norm": 1.0}}, r"train.max_norm: expected 0 with optimizer.in_backward, found 1.0"),
+        ({"parallel": {"engine": "fsdp2"}}, "only the engine shardwright steps in backward"),
+        ({"optimizer": {"name": "muon"}}, "in_backward: expected false with optimizer 'muon'"),
+        (
+            {"train": {"max_norm": 0, "cuda_graph": True}},
+            "train.cuda_graph: expected false with optimizer.in_b",
+        ),
+    ],
+)
+def test_what_in_backward_excludes(sections: dict[str, dict[str, object]], told: str) -> None:
+    settings = {
+        **sections,
+        "optimizer": {"in_backward": True, **sections.get("optimizer", {})},
+        "parallel": {"engine": "shardwright", **sections.get("parallel", {})},
+    }
+    with pytest.raises(ValidationError, match=told):
+        tiny(**settings)
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"parallel": {"engine": "fsdp2", "offload": "cpu"}}, "offload: expected 'none' with engine 'fsdp2'"),
+        (
+            {"parallel": {"offload": "cpu"}, "optimizer": {"name": "muon"}},
+            "parallel.offload: expected 'none'",
+        ),
+        (
+            {"parallel": {"offload": "cpu"}, "train": {"cuda_graph": True}},
+            "parallel.offload: expected 'none'",
+        ),
+    ],
+)
+def test_what_offload_excludes(sections: dict[str, dict[str, object]], told: str) -> None:
+    settings = {**sections, "parallel": {"engine": "shardwright", **sections["parallel"]}}
+    with pytest.raises(ValidationError, match=told):
+        tiny(**settings)

@@ -31,7 +31,10 @@ class Streams(Protocol):
         """Whether the computation is being captured in a graph, so that no value is there to be read."""
 
     def fork(self, name: str) -> AbstractContextManager[None]:
-        """Queue on the side stream ``name`` ("gather", "reduce" or "all_reduce") what is issued inside."""
+        """Queue on the side stream ``name`` what is issued inside.
+
+        They are "gather", "reduce" and "all_reduce", and for what is offloaded "upload" and "download".
+        """
 
     def beside(self, name: str, after: Any = None) -> AbstractContextManager[None]:
         """Queue on the side stream what is issued inside, after the mark and that stream's own work alone."""
@@ -41,6 +44,12 @@ class Streams(Protocol):
 
     def join(self, mark: Any) -> None:
         """Let the computation wait for ``mark``, if there is one; the host does not wait."""
+
+    def host_wait(self, mark: Any) -> None:
+        """Let the host wait for ``mark``, if there is one."""
+
+    def is_over(self, mark: Any) -> bool:
+        """Whether all that comes before ``mark`` has run: then the host may use what it has made."""
 
     def gather_after(self, event: Any) -> None:
         """Let gathers wait for an event of the user's."""
@@ -74,6 +83,12 @@ class HostStreams:
     def join(self, mark: Any) -> None:
         return None
 
+    def host_wait(self, mark: Any) -> None:
+        return None
+
+    def is_over(self, mark: Any) -> bool:
+        return True
+
     def gather_after(self, event: Any) -> None:
         return None
 
@@ -85,7 +100,7 @@ class HostStreams:
 
 
 class DeviceStreams:
-    """CUDA and its like: high-priority streams for gathers, for reductions and for all-reduces, ordered by events.
+    """CUDA and its like: high-priority streams for each kind of collective and copy, ordered by events.
 
     Collectives are issued without ``async_op``, so c10d queues them on the stream that is current: ours.
     """
@@ -96,7 +111,7 @@ class DeviceStreams:
         self._api = torch.get_device_module(device)
         self._device = device
         self.captures = device.type == "cuda"
-        names = ("gather", "reduce", "all_reduce")
+        names = ("gather", "reduce", "all_reduce", "upload", "download")
         self._side = {name: self._api.Stream(device=device, priority=-1) for name in names}
 
     @contextmanager
@@ -119,6 +134,13 @@ class DeviceStreams:
     def join(self, mark: Any) -> None:
         if mark is not None:
             self._api.current_stream(self._device).wait_event(mark)
+
+    def host_wait(self, mark: Any) -> None:
+        if mark is not None:
+            mark.synchronize()
+
+    def is_over(self, mark: Any) -> bool:
+        return mark is None or mark.query()  # type: ignore[no-any-return]
 
     def gather_after(self, event: Any) -> None:
         self._side["gather"].wait_event(event)

@@ -9,6 +9,7 @@ from shardwright.engine.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from shardwright.engine.offload import Offload
 from shardwright.engine.precision import PrecisionPolicy
 from shardwright.engine.report import MemoryReport, memory_report
 from shardwright.engine.whole import unsharded
@@ -17,6 +18,7 @@ __all__ = [
     "FSDPModule",
     "GraphedStep",
     "MemoryReport",
+    "Offload",
     "PrecisionPolicy",
     "ShardPlacementResult",
     "UnshardHandle",

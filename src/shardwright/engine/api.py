@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import DataParallelMeshDims, local_of
@@ -33,6 +33,7 @@ from shardwright.engine.construct import (
 from shardwright.engine.copies import convert_buffer
 from shardwright.engine.extension import is_extended
 from shardwright.engine.module import FSDPModule, install
+from shardwright.engine.offload import offload_of, refuse_on_device
 from shardwright.engine.parameter import has_no_values, refuse_while_deferring
 from shardwright.engine.pools import check_memory
 from shardwright.engine.precision import as_precision
@@ -90,7 +91,8 @@ def fully_shard(
             :class:`ShardPlacementResult`, for a parameter that is sharded over another mesh than the others.
         mp_policy: dtypes of computation, reduction and outputs; a :class:`PrecisionPolicy` chooses more. Default: none
             is changed.
-        offload_policy: only ``OffloadPolicy()``, which offloads nothing.
+        offload_policy: ``CPUOffloadPolicy(pin_memory=True)``, or :class:`Offload`, which chooses what lies in the CPU's
+            memory between uses: parameters and gradients, optimizer state. On a CPU mesh that changes nothing.
         ignored_params: parameters that are left as they are, everywhere.
         ignored_modules: modules of which all parameters and buffers are left as they are, those of modules below them
             too: not cut, moved, cast, compared or broadcast. Give them to every call whose module they lie in.
@@ -121,7 +123,6 @@ def fully_shard(
     The signature is that of ``torch.distributed.fsdp.fully_shard`` in torch 2.13.
     """
     refuse_while_deferring("fully_shard")
-    _refuse_later_options(offload_policy)
     check_memory(memory, prefetch, strict)
     for name, value, expected in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
@@ -141,6 +142,8 @@ def fully_shard(
             strategy = "ddp"
     _check_mesh(mesh)
     ranks = _ranks(mesh, resolve(strategy, mesh.ndim), spmd)
+    offload = offload_of(offload_policy)
+    refuse_on_device(offload, ranks.comm.streams)
     left_out = _check_ignored(modules, ignored_modules)
     ignored = ignored_params or set()
     untouched = [*ignored, *parameters_of(left_out)]
@@ -162,6 +165,7 @@ def fully_shard(
             ignored=ignored,
             ignored_modules=left_out,
             attach=attach,
+            offload=offload,
         )
         for r, found in zip(each, founds, strict=True)
     ]
@@ -178,19 +182,6 @@ def fully_shard(
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
-
-
-def _refuse_later_options(
-    offload_policy: Any,
-) -> None:
-    later = {
-        "offload_policy=CPUOffloadPolicy()": isinstance(offload_policy, CPUOffloadPolicy),
-    }
-    for option, asked in later.items():
-        if asked:
-            raise NotImplementedError(
-                f"fully_shard does not support {option} in this version. Leave it at its default."
-            )
 
 
 def _reshard_after_forward(

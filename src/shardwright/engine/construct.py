@@ -313,10 +313,19 @@ def own_parameters(unit: Unit, found: Found) -> None:
                 # A storage of its own: torch takes a DTensor whose local tensor begins further on in one for a plain
                 # tensor, and can neither save nor copy it.
                 numel = 0 if run.extended else segment.chunk
-                shards.append(torch.zeros(numel, dtype=run.storage_dtype, device=device))
+                if unit.host is None:
+                    shards.append(torch.zeros(numel, dtype=run.storage_dtype, device=device))
+                else:
+                    shards.append(unit.host.zeros(numel, run.storage_dtype))
                 for member in segment.members:
                     _, original, slots, parallel = owned[member.index]
                     cut = make_cut(ranks, specs[member.index], parallel, segment, member)
+                    if run.extended and unit.host is not None:
+                        raise NotImplementedError(
+                            f"parameter {owned[member.index].name!r} ({type(original).__name__}) decides itself what "
+                            "is gathered of it, from its own memory, so it cannot be offloaded. Leave offload_policy "
+                            "at its default for its unit."
+                        )
                     if run.extended:
                         part = cut.part_of(original)
                         local = part.to(device, copy=True)

@@ -128,6 +128,7 @@ def _like(old: Unit, modules: list[nn.Module], memo: dict[Any, Any]) -> Unit:
         ignored=[memo.get(id(p), p) for p in old.living_ignored()],
         ignored_modules=[memo.get(id(m), m) for m in old.living_ignored_modules()],
         attach=old.attach,
+        offload=old.offload,
     )
     for name in _SETTINGS:
         setattr(new, name, getattr(old, name))

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import local_of
+from shardwright._torch import dtensor_of, local_of
 from shardwright.engine import ragged
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.ragged_spec import RaggedSpec
@@ -64,9 +64,7 @@ class RowCut:
         self._slab_offset = segment.slab_offset
 
     def wrap(self, local: torch.Tensor) -> DTensor:
-        return DTensor.from_local(
-            local, self._mesh, self._placements, run_check=False, shape=self.shape, stride=self._stride
-        )
+        return dtensor_of(local, self._mesh, self._placements, self.shape, self._stride)
 
     def part_of(self, source: torch.Tensor) -> torch.Tensor:
         source = source.detach()

@@ -44,6 +44,7 @@ class GradientShard:
         parameters: Sequence[ManagedParameter],
         device: torch.device,
         owner: Owner,
+        make_slab: Callable[[int], Slab] | None = None,
     ) -> None:
         self.slabs: list[Slab] = []
         self.flats: list[torch.Tensor] = []
@@ -51,7 +52,8 @@ class GradientShard:
         self.direct = len(packing.spans) == 1 and packing.spans[0].grad_dtype == packing.reduce_dtype
         for span in packing.spans:
             numel = packing.numel if self.direct else span.stop - span.start
-            slab = Slab(numel * span.grad_dtype.itemsize, device, "gradients", owner)
+            nbytes = numel * span.grad_dtype.itemsize
+            slab = make_slab(nbytes) if make_slab is not None else Slab(nbytes, device, "gradients", owner)
             slab.lease()
             self.slabs.append(slab)
             self.flats.append(slab.view(span.grad_dtype, 0, (numel,), (1,)))
@@ -485,7 +487,10 @@ class Reduction:
             self._deliver(output, hook)
         finally:
             self._value = self._flags
-            self._sum.release()
+            self._release_sum()
+
+    def _release_sum(self) -> None:
+        self._sum.release()
 
     def _deliver(self, output: torch.Tensor, hook: Callable[[torch.Tensor], None] | None) -> None:
         if hook is not None:

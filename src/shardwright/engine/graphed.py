@@ -130,6 +130,12 @@ class GraphedStep:
             raise ValueError(
                 f"GraphedStep needs the outermost module, got {type(self._model).__name__}, a part of {root.name_of(0)}"
             )
+        for each in root.units():
+            if each.host is not None or each.stepping is not None:
+                raise NotImplementedError(
+                    f"Unit {each.name!r} is offloaded, or its optimizer steps in backward: the host takes part in "
+                    "that, and a graph has none of it. Call the function itself."
+                )
         root.check_divergence()
         root.recover_if_failed()
         for each in root.units():

@@ -90,6 +90,8 @@ class _AtRest(_UnitHook):
     def show_sharded(unit: Unit) -> None:
         for each in (unit, *unit.lenders):
             if not each.calls:
+                each.complete()
+                each.host_may_write()
                 each.show_sharded()
 
 

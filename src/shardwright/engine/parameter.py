@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardwright._torch import increment_version, local_of, rebind, share_gradient_hooks
+from shardwright._torch import dtensor_of, increment_version, local_of, rebind, share_gradient_hooks
 from shardwright.engine.cut import Cut
 from shardwright.engine.extension import Extension
 from shardwright.engine.ragged import RaggedTensor
@@ -102,14 +102,8 @@ class ShardedTensor(DTensor):
 
     def _as_dtensor(self, clone: bool = False) -> DTensor:
         local = local_of(self).detach()
-        return DTensor.from_local(
-            local.clone() if clone else local,
-            self.device_mesh,
-            self.placements,
-            run_check=False,
-            shape=self.shape,
-            stride=self.stride(),
-        )
+        local = local.clone() if clone else local
+        return dtensor_of(local, self.device_mesh, self.placements, self.shape, self.stride())
 
 
 def _draw_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -376,11 +370,12 @@ class ManagedParameter:
                 "decides itself what is gathered of it, so the change cannot be kept. Change it between steps."
             )
         full = self.cut.of_full(self.view.detach())
-        same = full == self.local.to(full.dtype)
+        local = self.local.to(full.device)
+        same = full == local.to(full.dtype)
         if same.all():
             return
         with torch.no_grad():
-            self.local.copy_(torch.where(same, self.local, full))
+            self.local.copy_(torch.where(same, local, full))
 
 
 def build(

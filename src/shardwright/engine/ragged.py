@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardwright._torch import disabled_torch_function
+from shardwright._torch import disabled_torch_function, dtensor_of
 from shardwright.engine.ragged_spec import RaggedSpec
 from shardwright.engine.unset import begin_edit, unmark
 
@@ -141,22 +141,13 @@ class RaggedTensor(torch.Tensor):
             raise NotImplementedError(
                 f"A ragged tensor redistributes on its own mesh {mesh}, not on {device_mesh}."
             )
-        return DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=self.shape, stride=self.stride()
-        )
+        return dtensor_of(local, mesh, placements, self.shape, self.stride())
 
     def as_dtensor(self) -> RaggedDTensor:
         """This tensor in a state dict: a DTensor that torch's state-dict functions gather and load. Not a copy."""
         placements = (Replicate(),) * self.spec.mesh.ndim
         with torch.inference_mode(self.is_inference()):  # what is loaded into later must not become one
-            result: Any = DTensor.from_local(
-                self.detach(),
-                self.spec.mesh,
-                placements,
-                run_check=False,
-                shape=self.shape,
-                stride=self.stride(),
-            )
+            result: Any = dtensor_of(self.detach(), self.spec.mesh, placements, self.shape, self.stride())
         result.__class__ = RaggedDTensor
         return result  # type: ignore[no-any-return]
 

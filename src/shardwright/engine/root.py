@@ -20,6 +20,7 @@ from shardwright.engine.construct import UNIT, own_modules
 from shardwright.engine.full_precision import check_agree, wanted
 from shardwright.engine.gradients import Announcer, Reduction
 from shardwright.engine.hooks import map_arguments
+from shardwright.engine.offload import Arrivals
 from shardwright.engine.parameter import (
     DEFERRED,
     TAKEN,
@@ -57,6 +58,7 @@ class Root:
         self._names = names
         self.gathered: set[int] = set()
         self.generation = 0
+        self.calls_begun = 0  #: root calls so far
         self.caller: Unit | None = None
         self.full_precision_in_eval = check_agree(units, names)
         self.full_precision = False  #: of the root call under way, or the last one
@@ -70,6 +72,7 @@ class Root:
             int
         ] = []  #: units whose gradients' reduce-scatter is under way, the oldest first
         self._summing: list[int] = []  #: units whose gradients are being summed over the replicas
+        self.arrivals = Arrivals()
         self.observer: Callable[[str, Weights], None] | None = None
         self._orders: dict[int, list[int]] = {}  # by caller: units in the order of its last root call
         self._expected: list[int] = []  # that of the caller of the root call under way
@@ -151,6 +154,7 @@ class Root:
         if self.full_precision_in_eval:
             self.compute_as(wanted(module))
         self.generation += 1
+        self.calls_begun += 1
         self.caller = unit
         self.frames.clear()
         self._expected = self._orders.get(unit.number, self._guess)
@@ -258,6 +262,7 @@ class Root:
 
     def recover(self) -> None:
         """An exception left a forward or backward unfinished: its slabs and its gradients are dropped."""
+        self.arrivals.recover()
         self.caller = None
         self.frames.clear()
         self.open_visits.clear()
@@ -317,6 +322,11 @@ class Root:
         """
         if number in self.scattering or number in self._summing:
             self.finish_reductions()
+        unit = self._units[number]()
+        if unit is not None and unit.host is not None:
+            if unit.arriving:
+                unit.land()
+            self.arrivals.poll()
         while len(self.scattering) >= self.max_input_buffers:
             oldest = self.scattering.pop(0)
             unit = self._units[oldest]()
@@ -350,14 +360,26 @@ class Root:
             if unit.parameters:
                 unit.finish_backward()
         self.finish_reductions()
+        self.arrivals.end_backward()
+        stepped = self._end_steps()
         for unit in self._gathered_units():
             if not unit.kept and not unit.calls:  # backward may have run inside a forward
                 unit.release()
         self.backward = False
         self.generation += 1
         self.pools.trained = True
+        if stepped:
+            self.pools.step()
         self._agree_all(END_BACKWARD, 0)
         self._compare_headers()
+
+    def _end_steps(self) -> bool:
+        """Step in backward what is left to step. Returns whether any unit was, now or before."""
+        units = [unit for unit in reversed(self.units()) if unit.stepping is not None]
+        for unit in units:
+            unit.step_if_due()
+        steppers = {id(s): s for unit in units if unit.stepping is not None for s in unit.stepping.steppers}
+        return any([stepper.backward_ended() for stepper in steppers.values()])
 
     # -- ranks that diverge --------------------------------------------------------------------------------------
 
@@ -656,3 +678,4 @@ def reduce_held(parameters: Iterable[torch.Tensor]) -> None:
     for unit in held.values():
         unit.reduce(now=True)
         unit.root.finish_reductions()
+        unit.root.arrivals.end_backward()

@@ -41,9 +41,12 @@ from shardwright.engine.hooks import (
     opaque_or_mutable,
     refuse_opaque,
 )
+from shardwright.engine.offload import NOTHING as NOT_OFFLOADED
+from shardwright.engine.offload import Host, HostReduction, Offload
 from shardwright.engine.parameter import FullParameter, ManagedParameter, plain_of, unit_of
 from shardwright.engine.precision import PrecisionPolicy
 from shardwright.engine.ranks import Ranks
+from shardwright.engine.stepping import Stepping
 from shardwright.engine.visit import Frame, Visit
 from shardwright.engine.weights import Weights
 from shardwright.layout import GradientDtypes, Packing, Ragged, UnitLayout, plan_packing
@@ -70,9 +73,13 @@ class Unit(Weights):
         ignored: Iterable[nn.Parameter],
         ignored_modules: Iterable[nn.Module],
         attach: Callable[[nn.Module], Root],
+        offload: Offload = NOT_OFFLOADED,
     ) -> None:
         reshards_to = reshard_after_forward if type(reshard_after_forward) is int else 0
         super().__init__(ranks, neighbours(ranks.comm, reshards_to) if reshards_to else None)
+        self.offload = offload
+        if offload.parameters and not ranks.comm.streams.asynchronous:
+            self.host = Host(ranks.comm.streams, ranks.device, offload.pin_memory)
         self.serial = next(_serials)  #: in the order of the fully_shard calls
         self.attach = attach
         self.modules = [weakref.ref(m) for m in modules]
@@ -123,6 +130,7 @@ class Unit(Weights):
         self._holds_whole = False  #: whether some of them are whole gradients, not yet summed over any ranks
         self._held_before = False, False  #: both, before the reduction under way took up such sums
         self._trainable: tuple[bool, ...] | None = None
+        self.stepping: Stepping | None = None  #: where optimizers step it in backward
 
     @property
     def has_memory_options(self) -> bool:
@@ -148,6 +156,8 @@ class Unit(Weights):
         self.release()
         for reduction in self.reductions:
             reduction.finish()
+        self.complete()
+        self.host_may_write()
         self.visits.clear()
         self.lenders = []
 
@@ -221,6 +231,9 @@ class Unit(Weights):
     def settle(self) -> None:
         """Take over parameters that users replaced, unless the unit is in use."""
         if not self._full_shown and not self.calls and not self.visits:
+            if self.host is not None:
+                self.complete()
+                self.host_may_write()
             construct.settle(self)
 
     def assign_data(self, sharded: nn.Parameter, value: torch.Tensor) -> None:
@@ -234,6 +247,7 @@ class Unit(Weights):
             trainable = tuple([p.requires_grad for p in self._shardeds])
         if trainable == self._trainable:
             return
+        self.complete()
         for reduction in self.reductions:
             reduction.finish()
         # What micro-batches before the change have left is reduced beside the new gradients.
@@ -251,7 +265,7 @@ class Unit(Weights):
         return [self._reduction(packing) for packing in packings]
 
     def _reduction(self, packing: Packing) -> Reduction:
-        return Reduction(
+        given = (
             packing,
             self.layout,
             self.parameters,
@@ -260,6 +274,7 @@ class Unit(Weights):
             self.gradient_hook,
             self.name,
         )
+        return Reduction(*given) if self.host is None else HostReduction(*given, host=self.host)
 
     def on_gradient(self) -> None:
         """A parameter's full gradient is complete for this backward. Refuses one that read weights unseen."""
@@ -316,6 +331,10 @@ class Unit(Weights):
                 else:
                     reduction.start_late(self.divide_factor, self.force_sum, announcer)
         root.scattering.append(self.number)
+        if self.stepping is not None:
+            self.stepping.expect(
+                self.requires_sync and self.requires_all_reduce and root.is_last_backward, root.calls_begun
+            )
 
     def separate_scatters(self, enable: bool) -> None:
         """Reduce-scatter in process groups of their own, or in those of the gathers."""
@@ -369,6 +388,43 @@ class Unit(Weights):
             reduction.finish(self.all_reduce_hook)
         self._held_before = False, False
         self._drop_retired()
+        if self.host is not None and self.root is not None:
+            self.root.arrivals.add(self)
+        # While other calls wait for their backward, more gradients may come: then the end of backward steps it.
+        if not self._unfinished:
+            self.step_if_due()
+
+    def step_if_due(self) -> None:
+        """No more gradients come in this backward. A call of the unit under way still reads the weights."""
+        if self.stepping is not None and self.stepping.due and not self.calls and not self.arriving:
+            self.stepping.run(self)
+
+    # -- gradients on their way to the host
+
+    def leave_device(self) -> None:
+        for reduction in self.reductions:
+            if isinstance(reduction, HostReduction):
+                reduction.leave_device()
+
+    def has_arrived(self) -> bool:
+        return all(r.arrived for r in self.reductions if isinstance(r, HostReduction))
+
+    def land(self) -> None:
+        """The host waits for the gradients, and steps the unit if no more can come in this backward."""
+        self.arriving = self.late = False
+        for reduction in self.reductions:
+            if isinstance(reduction, HostReduction):
+                reduction.land()
+        if not self._unfinished:
+            self.step_if_due()
+
+    def complete(self) -> None:
+        if self.late:
+            self.land()
+            if (
+                self.stepping is not None and self.stepping.due
+            ):  # its backward is over, and its next use waits
+                self.stepping.run(self)
 
     def _drop_retired(self) -> None:
         """If nothing is held any more, reductions planned for an earlier requires_grad have done their part."""
@@ -433,7 +489,7 @@ class Unit(Weights):
             frame.begun = next_sequence_number()
             visit.calls += 1
             visit.endless |= not marked
-            if self.neighbours is not None:
+            if self.neighbours is not None or self.stepping is not None:
                 self._unfinished.add(visit)
         for lender in self.lenders:
             lender.lend(frame)
@@ -487,6 +543,8 @@ class Unit(Weights):
                 frame.visit.endless = True
             guest = root.visit(self, recomputing=True)
             guest.calls += 1
+            if self.stepping is not None:
+                self._unfinished.add(guest)
             frame.visit.guests.append(guest)
 
     def lend_if_called(self) -> None:
@@ -669,6 +727,7 @@ class Unit(Weights):
         if visit not in self.visits:
             return
         self.visits.discard(visit)
+        self._unfinished.discard(visit)
         assert self.root is not None
         self.root.open_visits.remove(visit)
         self.root.close_visits_begun_after(visit.begin)
@@ -679,7 +738,6 @@ class Unit(Weights):
                     self.show_sharded()
                 else:
                     self.release()
-            self._unfinished.discard(visit)
             if not self._unfinished:
                 self.drop_secondary()
             self.reduce()
@@ -691,6 +749,9 @@ class Unit(Weights):
         self.calls = 0
         self._to_run.clear()
         self.visits.clear()
+        if self.stepping is not None:
+            self.stepping.due = False
+        self.arriving = self.late = False
         if self.parameters:
             self.entered = False
             for reduction in self.reductions:

@@ -18,6 +18,7 @@ from torch import nn
 from shardwright._torch import annotate, increment_version, local_of, quick_attributes, subclasses_dispatch
 from shardwright.comm import Codec, Communicator, Pending, with_gathers
 from shardwright.engine.full_precision import OtherPrecision
+from shardwright.engine.offload import Host
 from shardwright.engine.parameter import ManagedParameter
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.secondary import SecondaryShard
@@ -56,6 +57,9 @@ class Weights:
         self.comm = ranks.comm
         self.owner = Owner()  #: of the unit's slabs
         self.neighbours = neighbours  #: among whom the weights are kept after forward
+        self.host: Host | None = None  #: where the shards lie, if not on the device
+        self.arriving = False  #: whether gradients are on their way there
+        self.late = False  #: whether they are those of a backward that is over
         self.root: Root | None = None
         self.number = -1
         self.name = ""
@@ -178,11 +182,23 @@ class Weights:
             self.owner,
         )
         self._cast.lease()
+        offloaded = self.host is not None
+        self._upload = Slab(
+            sum(
+                r.shard_numel * r.storage_dtype.itemsize for r in layout.runs if offloaded and not r.extended
+            ),
+            device,
+            "uploaded shard",
+            self.owner,
+        )
+        self._upload.lease()
+        self._uploads: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # destinations and sources
+        self._uploaded: Any = None  #: the mark after the last upload
         self._casts: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # destinations and sources
         pieces: list[torch.Tensor] = []  #: this rank's, as bytes
         dtypes: list[torch.dtype] = []
         places: list[tuple[int, int]] = []  #: offset in the slab and bytes of one rank's piece
-        cast_bytes = 0
+        cast_bytes = upload_bytes = 0
         shards = iter(self.shards)
         for run in layout.runs:
             size = run.compute_dtype.itemsize
@@ -190,6 +206,12 @@ class Weights:
                 payload = next(shards)
                 if run.extended or not s.chunk:
                     continue
+                if offloaded:
+                    offset = upload_bytes // run.storage_dtype.itemsize + s.shard_offset
+                    target = self._upload.view(run.storage_dtype, offset, (s.chunk,))
+                    self._uploads[0].append(target)
+                    self._uploads[1].append(payload)
+                    payload = target
                 if run.is_cast:
                     offset = cast_bytes // size + s.shard_offset
                     target = self._cast.view(run.compute_dtype, offset, (s.chunk,))
@@ -201,7 +223,9 @@ class Weights:
                 places.append((run.slab_bytes + s.slab_offset * size, s.chunk * size))
             if run.is_cast:
                 cast_bytes += run.shard_numel * size
+            upload_bytes += run.shard_numel * run.storage_dtype.itemsize if not run.extended else 0
         self._cast.release()
+        self._upload.release()
         self._hops: list[Hop] = []
         comms = [*self.ranks.once, *self.ranks.gathers] or [self.ranks.local]
         sizes = [nbytes for _, nbytes in places]
@@ -354,6 +378,8 @@ class Weights:
         """
         root = self.root
         assert root is not None
+        if self.late:
+            self.complete()
         if self._unset:
             self._refuse_without_values()
         if self._pending is not None:
@@ -389,6 +415,15 @@ class Weights:
         if self._casts[0]:
             self._cast.lease()
         casts, on_done = self._casts, self._cast.release
+        if self._uploads[0]:
+            on_done = self._release_sent
+            first = self._hops[0]
+            if not (
+                len(self._hops) > 1 and first.kept and first.versions is self._versions and edits_are_seen
+            ):
+                assert self.host is not None
+                self._upload.lease()
+                self._uploaded = self.host.upload(*self._uploads)
         for hop in self._hops[:-1]:
             if hop.kept and hop.versions is self._versions and edits_are_seen:
                 casts = [], []
@@ -408,6 +443,20 @@ class Weights:
             outputs, inputs = self._with_extensions()
         announce = root.announce_gather(self, last.comm, self.gather_nbytes)
         return last.comm.all_gather(outputs, inputs, casts, on_done, announce)
+
+    def _release_sent(self) -> None:
+        self._cast.release()
+        self._upload.release()
+
+    def host_may_write(self) -> None:
+        """The host waits until no copy reads the shards any more."""
+        if self._uploaded is not None:
+            assert self.host is not None
+            self.host.streams.host_wait(self._uploaded)
+            self._uploaded = None
+
+    def complete(self) -> None:
+        """Wait for gradients of an earlier backward that are still on their way to the host, and step them."""
 
     def wait(self) -> None:
         """Order the computation after the gather under way, if there is one."""
@@ -531,6 +580,7 @@ class Weights:
     def drop_kept(self) -> None:
         """The weights are about to change: keep no copy of them, and let no gather go on reading them."""
         self.wait()
+        self.host_may_write()
         self.drop_secondary()
         if self.kept and not self._full_shown:
             self.release()
@@ -546,6 +596,8 @@ class Weights:
 
     def valid_for(self, generation: int) -> bool:
         """Whether the slab may be read by the given root call without filling it again."""
+        if self.late:
+            self.complete()
         trusted = self.kept and edits_are_seen
         if not self.slab.leased or not (self.generation == generation or trusted):
             return False

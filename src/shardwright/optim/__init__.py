@@ -2,7 +2,8 @@
 
 from shardwright.optim.adamw8bit import AdamW8bit
 from shardwright.optim.clip import clip_grad_norm_
+from shardwright.optim.in_backward import in_backward
 from shardwright.optim.muon import Muon
 from shardwright.optim.sharded import fully_shard_optimizer
 
-__all__ = ["AdamW8bit", "Muon", "clip_grad_norm_", "fully_shard_optimizer"]
+__all__ = ["AdamW8bit", "Muon", "clip_grad_norm_", "fully_shard_optimizer", "in_backward"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,8 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: ``norm_type`` is not positive, or a gradient is still a partial sum.
-        RuntimeError: ``error_if_nonfinite`` and the norm is not finite.
+        RuntimeError: ``error_if_nonfinite`` and the norm is not finite; an optimizer steps these parameters in
+            backward (``sw.optim.in_backward``).
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
@@ -51,9 +53,17 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
     parameters = list(parameters)
+    stepping = next((p for p in parameters if _steps_in_backward(p)), None)
+    if stepping is not None:
+        raise RuntimeError(
+            f"clip_grad_norm_ got a parameter of unit {unit_of(stepping).name!r}, whose optimizer steps in backward: "
+            "its gradient was used and is gone before the norm of all gradients is known. Use fully_shard_optimizer "
+            "without in_backward, or clip each gradient by in_backward(clip_value=)."
+        )
     reduce_held(parameters)
     plain: list[torch.Tensor] = []
     sharded: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}  # by the groups that cut them
+    kinds: dict[Any, str] = {}  # where they communicate
     unit = None
     for p in parameters:
         unit = unit or unit_of(p)
@@ -63,6 +73,7 @@ def clip_grad_norm_(
         if isinstance(gradient, RaggedTensor):
             groups = gradient.spec.groups
             (sharded.setdefault(groups, []) if groups else plain).append(local_of(gradient))
+            kinds[groups] = gradient.spec.mesh.device_type
         elif isinstance(gradient, DTensor):
             local = local_of(gradient)
             if any(p.is_partial() for p in gradient.placements):
@@ -74,7 +85,9 @@ def clip_grad_norm_(
                 axis for axis, placement in enumerate(gradient.placements) if cut_dim(placement) is not None
             ]
             if axes:
-                sharded.setdefault(tuple(mesh.get_group(axis) for axis in axes), []).append(local)
+                groups = tuple(mesh.get_group(axis) for axis in axes)
+                kinds[groups] = mesh.device_type
+                sharded.setdefault(groups, []).append(local)
             else:
                 plain.append(local)
         else:
@@ -92,10 +105,14 @@ def clip_grad_norm_(
         part = _norms(tensors, norm_type, device)
         assert part is not None
         part = part if largest else part.pow_(norm_type)
+        here, there = part.device, torch.device(kinds[groups])
+        part = (
+            part.to(there) if here.type != there.type else part
+        )  # what is offloaded is summed where groups can
         for group in groups:
             if group.size() > 1:
                 dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-        part = part if largest else part.pow_(1.0 / norm_type)
+        part = (part if largest else part.pow_(1.0 / norm_type)).to(here)
         norms = part if norms is None else torch.cat([norms, part])
     norm = torch.linalg.vector_norm(norms, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
@@ -109,6 +126,11 @@ def clip_grad_norm_(
     return norm
 
 
+def _steps_in_backward(p: torch.Tensor) -> bool:
+    unit = unit_of(p)
+    return unit is not None and unit.stepping is not None
+
+
 def _norms(tensors: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor | None:
     """The norm of each tensor (0 for one without elements), at least in float32; None for no tensors."""
     if not tensors:
@@ -116,7 +138,7 @@ def _norms(tensors: list[torch.Tensor], norm_type: float, device: torch.device) 
     filled = [t for t in tensors if t.numel()]  # torch has no largest element of nothing
     found = iter(foreach_norm(filled, norm_type) if filled else ())
     dtype = functools.reduce(torch.promote_types, {t.dtype for t in tensors}, torch.float32)
-    zero = torch.zeros((), device=device)
+    zero = (filled or tensors)[0].new_zeros(()).to(device)
     stacked = torch.stack([next(found).to(device) if t.numel() else zero for t in tensors])
     return stacked.to(
         dtype.to_real()

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwright._torch import (
+    dtensor_of,
     local_of,
     only_schedulers_wrap,
     seen_by_schedulers,
@@ -160,6 +161,12 @@ def _choose_owners(optimizer: Any, found: list[tuple[str, torch.Tensor, Need]]) 
     by_mesh: dict[Any, list[Any]] = {}
     for name, p, need in found:
         if need == "tensor" and isinstance(p, SHARDED):
+            unit = unit_of(p)
+            if unit is not None and unit.host is not None:
+                raise NotImplementedError(
+                    f"{type(optimizer).__name__} needs parameter {name!r} whole, and whole tensors move between "
+                    "devices, while this one is offloaded to the CPU. Leave offload_policy at its default for its unit."
+                )
             by_mesh.setdefault(p.device_mesh, []).append((name, p, cost(p)))
     if not hasattr(optimizer, "_shardwright_owners"):  # which a wrapper of the optimizer may have from it
         optimizer._shardwright_owners, optimizer._shardwright_whole = {}, set()
@@ -411,9 +418,7 @@ def _publish(entry: _Entry, state: dict[str, Any], p: DTensor | RaggedTensor, op
             if spec is not None:
                 shown = RaggedTensor(value, spec)
             elif isinstance(p, DTensor) and value.shape == entry.local.shape:
-                shown = DTensor.from_local(
-                    value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-                )
+                shown = dtensor_of(value, p.device_mesh, p.placements, p.shape, p.stride())
             if shown is not value:
                 entry.inner[key] = local_of(shown)
         state[key] = seen[key] = shown

@@ -81,11 +81,12 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 class Recompiles:
-    """Counts graphs that torch.compile makes while steps run, beyond those of a session's first steps."""
+    """Counts graphs that torch.compile makes from now on, and those of them while later steps run."""
 
     WARM_UP = 3
 
     def __init__(self) -> None:
+        self._earlier = compiled_graphs()
         self.steps = 0
         self.later = 0  #: graphs made after the warm-up
 
@@ -96,3 +97,8 @@ class Recompiles:
         self.steps += 1
         if self.steps > self.WARM_UP:
             self.later += compiled_graphs() - before
+
+    @property
+    def graphs(self) -> int:
+        """All that were made since."""
+        return compiled_graphs() - self._earlier

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from shardwright._torch import compiled_graphs, dump_memory_history, record_memory_history
+from shardwright._torch import dump_memory_history, record_memory_history
 from shardwright.engine.report import in_units
 from shardwright.train import checkpoint, metrics, parallel, report
 from shardwright.train.activations import Recompiles, prepare_blocks
@@ -121,13 +121,17 @@ class Trainer:
     def train_step(self, stop: StopRequest) -> StepResult:
         """Forward and backward over the step's micro-batches, then one optimizer step.
 
-        Raises NonFiniteError, on all ranks and before the weights are touched, where loss or norm is not finite.
+        Raises NonFiniteError, on all ranks, where loss or norm is not finite: before weights are touched, unless the
+        optimizer steps in backward.
         """
         train, step = self.config.train, self.position.step
         step_tokens = train.global_batch * train.seq_len
         started = time.perf_counter()
         batches = [tensor for number in range(self.micro_batches) for tensor in self._micro_batch(number)]
         data_seconds = time.perf_counter() - started
+        rate = learning_rate(step, train.steps, self.config.optimizer)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         with parallel.parallel_loss(self.config.parallel):
             loss_sums = self.work(*batches)
         norm = parallel.clip_gradients(self.model, self.config)
@@ -135,13 +139,12 @@ class Trainer:
         auxiliary = dict(zip(self.auxiliary, others, strict=True))
         result = StepResult(loss, float(norm), data_seconds, stop_signal, auxiliary)
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            updated = "what it had reached" if self.config.optimizer.in_backward else "nothing"
             raise NonFiniteError(
                 f"step {step + 1}: expected a finite loss and gradient norm, found loss {result.loss}, norm "
-                f"{result.grad_norm}; nothing was updated. Try a lower optimizer.lr or a longer optimizer.warmup_steps"
+                f"{result.grad_norm}; {updated} was updated. Try a lower optimizer.lr or a longer "
+                "optimizer.warmup_steps"
             )
-        rate = learning_rate(step, train.steps, self.config.optimizer)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.position = checkpoint.Position(step + 1, self.position.samples + train.global_batch)
@@ -443,7 +446,7 @@ def conclude(trainer: Trainer, folder: RunFolder, record: RunRecord | None, ende
     records = metrics.read_records(folder.metrics_file)
     results = {**report.results(records), "peak_memory": int(memory)}
     if trainer.config.train.compile != "none":
-        results |= {"graphs": compiled_graphs(), "recompiles": trainer.recompiles.later}
+        results |= {"graphs": trainer.recompiles.graphs, "recompiles": trainer.recompiles.later}
     record.close("interrupted" if ended_by else "finished", trainer.position.step, results)
     with writing(folder.picture):
         report.loss_curve(records, folder.picture, trainer.config.run.name)

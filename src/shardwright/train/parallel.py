@@ -335,6 +335,8 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
         whole_rows = config.layout in ("per_parameter", "ragged")
         layout = config.layout if whole_rows else sw.Ragged(config.layout)
         options |= {"strategy": config.strategy, "layout": layout, "check_module_states": True}
+        if config.offload == "cpu":
+            options["offload_policy"] = sw.CPUOffloadPolicy()
     # What forward uses last, backward needs first: by default it stays gathered.
     keeps = config.reshard_after_forward == "never" or config.strategy in ("zero1", "zero2")
     reshard = config.reshard_after_forward
@@ -380,7 +382,8 @@ def build_optimizer(model: nn.Module, config: Config, matrices: set[str]) -> tor
     if config.parallel.engine != "shardwright":
         return optimizer
     try:
-        return sw.fully_shard_optimizer(optimizer)
+        wrap = sw.optim.in_backward if config.optimizer.in_backward else sw.fully_shard_optimizer
+        return wrap(optimizer)
     except ValueError as error:  # a block that must stay whole is cut
         found = f"parallel.layout: found {config.parallel.layout!r}, which {config.optimizer.name} refuses."
         raise UserError(f"{found} {error} (For sw.Ragged(k) set parallel.layout to k.)") from error
@@ -442,7 +445,12 @@ def _plain_name(name: str) -> str:
 
 
 def clip_gradients(model: nn.Module, config: Config) -> Tensor:
-    """Scale gradients down to `train.max_norm` over all ranks; return their norm before that, 0-d and plain."""
+    """Scale gradients down to `train.max_norm` over all ranks; return their norm before that, 0-d and plain.
+
+    It is 0 where the optimizer has used them already.
+    """
+    if config.optimizer.in_backward:
+        return torch.zeros(())  # they are gone
     limit = config.train.max_norm or float("inf")
     if config.parallel.engine == "shardwright":
         return sw.clip_grad_norm_(model.parameters(), limit)

@@ -324,6 +324,11 @@ class OptimizerConfig(Section):
     ns_steps: int = Field(
         default=5, ge=1, lt=100, description="Of muon: Newton-Schulz iterations per step and matrix."
     )
+    in_backward: bool = Field(
+        default=False,
+        description="Step each unit when its gradients are reduced, and free them, with the engine shardwright. Needs "
+        "train.max_norm = 0; the norm of all gradients is then not known, and told as 0.",
+    )
     warmup_steps: int = Field(
         default=20,
         ge=0,
@@ -338,6 +343,10 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _keys_belong_to_the_optimizer(self) -> OptimizerConfig:
+        if self.in_backward and self.name == "muon":
+            raise ValueError(
+                "in_backward: expected false with optimizer 'muon', which steps whole matrices, found true"
+            )
         for key in ("momentum", "ns_steps"):
             value, default = getattr(self, key), type(self).model_fields[key].default
             if self.name != "muon" and value != default:
@@ -405,6 +414,12 @@ class ParallelConfig(Section):
         description='How many units the engine shardwright gathers ahead, or how many bytes, such as "512 MiB".',
     )
 
+    offload: Literal["none", "cpu"] = Field(
+        default="none",
+        description="cpu: the engine shardwright keeps parameters, gradients and optimizer state in the CPU's memory, "
+        "and the optimizer steps there.",
+    )
+
     @model_validator(mode="after")
     def _fits_the_engine(self) -> ParallelConfig:
         ours = (
@@ -413,6 +428,7 @@ class ParallelConfig(Section):
             "layout",
             "memory",
             "prefetch",
+            "offload",
             "accumulate_dtype",
             "full_precision_in_eval",
         )
@@ -498,6 +514,18 @@ class Config(Section):
                 f"train.cuda_graph: expected false with parallel.engine {self.parallel.engine!r}, found true; only "
                 "steps of the engine shardwright can be captured"
             )
+        if self.optimizer.in_backward:
+            self._check_in_backward()
+        if self.train.cuda_graph and self.parallel.offload != "none":
+            raise ValueError(
+                f"parallel.offload: expected 'none' with train.cuda_graph, found {self.parallel.offload!r}; the host "
+                "takes part in a step with offload"
+            )
+        if self.parallel.offload != "none" and self.optimizer.name == "muon":
+            raise ValueError(
+                f"parallel.offload: expected 'none' with optimizer.name 'muon', found {self.parallel.offload!r}; whole "
+                "matrices move between devices"
+            )
         if self.activations.checkpoint == "budget" and self.train.compile != "inductor":
             raise ValueError(
                 f"activations.checkpoint: expected train.compile = 'inductor' with 'budget', found "
@@ -521,6 +549,23 @@ class Config(Section):
                 f"on, found {self.validation.every}"
             )
         return self
+
+    def _check_in_backward(self) -> None:
+        if self.parallel.engine != "shardwright":
+            raise ValueError(
+                f"optimizer.in_backward: expected false with parallel.engine {self.parallel.engine!r}, found true; "
+                "only the engine shardwright steps in backward"
+            )
+        if self.train.max_norm > 0:
+            raise ValueError(
+                f"train.max_norm: expected 0 with optimizer.in_backward, found {self.train.max_norm}; the norm of all "
+                "gradients is known only when backward is over, and the first of them are used by then"
+            )
+        if self.train.cuda_graph:
+            raise ValueError(
+                "train.cuda_graph: expected false with optimizer.in_backward, found true; steps are made outside a "
+                "graph"
+            )
 
     def resolved(self) -> Config:
         """The same job, independent of presets and of the current folder: what a run keeps of its configuration."""

@@ -1,0 +1,329 @@
+"""Optimizer in backward: a unit is stepped when its gradients are reduced, and they are freed at once.
+
+It is one optimizer with its groups and its state, of which each call sees a unit's part. When a unit is due is told
+in ``engine/stepping.py``; the arithmetic on local tensors is that of ``sharded.py``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from shardwright._torch import (
+    foreach_clamp_,
+    increment_version,
+    local_of,
+    seen_by_schedulers,
+    step_hooks,
+    step_without_hooks,
+    tell_schedulers,
+)
+from shardwright.engine.parameter import UNIT_OF, unit_of
+from shardwright.engine.root import reduce_held
+from shardwright.engine.stepping import Stepping
+from shardwright.engine.unit import Unit
+from shardwright.optim.needs import Needs
+from shardwright.optim.sharded import SHARDED, fully_shard_optimizer
+
+O = TypeVar("O", bound=Optimizer)  # noqa: E741
+
+_NUMBERS = (int, float, torch.Tensor)
+
+
+def in_backward(optimizer: O, *, needs: Needs | None = None, clip_value: float | None = None) -> O:
+    """Let a torch optimizer step each unit as soon as backward has reduced its gradients, in place, and return it.
+
+        optimizer = sw.optim.in_backward(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        for batch in batches:
+            loss_of(model, batch).backward()  # steps
+            optimizer.step()
+            scheduler.step()
+
+    A unit's gradients are freed when it is stepped, so no more than those of one or two units exist at once, and
+    ``.grad`` is None after backward. Parameters get the values that ``fully_shard_optimizer`` gives them, to the bit.
+    Schedulers, groups and state dicts are as ever. ``step`` steps what backward has not: parameters that are not
+    sharded, and gradients of your own making. Every backward is a step, unless ``set_is_last_backward(False)``,
+    ``set_requires_all_reduce(False)`` or ``set_requires_gradient_sync(False)`` says that more micro-batches come.
+
+    The model holds the optimizer until its method ``leave_backward`` makes it an ordinary one again. If backward
+    raises, units that it had come through are stepped and the others are not.
+
+    Args:
+        optimizer: built on the parameters of a sharded model; also one that went through ``fully_shard_optimizer``.
+            Several may have different parameters of one model.
+        needs: as in :func:`fully_shard_optimizer`.
+        clip_value: clamp each gradient to [-clip_value, clip_value] first. Clipping by the global norm cannot be done,
+            since that is known only when backward is over: ``sw.clip_grad_norm_`` refuses.
+
+    Raises:
+        TypeError, ValueError: as :func:`fully_shard_optimizer`; no parameter is sharded, or another optimizer steps
+            one in backward; ``clip_value`` is not positive.
+        NotImplementedError: the optimizer needs whole tensors, or has hooks of ``step``, which runs in parts.
+    """
+    if clip_value is not None and not clip_value > 0:
+        raise ValueError(f"clip_value must be positive or None, got {clip_value!r}")
+    optimizer = fully_shard_optimizer(optimizer, needs=needs)
+    if isinstance(optimizer, _InBackward):
+        return optimizer
+    _refuse_whole(optimizer)
+    _refuse_hooks(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(unit_of(p) is not None for p in parameters):
+        raise ValueError(
+            f"in_backward needs a {type(optimizer).__name__} over parameters of a sharded model, found none. Call "
+            "fully_shard before, and build the optimizer from model.parameters()."
+        )
+    _refuse_taken(optimizer, parameters)
+    optimizer.__dict__["_shardwright_kind"] = type(optimizer).__bases__[1]
+    optimizer.__dict__["_shardwright_clip_value"] = clip_value
+    optimizer.__dict__["_shardwright_units"] = weakref.WeakKeyDictionary()
+    optimizer.__dict__["_shardwright_once"] = None
+    optimizer.__class__ = _class_in_backward(type(optimizer))
+    optimizer._attach_units()  # type: ignore[attr-defined]
+    optimizer.register_state_dict_pre_hook(_complete)
+    optimizer.register_load_state_dict_pre_hook(_complete)
+    return optimizer
+
+
+def _complete(optimizer: Any, *_: Any) -> None:
+    if isinstance(optimizer, _InBackward):
+        optimizer._complete()
+
+
+def _refuse_whole(optimizer: Any) -> None:
+    whole = optimizer.__dict__["_shardwright_whole"]
+    if whole:
+        shape = tuple(next(iter(whole)).shape)
+        raise NotImplementedError(
+            f"{type(optimizer).__name__} needs whole tensors (one of shape {shape}), which move between ranks in a "
+            "step, so it cannot step in backward. Use fully_shard_optimizer alone, or give its other parameters to an "
+            "optimizer of their own."
+        )
+
+
+def _refuse_hooks(optimizer: Optimizer) -> None:
+    if step_hooks(optimizer):
+        raise NotImplementedError(
+            f"This {type(optimizer).__name__} has hooks of step, which in backward is made in parts, unit by unit. "
+            "Remove them, or use fully_shard_optimizer alone."
+        )
+
+
+def _refuse_taken(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+    mine = set(map(id, parameters))
+    for p in parameters:
+        unit = unit_of(p)
+        for other in unit.stepping.steppers if unit is not None and unit.stepping is not None else ():
+            if other is not optimizer and any(
+                id(q) in mine for params in other._params_of(unit) for q in params
+            ):
+                raise ValueError(
+                    f"Parameters of unit {unit.name!r} are stepped in backward by another {type(other).__name__}. "
+                    "Call its leave_backward() first."
+                )
+
+
+class _Once:
+    """Several calls of an optimizer's code that are one step: what it counts in, but per parameter, moves once.
+
+    Numbers in groups and attributes are for each call what they were before the first one.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._options = [
+            {key: _copy(value) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        self._attributes = {key: _copy(v) for key, v in vars(optimizer).items() if isinstance(v, _NUMBERS)}
+        self._moved: list[tuple[dict[str, Any], str, Any]] = []  #: where, key, value before
+        self._called = False
+        self.open = True
+
+    def groups(self, params: list[list[torch.Tensor]]) -> list[dict[str, Any]]:
+        """Groups for one call, of these parameters."""
+        self.rewind_attributes()
+        return [
+            {**{key: _copy(value) for key, value in options.items()}, "params": mine}
+            for options, mine in zip(self._options, params, strict=True)
+        ]
+
+    def rewind_attributes(self) -> None:
+        optimizer = self._optimizer()
+        if self._called and optimizer is not None:
+            for key, value in self._attributes.items():
+                vars(optimizer)[key] = _copy(value)
+
+    def keep(self, called: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+        """After the first call: what it counted in its groups holds for the step."""
+        if self._called:
+            return
+        self._called = True
+        for mine, before, real in zip(called, self._options, groups, strict=True):
+            for key, value in mine.items():
+                if key != "params" and isinstance(value, _NUMBERS) and _differ(value, before.get(key)):
+                    self._moved.append((real, key, before.get(key)))
+                    real[key] = value
+
+    def rewind(self) -> None:
+        """The rest of this step is made by an ordinary call, which counts for itself."""
+        self.rewind_attributes()
+        for group, key, value in self._moved:
+            if value is None:
+                del group[key]
+            else:
+                group[key] = value
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one._version > 0  # a copy made for the call; the host must not wait for what is in it
+    return one is not other and one != other
+
+
+class _InBackward:
+    """Mixed into a sharded optimizer's class in front of it; see :func:`in_backward`."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    def _attach_units(self) -> None:
+        for unit in self._units():
+            if unit.stepping is None:
+                unit.stepping = Stepping()
+            if not any(known is self for known in unit.stepping.steppers):
+                unit.stepping.steppers.append(self)
+
+    def leave_backward(self) -> None:
+        """Become an ordinary optimizer again, which steps in ``step`` alone."""
+        self._complete()
+        for unit in self._units():
+            if unit.stepping is not None:
+                unit.stepping.steppers = [known for known in unit.stepping.steppers if known is not self]
+                if not unit.stepping.steppers:
+                    unit.stepping = None
+        self.__class__ = type(self).__bases__[1]
+
+    def _params_of(self, unit: Unit) -> list[list[torch.Tensor]]:
+        """Those of the unit, group by group. Groups and units seldom change, so it is remembered."""
+        units = self.__dict__["_shardwright_units"]
+        key = unit.build, [len(group["params"]) for group in self.param_groups]
+        known = units.get(unit)
+        if known is None or known[0] != key:
+            params = [[p for p in group["params"] if unit_of(p) is unit] for group in self.param_groups]
+            known = units[unit] = key, params
+        return known[1]  # type: ignore[no-any-return]
+
+    def open_step(self) -> _Once:
+        once = self.__dict__["_shardwright_once"]
+        if once is None or not once.open:
+            _refuse_hooks(self)  # type: ignore[arg-type]
+            tell_schedulers(self)  # type: ignore[arg-type]
+            once = self.__dict__["_shardwright_once"] = _Once(self)  # type: ignore[arg-type]
+        return once  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def step_unit(self, unit: Unit, step: _Once) -> None:
+        params, once = self._params_of(unit), step
+        stepped = [p for mine in params for p in mine if p.grad is not None]
+        clip = self.__dict__["_shardwright_clip_value"]
+        if clip is not None and stepped:
+            foreach_clamp_([_local(p.grad) for p in stepped], clip)
+        real = self.param_groups
+        self.param_groups = called = once.groups(params)
+        try:
+            outside = self._enter()  # type: ignore[attr-defined]
+            try:
+                step_without_hooks(self.__dict__["_shardwright_kind"])(self)
+            finally:
+                self._leave(*outside)  # type: ignore[attr-defined]
+        finally:
+            self.param_groups = real
+        once.keep(called, real)
+        increment_version([_local(p) for p in stepped])  # some kernels write without moving it
+        for p in stepped:
+            p.grad = None
+
+    def _complete(self, *_: Any) -> None:
+        """Units whose gradients were still on their way to the host are stepped."""
+        for unit in self._units():
+            unit.complete()
+
+    def _units(self) -> list[Unit]:
+        refs = {
+            id(ref): ref
+            for group in self.param_groups
+            for p in group["params"]
+            if (ref := p.__dict__.get(UNIT_OF))
+        }
+        return [unit for ref in refs.values() if (unit := ref()) is not None]
+
+    def backward_ended(self) -> bool:
+        once = self.__dict__["_shardwright_once"]
+        if once is None or not once.open:
+            return False
+        once.open = False
+        return True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step what backward has not stepped: parameters that have a gradient."""
+        _refuse_hooks(self)  # type: ignore[arg-type]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        tell_schedulers(self)  # type: ignore[arg-type]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for root in {id(unit.root): unit.root for unit in self._units() if unit.root is not None}.values():
+            root.check_divergence()
+            root.recover_if_failed()
+        reduce_held(parameters)
+        self._complete()
+        once, self.__dict__["_shardwright_once"] = self.__dict__["_shardwright_once"], None
+        if any(p.grad is not None for p in parameters):
+            if once is not None:
+                once.rewind()
+            super().step()  # type: ignore[misc]
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]
+    seen_by_schedulers(step)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        before = len(self.param_groups)
+        super().add_param_group(param_group)  # type: ignore[misc]
+        try:
+            _refuse_whole(self)
+            _refuse_taken(self, self.param_groups[-1]["params"])  # type: ignore[arg-type]
+        except BaseException:
+            del self.param_groups[before:]
+            raise
+        self._attach_units()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        raise RuntimeError(
+            "This optimizer has stepped in backward, with gradients that GradScaler had scaled and could not look at "
+            "before. Train without GradScaler (bfloat16 needs none), or use fully_shard_optimizer alone."
+        )
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return local_of(tensor) if isinstance(tensor, SHARDED) else tensor
+
+
+_classes: dict[type, type] = {}
+
+
+def _class_in_backward(kind: type) -> type:
+    if kind not in _classes:
+        _classes[kind] = type(kind.__name__, (_InBackward, kind), {})
+    return _classes[kind]
