@@ -27,6 +27,7 @@ _EXCHANGED = (
     "_cast",
     "_casts",
     "_hops",
+    "_uploads",
     "_fulls",
     "_full_versions",
 )
