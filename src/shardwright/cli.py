@@ -371,5 +371,7 @@ def _keys_help(width: int) -> str:
             blocks += ["", *textwrap.wrap(f"[{section}] {section_summary(section)}", width)]
         facts = f"--{key.path}  {key.expected}; default {key.default}"
         blocks += textwrap.wrap(facts, width, initial_indent="  ", subsequent_indent=" " * 6)
-        blocks += textwrap.wrap(key.description, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        blocks += textwrap.wrap(
+            key.description, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False
+        )
     return "\n".join(blocks) + "\n"

@@ -797,15 +797,6 @@ def test_illegal_combinations_are_refused_by_name(rank: int, world_size: int, at
         sw.fully_shard(model, mesh=line)  # nothing was done to it
 
 
-@on_meshes(on("zero3", (2,)))
-def test_units_of_one_model_are_on_one_mesh(rank: int, world_size: int, at: On) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    sw.fully_shard(model[0], mesh=at.mesh)
-    sw.fully_shard(model, mesh=world_mesh(1, 2, names=("replicate", "shard")))
-    with pytest.raises((NotImplementedError, ValueError), match="one mesh"):
-        model(torch.randn(2, 4))
-
-
 @on_meshes([each for each in EVERYWHERE if each.shape in ((1,), (1, 2), (2, 1))])
 def test_what_is_refused_does_not_depend_on_the_number_of_ranks(rank: int, world_size: int, at: On) -> None:
     if True in at.reshards:

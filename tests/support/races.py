@@ -428,11 +428,7 @@ class Simulator(TorchDispatchMode):
         for tensor in results:
             start = tensor.untyped_storage().data_ptr()
             block = self._find(start) if start not in known else None
-            if (
-                block is not None
-                and block.start == start
-                and block.on_host != (self.current is self.host_stream)
-            ):
+            if block is not None and block.on_host != (self.current is self.host_stream):
                 self._forget(block)
 
     def _check_mixed(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:

@@ -36,7 +36,6 @@ from shardwright.engine.module import FSDPModule, install
 from shardwright.engine.offload import offload_of, refuse_on_device
 from shardwright.engine.parameter import has_no_values, refuse_while_deferring
 from shardwright.engine.pools import check_memory
-from shardwright.engine.precision import as_precision
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.root import attach, hook_optimizers
 from shardwright.engine.states import check_states, states_of, sync_states
@@ -158,7 +157,7 @@ def fully_shard(
         Unit(
             modules,
             ranks=r,
-            policy=as_precision(mp_policy),
+            policy=mp_policy,
             reshard_after_forward=_reshard_after_forward(reshard_after_forward, strategy, r, found),
             placement_fn=shard_placement_fn,
             layout=_layout(layout, r),

@@ -344,7 +344,8 @@ def own_parameters(unit: Unit, found: Found) -> None:
                     module = slots[0].module()
                     if run.extended and module is not None:
                         own = policies[member.index]
-                        p.extension = Extension(specs[member.index], ranks, module, own, unit.owner)
+                        told = unit.given_policy if own is unit.policy else own
+                        p.extension = Extension(specs[member.index], ranks, module, told, unit.owner)
     parameters = [p for p in managed if p is not None]
     for p, dtypes in zip(parameters, unit.gradient_dtypes, strict=True):
         if dtypes.grad is not None and dtypes.grad != p.sharded.dtype:

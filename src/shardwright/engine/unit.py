@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwright._torch import (
     NOTHING,
@@ -44,7 +45,7 @@ from shardwright.engine.hooks import (
 from shardwright.engine.offload import NOTHING as NOT_OFFLOADED
 from shardwright.engine.offload import Host, HostReduction, Offload
 from shardwright.engine.parameter import FullParameter, ManagedParameter, plain_of, unit_of
-from shardwright.engine.precision import PrecisionPolicy
+from shardwright.engine.precision import as_precision
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.stepping import Stepping
 from shardwright.engine.visit import Frame, Visit
@@ -66,7 +67,7 @@ class Unit(Weights):
         modules: Sequence[nn.Module],
         *,
         ranks: Ranks,
-        policy: PrecisionPolicy,
+        policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | int | None,
         placement_fn: ShardPlacementFn | None,
         layout: Ragged | None,
@@ -86,7 +87,8 @@ class Unit(Weights):
         self.name = type(modules[0]).__name__
         self.mesh = ranks.mesh
         self.scatter_ranks = ranks
-        self.policy = policy
+        self.given_policy = policy  #: what tensors that gather themselves are told
+        self.policy = as_precision(policy)
         self.gradient_dtypes: list[GradientDtypes] = []  #: of each parameter
         self.chooses_grad_dtype = False
         self.placement_fn = placement_fn
