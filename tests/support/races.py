@@ -153,12 +153,13 @@ class Access(NamedTuple):
 class Block:
     """Memory as the allocator gave it, and who used it last."""
 
-    __slots__ = ("accesses", "end", "maker", "on_host", "origin", "start")
+    __slots__ = ("accesses", "end", "maker", "on_host", "origin", "owner", "start")
 
     def __init__(self, start: int, end: int, origin: Stream, maker: str) -> None:
         self.start, self.end, self.origin, self.maker = start, end, origin, maker
         self.accesses: list[Access] = []
         self.on_host = isinstance(origin, HostStream)
+        self.owner: weakref.ref[Any] | None = None  #: the storage that it was first seen with
 
 
 @dataclass
@@ -533,7 +534,11 @@ class Simulator(TorchDispatchMode):
         start, nbytes = storage.data_ptr(), storage.nbytes()
         block = self._find(start)
         if block is not None and start + nbytes <= block.end:
-            return block
+            if block.owner is None or (
+                (owner := block.owner()) is not None and owner.data_ptr() == block.start
+            ):
+                return block
+            self._forget(block)  # it ended where nobody saw it, and this memory is new
         where = _where()
         block = Block(start, start + nbytes, self.current, f"what {operation} made ({_told(where)})")
         if not nbytes:
@@ -543,6 +548,7 @@ class Simulator(TorchDispatchMode):
         bisect.insort(self._starts, start)
         self._blocks[start] = self._owned[storage._cdata] = block
         self._watch(storage)
+        block.owner = self._watched[storage._cdata]
         self._add(block, Access(start, block.end, self.current, self.current.tick(), True,
                                 f"{operation} (allocation)", where, self._number))  # fmt: skip
         return block
