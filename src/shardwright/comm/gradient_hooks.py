@@ -62,11 +62,13 @@ class GradientHook:
     def reduce_scatter(self, rows: torch.Tensor, site: Site) -> Steps:
         """``rows`` [ranks, numel]: the i-th is this rank's share of what rank i is to have. Returns the sum of all
         ranks' rows for this one: [numel], any floating-point dtype."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} has no reduce_scatter, which shards of gradients need"
+        )
 
     def all_reduce(self, row: torch.Tensor, site: Site) -> Steps:
         """``row`` [numel]. Returns the sum of all ranks' rows, the same bits on every rank."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no all_reduce, which replicas need")
 
     def state_dict(self) -> dict[str, Any]:
         """What a run must have to go on as if it had not been interrupted: DTensors over all ranks, for DCP."""
