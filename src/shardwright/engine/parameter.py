@@ -16,7 +16,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardwright._torch import called_by_compiler, dtensor_of, increment_version, local_of, rebind, share_gradient_hooks
+from shardwright._torch import (
+    called_by_compiler,
+    dtensor_of,
+    increment_version,
+    local_of,
+    rebind,
+    share_gradient_hooks,
+)
 from shardwright.engine.cut import Cut
 from shardwright.engine.extension import Extension
 from shardwright.engine.ragged import RaggedTensor

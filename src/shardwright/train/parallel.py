@@ -186,9 +186,10 @@ def _check_tensor_parallel(config: Config) -> None:
             f"parallel.tensor: optimizer {config.optimizer.name!r} needs tensors or blocks that are not cut; expected "
             f'1, found {ranks}, or optimizer.name = "adamw"'
         )
-    if config.train.cuda_graph or config.train.compile != "none":
-        key = "train.cuda_graph" if config.train.cuda_graph else "train.compile"
-        raise UserError(f"parallel.tensor: expected 1 with {key}, found {ranks}; leave {key} at its default")
+    if config.train.cuda_graph:
+        raise UserError(
+            f"parallel.tensor: expected 1 with train.cuda_graph, found {ranks}; leave train.cuda_graph at its default"
+        )
     for key, size in uneven(shape, config.train.seq_len, ranks):
         raise UserError(f"{key}: expected a multiple of parallel.tensor = {ranks}, found {size}")
 

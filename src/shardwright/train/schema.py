@@ -536,6 +536,12 @@ class Config(Section):
                 f"train.compile: expected 'none' with parallel.engine 'fsdp1', found {self.train.compile!r}; its hooks "
                 "inside blocks break the graph"
             )
+        if self.train.compile != "none" and self.parallel.engine == "fsdp2" and self.parallel.tensor > 1:
+            raise ValueError(
+                f"train.compile: expected 'none' with parallel.engine 'fsdp2' and parallel.tensor = "
+                f"{self.parallel.tensor}, found {self.train.compile!r}; the embedding would get no gradient, since "
+                "torch compiles the first block as if nothing had made its input, which is still communicated then"
+            )
         whole = {"muon": "matrices", "adamw8bit": "blocks"}.get(self.optimizer.name)
         if whole and self.parallel.engine in ("fsdp1", "fsdp2"):
             raise ValueError(
