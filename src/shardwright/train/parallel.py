@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwright as sw
 from shardwright.train.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
 from shardwright.train.errors import UserError
+from shardwright.train.float8 import check_float8
 from shardwright.train.models.decoder import Decoder
 from shardwright.train.models.llama import Llama, LlamaConfig
 from shardwright.train.models.plans import tensor_plan, uneven
@@ -126,7 +127,8 @@ def choose_device(config: Config) -> str:
 
 
 def check_device(config: Config, kind: str) -> None:
-    """Refuse what only a GPU can do on another device."""
+    """Refuse what only a GPU, or some GPUs, can do on another device."""
+    check_float8(config, kind)
     for key, wanted in (
         ("cuda_graph", config.train.cuda_graph),
         ("memory_snapshot", config.train.memory_snapshot),

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -242,6 +242,12 @@ class TrainConfig(Section):
         default="none",
         description="Compile each block with torch.compile and this backend, as one graph; inductor is the one that "
         "makes it faster.",
+    )
+    float8: Literal["none", "tensorwise", "rowwise"] = Field(
+        default="none",
+        description="Multiply in float8 in the linear layers of blocks, by this recipe of torchao's: one scale for "
+        "each tensor, with which weights are also gathered in float8, or one for each row. Needs a GPU that can, "
+        "parallel.param_dtype = bfloat16, and to install shardwright[float8].",
     )
     memory_snapshot: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = Field(
         default=(),
@@ -542,6 +548,8 @@ class Config(Section):
                 f"{self.parallel.tensor}, found {self.train.compile!r}; the embedding would get no gradient, since "
                 "torch compiles the first block as if nothing had made its input, which is still communicated then"
             )
+        if self.train.float8 != "none":
+            self._check_float8()
         whole = {"muon": "matrices", "adamw8bit": "blocks"}.get(self.optimizer.name)
         if whole and self.parallel.engine in ("fsdp1", "fsdp2"):
             raise ValueError(
@@ -555,6 +563,40 @@ class Config(Section):
                 f"on, found {self.validation.every}"
             )
         return self
+
+    @property
+    def gathers_float8(self) -> bool:
+        """Whether weights are gathered in float8, which takes weights of a class that sees to it."""
+        return self.train.float8 == "tensorwise" and self.parallel.engine in ("shardwright", "fsdp2")
+
+    def _check_float8(self) -> None:
+        """Refuse what float8 products cannot be combined with."""
+        recipe, tokens = self.train.float8, self.train.micro_batch * self.train.seq_len
+        if tokens % 16:
+            raise ValueError(
+                f"train.float8: expected 'none' with {tokens} tokens in a micro-batch, found {recipe!r}; products of "
+                "gradients need a multiple of 16"
+            )
+        wanted: list[tuple[str, Any, Any]] = [
+            ("parallel.param_dtype", self.parallel.param_dtype, "bfloat16"),
+            ("parallel.tensor", self.parallel.tensor, 1),
+            ("train.cuda_graph", self.train.cuda_graph, False),
+        ]
+        if self.gathers_float8:
+            wanted += [
+                ("optimizer.name", self.optimizer.name, "adamw"),
+                ("parallel.offload", self.parallel.offload, "none"),
+                ("parallel.full_precision_in_eval", self.parallel.full_precision_in_eval, False),
+            ]
+        for key, found, expected in wanted:
+            if found != expected:
+                raise ValueError(
+                    f"{key}: expected {expected!r} with train.float8 = {recipe!r}, found {found!r}"
+                )
+        if self.parallel.engine == "fsdp1":
+            raise ValueError(
+                f"train.float8: expected 'none' with parallel.engine 'fsdp1', found {recipe!r}; its weights are flat"
+            )
 
     def _check_in_backward(self) -> None:
         if self.parallel.engine != "shardwright":
