@@ -35,6 +35,7 @@ from shardwright.train.float8 import check_float8
 from shardwright.train.models.decoder import Decoder
 from shardwright.train.models.llama import Llama, LlamaConfig
 from shardwright.train.models.plans import tensor_plan, uneven
+from shardwright.train.precision import dtype_of, engine_policy
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others before it gives them up. SHARDWRIGHT_TIMEOUT (seconds) replaces it."""
@@ -320,19 +321,11 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
         )
 
     fully_shard: Any = sw.fully_shard if config.engine == "shardwright" else torch_fully_shard
-    # Inputs are not cast: the residual stream has the compute dtype from the embedding on, and the rotary tables,
-    # which blocks receive as arguments, stay float32.
     policy: TorchPolicy = TorchPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
     if config.engine == "shardwright":
-        policy = sw.PrecisionPolicy(
-            param_dtype=param_dtype,
-            reduce_dtype=reduce_dtype,
-            cast_forward_inputs=False,
-            accumulate_dtype=None if config.accumulate_dtype == "auto" else dtype_of(config.accumulate_dtype),
-            full_precision_in_eval=config.full_precision_in_eval,
-        )
+        policy = engine_policy(model, config)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     if config.engine == "shardwright":
         whole_rows = config.layout in ("per_parameter", "ragged")
@@ -356,10 +349,6 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
     if config.engine == "shardwright":
         options |= {"memory": config.memory, "prefetch": config.prefetch}
     return cast(nn.Module, fully_shard(model, reshard_after_forward=reshard_last, **options))
-
-
-def dtype_of(name: str) -> torch.dtype:
-    return cast(torch.dtype, getattr(torch, name))
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -380,6 +380,16 @@ class ParallelConfig(Section):
         description="Precision in which the engine shardwright holds gradients between micro-batches; auto: "
         "reduce_dtype.",
     )
+    grad_dtype: DType | Literal["auto"] = Field(
+        default="auto",
+        description="Precision of the gradients that the engine shardwright leaves for the optimizer; auto: float32, "
+        "as weights are stored. bfloat16 halves their memory; of the optimizers here adamw8bit takes it.",
+    )
+    keep_float32: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        default=(),
+        description="Patterns of names of parameters that the engine shardwright gathers in float32 whatever "
+        'param_dtype is: of norms, routers, steps and decays of Mamba-2, such as ["*norm.weight", "*.router.*"].',
+    )
     full_precision_in_eval: bool = Field(
         default=False,
         description="Let the engine shardwright validate in float32, whatever param_dtype is.",
@@ -436,6 +446,8 @@ class ParallelConfig(Section):
             "prefetch",
             "offload",
             "accumulate_dtype",
+            "grad_dtype",
+            "keep_float32",
             "full_precision_in_eval",
         )
         for key in ours:
@@ -445,6 +457,18 @@ class ParallelConfig(Section):
                     f"{key}: expected {default!r} with engine {self.engine!r}, found {value!r}; only the engine "
                     "shardwright has others"
                 )
+        if self.keep_float32 and self.param_dtype == "float32":
+            raise ValueError(
+                "keep_float32: expected no patterns with param_dtype 'float32', which all are kept in"
+            )
+        if (
+            "auto" not in (self.grad_dtype, self.accumulate_dtype)
+            and self.grad_dtype != self.accumulate_dtype
+        ):
+            raise ValueError(
+                f"grad_dtype: expected 'auto' or accumulate_dtype, {self.accumulate_dtype!r}, found "
+                f"{self.grad_dtype!r}; micro-batches that are reduced add up in the gradients"
+            )
         if self.engine not in ("shardwright", "fsdp2") and self.tensor > 1:
             raise ValueError(
                 f"tensor: engine {self.engine!r} has no such parallelism; expected 1, found {self.tensor}"
@@ -526,6 +550,11 @@ class Config(Section):
             raise ValueError(
                 f"parallel.offload: expected 'none' with train.cuda_graph, found {self.parallel.offload!r}; the host "
                 "takes part in a step with offload"
+            )
+        if self.parallel.grad_dtype not in ("auto", "float32") and self.optimizer.name != "adamw8bit":
+            raise ValueError(
+                f"parallel.grad_dtype: expected 'auto' with optimizer.name {self.optimizer.name!r}, which takes "
+                f"float32 gradients only, found {self.parallel.grad_dtype!r}; adamw8bit takes others"
             )
         if self.parallel.offload != "none" and self.optimizer.name == "muon":
             raise ValueError(
