@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwright as sw
 from tests.engine.models import Model, Reference, build, full, loss_of, shard, tokens
@@ -175,29 +174,6 @@ def test_offloaded_as_they_are_gathered(rank: int, world_size: int, monkeypatch:
             pass
     assert (full(model.head.weight) == 2).all() and model.head.weight.grad is None
     assert (full(model.norm.weight.grad) == 3).all()
-
-
-@multirank(4)
-@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
-def test_tensor_parallel_parameters(rank: int, world_size: int, layout: str) -> None:
-    mesh, plain = world_mesh(2, 2, names=("dp", "tp")), build()
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    model = build()
-    for block in model.blocks:
-        parallelize_module(block, mesh["tp"], plan)
-    shard(model, mesh=mesh["dp"], layout=layout)
-    backward(model, mesh["dp"].get_local_rank(), 0, 0)
-    gradients = [full(p.grad) for p in model.parameters()]
-    with sw.unsharded(model, with_grads=True):
-        for p, q, gradient in zip(model.parameters(), plain.parameters(), gradients, strict=True):
-            assert type(p) is nn.Parameter and torch.equal(p, q) and torch.equal(p.grad, gradient)
-        for block, own in zip(model.blocks, plain.blocks, strict=True):
-            for linear in (block.down, own.down):
-                linear.weight.data[:, -1] = 7.0
-            block.up.weight.grad[-1] = 5.0
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(full(p), q)
-    assert all((full(block.up.weight.grad)[-1] == 5).all() for block in model.blocks)
 
 
 # -- nesting, exceptions, what is refused ----------------------------------------------------------------------------

@@ -239,7 +239,7 @@ def _write_back(shown: _Shown, options: Options) -> list[str]:
             f"{p.name!r} of {tuple(p.sharded.shape)} and {p.local.dtype} is {tuple(full.shape)} and {full.dtype}"
         ]
     if int(digest(full.detach())) != shown.value:
-        p.local.copy_(p.cut.part_of(full.detach()))
+        p.local.copy_(p.cut.part_of(full))
     if options.with_grads:
         gradient, sharded = full.grad, p.sharded
         if gradient is None:
