@@ -243,6 +243,8 @@ def prepare_blocks(model: Model, row: Row) -> None:
         wraps: list[Callable[[Any], Any]] = []
         if row.compiled:
             wraps.append(lambda f: torch.compile(f, backend="aot_eager", fullgraph=True))
+            if row.tensor and row.units == "one":  # see Limits in docs/parallelism.md
+                wraps.append(lambda f: lambda x: f(x.clone()))
         if row.recompute:
             options: dict[str, Any] = {
                 "use_reentrant": row.recompute == "reentrant",
