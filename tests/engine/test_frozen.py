@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import itertools
 import json
 import os
 import re
-import subprocess
+import runpy
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -198,20 +202,21 @@ def test_frozen_weights_go_when_gradients_have_passed(rank: int, world_size: int
     assert "gradients" in most and most["gradients"] <= 4 * (2 * 2 * WIDTH + WIDTH * RANK) // 2 + 16
 
 
-def test_the_example_of_adapters(tmp_path: Path) -> None:
+@multirank(2)
+def test_the_example_of_adapters(rank: int, world_size: int, tmp_path: Path) -> None:
+    """As by torchrun, but that the process group is there and stays."""
     pytest.importorskip("pydantic", reason="needs the extra train")
+    printed = io.StringIO()
     script = str(ROOT / "examples" / "finetune_lora.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [*torchrun, script, "--to", str(tmp_path / "adapters")],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(value) for value in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", [script, "--to", str(tmp_path / "adapters")])
+        patch.setattr(tempfile, "tempdir", str(tmp_path))
+        patch.setattr(dist, "destroy_process_group", lambda: None)
+        patch.setenv("WORLD_SIZE", str(world_size))
+        runpy.run_path(script, run_name="__main__")
+    if rank:
+        return
+    losses = [float(value) for value in re.findall(r"step \d+: loss ([\d.]+)", printed.getvalue())]
     assert len(losses) == 20 and losses[-1] < losses[0] - 0.7
     header = (tmp_path / "adapters" / "model.safetensors").read_bytes()
     names = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])
