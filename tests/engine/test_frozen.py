@@ -7,7 +7,6 @@ import copy
 import io
 import itertools
 import json
-import os
 import re
 import runpy
 import sys

@@ -35,7 +35,7 @@ from shardwright.engine.root import UNIT
 from shardwright.layout import NAMES, resolve
 from tests.engine.models import Model, Reference, build, loss_of, shard, tokens
 from tests.support import CaseFailed, CaseSkipped, WorkerPools, world_mesh
-from tests.support.matrix import covering, select, together
+from tests.support.matrix import covering, everything, select, together
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 Stages = tuple[int, ...]
@@ -119,7 +119,7 @@ def on(name: str, *shapes: Shape) -> list[On]:
 EVERYWHERE = [On(stages, shape) for n in (1, 2) for stages in STAGES[n] for shape in SHAPES[n]]
 #: Every strategy of one axis on every line; every strategy of two where both have several ranks; elsewhere each axis.
 MOST = select(EVERYWHERE, lambda at, _: at.shows(2))
-#: Each kind of reduction once, and in turn the other kinds of step: a test runs on the former and a third of the latter.
+#: Each kind of reduction once, and other kinds of step: a test runs on the former and on a third of the latter.
 SOME = [
     *on("ddp", (2,)),
     *on("zero1", (2,)),
@@ -146,7 +146,7 @@ OTHERS = [
 
 def some(turn: int) -> list[On]:
     """Where a test runs of which any place shows most; neighbours in the file take turns."""
-    return SOME + OTHERS if os.environ.get("SHARDWRIGHT_MATRIX") == "all" else SOME + OTHERS[turn::3]
+    return SOME + OTHERS if everything() else SOME + OTHERS[turn::3]
 
 
 def on_meshes(where: list[Any], timeout: float = 30.0) -> Callable[[Callable[..., Any]], Any]:
@@ -396,7 +396,7 @@ TWICE = [
         ("mixed", 2, 1),
         ("hold", 2, UNITS),
     ))
-    if (i + j) % 2 == 0 or os.environ.get("SHARDWRIGHT_MATRIX") == "all"
+    if (i + j) % 2 == 0 or everything()
 ]  # fmt: skip
 
 

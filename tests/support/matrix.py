@@ -12,11 +12,16 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
-__all__ = ["covering", "select", "together"]
+__all__ = ["covering", "everything", "select", "together"]
 
 Row = TypeVar("Row")
 
 STRENGTHS = {"pairs": 2, "triples": 3, "all": None}
+
+
+def everything() -> bool:
+    """Whether this run leaves nothing out."""
+    return os.environ.get("SHARDWRIGHT_MATRIX") == "all"
 
 
 def select(rows: Iterable[Row], shows: Callable[[Row, int], Iterable[Hashable]]) -> list[Row]:

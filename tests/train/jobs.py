@@ -99,7 +99,9 @@ def ranks(
         for rank, log in enumerate(logs):
             variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             processes.append(
-                forkserver().Process(target=_rank, args=(variables, arguments, log, largest_file), daemon=True)
+                forkserver().Process(
+                    target=_rank, args=(variables, arguments, log, largest_file), daemon=True
+                )
             )
             processes[-1].start()
         deadline = time.monotonic() + timeout
@@ -110,9 +112,7 @@ def ranks(
         return [(process.exitcode, log.read_text()) for process, log in zip(processes, logs, strict=True)]
 
 
-def _rank(
-    variables: dict[str, str], arguments: tuple[str | Path, ...], log: Path, largest_file: int
-) -> None:
+def _rank(variables: dict[str, str], arguments: tuple[str | Path, ...], log: Path, largest_file: int) -> None:
     os.environ.update(variables)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
