@@ -41,7 +41,7 @@ class Row(NamedTuple):
     tied: bool
 
     def shows(self, strength: int) -> Iterator[Hashable]:
-        """Not each optimizer at each place, since torch is told of both in one way."""
+        """Not each optimizer at each place, which would be most of the rows: neither knows of the other."""
         for settings in together(strength, *self):
             if strength > 2 or {i for i, _ in settings} != {0, 2}:
                 yield settings

@@ -111,13 +111,13 @@ WHERE = [
     *on("hfsdp", (2, 2)),
 ]
 LAYOUTS = {"per_parameter": "per_parameter", "row": "ragged"}
-CASES = select(
+ROWS = select(
     itertools.product(
         WHERE, MEMORIES, LAYOUTS, [("fp32", 1), ("bf16", 2), ("bf16", 0), ("fp32", "1 KiB"), ("fp32", 3)]
     ),
     lambda row, strength: together(strength, *row),
 )
-CASES = [(*row, *settings) for *row, settings in CASES]
+CASES = [(*row, *settings) for *row, settings in ROWS]
 
 
 @functools.cache

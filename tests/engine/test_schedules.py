@@ -59,7 +59,7 @@ class Row(NamedTuple):
     memory: str
 
     def shows(self, strength: int) -> Iterator[Hashable]:
-        """Not each schedule at each place: those that a schedule shares with others are most of its events."""
+        """Not each schedule at each place, which would be most of the rows: neither knows of the other."""
         for settings in together(strength, *self):
             if strength > 2 or {i for i, _ in settings} != {0, 1}:
                 yield settings
