@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
 import itertools
 import json
 import re
-import runpy
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -29,6 +23,7 @@ from tests.engine.models import full
 from tests.engine.test_strategies import On, counted, on, on_meshes
 from tests.support import multirank
 from tests.support.matrix import select, together
+from tests.support.scripts import printed_by
 
 ROOT = Path(__file__).parents[2]
 WIDTH, RANK, DEPTH = 40, 3, 5
@@ -203,19 +198,12 @@ def test_frozen_weights_go_when_gradients_have_passed(rank: int, world_size: int
 
 @multirank(2)
 def test_the_example_of_adapters(rank: int, world_size: int, tmp_path: Path) -> None:
-    """As by torchrun, but that the process group is there and stays."""
     pytest.importorskip("pydantic", reason="needs the extra train")
-    printed = io.StringIO()
-    script = str(ROOT / "examples" / "finetune_lora.py")
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr(sys, "argv", [script, "--to", str(tmp_path / "adapters")])
-        patch.setattr(tempfile, "tempdir", str(tmp_path))
-        patch.setattr(dist, "destroy_process_group", lambda: None)
-        patch.setenv("WORLD_SIZE", str(world_size))
-        runpy.run_path(script, run_name="__main__")
+    script = ROOT / "examples" / "finetune_lora.py"
+    printed = printed_by(script, "--to", tmp_path / "adapters", scratch=tmp_path)
     if rank:
         return
-    losses = [float(value) for value in re.findall(r"step \d+: loss ([\d.]+)", printed.getvalue())]
+    losses = [float(value) for value in re.findall(r"step \d+: loss ([\d.]+)", printed)]
     assert len(losses) == 20 and losses[-1] < losses[0] - 0.7
     header = (tmp_path / "adapters" / "model.safetensors").read_bytes()
     names = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])
