@@ -84,7 +84,7 @@ class Run:
     def __init__(self, graphed: bool, rank: int, hold: bool = False, micros: int = 2, **options: Any) -> None:
         root = {key: options.pop(key) for key in ("memory", "prefetch") if key in options}
         self.rank, self.hold, self.micros = rank, hold, micros
-        self.model = build(layers=4)
+        self.model = build(layers=3)
         for block in self.model.blocks:
             sw.fully_shard(block, **options)
         sw.fully_shard(self.model, **options, **root)

@@ -117,8 +117,6 @@ def on(name: str, *shapes: Shape) -> list[On]:
 
 
 EVERYWHERE = [On(stages, shape) for n in (1, 2) for stages in STAGES[n] for shape in SHAPES[n]]
-#: Every strategy of one axis on every line; every strategy of two where both have several ranks; elsewhere each axis.
-MOST = select(EVERYWHERE, lambda at, _: at.shows(2))
 #: Each kind of reduction once, and other kinds of step: a test runs on the former and on a third of the latter.
 SOME = [
     *on("ddp", (2,)),
@@ -758,7 +756,7 @@ def test_models_of_different_strategies_do_not_see_each_other(rank: int, world_s
             assert torch.equal(local_of(value), before[name]) == (i > 1), (i, name)
 
 
-@on_meshes(MOST)
+@on_meshes(SOME + OTHERS)
 def test_state_dicts_are_dtensors_of_the_mesh(rank: int, world_size: int, at: On) -> None:
     model, plain = sharded(at), build()
     optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
@@ -1125,7 +1123,7 @@ def nbytes_on(tensors: list[torch.Tensor]) -> int:
 RAGGED: list[sw.Ragged] = [sw.Ragged("row"), sw.Ragged(2), sw.Ragged("element")]
 AT_REST = select(
     list(itertools.product(EVERYWHERE, (FP32, BF16), ["per_parameter", *RAGGED])),
-    lambda row, strength: row[0].shows(strength, *row[1:]),
+    lambda row, strength: together(strength, row[0].stages[:-1], row[0].stages[-1], row[0].shape, *row[1:]),
 )
 
 
