@@ -698,6 +698,20 @@ def test_clipping_of_torch(
 
 
 @multirank(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "row"])
+def test_parameters_stored_in_several_dtypes_are_cast_in_one_gather(
+    rank: int, world_size: int, layout: str
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3).double(), nn.Linear(3, 4).half())
+    policy = sw.MixedPrecisionPolicy(param_dtype=BF16)
+    model = sw.fully_shard(copy.deepcopy(plain), layout=LAYOUTS[layout], mp_policy=policy)
+    x = torch.randn(2, 5)
+    torch.testing.assert_close(model(x), plain.to(BF16)(x.to(BF16)), rtol=0, atol=0)
+    assert [p.dtype for p in model.parameters()] == [FP32] * 2 + [torch.float64] * 2 + [torch.float16] * 2
+
+
+@multirank(2)
 def test_other_dimensions_are_refused_where_elements_are_cut(rank: int, world_size: int) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
