@@ -359,6 +359,13 @@ class Unit(Weights):
                 f"Unit {self.name!r} holds gradients of earlier micro-batches; change how they are reduced between "
                 "optimizer steps."
             )
+        given = {"gradient_hook": self.gradient_hook, "custom_scatters": self.custom_scatters, **changes}
+        if None not in (given["gradient_hook"], given["custom_scatters"]):
+            raise ValueError(
+                f"Unit {self.name!r} has a gradient hook, which reduces by collectives of its own, and a "
+                "reduce-scatter of yours, which would never be called. Give one of set_gradient_comm_hook and "
+                "set_custom_reduce_scatter, and None to the other."
+            )
         self.finish_reduction()
         for name, value in changes.items():
             setattr(self, name, value)
