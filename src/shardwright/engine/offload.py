@@ -2,12 +2,13 @@
 
 On an accelerator a unit's shards lie in the CPU's memory. Each gather is preceded by a copy of the shard (1/N of the
 unit) on a stream of its own, each reduction is followed by a copy of the gradients' shard back. On a CPU mesh there is
-one memory, so nothing is to be done.
+one memory, so nothing is to be done. Of an optimizer's state nothing is known here but where it is to lie.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from shardwright.engine.unit import Unit
 
 _CPU = torch.device("cpu")
+#: What an optimizer that keeps state on the host has in its attribute of this name.
+HOST_STATE = "_shardwright_host_state"
 
 
 @dataclass
@@ -30,8 +33,9 @@ class Offload(OffloadPolicy):
     """What of a unit lies in the CPU's memory between uses: an ``offload_policy`` of ``fully_shard``.
 
     ``Offload()`` is what ``CPUOffloadPolicy()`` is: parameters, gradients and optimizer state, all sharded, and the
-    optimizer steps on the CPU. ``Offload(parameters=False, gradients=False)``, the state alone, is not yet there on
-    accelerators and refused by ``fully_shard``.
+    optimizer steps on the CPU. ``Offload(parameters=False, gradients=False)`` is the state alone: the optimizer steps
+    on the device, and the state passes through it unit by unit, which ``sw.fully_shard_optimizer`` and
+    ``sw.optim.in_backward`` see to. Others are refused at their first step.
 
     Args:
         parameters: the sharded parameters. Gathers read a copy of the shard.
@@ -76,12 +80,24 @@ def offload_of(policy: OffloadPolicy) -> Offload:
     return Offload(pin_memory=policy.pin_memory) if isinstance(policy, CPUOffloadPolicy) else NOTHING
 
 
-def refuse_on_device(offload: Offload, streams: Streams) -> None:
-    if offload.optimizer and not offload.parameters and not streams.asynchronous:
-        raise NotImplementedError(
-            "Offload(parameters=False) would pass the optimizer's state through the device, which this version does "
-            "not do on an accelerator. Offload parameters and gradients, too, with CPUOffloadPolicy() or Offload()."
-        )
+def state_host(unit: Unit) -> Host | None:
+    """Where an optimizer that steps this unit on the device keeps its state, if that is not the device."""
+    streams = unit.ranks.comm.streams
+    if not unit.offload.optimizer or unit.offload.parameters or streams.asynchronous:
+        return None
+    return Host(streams, unit.ranks.device, unit.offload.pin_memory)
+
+
+def refuse_state_on_device(optimizer: torch.optim.Optimizer, units: Iterable[Unit]) -> None:
+    """Raise if the optimizer does not keep its state where the units' policy says."""
+    if not vars(optimizer).get(HOST_STATE):
+        for unit in units:
+            if state_host(unit) is not None:
+                raise RuntimeError(
+                    f"Unit {unit.name!r} has Offload(parameters=False), by which optimizer state lies in the CPU's "
+                    f"memory, and this {type(optimizer).__name__} would keep it on {unit.ranks.device}. Pass it "
+                    "through shardwright.fully_shard_optimizer first."
+                )
 
 
 class HostSlab(Slab):
@@ -107,19 +123,34 @@ class Host:
 
     def __init__(self, streams: Streams, device: torch.device, pin_memory: bool) -> None:
         self.streams = streams
+        self.device = device
         self._pin = pin_memory and device.type != "cpu"
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=_CPU, pin_memory=self._pin)
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in such memory."""
+        on_host = tensor.device.type == "cpu" != self.device.type
+        return on_host and (not self._pin or tensor.is_pinned())
+
     def upload(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
-        """Copy to the device, on its own stream, before what is queued on the gathers' stream next. Returns a mark."""
-        streams = self.streams
-        with streams.fork("upload"):
-            foreach_copy_(targets, sources, True)
-        mark = streams.mark("upload")
-        with streams.beside("gather", mark):
+        """Copy to the device, before what is queued on the gathers' stream next. Returns a mark."""
+        mark = self.copy_up(targets, sources)
+        with self.streams.beside("gather", mark):
             return mark
+
+    def copy_up(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
+        """Copy to the device, after all that the computation has queued. Returns a mark."""
+        with self.streams.fork("upload"):
+            foreach_copy_(targets, sources, True)
+        return self.streams.mark("upload")
+
+    def copy_down(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
+        """Copy to the host, after all that the computation has queued. Returns a mark."""
+        with self.streams.fork("download"):
+            foreach_copy_(targets, sources, True)
+        return self.streams.mark("download")
 
     def download(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Any:
         """Copy to the host, after the mark or all that the computation has queued. Returns a mark."""

@@ -334,9 +334,8 @@ class Unit(Weights):
                     reduction.start_late(self.divide_factor, self.force_sum, announcer)
         root.scattering.append(self.number)
         if self.stepping is not None:
-            self.stepping.expect(
-                self.requires_sync and self.requires_all_reduce and root.is_last_backward, root.calls_begun
-            )
+            last_backward = self.requires_sync and self.requires_all_reduce and root.is_last_backward
+            self.stepping.expect(self, last_backward, root.calls_begun)
 
     def separate_scatters(self, enable: bool) -> None:
         """Reduce-scatter in process groups of their own, or in those of the gathers."""

@@ -1,0 +1,261 @@
+"""Optimizer state that lies in the CPU's memory and passes through the device, one unit's at a time.
+
+The parameters stay on the device and are stepped there. Tensors of one dimension or more go up before the step of their
+unit and down after it; numbers, 0-d tensors among them, stay where the optimizer has put them. Which unit is stepped
+when is told in ``sharded.py`` and ``in_backward.py``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwright._torch import dtensor_of, local_of
+from shardwright.engine.offload import Host, state_host
+from shardwright.engine.parameter import unit_of
+from shardwright.engine.ragged import RaggedTensor
+from shardwright.engine.unit import Unit
+from shardwright.memory import Owner, Slab
+from shardwright.optim.held import leaves, mapped
+
+_ALIGNMENT = 16  # bytes
+State = Mapping[Any, dict[str, Any]]  #: as an optimizer has it, by local tensor
+
+
+@dataclass
+class _Copies:
+    """A unit's state on the device.
+
+    Attributes:
+        pairs: the tensors on the host and on the device, by the id of the one on the host.
+        mark: after the copy up.
+    """
+
+    unit: Unit
+    host: Host
+    slab: Slab
+    pairs: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    mark: Any
+
+
+@dataclass
+class _Leaving:
+    """What a copy to the host reads, and the mark after it."""
+
+    host: Host
+    slab: Slab
+    tensors: list[torch.Tensor]
+    mark: Any
+
+
+class HostState:
+    """One optimizer's state on its way to the device and back.
+
+    No more than two units' is on the device at once: that of the unit which is stepped, and that of the one before it,
+    on its way down, or of the one after it, on its way up. What a step makes anew, instead of writing into what there
+    was, comes on top of it.
+    """
+
+    def __init__(self) -> None:
+        self._owner = Owner("optimizer state")
+        self._coming: _Copies | None = None
+        self._waiting: dict[Unit, list[dict[str, Any]]] = {}  #: what comes after that
+        self._here: _Copies | None = None  #: of the unit that is stepped
+        self._leaving: list[_Leaving] = []  #: the oldest first
+        self._last: _Leaving | None = None
+
+    def send(self, unit: Unit, states: Iterable[dict[str, Any]]) -> None:
+        """Begin to copy the state of a unit that is stepped soon, or, after that of others, when there is room."""
+        if self._coming is None or self._coming.unit is unit:
+            self._drop_coming()
+            self._coming = self._send(unit, _on_host(states))
+        else:
+            self._waiting[unit] = list(states)
+
+    @torch.no_grad()
+    def take(self, unit: Unit, state: State) -> defaultdict[Any, dict[str, Any]]:
+        """``state`` with the unit's tensors on the device. The computation waits for them."""
+        wanted = _on_host(state.values())
+        self._waiting.pop(unit, None)
+        sent = self._coming
+        if sent is not None and sent.unit is unit:
+            if {id(t) for t in wanted} <= sent.pairs.keys():
+                self._coming = None
+            else:  # replaced since
+                self._drop_coming()
+                sent = None
+        else:
+            sent = None
+        self._here = here = sent or self._send(unit, wanted)
+        here.host.streams.join(here.mark)
+        self._make_room(0)  # of as much as this is, in a first step
+        pairs = here.pairs
+        on_device = {
+            p: mapped(values, lambda v: pairs[id(v)][1] if id(v) in pairs else v)
+            for p, values in state.items()
+        }
+        return defaultdict(dict, on_device)
+
+    @torch.no_grad()
+    def give_back(self, state: State) -> defaultdict[Any, dict[str, Any]]:
+        """After the step: ``state`` with the tensors on the host, to which copies begin.
+
+        Raises:
+            ValueError: the optimizer itself keeps some of its state on the host.
+        """
+        here, self._here = self._here, None
+        assert here is not None
+        host = here.host
+        known = {id(on_device): on_host for on_host, on_device in here.pairs.values()}
+        sources: dict[int, torch.Tensor] = {}
+
+        def leave(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.ndim:
+                return value
+            if value.device.type != here.slab.device.type:
+                raise ValueError(
+                    f"The optimizer keeps state of shape {tuple(value.shape)} for unit {here.unit.name!r} on "
+                    f"{value.device}, while its parameters are on {here.slab.device}, so which of its state is to "
+                    "pass through the device is not known. Use another offload_policy for this unit."
+                )
+            if id(value) not in known:
+                known[id(value)] = _like(value, host)
+            sources[id(value)] = value
+            return known[id(value)]
+
+        try:
+            return defaultdict(dict, {p: mapped(values, leave) for p, values in state.items()})
+        finally:
+            mark = None
+            if sources:
+                mark = host.copy_down([known[key] for key in sources], list(sources.values()))
+            self._last = _Leaving(host, here.slab, list(sources.values()), mark)
+            self._leaving.append(self._last)
+            for unit in list(self._waiting)[:1]:
+                self.send(unit, self._waiting.pop(unit))
+
+    def settle(self) -> None:
+        """The computation waits for all that is under way, and the device's memory is given back."""
+        self._waiting.clear()
+        self._drop_coming()
+        if self._here is not None:  # after an exception
+            self._here.slab.release()
+            self._here = None
+        self._free(0)
+
+    def host_wait(self) -> None:
+        """The host waits until all of the state has come down."""
+        if self._last is not None:
+            self._last.host.streams.host_wait(self._last.mark)
+            self._last = None
+
+    def _send(self, unit: Unit, tensors: list[torch.Tensor]) -> _Copies:
+        host = state_host(unit)
+        assert host is not None
+        offsets, nbytes = [], 0
+        for t in tensors:
+            offsets.append(nbytes)
+            nbytes += -(-t.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._make_room(1)
+        slab = Slab(nbytes, unit.ranks.device, "optimizer state", self._owner)
+        slab.lease()
+        copies = [
+            slab.view(t.dtype, offset // t.itemsize, t.shape, t.stride())
+            for t, offset in zip(tensors, offsets, strict=True)
+        ]
+        mark = host.copy_up(copies, tensors) if tensors else None
+        pairs = {id(t): (t, copy) for t, copy in zip(tensors, copies, strict=True)}
+        return _Copies(unit, host, slab, pairs, mark)
+
+    def _make_room(self, more: int) -> None:
+        """The computation waits for copies to the host until there is room for the state of ``more`` units."""
+        self._free(max(0, 2 - more - (self._here is not None) - (self._coming is not None)))
+
+    def _free(self, keep: int) -> None:
+        while len(self._leaving) > keep:
+            gone = self._leaving.pop(0)
+            gone.host.streams.join(gone.mark)
+            gone.slab.release()
+            gone.tensors.clear()
+
+    def _drop_coming(self) -> None:
+        if self._coming is not None:
+            self._coming.host.streams.join(self._coming.mark)
+            self._coming.slab.release()
+            self._coming = None
+
+
+def _on_host(states: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
+    """What is to go up: each once."""
+    tensors = [v for values in states for v in leaves(values) if isinstance(v, torch.Tensor) and v.ndim]
+    return list({id(t): t for t in tensors if t.device.type == "cpu"}.values())
+
+
+class _Kept:
+    """A tensor of a state dict on its way past what moves such to the parameter's device."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def kept_from_device(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A hook before ``load_state_dict``: torch would move all state to the device, which may not hold it."""
+    state = dict(state_dict["state"])
+    for group, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        for p, number in zip(group["params"], theirs["params"], strict=False):
+            if number in state and host_of_state(p) is not None:
+                state[number] = {
+                    key: value
+                    if key == "step"
+                    else mapped(value, lambda v: _Kept(v) if isinstance(v, torch.Tensor) and v.ndim else v)
+                    for key, value in state[number].items()
+                }
+    return {**state_dict, "state": state}
+
+
+def loaded(values: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
+    """What was kept, cast as torch does it: to the parameter's dtype."""
+
+    def load(value: Any) -> Any:
+        if isinstance(value, _Kept):
+            return value.tensor.to(p.dtype) if p.is_floating_point() else value.tensor
+        return value
+
+    return mapped(values, load)  # type: ignore[no-any-return]
+
+
+def host_of_state(p: torch.Tensor) -> Host | None:
+    """Where state of this parameter lies between steps, if that is not where the parameter does."""
+    unit = unit_of(p)
+    return state_host(unit) if unit is not None else None
+
+
+@torch.no_grad()
+def moved_to_host(values: dict[str, Any], host: Host) -> dict[str, Any]:
+    """A parameter's state, as it is outside of a step, in memory of the host's."""
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        local = local_of(value) if isinstance(value, (DTensor, RaggedTensor)) else value
+        if host.has(local):
+            return value
+        moved = _like(local, host).copy_(local)
+        if isinstance(value, RaggedTensor):
+            return RaggedTensor(moved, value.spec)
+        if isinstance(value, DTensor):
+            return dtensor_of(moved, value.device_mesh, value.placements, value.shape, value.stride())
+        return moved
+
+    return mapped(values, move)  # type: ignore[no-any-return]
+
+
+def _like(tensor: torch.Tensor, host: Host) -> torch.Tensor:
+    """New memory of the host, with the tensor's shape and the order of its dimensions."""
+    stride = torch.empty_like(tensor, device="meta").stride()
+    return host.zeros(tensor.numel(), tensor.dtype).as_strided(tensor.shape, stride)
