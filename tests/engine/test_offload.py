@@ -295,16 +295,6 @@ def test_failures_leave_nothing_on_its_way(rank: int, world_size: int) -> None:
         assert_same(plain, model)
 
 
-@multirank(2)
-def test_what_cannot_be_offloaded_is_refused(rank: int, world_size: int) -> None:
-    with stand_in_device():
-        model = sw.fully_shard(nn.Linear(4, 4), offload_policy=sw.Offload())
-        with pytest.raises(NotImplementedError, match="whole tensors move between devices"):
-            sw.fully_shard_optimizer(
-                sw.Muon(nn.ParameterDict({"weight": model.weight}).named_parameters(), lr=0.1)
-            )
-
-
 def test_a_dtensor_stays_where_its_local_tensor_is() -> None:
     """Over a mesh of another device, where ``DTensor.from_local`` would move it."""
     with fake_ranks(2):

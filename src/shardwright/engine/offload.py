@@ -152,6 +152,12 @@ class Host:
             foreach_copy_(targets, sources, True)
         return self.streams.mark("download")
 
+    def wait(self) -> None:
+        """The host waits for all that the computation has queued."""
+        with self.streams.fork("download"):
+            pass
+        self.streams.host_wait(self.streams.mark("download"))
+
     def download(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Any:
         """Copy to the host, after the mark or all that the computation has queued. Returns a mark."""
         streams = self.streams

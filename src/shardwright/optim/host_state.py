@@ -1,14 +1,14 @@
-"""Optimizer state that lies in the CPU's memory and passes through the device, one unit's at a time.
+"""Optimizer state that lies in the CPU's memory and passes through the device, where the parameters are stepped.
 
-The parameters stay on the device and are stepped there. Tensors of one dimension or more go up before the step of their
-unit and down after it; numbers, 0-d tensors among them, stay where the optimizer has put them. Which unit is stepped
-when is told in ``sharded.py`` and ``in_backward.py``.
+It goes in parts: that of a unit, or of the whole tensors of a round. Tensors of one dimension or more go up before the
+step of their part and down after it; numbers, 0-d tensors among them, stay where the optimizer has put them. Which part
+is stepped when is told in ``sharded.py``, ``in_backward.py`` and ``owners.py``.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from shardwright._torch import dtensor_of, local_of
 from shardwright.engine.offload import Host, state_host
 from shardwright.engine.parameter import unit_of
 from shardwright.engine.ragged import RaggedTensor
-from shardwright.engine.unit import Unit
 from shardwright.memory import Owner, Slab
 from shardwright.optim.held import leaves, mapped
 
@@ -29,14 +28,14 @@ State = Mapping[Any, dict[str, Any]]  #: as an optimizer has it, by local tensor
 
 @dataclass
 class _Copies:
-    """A unit's state on the device.
+    """A part's state on the device.
 
     Attributes:
         pairs: the tensors on the host and on the device, by the id of the one on the host.
         mark: after the copy up.
     """
 
-    unit: Unit
+    part: Hashable
     host: Host
     slab: Slab
     pairs: dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -56,42 +55,39 @@ class _Leaving:
 class HostState:
     """One optimizer's state on its way to the device and back.
 
-    No more than two units' is on the device at once: that of the unit which is stepped, and that of the one before it,
-    on its way down, or of the one after it, on its way up. What a step makes anew, instead of writing into what there
-    was, comes on top of it.
+    No more than that of two parts is on the device at once: of the part which is stepped, and of the one before it, on
+    its way down, or of the one after it, on its way up. What a step makes anew, instead of writing into what there was,
+    comes on top of it. A part is called by anything hashable.
     """
 
     def __init__(self) -> None:
         self._owner = Owner("optimizer state")
         self._coming: _Copies | None = None
-        self._waiting: dict[Unit, list[dict[str, Any]]] = {}  #: what comes after that
-        self._here: _Copies | None = None  #: of the unit that is stepped
+        self._waiting: dict[Hashable, tuple[Host, list[dict[str, Any]]]] = {}  #: what comes after that
+        self._here: _Copies | None = None  #: of the part that is stepped
         self._leaving: list[_Leaving] = []  #: the oldest first
         self._last: _Leaving | None = None
 
-    def send(self, unit: Unit, states: Iterable[dict[str, Any]]) -> None:
-        """Begin to copy the state of a unit that is stepped soon, or, after that of others, when there is room."""
-        if self._coming is None or self._coming.unit is unit:
+    def send(self, part: Hashable, host: Host, states: Iterable[dict[str, Any]]) -> None:
+        """Begin to copy the state of a part that is stepped soon, or, after that of others, when there is room."""
+        if self._coming is None or self._coming.part == part:
             self._drop_coming()
-            self._coming = self._send(unit, _on_host(states))
+            self._coming = self._send(part, host, _on_host(states))
         else:
-            self._waiting[unit] = list(states)
+            self._waiting[part] = host, list(states)
 
     @torch.no_grad()
-    def take(self, unit: Unit, state: State) -> defaultdict[Any, dict[str, Any]]:
-        """``state`` with the unit's tensors on the device. The computation waits for them."""
+    def take(self, part: Hashable, host: Host, state: State) -> defaultdict[Any, dict[str, Any]]:
+        """``state`` of the part with its tensors on the device. The computation waits for them."""
         wanted = _on_host(state.values())
-        self._waiting.pop(unit, None)
-        sent = self._coming
-        if sent is not None and sent.unit is unit:
-            if {id(t) for t in wanted} <= sent.pairs.keys():
-                self._coming = None
+        self._waiting.pop(part, None)
+        sent = None
+        if self._coming is not None and self._coming.part == part:
+            if {id(t) for t in wanted} <= self._coming.pairs.keys():
+                sent, self._coming = self._coming, None
             else:  # replaced since
                 self._drop_coming()
-                sent = None
-        else:
-            sent = None
-        self._here = here = sent or self._send(unit, wanted)
+        self._here = here = sent or self._send(part, host, wanted)
         here.host.streams.join(here.mark)
         self._make_room(0)  # of as much as this is, in a first step
         pairs = here.pairs
@@ -119,9 +115,9 @@ class HostState:
                 return value
             if value.device.type != here.slab.device.type:
                 raise ValueError(
-                    f"The optimizer keeps state of shape {tuple(value.shape)} for unit {here.unit.name!r} on "
-                    f"{value.device}, while its parameters are on {here.slab.device}, so which of its state is to "
-                    "pass through the device is not known. Use another offload_policy for this unit."
+                    f"The optimizer keeps state of shape {tuple(value.shape)} on {value.device}, while it steps "
+                    f"parameters on {here.slab.device}, so which of its state is to pass through the device is not "
+                    "known. Leave offload_policy at its default."
                 )
             if id(value) not in known:
                 known[id(value)] = _like(value, host)
@@ -136,8 +132,8 @@ class HostState:
                 mark = host.copy_down([known[key] for key in sources], list(sources.values()))
             self._last = _Leaving(host, here.slab, list(sources.values()), mark)
             self._leaving.append(self._last)
-            for unit in list(self._waiting)[:1]:
-                self.send(unit, self._waiting.pop(unit))
+            for part in list(self._waiting)[:1]:
+                self.send(part, *self._waiting.pop(part))
 
     def settle(self) -> None:
         """The computation waits for all that is under way, and the device's memory is given back."""
@@ -154,15 +150,13 @@ class HostState:
             self._last.host.streams.host_wait(self._last.mark)
             self._last = None
 
-    def _send(self, unit: Unit, tensors: list[torch.Tensor]) -> _Copies:
-        host = state_host(unit)
-        assert host is not None
+    def _send(self, part: Hashable, host: Host, tensors: list[torch.Tensor]) -> _Copies:
         offsets, nbytes = [], 0
         for t in tensors:
             offsets.append(nbytes)
             nbytes += -(-t.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._make_room(1)
-        slab = Slab(nbytes, unit.ranks.device, "optimizer state", self._owner)
+        slab = Slab(nbytes, host.device, "optimizer state", self._owner)
         slab.lease()
         copies = [
             slab.view(t.dtype, offset // t.itemsize, t.shape, t.stride())
@@ -170,10 +164,10 @@ class HostState:
         ]
         mark = host.copy_up(copies, tensors) if tensors else None
         pairs = {id(t): (t, copy) for t, copy in zip(tensors, copies, strict=True)}
-        return _Copies(unit, host, slab, pairs, mark)
+        return _Copies(part, host, slab, pairs, mark)
 
     def _make_room(self, more: int) -> None:
-        """The computation waits for copies to the host until there is room for the state of ``more`` units."""
+        """The computation waits for copies to the host until there is room for the state of ``more`` parts."""
         self._free(max(0, 2 - more - (self._here is not None) - (self._coming is not None)))
 
     def _free(self, keep: int) -> None:
@@ -194,6 +188,11 @@ def _on_host(states: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
     """What is to go up: each once."""
     tensors = [v for values in states for v in leaves(values) if isinstance(v, torch.Tensor) and v.ndim]
     return list({id(t): t for t in tensors if t.device.type == "cpu"}.values())
+
+
+def part_of_state(state: State, tensors: Iterable[torch.Tensor]) -> dict[Any, dict[str, Any]]:
+    """What ``state`` has of these tensors."""
+    return {t: state[t] for t in tensors if t in state}
 
 
 class _Kept:
@@ -233,6 +232,12 @@ def host_of_state(p: torch.Tensor) -> Host | None:
     """Where state of this parameter lies between steps, if that is not where the parameter does."""
     unit = unit_of(p)
     return state_host(unit) if unit is not None else None
+
+
+def host_of_whole(p: torch.Tensor) -> Host | None:
+    """Where state of this parameter lies between steps if it is stepped whole, which is done on the device."""
+    unit = unit_of(p)
+    return (unit.host or state_host(unit)) if unit is not None else None
 
 
 @torch.no_grad()

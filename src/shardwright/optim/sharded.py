@@ -7,6 +7,7 @@ go through ``owners``.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,15 @@ from shardwright.engine.unit import Unit
 from shardwright.init import value_of
 from shardwright.optim.blocks import block_spec
 from shardwright.optim.held import mapped
-from shardwright.optim.host_state import HostState, host_of_state, kept_from_device, loaded, moved_to_host
+from shardwright.optim.host_state import (
+    HostState,
+    host_of_state,
+    host_of_whole,
+    kept_from_device,
+    loaded,
+    moved_to_host,
+    part_of_state,
+)
 from shardwright.optim.needs import Need, Needs, check, cost_of, needs_of
 from shardwright.optim.owners import Calls, Owners
 
@@ -167,18 +176,6 @@ def _choose_owners(optimizer: Any, found: list[tuple[str, torch.Tensor, Need]]) 
     by_mesh: dict[Any, list[Any]] = {}
     for name, p, need in found:
         if need == "tensor" and isinstance(p, SHARDED):
-            unit = unit_of(p)
-            if unit is not None and unit.host is not None:
-                raise NotImplementedError(
-                    f"{type(optimizer).__name__} needs parameter {name!r} whole, and whole tensors move between "
-                    "devices, while this one is offloaded to the CPU. Leave offload_policy at its default for its unit."
-                )
-            if unit is not None and state_host(unit) is not None:
-                raise NotImplementedError(
-                    f"{type(optimizer).__name__} needs parameter {name!r} whole, and its state stays with the rank "
-                    "that steps it, on the device, while it is to be offloaded to the CPU. Leave offload_policy at its "
-                    "default for its unit."
-                )
             by_mesh.setdefault(p.device_mesh, []).append((name, p, cost(p)))
     if not hasattr(optimizer, "_shardwright_owners"):  # which a wrapper of the optimizer may have from it
         optimizer._shardwright_owners, optimizer._shardwright_whole = {}, set()
@@ -193,9 +190,10 @@ def _choose_owners(optimizer: Any, found: list[tuple[str, torch.Tensor, Need]]) 
 
 
 def _choose_places(optimizer: Any, found: list[tuple[str, torch.Tensor, Need]]) -> None:
-    """Whether state lies on the host, though its parameters do not: then it passes through the device."""
+    """Whether state lies on the host and parameters are stepped on the device: then it passes through there."""
     if optimizer.__dict__.setdefault(HOST_STATE, None) is None:
-        passes = any(host_of_state(p) is not None for _, p, _ in found)
+        whole = optimizer.__dict__["_shardwright_whole"]
+        passes = any((host_of_whole(p) if p in whole else host_of_state(p)) is not None for _, p, _ in found)
         optimizer.__dict__[HOST_STATE] = HostState() if passes else None
 
 
@@ -358,11 +356,12 @@ class _ShardedStep:
     @contextmanager
     def _on_device(self, unit: Unit) -> Iterator[None]:
         """Within a step of this unit's parameters, stand-ins in place: their state is on the device."""
-        if state_host(unit) is None:
+        host = state_host(unit)
+        if host is None:
             yield
             return
         host_state: HostState = self.__dict__[HOST_STATE]
-        self.state = host_state.take(unit, self.state)
+        self.state = host_state.take(unit, host, self.state)
         try:
             yield
         finally:
@@ -370,10 +369,11 @@ class _ShardedStep:
 
     def _send_state(self, unit: Unit, params: list[torch.Tensor]) -> None:
         """The unit's parameters ``params`` are stepped soon: begin to copy their state to the device."""
-        if state_host(unit) is not None:
+        host = state_host(unit)
+        if host is not None:
             entries: dict[Any, _Entry] = self.__dict__.get("_shardwright_entries", {})
             known = [entries[p].inner for p in params if p in entries]
-            self.__dict__[HOST_STATE].send(unit, known)
+            self.__dict__[HOST_STATE].send(unit, host, known)
 
     def _settle_state(self) -> None:
         """Nothing is stepped for now: give the device's memory back."""
@@ -381,66 +381,68 @@ class _ShardedStep:
         if host_state is not None:
             host_state.settle()
 
-    def _step_unit_by_unit(self, groups: list[list[Any]]) -> None:
-        """Within a step, stand-ins in place for ``groups``: unit by unit where state passes through the device."""
-        host_state: HostState = self.__dict__[HOST_STATE]
-        locals_, inner = [group["params"] for group in self.param_groups], self.state
-        parts: dict[Unit | None, list[list[torch.Tensor]]] = {None: [[] for _ in groups]}
-        for number, both in enumerate(zip(groups, locals_, strict=True)):
-            for p, local in zip(*both, strict=True):
-                unit = unit_of(p) if host_of_state(p) is not None else None
-                if local.grad is not None:
-                    parts.setdefault(unit, [[] for _ in groups])[number].append(local)
-        units = [unit for unit in parts if unit is not None]
-        calls = Calls(self, step_without_hooks(_kind_of(self)))  # type: ignore[arg-type]
-        state: Any = inner
-        host_state.settle()  # what was sent for a backward that failed
-        try:
-            for unit, following in zip([None, *units], [*units, None], strict=True):
-                state = inner
-                if unit is not None:
-                    mine = [t for params in parts[unit] for t in params]
-                    state = host_state.take(unit, {t: inner[t] for t in mine if t in inner})
-                if following is not None and calls.failure is None:
-                    soon = [t for params in parts[following] for t in params]
-                    host_state.send(following, [inner[t] for t in soon if t in inner])
-                if any(parts[unit]) or not units:
-                    calls(parts[unit], state)
-                if unit is not None:
-                    inner.update(host_state.give_back(state))
-                if calls.failure is not None:
-                    raise calls.failure
-        finally:
-            host_state.settle()
-            self.state = inner
-            for group, params in zip(self.param_groups, locals_, strict=True):
-                group["params"] = params
-
-    def _step_whole(self, outer: Any) -> None:
-        """Within a step, stand-ins in place: the tensors that are needed whole, and all others where they lie."""
+    def _step_in_calls(self, groups: list[list[Any]], outer: Any) -> None:
+        """Within a step, stand-ins in place for ``groups``: what is needed whole, and the rest where it lies."""
         entries: dict[Any, _Entry] = self.__dict__["_shardwright_entries"]
-        whole = self.__dict__["_shardwright_whole"]
-        groups, inner = [group["params"] for group in self.param_groups], self.state
-        owned = {id(entries[p].local) for p in whole}
-        number = {id(t): i for i, params in enumerate(groups) for t in params}
+        host_state: HostState | None = self.__dict__[HOST_STATE]
+        locals_, inner = [group["params"] for group in self.param_groups], self.state
+        number = {id(t): i for i, params in enumerate(locals_) for t in params}
         calls = Calls(self, step_without_hooks(_kind_of(self)))  # type: ignore[arg-type]
-        rest: Callable[[], None] | None = lambda: calls(  # noqa: E731
-            [[t for t in params if id(t) not in owned] for params in groups], inner
-        )
+        others = [lambda: self._call_where_they_lie(calls, groups, locals_, inner)]
         failures = []
         try:
             for owners in self.__dict__["_shardwright_owners"].values():
-                locals_ = {o.index: entries[o.p].local for o in owners.owned}
-                numbers = {index: number[id(t)] for index, t in locals_.items()}
-                failures.append(owners.step(locals_, calls, numbers, outer, rest or (lambda: None)))
-                rest = None
+                owned = {o.index: entries[o.p].local for o in owners.owned}
+                numbers = {index: number[id(t)] for index, t in owned.items()}
+                meanwhile = others.pop() if others else lambda: None
+                failures.append(owners.step(owned, calls, numbers, outer, meanwhile, host_state))
+            if others:
+                others.pop()()
         finally:
             self.state = inner
-            for group, params in zip(self.param_groups, groups, strict=True):
+            for group, params in zip(self.param_groups, locals_, strict=True):
                 group["params"] = params
         for failure in (calls.failure, *failures):
             if failure is not None:
                 raise failure
+
+    def _call_where_they_lie(self, calls: Calls, groups: list[list[Any]], locals_: list[list[torch.Tensor]],
+                             inner: Any) -> None:  # fmt: skip
+        """Step what is not needed whole; unit by unit what has state that passes through the device."""
+        whole = self.__dict__["_shardwright_whole"]
+        host_state: HostState | None = self.__dict__[HOST_STATE]
+        pairs = [list(zip(*both, strict=True)) for both in zip(groups, locals_, strict=True)]
+        if host_state is None:
+            calls([[local for p, local in each if p not in whole] for each in pairs], inner)
+            return
+        rest: list[list[torch.Tensor]] = [[] for _ in groups]
+        units: dict[Unit, list[list[torch.Tensor]]] = {}
+        for i, each in enumerate(pairs):
+            for p, local in each:
+                unit = unit_of(p)
+                if unit is None or state_host(unit) is None:
+                    if p not in whole:
+                        rest[i].append(local)
+                elif p not in whole and local.grad is not None:
+                    units.setdefault(unit, [[] for _ in groups])[i].append(local)
+        parts = [
+            (unit, host, mine, part_of_state(inner, itertools.chain(*mine)))
+            for unit, mine in units.items()
+            if (host := state_host(unit)) is not None
+        ]
+        host_state.settle()  # what was sent for a backward that failed
+        for unit, host, _, state in parts[:1]:
+            host_state.send(unit, host, state.values())
+        if any(rest) or not parts:
+            calls(rest, inner)
+        for (unit, host, mine, state), following in itertools.zip_longest(parts, parts[1:]):
+            if calls.failure is None:
+                on_device = host_state.take(unit, host, state)
+                if following is not None:
+                    host_state.send(following[0], following[1], following[3].values())
+                calls(mine, on_device)
+                inner.update(host_state.give_back(on_device))
+        host_state.settle()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         tell_schedulers(self)  # type: ignore[arg-type]
@@ -452,11 +454,10 @@ class _ShardedStep:
         before_optimizer_step(self)  # type: ignore[arg-type]  # torch's hook for it runs when stand-ins are in place
         groups, outer = self._enter()
         try:
-            if self.__dict__["_shardwright_whole"]:
-                # Hooks of the step run once, though the optimizer's own code is called for each round.
-                Optimizer.profile_hook_step(lambda optimizer: optimizer._step_whole(outer))(self)  # type: ignore[attr-defined]
-            elif self.__dict__[HOST_STATE] is not None:
-                Optimizer.profile_hook_step(lambda optimizer: optimizer._step_unit_by_unit(groups))(self)  # type: ignore[attr-defined]
+            if self.__dict__["_shardwright_whole"] or self.__dict__[HOST_STATE] is not None:
+                # Hooks of the step run once, though the optimizer's own code is called several times.
+                step = Optimizer.profile_hook_step(lambda optimizer: optimizer._step_in_calls(groups, outer))  # type: ignore[attr-defined]
+                step(self)
             else:
                 super().step()  # type: ignore[misc]
         finally:
