@@ -27,6 +27,8 @@ _EXCHANGED = (
     "_cast",
     "_casts",
     "_hops",
+    "_secondary",
+    "_upload",
     "_uploads",
     "_fulls",
     "_full_versions",

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 
-from shardwright._torch import foreach_copy_
+from shardwright._torch import dtensor_of, foreach_copy_, local_of
 from shardwright.comm import Streams
 from shardwright.engine.gradients import GradientShard, Reduction
 from shardwright.memory import Owner, Slab
@@ -98,6 +99,22 @@ def refuse_state_on_device(optimizer: torch.optim.Optimizer, units: Iterable[Uni
                     f"memory, and this {type(optimizer).__name__} would keep it on {unit.ranks.device}. Pass it "
                     "through shardwright.fully_shard_optimizer first."
                 )
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """``full_tensor()`` where the tensor is, which all ranks must call; a plain tensor as it is.
+
+    A DTensor that was offloaded is gathered on the device, where its group communicates.
+    """
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    if isinstance(tensor, DTensor):
+        local, mesh = local_of(tensor), tensor.device_mesh
+        if local.device.type != mesh.device_type and not local.is_meta:
+            there = local.to(torch.device(mesh.device_type))
+            moved = dtensor_of(there, mesh, tensor.placements, tensor.shape, tensor.stride())
+            return moved.full_tensor().to(local.device)
+    return tensor.full_tensor()  # type: ignore[no-any-return]
 
 
 class HostSlab(Slab):

@@ -322,11 +322,9 @@ class Root:
         """
         if number in self.scattering or number in self._summing:
             self.finish_reductions()
-        unit = self._units[number]()
-        if unit is not None and unit.host is not None:
-            if unit.arriving:
-                unit.land()
-            self.arrivals.poll()
+        begins = self._units[number]()
+        if begins is not None and begins.arriving:
+            begins.land()
         while len(self.scattering) >= self.max_input_buffers:
             oldest = self.scattering.pop(0)
             unit = self._units[oldest]()
@@ -337,6 +335,8 @@ class Root:
                 self._summing.append(oldest)
             else:
                 unit.finish_reduction()
+        if begins is not None and begins.host is not None:
+            self.arrivals.poll()
 
     def _finish_sums(self) -> None:
         while self._summing:
