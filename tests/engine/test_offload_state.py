@@ -357,15 +357,22 @@ def test_a_failed_step_keeps_what_was_stepped(rank: int, world_size: int) -> Non
         train(model, optimizer, rank, 1, first=2)
 
 
+class Odd(torch.Tensor):
+    pass
+
+
 class Elsewhere(torch.optim.SGD):
-    """Keeps state on a device of its own choice."""
+    """Keeps state on a device of its own choice, or as a tensor of its own kind."""
+
+    kind: type = torch.Tensor
+    device = "meta"
 
     def shard_needs(self, p: torch.Tensor) -> int:
         return 1
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for p in self.param_groups[0]["params"]:
-            self.state[p]["own"] = torch.empty(3, device="meta")
+            self.state[p]["own"] = torch.empty(3, device=self.device).as_subclass(self.kind)
 
 
 @multirank(1)
@@ -378,6 +385,10 @@ def test_what_would_stay_on_the_device_is_refused(rank: int, world_size: int) ->
             adamw(model).step()
         with pytest.raises(ValueError, match=r"keeps state of shape \(3,\) on meta"):
             sw.fully_shard_optimizer(Elsewhere(model.parameters(), lr=0.1)).step()
+        own = sw.fully_shard_optimizer(Elsewhere(model.parameters(), lr=0.1))
+        own.device, own.kind = "cpu", Odd
+        with pytest.raises(ValueError, match="keeps state as Odd, a tensor class of its own"):
+            own.step()
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from shardwright.comm_hooks import Compressed, Int8Blocks, PowerSGD
 from tests.engine.models import Model, build, full, loss_of, shard, tokens
 from tests.engine.test_offload import adamw, assert_same
 from tests.engine.test_offload_state import STATE, assert_equal
+from tests.engine.test_surface import KINDS, backward, whole, wrapped
 from tests.support import multirank
 from tests.support.stand_in import stand_in_device
 
@@ -200,3 +201,26 @@ def test_as_without_offload(rank: int, world_size: int, run: Run, way: str, tmp_
     assert_equal(*results)
     assert_same(*models)
     assert_equal(*states)
+
+
+@multirank(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_that_gather_themselves(rank: int, world_size: int, kind: type[Any]) -> None:
+    models = []
+    for offloads in (False, True):
+        with stand_in_device() if offloads else contextlib.nullcontext():
+            options = {"offload_policy": sw.CPUOffloadPolicy() if offloads else sw.OffloadPolicy()}
+            model, _ = wrapped("shardwright", kind, **options)
+            optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+            for micro in range(3):
+                backward(model, rank, micro)
+                optimizer.step()
+                optimizer.zero_grad()
+            models.append([whole(p) for p in model.parameters()])
+    assert all(map(torch.equal, *models))
+    with stand_in_device():  # of which the optimizer makes state of their class
+        model, _ = wrapped("shardwright", kind, offload_policy=STATE)
+        optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+        backward(model, rank)
+        with pytest.raises(ValueError, match=f"keeps state as {kind.__name__}, a tensor class of its own"):
+            optimizer.step()

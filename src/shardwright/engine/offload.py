@@ -146,6 +146,20 @@ class Host:
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=_CPU, pin_memory=self._pin)
 
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of any class, in such memory. Its class must know ``pin_memory()``, if that is asked for."""
+        copied = tensor.to(_CPU, copy=True)
+        return copied.pin_memory() if self._pin and not copied.is_meta else copied
+
+    def lifted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor of any class, on the device."""
+        return tensor.to(self.device, non_blocking=True, copy=True)
+
+    def mark(self) -> Any:
+        """A mark after all that the computation has queued."""
+        with self.streams.fork("upload"):
+            return self.streams.mark("upload")
+
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether it lies in such memory."""
         on_host = tensor.device.type == "cpu" != self.device.type
@@ -171,9 +185,7 @@ class Host:
 
     def wait(self) -> None:
         """The host waits for all that the computation has queued."""
-        with self.streams.fork("download"):
-            pass
-        self.streams.host_wait(self.streams.mark("download"))
+        self.streams.host_wait(self.mark())
 
     def download(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Any:
         """Copy to the host, after the mark or all that the computation has queued. Returns a mark."""

@@ -102,7 +102,7 @@ class HostState:
         """After the step: ``state`` with the tensors on the host, to which copies begin.
 
         Raises:
-            ValueError: the optimizer itself keeps some of its state on the host.
+            ValueError: the optimizer itself keeps some of its state elsewhere, or as a tensor of a class of its own.
         """
         here, self._here = self._here, None
         assert here is not None
@@ -111,7 +111,7 @@ class HostState:
         sources: dict[int, torch.Tensor] = {}
 
         def leave(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or not value.ndim:
+            if not _moves(value):
                 return value
             if value.device.type != here.slab.device.type:
                 raise ValueError(
@@ -184,9 +184,21 @@ class HostState:
             self._coming = None
 
 
+def _moves(value: Any) -> bool:
+    """Whether a part of the state passes through the device."""
+    if not isinstance(value, torch.Tensor) or not value.ndim:
+        return False
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        raise ValueError(
+            f"The optimizer keeps state as {type(value).__name__}, a tensor class of its own, of which only its code "
+            "knows how it is copied. Leave offload_policy at its default."
+        )
+    return True
+
+
 def _on_host(states: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
     """What is to go up: each once."""
-    tensors = [v for values in states for v in leaves(values) if isinstance(v, torch.Tensor) and v.ndim]
+    tensors = [v for values in states for v in leaves(values) if _moves(v)]
     return list({id(t): t for t in tensors if t.device.type == "cpu"}.values())
 
 
