@@ -66,7 +66,7 @@ class HostState:
         self._waiting: dict[Hashable, tuple[Host, list[dict[str, Any]]]] = {}  #: what comes after that
         self._here: _Copies | None = None  #: of the part that is stepped
         self._leaving: list[_Leaving] = []  #: the oldest first
-        self._last: _Leaving | None = None
+        self._last: tuple[Host, Any] | None = None  #: the last copy to the host, and the mark after it
 
     def send(self, part: Hashable, host: Host, states: Iterable[dict[str, Any]]) -> None:
         """Begin to copy the state of a part that is stepped soon, or, after that of others, when there is room."""
@@ -130,8 +130,8 @@ class HostState:
             mark = None
             if sources:
                 mark = host.copy_down([known[key] for key in sources], list(sources.values()))
-            self._last = _Leaving(host, here.slab, list(sources.values()), mark)
-            self._leaving.append(self._last)
+                self._last = host, mark
+            self._leaving.append(_Leaving(host, here.slab, list(sources.values()), mark))
             for part in list(self._waiting)[:1]:
                 self.send(part, *self._waiting.pop(part))
 
@@ -147,7 +147,8 @@ class HostState:
     def host_wait(self) -> None:
         """The host waits until all of the state has come down."""
         if self._last is not None:
-            self._last.host.streams.host_wait(self._last.mark)
+            host, mark = self._last
+            host.streams.host_wait(mark)
             self._last = None
 
     def _send(self, part: Hashable, host: Host, tensors: list[torch.Tensor]) -> _Copies:
@@ -257,10 +258,8 @@ def moved_to_host(values: dict[str, Any], host: Host) -> dict[str, Any]:
     """A parameter's state, as it is outside of a step, in memory of the host's."""
 
     def move(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.ndim:
-            return value
         local = local_of(value) if isinstance(value, (DTensor, RaggedTensor)) else value
-        if host.has(local):
+        if not _moves(local) or host.has(local):
             return value
         moved = _like(local, host).copy_(local)
         if isinstance(value, RaggedTensor):

@@ -361,11 +361,13 @@ class _ShardedStep:
             yield
             return
         host_state: HostState = self.__dict__[HOST_STATE]
-        self.state = host_state.take(unit, host, self.state)
+        inner = self.state
+        self.state = host_state.take(unit, host, inner)
         try:
             yield
         finally:
-            self.state = host_state.give_back(self.state)
+            on_device, self.state = self.state, inner
+            inner.update(host_state.give_back(on_device))
 
     def _send_state(self, unit: Unit, params: list[torch.Tensor]) -> None:
         """The unit's parameters ``params`` are stepped soon: begin to copy their state to the device."""
