@@ -380,32 +380,6 @@ def test_full_precision_beside_tensor_parallelism(rank: int, world_size: int) ->
             torch.testing.assert_close(model.eval()(x), plain(x), rtol=1e-6, atol=1e-6)
 
 
-@multirank(4)
-def test_full_precision_beside_what_neighbours_keep(rank: int, world_size: int) -> None:
-    """What each rank keeps after forward is of the weights in their compute dtype, before an evaluation and after."""
-    results = []
-    for full in (False, True):
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4))
-        policy = sw.PrecisionPolicy(param_dtype=BF16, full_precision_in_eval=full)
-        sw.fully_shard(model[0], mp_policy=policy, reshard_after_forward=2)
-        sw.fully_shard(model, mp_policy=policy, reshard_after_forward=2)
-        for step in range(3):
-            x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-            loss = model.train()(x).float().square().mean()
-            if step:
-                with torch.no_grad():
-                    model.eval()(x)
-            loss.backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.sub_(p.grad)
-                    p.grad = None
-                model.eval()(x)
-        results.append([local_of(p).clone() for p in model.parameters()])
-    assert all(map(torch.equal, *results))
-
-
 # -- buffers, refusals -----------------------------------------------------------------------------------------------
 
 

@@ -28,8 +28,6 @@ _EXCHANGED = (
     "_casts",
     "_upload",
     "_hops",
-    "_secondary",
-    "_upload",
     "_uploads",
     "_fulls",
     "_full_versions",
