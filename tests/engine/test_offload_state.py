@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +93,13 @@ def rows() -> list[Row]:
     product = itertools.product(
         at, ["per_parameter", "ragged"], memory, optimizers, ["none", "not last"], WRAPS
     )
-    return select([Row(*row) for row in product], lambda row, strength: together(strength, *row))
+    return select([Row(*row) for row in product], shows)
+
+
+def shows(row: Row, strength: int) -> Iterator[Hashable]:
+    if strength > 2:
+        yield from together(strength, *row)
+    yield from ((row.optimizer, row.way), (row.at, row.accumulation), (row.layout, row.memory, row.way))
 
 
 def train(model: nn.Module, optimizer: Any, rank: int, steps: int, way: str = "none", first: int = 0) -> None:

@@ -60,8 +60,8 @@ class SteppedGradient(torch.Tensor):
     def _refuse(self) -> NoReturn:
         raise RuntimeError(
             f"The gradient of a parameter of unit {self.unit!r}, of shape {tuple(self.shape)}, is gone: its optimizer "
-            "has stepped in backward. What needs all gradients before a step (clipping by their norm, GradScaler) needs "
-            "sw.fully_shard_optimizer without in_backward; each alone is clipped by in_backward(clip_value=)."
+            "has stepped in backward. What needs all gradients before a step (clipping by their norm, GradScaler) "
+            "needs sw.fully_shard_optimizer without in_backward; each alone is clipped by in_backward(clip_value=)."
         )
 
     @classmethod

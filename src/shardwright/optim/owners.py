@@ -300,16 +300,18 @@ class Owners:
             if self.owned[index].state:
                 state[full] = self.owned[index].state
         hosts = {full: host for index, full in whole.items() if (host := self.owned[index].host) is not None}
-        if host_state is not None and hosts:
-            state.update(host_state.take(step, next(iter(hosts.values())), part_of_state(state, hosts)))
-            if following is not None:
-                self._send_state(following, host_state)
-        calls(params, state, 1 + step.mine[0].key)
-        if host_state is not None and hosts:
+        at = 1 + step.mine[0].key
+        if host_state is None or not hosts:
+            calls(params, state, at)
+        else:
             try:
+                state.update(host_state.take(step, next(iter(hosts.values())), part_of_state(state, hosts)))
+                if following is not None:
+                    self._send_state(following, host_state)
+                calls(params, state, at)
                 state.update(host_state.give_back(part_of_state(state, hosts)))
             except ValueError as error:  # others wait for what this rank has to send
-                calls.failed(error, 1 + step.mine[0].key)
+                calls.failed(error, at)
         for index, full in whole.items():
             if full in state:
                 self.owned[index].state = state[full]
