@@ -81,19 +81,11 @@ def offload_of(policy: OffloadPolicy) -> Offload:
     return Offload(pin_memory=policy.pin_memory) if isinstance(policy, CPUOffloadPolicy) else NOTHING
 
 
-def state_host(unit: Unit) -> Host | None:
-    """Where an optimizer that steps this unit on the device keeps its state, if that is not the device."""
-    streams = unit.ranks.comm.streams
-    if not unit.offload.optimizer or unit.offload.parameters or streams.asynchronous:
-        return None
-    return Host(streams, unit.ranks.device, unit.offload.pin_memory)
-
-
 def refuse_state_on_device(optimizer: torch.optim.Optimizer, units: Iterable[Unit]) -> None:
     """Raise if the optimizer does not keep its state where the units' policy says."""
     if not vars(optimizer).get(HOST_STATE):
         for unit in units:
-            if state_host(unit) is not None:
+            if unit.state_host is not None:
                 raise RuntimeError(
                     f"Unit {unit.name!r} has Offload(parameters=False), by which optimizer state lies in the CPU's "
                     f"memory, and this {type(optimizer).__name__} would keep it on {unit.ranks.device}. Pass it "

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import dtensor_of, local_of
-from shardwright.engine.offload import Host, state_host
+from shardwright.engine.offload import Host
 from shardwright.engine.parameter import unit_of
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.memory import Owner, Slab
@@ -244,13 +244,13 @@ def loaded(values: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
 def host_of_state(p: torch.Tensor) -> Host | None:
     """Where state of this parameter lies between steps, if that is not where the parameter does."""
     unit = unit_of(p)
-    return state_host(unit) if unit is not None else None
+    return unit.state_host if unit is not None else None
 
 
 def host_of_whole(p: torch.Tensor) -> Host | None:
     """Where state of this parameter lies between steps if it is stepped whole, which is done on the device."""
     unit = unit_of(p)
-    return (unit.host or state_host(unit)) if unit is not None else None
+    return (unit.host or unit.state_host) if unit is not None else None
 
 
 @torch.no_grad()

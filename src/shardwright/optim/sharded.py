@@ -25,7 +25,7 @@ from shardwright._torch import (
     step_without_hooks,
     tell_schedulers,
 )
-from shardwright.engine.offload import HOST_STATE, state_host
+from shardwright.engine.offload import HOST_STATE
 from shardwright.engine.parameter import TAKEN, Managed, unit_of
 from shardwright.engine.ragged import RaggedTensor, part_of
 from shardwright.engine.ragged_spec import RaggedSpec
@@ -356,7 +356,7 @@ class _ShardedStep:
     @contextmanager
     def _on_device(self, unit: Unit) -> Iterator[None]:
         """Within a step of this unit's parameters, stand-ins in place: their state is on the device."""
-        host = state_host(unit)
+        host = unit.state_host
         if host is None:
             yield
             return
@@ -371,7 +371,7 @@ class _ShardedStep:
 
     def _send_state(self, unit: Unit, params: list[torch.Tensor]) -> None:
         """The unit's parameters ``params`` are stepped soon: begin to copy their state to the device."""
-        host = state_host(unit)
+        host = unit.state_host
         if host is not None:
             entries: dict[Any, _Entry] = self.__dict__.get("_shardwright_entries", {})
             known = [entries[p].inner for p in params if p in entries]
@@ -421,16 +421,16 @@ class _ShardedStep:
         units: dict[Unit, list[list[torch.Tensor]]] = {}
         for i, each in enumerate(pairs):
             for p, local in each:
-                unit = unit_of(p)
-                if unit is None or state_host(unit) is None:
-                    if p not in whole:
+                if p not in whole:
+                    unit = unit_of(p)
+                    if unit is None or unit.state_host is None:
                         rest[i].append(local)
-                elif p not in whole and local.grad is not None:
-                    units.setdefault(unit, [[] for _ in groups])[i].append(local)
+                    elif local.grad is not None:
+                        units.setdefault(unit, [[] for _ in groups])[i].append(local)
         parts = [
             (unit, host, mine, part_of_state(inner, itertools.chain(*mine)))
             for unit, mine in units.items()
-            if (host := state_host(unit)) is not None
+            if (host := unit.state_host) is not None
         ]
         host_state.settle()  # what was sent for a backward that failed
         for unit, host, _, state in parts[:1]:
