@@ -27,6 +27,7 @@ from shardwright._torch import local_of, memory_can_be_swapped
 from shardwright.comm import DeviceStreams
 from shardwright.engine.offload import Host
 from shardwright.optim.host_state import HostState
+from tests.engine import test_streams
 from tests.engine.models import Model, build, loss_of, shard, tokens
 from tests.engine.test_offload import adamw, assert_same, counted, set_more
 from tests.engine.test_strategies import On, on, on_meshes, units_of
@@ -428,6 +429,28 @@ def test_copies_of_state_are_in_order(case: Case) -> None:
     simulator = simulate(case)
     simulator.check()
     assert simulator.operations["upload"] >= 4 and simulator.operations["download"] >= 4
+
+
+@pytest.mark.parametrize(
+    ("event", "way"),
+    [
+        ("failures", "in backward"),
+        ("two buffers", "in backward"),
+        ("frozen", "in backward"),
+        ("training on a stream", "offload"),
+        ("optimizer on a stream", "offload"),
+    ],
+)
+def test_copies_of_state_are_in_order_beside(event: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tests/engine/test_streams.py does to a training."""
+    monkeypatch.setattr(sw, "CPUOffloadPolicy", lambda: STATE)
+    case = test_streams.Case(event=event, offload=way, dtypes=(torch.bfloat16, torch.float32))
+    with fake_ranks(2), Simulator() as simulator:
+        training = test_streams.Training(case, simulator)
+        training.run()
+        assert training.optimizer.state  # which waits: with it the host's memory goes
+    simulator.check()
+    assert simulator.operations["upload"] and simulator.operations["download"]
 
 
 def test_uploads_overlap_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
