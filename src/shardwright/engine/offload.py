@@ -141,7 +141,7 @@ class Host:
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of any class, in such memory. Its class must know ``pin_memory()``, if that is asked for."""
         copied = tensor.to(_CPU, copy=True)
-        return copied.pin_memory() if self._pin and not copied.is_meta else copied
+        return copied.pin_memory() if self._pin else copied
 
     def lifted(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor of any class, on the device."""
