@@ -315,6 +315,27 @@ def test_checkpoints_and_later_groups(
         )
 
 
+@multirank(1)
+def test_loading_does_not_move_state_to_the_device(rank: int, world_size: int) -> None:
+    """Which is what torch does with all but numbers."""
+    name = "_process_value_according_to_param_policy"
+    place, moved = getattr(torch.optim.Optimizer, name), []
+
+    def seen(p: torch.Tensor, value: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+        moved.append(value.ndim)
+        return place(p, value, *given, **options)  # type: ignore[no-any-return]
+
+    with stand_in_device(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.Optimizer, name, staticmethod(seen))
+        for policy in (STATE, sw.OffloadPolicy()):
+            model = shard(build(), offload_policy=policy)
+            optimizer = sw.fully_shard_optimizer(adamw(model))
+            train(model, optimizer, rank, 1)
+            moved.clear()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            assert moved and any(moved) is (policy is not STATE)
+
+
 @multirank(2)
 def test_a_failed_backward_leaves_nothing_behind(rank: int, world_size: int) -> None:
     """State that was sent up for it is not what the next one steps with."""
