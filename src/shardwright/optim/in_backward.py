@@ -23,6 +23,7 @@ from shardwright._torch import (
     tell_schedulers,
 )
 from shardwright.engine.parameter import UNIT_OF, unit_of
+from shardwright.engine.precision import refuse_gradient_dtypes
 from shardwright.engine.root import reduce_held
 from shardwright.engine.stepping import Stepping, forget_stepped
 from shardwright.engine.unit import Unit
@@ -63,6 +64,7 @@ def in_backward(optimizer: O, *, needs: Needs | None = None, clip_value: float |
     Raises:
         TypeError, ValueError: as :func:`fully_shard_optimizer`; no parameter is sharded, or another optimizer steps
             one in backward; ``clip_value`` is not positive.
+        RuntimeError: ``grad_dtype`` is another than the parameters', which this optimizer does not take.
         NotImplementedError: the optimizer needs whole tensors, or has hooks of ``step``, which runs in parts.
     """
     if clip_value is not None and not clip_value > 0:
@@ -79,6 +81,7 @@ def in_backward(optimizer: O, *, needs: Needs | None = None, clip_value: float |
             "fully_shard before, and build the optimizer from model.parameters()."
         )
     _refuse_taken(optimizer, parameters)
+    refuse_gradient_dtypes(optimizer, parameters)
     optimizer.__dict__["_shardwright_kind"] = type(optimizer).__bases__[1]
     optimizer.__dict__["_shardwright_clip_value"] = clip_value
     optimizer.__dict__["_shardwright_units"] = weakref.WeakKeyDictionary()
@@ -224,12 +227,13 @@ class _InBackward:
             known = units[unit] = key, params
         return known[1]  # type: ignore[no-any-return]
 
-    def open_step(self) -> _Once:
+    def open_step(self, unit: Unit) -> _Once:
         once = self.__dict__["_shardwright_once"]
         if once is None or not once.open:
             _refuse_hooks(self)  # type: ignore[arg-type]
             tell_schedulers(self)  # type: ignore[arg-type]
             once = self.__dict__["_shardwright_once"] = _Once(self)  # type: ignore[arg-type]
+        self._send_state(unit, [p for mine in self._params_of(unit) for p in mine])  # type: ignore[attr-defined]
         return once  # type: ignore[no-any-return]
 
     @torch.no_grad()
@@ -244,7 +248,8 @@ class _InBackward:
         try:
             outside = self._enter()  # type: ignore[attr-defined]
             try:
-                step_without_hooks(self.__dict__["_shardwright_kind"])(self)
+                with self._on_device(unit):  # type: ignore[attr-defined]
+                    step_without_hooks(self.__dict__["_shardwright_kind"])(self)
             finally:
                 self._leave(*outside)  # type: ignore[attr-defined]
         finally:
@@ -269,6 +274,7 @@ class _InBackward:
         return [unit for ref in refs.values() if (unit := ref()) is not None]
 
     def backward_ended(self) -> bool:
+        self._settle_state()  # type: ignore[attr-defined]
         once = self.__dict__["_shardwright_once"]
         if once is None or not once.open:
             return False
@@ -306,6 +312,7 @@ class _InBackward:
         try:
             _refuse_whole(self)
             _refuse_taken(self, self.param_groups[-1]["params"])  # type: ignore[arg-type]
+            refuse_gradient_dtypes(self, self.param_groups[-1]["params"])  # type: ignore[arg-type]
         except BaseException:
             del self.param_groups[before:]
             raise
