@@ -32,8 +32,9 @@ import shardwright as sw
 from shardwright.train.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
 from shardwright.train.errors import UserError
 from shardwright.train.models.decoder import Decoder
-from shardwright.train.models.llama import Llama, LlamaConfig
-from shardwright.train.models.plans import tensor_plan, uneven
+from shardwright.train.models.hybrid import Hybrid, HybridConfig
+from shardwright.train.models.llama import Llama
+from shardwright.train.models.plans import expert_plan, tensor_plan, uneven
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others before it gives them up. SHARDWRIGHT_TIMEOUT (seconds) replaces it."""
@@ -170,6 +171,8 @@ def check_ranks(config: Config, ranks: int) -> None:
             f"parallel.reshard_after_forward: expected a divisor of the number of ranks that shard parameters, "
             f"{gathered}, found {parallel.reshard_after_forward}"
         )
+    if parallel.expert > 1:
+        _check_expert_parallel(config, gathered)
     config.train.accumulation_steps(ranks)
     _check_model_fits(config)
 
@@ -177,10 +180,6 @@ def check_ranks(config: Config, ranks: int) -> None:
 def _check_tensor_parallel(config: Config) -> None:
     """Refuse what tensor parallelism cannot be combined with, or does not divide."""
     ranks, shape = config.parallel.tensor, config.model.shape()
-    if not isinstance(shape, LlamaConfig):
-        raise UserError(
-            f"parallel.tensor: there is a plan for Llama only, found model.kind {config.model.kind!r}; expected 1"
-        )
     if config.optimizer.name != "adamw":
         raise UserError(
             f"parallel.tensor: optimizer {config.optimizer.name!r} needs tensors or blocks that are not cut; expected "
@@ -189,8 +188,36 @@ def _check_tensor_parallel(config: Config) -> None:
     if config.train.cuda_graph or config.train.compile != "none":
         key = "train.cuda_graph" if config.train.cuda_graph else "train.compile"
         raise UserError(f"parallel.tensor: expected 1 with {key}, found {ranks}; leave {key} at its default")
-    for key, size in uneven(shape, config.train.seq_len, ranks):
-        raise UserError(f"{key}: expected a multiple of parallel.tensor = {ranks}, found {size}")
+    for key, size, multiple in uneven(shape, config.train.seq_len, ranks):
+        of_what = f"parallel.tensor = {ranks}" if multiple == ranks else f"{multiple // ranks} x parallel.tensor = {multiple}"
+        raise UserError(f"{key}: expected a multiple of {of_what}, found {size}")
+
+
+def _check_expert_parallel(config: Config, ranks: int) -> None:
+    """Refuse what expert parallelism cannot be combined with, or does not divide. `ranks` share a replica's data."""
+    parallel, shape = config.parallel, config.model.shape()
+    if not isinstance(shape, HybridConfig) or "E" not in shape.pattern + shape.mtp_pattern:
+        raise UserError(f"parallel.expert: expected 1 for a model without experts, found {parallel.expert}")
+    found = {
+        "parallel.tensor": (parallel.tensor, 1, "it cuts the experts already"),
+        "optimizer.name": (config.optimizer.name, "adamw", "others need tensors or blocks that are not cut"),
+        "train.cuda_graph": (config.train.cuda_graph, False, "sizes depend on the routing"),
+        "train.compile": (config.train.compile, "none", "sizes depend on the routing"),
+    }
+    for key, (value, wanted, why) in found.items():
+        if value != wanted:
+            raise UserError(
+                f"{key}: expected {wanted!r} with parallel.expert = {parallel.expert}, found {value!r}; {why}"
+            )
+    for what, size in (("the number of ranks that share a replica", ranks), ("model.n_experts", shape.n_experts)):
+        if size % parallel.expert:
+            raise UserError(f"parallel.expert: expected a divisor of {what}, {size}, found {parallel.expert}")
+    same = ranks // parallel.expert
+    if isinstance(parallel.reshard_after_forward, int) and same % parallel.reshard_after_forward:
+        raise UserError(
+            f"parallel.reshard_after_forward: expected a divisor of the number of ranks that have the same experts, "
+            f"{same}, found {parallel.reshard_after_forward}"
+        )
 
 
 def _check_model_fits(config: Config) -> None:
@@ -269,11 +296,25 @@ def make_mesh(config: ParallelConfig, kind: str, size: int) -> DeviceMesh:
 def cut_layers(model: Decoder, mesh: DeviceMesh) -> DeviceMesh:
     """Cut the model's layers over the mesh's last axis; returns the mesh of the others, the data-parallel ones."""
     names = mesh.mesh_dim_names
-    assert names is not None and isinstance(model, Llama)
+    assert names is not None and isinstance(model, Llama | Hybrid)
     parallelize_module(model, mesh[names[-1]], tensor_plan(model.config))
     if model.tied:  # which each became on its own
         model.output.weight = model.tok_embeddings.weight
     return mesh[names[0]] if len(names) == 2 else mesh[names[:-1]]
+
+
+def spread_experts(model: Decoder, config: ParallelConfig, data: DeviceMesh) -> DeviceMesh:
+    """Spread the model's experts over neighbouring ranks; returns the mesh of those that have the same ones.
+
+    It has the dimensions of ``data``, the data-parallel ranks, of which it is a part.
+    """
+    assert isinstance(model, Hybrid)
+    same = data.size() // config.expert // config.replicas
+    axes = {"replicate": config.replicas} if config.replicas > 1 else {}
+    axes |= {"edp": same, "expert": config.expert}
+    mesh = init_device_mesh(data.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    parallelize_module(model, mesh["expert"], expert_plan(model.config))
+    return mesh["replicate", "edp"] if config.replicas > 1 else mesh["edp"]
 
 
 def parallel_loss(config: ParallelConfig) -> AbstractContextManager[object]:
@@ -331,6 +372,12 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
             full_precision_in_eval=config.full_precision_in_eval,
         )
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    if config.expert > 1:
+        same = spread_experts(model.to(device), config, mesh)
+        # Before an engine has them, only experts are DTensors.
+        options["shard_placement_fn"] = (
+            lambda p: sw.ShardPlacementResult(None, same) if isinstance(p, DTensor) else None
+        )
     if config.engine == "shardwright":
         whole_rows = config.layout in ("per_parameter", "ragged")
         layout = config.layout if whole_rows else sw.Ragged(config.layout)
@@ -349,6 +396,12 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
     fully_shard(last_block, reshard_after_forward=reshard_last, **options)
 
     fully_shard(model.head(), reshard_after_forward=reshard_last, **options)
+
+    if config.expert > 1:
+        for block in model.blocks():
+            # The gradient of an expert is the sum over the ranks whose tokens reach it before anything is reduced. So
+            # all units divide by the ranks that have data of their own.
+            cast(sw.FSDPModule, block).set_gradient_divide_factor(mesh.size())
 
     if config.engine == "shardwright":
         options |= {"memory": config.memory, "prefetch": config.prefetch}
