@@ -7,6 +7,7 @@ The recipe cuts a model into units, its blocks and its head; the model itself kn
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,7 +35,8 @@ from shardwright.train.errors import UserError
 from shardwright.train.models.decoder import Decoder
 from shardwright.train.models.hybrid import Hybrid, HybridConfig
 from shardwright.train.models.llama import Llama
-from shardwright.train.models.plans import expert_plan, tensor_plan, uneven
+from shardwright.train.models.plans import expert_layers, tensor_plan, uneven
+from shardwright.train.models.styles import spread_experts
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others before it gives them up. SHARDWRIGHT_TIMEOUT (seconds) replaces it."""
@@ -199,7 +201,6 @@ def _check_expert_parallel(config: Config, ranks: int) -> None:
     if not isinstance(shape, HybridConfig) or "E" not in shape.pattern + shape.mtp_pattern:
         raise UserError(f"parallel.expert: expected 1 for a model without experts, found {parallel.expert}")
     found = {
-        "parallel.tensor": (parallel.tensor, 1, "it cuts the experts already"),
         "optimizer.name": (config.optimizer.name, "adamw", "others need tensors or blocks that are not cut"),
         "train.cuda_graph": (config.train.cuda_graph, False, "sizes depend on the routing"),
         "train.compile": (config.train.compile, "none", "sizes depend on the routing"),
@@ -293,28 +294,33 @@ def make_mesh(config: ParallelConfig, kind: str, size: int) -> DeviceMesh:
     return init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def cut_layers(model: Decoder, mesh: DeviceMesh) -> DeviceMesh:
-    """Cut the model's layers over the mesh's last axis; returns the mesh of the others, the data-parallel ones."""
+def make_expert_mesh(config: ParallelConfig, mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks in other dimensions: those that have the same experts, `edp`, then those that divide them."""
+    sizes = {"replicate": config.replicas, "edp": 1, "expert": config.expert, "tensor": config.tensor}
+    sizes["edp"] = mesh.size() // math.prod(sizes.values())
+    axes = {name: size for name, size in sizes.items() if size > 1 or name in ("edp", "expert")}
+    return init_device_mesh(mesh.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def divide_experts(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> None:
+    """Spread the model's experts over an axis of `mesh`, and cut them over the tensor-parallel one."""
+    assert isinstance(model, Hybrid)
+    for name in expert_layers(model.config):
+        axes = mesh["expert"] if config.tensor == 1 else mesh["expert", "tensor"]
+        spread_experts(model.get_submodule(name), model.config, axes)
+
+
+def cut_layers(model: Decoder, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> DeviceMesh:
+    """Cut the model's layers over the mesh's last axis; returns the mesh of the others, the data-parallel ones.
+
+    Experts have been spread over the mesh `experts` before, if it is given.
+    """
     names = mesh.mesh_dim_names
     assert names is not None and isinstance(model, Llama | Hybrid)
-    parallelize_module(model, mesh[names[-1]], tensor_plan(model.config))
+    parallelize_module(model, mesh[names[-1]], tensor_plan(model.config, experts))
     if model.tied:  # which each became on its own
         model.output.weight = model.tok_embeddings.weight
     return mesh[names[0]] if len(names) == 2 else mesh[names[:-1]]
-
-
-def spread_experts(model: Decoder, config: ParallelConfig, data: DeviceMesh) -> DeviceMesh:
-    """Spread the model's experts over neighbouring ranks; returns the mesh of those that have the same ones.
-
-    It has the dimensions of ``data``, the data-parallel ranks, of which it is a part.
-    """
-    assert isinstance(model, Hybrid)
-    same = data.size() // config.expert // config.replicas
-    axes = {"replicate": config.replicas} if config.replicas > 1 else {}
-    axes |= {"edp": same, "expert": config.expert}
-    mesh = init_device_mesh(data.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    parallelize_module(model, mesh["expert"], expert_plan(model.config))
-    return mesh["replicate", "edp"] if config.replicas > 1 else mesh["edp"]
 
 
 def parallel_loss(config: ParallelConfig) -> AbstractContextManager[object]:
@@ -329,8 +335,11 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
     embedding, where it is the same matrix), and the root with what is left.
     """
     device = torch.device("cpu" if mesh.device_type == "cpu" else torch.cuda.current_device())
+    expert_mesh = make_expert_mesh(config, mesh) if config.expert > 1 else None
+    if expert_mesh is not None:
+        divide_experts(model.to(device), config, expert_mesh)
     if config.tensor > 1:
-        mesh = cut_layers(model.to(device), mesh)
+        mesh = cut_layers(model.to(device), mesh, expert_mesh and expert_mesh["expert"])
     if config.engine == "none":
         return model.to(device)
 
@@ -372,11 +381,10 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
             full_precision_in_eval=config.full_precision_in_eval,
         )
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-    if config.expert > 1:
-        same = spread_experts(model.to(device), config, mesh)
-        # Before an engine has them, only experts are DTensors.
-        options["shard_placement_fn"] = (
-            lambda p: sw.ShardPlacementResult(None, same) if isinstance(p, DTensor) else None
+    if expert_mesh is not None:
+        same = expert_mesh["replicate", "edp"] if config.replicas > 1 else expert_mesh["edp"]
+        options["shard_placement_fn"] = lambda p: (
+            sw.ShardPlacementResult(None, same) if "expert" in axes_of(p) else None
         )
     if config.engine == "shardwright":
         whole_rows = config.layout in ("per_parameter", "ragged")
@@ -397,7 +405,7 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
 
     fully_shard(model.head(), reshard_after_forward=reshard_last, **options)
 
-    if config.expert > 1:
+    if expert_mesh is not None:
         for block in model.blocks():
             # The gradient of an expert is the sum over the ranks whose tokens reach it before anything is reduced. So
             # all units divide by the ranks that have data of their own.
@@ -406,6 +414,11 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
     if config.engine == "shardwright":
         options |= {"memory": config.memory, "prefetch": config.prefetch}
     return cast(nn.Module, fully_shard(model, reshard_after_forward=reshard_last, **options))
+
+
+def axes_of(parameter: Tensor) -> tuple[str, ...]:
+    """The names of the dimensions of the mesh that a parameter lies on; none of a plain one."""
+    return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
 
 
 def dtype_of(name: str) -> torch.dtype:

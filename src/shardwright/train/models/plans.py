@@ -1,5 +1,5 @@
-"""How a model is cut by tensor, sequence and expert parallelism: plans for torch's ``parallelize_module``, from a
-model's configuration alone.
+"""How a model is cut by tensor and sequence parallelism: plans for torch's ``parallelize_module``, from the model's
+configuration alone.
 
 Between blocks the residual stream is cut along the sequence; the layers see all of it and have a part of the heads and
 of the hidden units each ("Reducing Activation Recomputation in Large Transformer Models", Korthikanti et al., 2022).
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -21,27 +22,23 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shardwright.train.models.presets import HybridConfig, LlamaConfig
-from shardwright.train.models.styles import (
-    Mamba2Part,
-    NextToken,
-    Sections,
-    SpreadExperts,
-    SummedParts,
-    hidden_units,
-)
+from shardwright.train.models.styles import Mamba2Part, NextToken, Sections, SummedParts, mixture_part
 
 Plan = dict[str, ParallelStyle]
 SEQUENCE = Shard(1)
 
 
-def tensor_plan(config: LlamaConfig | HybridConfig) -> Plan:
-    """By pattern of module names, what each becomes in a model of that shape under tensor and sequence parallelism."""
-    return _hybrid(config) if isinstance(config, HybridConfig) else _llama(config)
+def tensor_plan(config: LlamaConfig | HybridConfig, experts: DeviceMesh | None = None) -> Plan:
+    """By pattern of module names, what each becomes in a model of that shape.
+
+    The experts of a hybrid may have been spread over `experts` before.
+    """
+    return _hybrid(config, experts) if isinstance(config, HybridConfig) else _llama(config)
 
 
-def expert_plan(config: HybridConfig) -> Plan:
-    """By name, what each layer of experts becomes under expert parallelism."""
-    return {name: SpreadExperts(config) for name, kind in _mixers(config).items() if kind == "E"}
+def expert_layers(config: HybridConfig) -> list[str]:
+    """The names of the modules that have experts."""
+    return [name for name, kind in _mixers(config).items() if kind == "E"]
 
 
 def uneven(config: LlamaConfig | HybridConfig, seq_len: int, ranks: int) -> list[tuple[str, int, int]]:
@@ -86,7 +83,7 @@ def _llama(config: LlamaConfig) -> Plan:
     }
 
 
-def _hybrid(config: HybridConfig) -> Plan:
+def _hybrid(config: HybridConfig, experts: DeviceMesh | None) -> Plan:
     plan: Plan = {**_ends(), "layers.*.norm": SequenceParallel()}
     if config.mtp_pattern:
         plan |= {
@@ -98,7 +95,7 @@ def _hybrid(config: HybridConfig) -> Plan:
             "mtp.norm": SequenceParallel(use_local_output=True),
         }
     for name, kind in _mixers(config).items():
-        plan |= _mixer(config, name, kind)
+        plan |= _mixer(config, name, kind, experts)
     return plan
 
 
@@ -120,14 +117,14 @@ def _mixers(config: HybridConfig) -> dict[str, str]:
     }
 
 
-def _mixer(config: HybridConfig, name: str, kind: str) -> Plan:
+def _mixer(config: HybridConfig, name: str, kind: str, experts: DeviceMesh | None) -> Plan:
     # The further prediction runs on as many tokens as the rest, of which the last is a filler. Layers in which tokens
     # only look back may see it; experts count their tokens.
     left_out = 1 if name.startswith("mtp.") and kind == "E" else 0
     if kind == "M":
         return {name: _mamba(config)}
     if kind == "E":
-        return {name: _experts(config, left_out)}
+        return {name: _experts(config, experts, left_out)}
     inner = {"*": ("w[qkv]", "wo"), "-": ("up", "down")}[kind]
     return {
         name: PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(Replicate(),)),
@@ -167,10 +164,12 @@ def _mamba(config: HybridConfig) -> ParallelStyle:
     )
 
 
-def _experts(config: HybridConfig, left_out: int) -> ParallelStyle:
+def _experts(config: HybridConfig, experts: DeviceMesh | None, left_out: int) -> ParallelStyle:
     """Hidden units are divided: the weights of experts, most of a model that has any, are then cut, too, and every rank
     has as much to do whatever the routing. The router runs on all tokens everywhere, so that all choose the same."""
-    placements = {"router.weight": Replicate(), "up": Shard(2), "down": Shard(1)}
+    placements: dict[str, Placement] = {"router.weight": Replicate()}
+    if experts is None:
+        placements |= {"up": Shard(2), "down": Shard(1)}
     if config.shared_dim:
         placements |= {"shared.up.weight": Shard(0), "shared.down.weight": Shard(1)}
-    return SummedParts(functools.partial(hidden_units, config), placements, left_out=left_out)
+    return SummedParts(functools.partial(mixture_part, config, experts), placements, left_out=left_out)

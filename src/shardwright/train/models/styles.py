@@ -26,7 +26,7 @@ from shardwright.train.models.presets import HybridConfig
 
 #: Rows of a matrix one below another: how many, and of how many heads or groups they are.
 Sections = Sequence[tuple[int, int]]
-Take = Callable[[DTensor], Tensor]
+Take = Callable[[Tensor], Tensor]
 """From a parameter to what this rank computes with."""
 
 
@@ -51,7 +51,7 @@ class SummedParts(ParallelStyle):
 
     Args:
         part: the part, made on the meta device.
-        placements: of every parameter, by name.
+        placements: of the parameters, by name, but for those that lie on another mesh already.
         sections: of parameters of which a rank's rows are not next to one another. Where such a one is cut, the rows
             travel to the ranks that compute with them.
         left_out: tokens at the end of the sequence that the module is not to see; its results there are zero.
@@ -70,25 +70,10 @@ class SummedParts(ParallelStyle):
         takes: dict[str, Take] = {}
         for name, placement in self.placements.items():
             parameter = distribute_parameter(module, name, device_mesh, [placement], self.src_data_rank)
-            takes[name] = _local
             if name in self.sections:
                 takes[name] = _take_rows(self.sections[name], parameter, device_mesh)
         part = functools.partial(_run_part, self.part(device_mesh), module, takes)
         module.forward = functools.partial(_run_on_whole_sequence, part, device_mesh, self.left_out)
-        return module
-
-
-class SpreadExperts(ParallelStyle):
-    """Each rank has some of the experts of a `MixtureOfExperts`; tokens travel to them and back."""
-
-    def __init__(self, config: HybridConfig) -> None:
-        self.config = config
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name in ("up", "down"):
-            distribute_parameter(module, name, device_mesh, [Shard(0)], self.src_data_rank)
-        part = TravellingTokens(self.config, device_mesh)
-        module.forward = functools.partial(_run_part, part, module, {"up": _local, "down": _local})
         return module
 
 
@@ -99,6 +84,18 @@ class NextToken(ParallelStyle):
         assert isinstance(module, NextButOne)
         module.aligned = functools.partial(_aligned, device_mesh)  # type: ignore[method-assign]
         return module
+
+
+def spread_experts(module: nn.Module, config: HybridConfig, mesh: DeviceMesh) -> None:
+    """Give each rank of the first dimension of `mesh` some of the experts of a `MixtureOfExperts`.
+
+    The second dimension, if there is one, is the tensor-parallel one: it divides their hidden units.
+    """
+    placements = {"up": [Shard(0), Shard(2)], "down": [Shard(0), Shard(1)]}
+    for name, both in placements.items():
+        distribute_parameter(module, name, mesh, both[: mesh.ndim], 0)
+    if mesh.ndim == 1:
+        module.forward = functools.partial(_run_part, TravellingTokens(config, mesh), module, {})
 
 
 def distribute_parameter(
@@ -144,12 +141,14 @@ class Mamba2Part(Mamba2):
         return (y.float() * scale).to(y.dtype) * self.norm_weight
 
 
-def hidden_units(config: HybridConfig, mesh: DeviceMesh) -> MixtureOfExperts:
-    """A mixture whose experts have the hidden units of one rank of `mesh`, on the meta device."""
+def mixture_part(
+    config: HybridConfig, experts: DeviceMesh | None, mesh: DeviceMesh
+) -> MixtureOfExperts:
+    """A mixture whose experts, which may lie on the ranks of `experts`, have the hidden units of one rank of `mesh`."""
     ranks = mesh.size()
-    own = replace(
-        config, expert_dim=config.expert_dim // ranks, shared_dim=config.shared_dim // ranks
-    )
+    own = replace(config, expert_dim=config.expert_dim // ranks, shared_dim=config.shared_dim // ranks)
+    if experts is not None:
+        return TravellingTokens(own, experts)
     with torch.device("meta"):
         return MixtureOfExperts(own)
 
@@ -184,10 +183,7 @@ class TravellingTokens(MixtureOfExperts):
 
 def _run_part(part: nn.Module, module: nn.Module, takes: Mapping[str, Take], *inputs: Tensor) -> Any:
     """The part of a module, with what this rank takes of its parameters, which may be gathered at this moment only."""
-    parameters = {
-        name: takes[name](parameter) if name in takes else parameter
-        for name, parameter in module.named_parameters()
-    }
+    parameters = {name: takes.get(name, _local)(parameter) for name, parameter in module.named_parameters()}
     return functional_call(part, parameters, inputs, tie_weights=False)
 
 
@@ -215,8 +211,10 @@ def _aligned(mesh: DeviceMesh, x_BSD: Tensor, embedded_BSD: Tensor) -> tuple[Ten
 # Parameters
 
 
-def _local(parameter: DTensor) -> Tensor:
+def _local(parameter: Tensor) -> Tensor:
     """This rank's part. Of what is replicated each rank computes a part of the gradient."""
+    if not isinstance(parameter, DTensor):
+        return parameter
     gradients = [Partial() if isinstance(p, Replicate) else p for p in parameter.placements]
     return parameter.to_local(grad_placements=gradients)
 
