@@ -51,6 +51,10 @@ def job(**sections: Any) -> Config:
     )
 
 
+def name_of(value: Any) -> str:
+    return "tensor {}, expert {}".format(*value) if isinstance(value, tuple) else str(value)
+
+
 def plain_model(config: Config) -> Hybrid:
     torch.manual_seed(config.run.seed)
     model = build_model(config.model, 256)
@@ -124,7 +128,7 @@ ROWS = select(
 
 
 @multirank(4)
-@pytest.mark.parametrize(("ranks", "layout", "dtype", "accumulate"), ROWS, ids=str)
+@pytest.mark.parametrize(("ranks", "layout", "dtype", "accumulate"), ROWS, ids=name_of)
 def test_training_equals_the_plain_model(
     rank: int, world_size: int, ranks: tuple[int, int], layout: str, dtype: str, accumulate: str
 ) -> None:
@@ -165,7 +169,7 @@ def test_other_strategies(rank: int, world_size: int, options: dict[str, Any]) -
 
 
 @multirank(4)
-@pytest.mark.parametrize(("first", "second"), [((1, 1), (2, 1)), ((2, 2), (1, 4))], ids=str)
+@pytest.mark.parametrize(("first", "second"), [((1, 1), (2, 1)), ((2, 2), (1, 4))], ids=name_of)
 def test_runs_go_on_with_other_ranks(
     rank: int, world_size: int, tmp_path: Path, first: tuple[int, int], second: tuple[int, int]
 ) -> None:
@@ -275,5 +279,5 @@ def test_sizes_of_layers_that_there_are_none_of_do_not_matter() -> None:
 def test_other_engines_and_models_have_no_experts_to_spread() -> None:
     with pytest.raises(ValueError, match="expert: expected 1 with engine 'fsdp2', found 2"):
         job(expert=2, engine="fsdp2")
-    with pytest.raises(UserError, match="parallel.expert: expected 1 for a model without experts"):
+    with pytest.raises(UserError, match="expert: expected 1 for a model without experts"):
         parallel.check_ranks(tiny(parallel={"engine": "shardwright", "expert": 2}), 2)

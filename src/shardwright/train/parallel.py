@@ -191,7 +191,11 @@ def _check_tensor_parallel(config: Config) -> None:
         key = "train.cuda_graph" if config.train.cuda_graph else "train.compile"
         raise UserError(f"parallel.tensor: expected 1 with {key}, found {ranks}; leave {key} at its default")
     for key, size, multiple in uneven(shape, config.train.seq_len, ranks):
-        of_what = f"parallel.tensor = {ranks}" if multiple == ranks else f"{multiple // ranks} x parallel.tensor = {multiple}"
+        of_what = (
+            f"parallel.tensor = {ranks}"
+            if multiple == ranks
+            else f"{multiple // ranks} x parallel.tensor = {multiple}"
+        )
         raise UserError(f"{key}: expected a multiple of {of_what}, found {size}")
 
 
@@ -210,7 +214,10 @@ def _check_expert_parallel(config: Config, ranks: int) -> None:
             raise UserError(
                 f"{key}: expected {wanted!r} with parallel.expert = {parallel.expert}, found {value!r}; {why}"
             )
-    for what, size in (("the number of ranks that share a replica", ranks), ("model.n_experts", shape.n_experts)):
+    for what, size in (
+        ("the number of ranks that share a replica", ranks),
+        ("model.n_experts", shape.n_experts),
+    ):
         if size % parallel.expert:
             raise UserError(f"parallel.expert: expected a divisor of {what}, {size}, found {parallel.expert}")
     same = ranks // parallel.expert

@@ -46,8 +46,8 @@ def rows_of(sections: Sections, rank: int, ranks: int) -> list[int]:
 class SummedParts(ParallelStyle):
     """Each rank runs its part of a module on the whole sequence; the results are summed.
 
-    The module takes one tensor cut along the sequence, and its result is cut so. A second result, such as that of
-    `MixtureOfExperts`, is the same on every rank.
+    The module takes one DTensor cut along the sequence, and its result, a plain tensor, is cut so. A second result, such
+    as that of `MixtureOfExperts`, is the same on every rank.
 
     Args:
         part: the part, made on the meta device.
@@ -141,9 +141,7 @@ class Mamba2Part(Mamba2):
         return (y.float() * scale).to(y.dtype) * self.norm_weight
 
 
-def mixture_part(
-    config: HybridConfig, experts: DeviceMesh | None, mesh: DeviceMesh
-) -> MixtureOfExperts:
+def mixture_part(config: HybridConfig, experts: DeviceMesh | None, mesh: DeviceMesh) -> MixtureOfExperts:
     """A mixture whose experts, which may lie on the ranks of `experts`, have the hidden units of one rank of `mesh`."""
     ranks = mesh.size()
     own = replace(config, expert_dim=config.expert_dim // ranks, shared_dim=config.shared_dim // ranks)
@@ -188,13 +186,13 @@ def _run_part(part: nn.Module, module: nn.Module, takes: Mapping[str, Take], *in
 
 
 def _run_on_whole_sequence(
-    part: Callable[[Tensor], Any], mesh: DeviceMesh, left_out: int, x_BSD: Tensor
+    part: Callable[[Tensor], Any], mesh: DeviceMesh, left_out: int, x_BSD: DTensor
 ) -> Any:
-    x = x_BSD if isinstance(x_BSD, DTensor) else DTensor.from_local(x_BSD, mesh, [Shard(1)], run_check=False)
-    whole = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    result = part(whole[:, : whole.shape[1] - left_out])
+    whole_BSD = x_BSD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    result = part(whole_BSD[:, : whole_BSD.shape[1] - left_out])
     y_BSD, *others = result if isinstance(result, tuple) else (result,)
-    y_BSD = F.pad(y_BSD, (0, 0, 0, left_out))
+    if left_out:
+        y_BSD = F.pad(y_BSD, (0, 0, 0, left_out))
     own = DTensor.from_local(y_BSD, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(1)])
     # Every rank adds the same second result to its loss; gradients are summed over the ranks, which it must not be.
     return (own.to_local(), *(averaged(each, mesh) for each in others)) if others else own.to_local()
@@ -231,8 +229,14 @@ def _take_rows(sections: Sections, parameter: nn.Parameter, mesh: DeviceMesh) ->
     sent = [len(rows) for rows in leaving]
     received = [sum(row // chunk == other for row in wanted[rank]) for other in range(ranks)]
     order = torch.tensor([row for rows in leaving for row in rows], dtype=torch.int64, device=device)
-    group = mesh.get_group()
-    return lambda p: Exchange.apply(_local(p).index_select(0, order), sent, received, group)
+    group, shared = mesh.get_group(), len(order.unique()) < len(order)
+
+    def take(p: Tensor) -> Tensor:
+        # The gradient of a row that several ranks compute with is the sum of theirs: rounded once.
+        rows = _local(p).float() if shared else _local(p)
+        return Exchange.apply(rows.index_select(0, order).to(p.dtype), sent, received, group)
+
+    return take
 
 
 # ---------------------------------------------------------------------------------------------------------------
