@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwright as sw
+from shardwright._torch import memory_can_be_swapped
 from shardwright.engine.parameter import unit_of
 from tests.engine.models import loss_of, tokens
 from tests.engine.test_strategies import local_of, units_of
@@ -29,6 +30,7 @@ from tests.support.matrix import select, together
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 LAYOUTS = ("per_parameter", "ragged")
+PLANNED = ["double_buffer", "max_pool", "arena"] if memory_can_be_swapped else []
 PLACES: list[tuple[str, tuple[int, ...]]] = [
     ("zero3", (1,)),
     ("zero3", (3,)),
@@ -84,7 +86,7 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 def sharded(plain: nn.Module, policy: Any, shape: tuple[int, ...], **options: Any) -> Any:
     model: Any = copy.deepcopy(plain)
     mesh = mesh_of(shape)
-    root = {name: options.pop(name) for name in ("memory", "prefetch") if name in options}
+    root = {name: options.pop(name) for name in ("memory", "prefetch", "strict") if name in options}
     for block in model.blocks:
         sw.fully_shard(block, mesh=mesh, mp_policy=policy, **options)
     return sw.fully_shard(model, mesh=mesh, mp_policy=policy, **options, **root)
@@ -306,6 +308,23 @@ def evaluate(model: Any, plain: nn.Module, batch: torch.Tensor) -> None:
     edited = [local_of(p) for p in model.parameters()]
     assert all(t.dtype is FP32 for t in edited)
     model.train()
+
+
+@multirank(2)
+@pytest.mark.parametrize("memory", PLANNED)
+def test_a_plan_made_while_evaluating_is_that_of_training(rank: int, world_size: int, memory: str) -> None:
+    """The first call after the recorded step makes it."""
+    policy = sw.PrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, full_precision_in_eval=True)
+    model = sharded(build(), policy, (2,), memory=memory, strict=True)
+    optimizer = sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(3):
+        loss_of(model(tokens(step, 0, rank)), tokens(step, 0, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.eval()(tokens(step, 1, rank))
+        model.train()
+    assert sw.memory_report(model).leases[0] > 0  # of the plan
 
 
 @multirank(2)

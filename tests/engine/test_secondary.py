@@ -152,6 +152,26 @@ def test_two_forwards_failures_and_evaluation(rank: int, world_size: int, at: On
 
 
 @on_meshes(FOUR)
+def test_evaluation_in_full_precision_between_steps(rank: int, world_size: int, at: On) -> None:
+    """Which has other memory for full weights; what is kept for backward is a part of those of training."""
+    os.environ["SHARDWRIGHT_POISON"] = "1"
+    policy = sw.PrecisionPolicy(param_dtype=torch.bfloat16, full_precision_in_eval=True)
+    models = [sharded(at, reshard_after_forward=k, mp_policy=policy) for k in (True, 2)]
+    for step in range(3):
+        losses = []
+        for model in models:
+            losses.append(backward(model, rank, step, 0))
+            with torch.no_grad():
+                losses.append(model.eval()(tokens(step, 1, rank)).sum().item())
+            model.train()
+            sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)).step()
+            model.zero_grad()
+        assert losses[:2] == losses[2:]
+        for (name, p), q in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
+            assert torch.equal(p.to_local(), q.to_local()), name
+
+
+@on_meshes(FOUR)
 def test_checkpointed_blocks(rank: int, world_size: int, at: On) -> None:
     for use_reentrant in (False, True):
         model = sharded(at, reshard_after_forward=2)

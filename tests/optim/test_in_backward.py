@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
+from shardwright.engine.stepping import SteppedGradient
 from tests.engine.models import Model, build, full, loss_of, shard, tokens
 from tests.engine.test_strategies import On, on, on_meshes
 from tests.support import multirank
@@ -89,7 +90,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 
 
 def no_gradients(model: nn.Module) -> bool:
-    return all(p.grad is None for p in model.parameters())
+    return all(p.grad is None or type(p.grad) is SteppedGradient for p in model.parameters())
 
 
 @on_meshes(rows())
@@ -426,6 +427,40 @@ def test_what_a_step_counts_is_counted_once(rank: int, world_size: int) -> None:
 
 
 @multirank(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
+def test_gradients_that_are_gone_are_not_taken_for_none(rank: int, world_size: int, layout: str) -> None:
+    """torch's clipping would find a norm of 0, and go on without clipping anything."""
+    model = shard(build(), layout=layout)
+    optimizer = sw.optim.in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = tokens(0, 0, rank)
+    uses: list[Callable[[], Any]] = [
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True),
+        lambda: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        lambda: [p.grad.mul_(0.5) for p in model.parameters() if p.grad is not None],
+        lambda: model.head.weight.grad.full_tensor(),
+        lambda: model.head.weight.grad.to_local(),
+        lambda: model.head.weight.grad.sum().item(),
+        lambda: sw.unsharded(model, with_grads=True).__enter__(),
+    ]
+    loss_of(model(batch), batch).backward()
+    for use in uses:
+        with pytest.raises(RuntimeError, match=r"of unit '\S+', of shape .* is gone: its optimizer has"):
+            use()
+    with pytest.raises((RuntimeError, TypeError)):  # of whichever tensor sees the two first
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert "SteppedGradient(shape=(11, 7)" in repr(model.head.weight.grad)
+    assert sw.memory_report(model).gradients == 0
+    optimizer.zero_grad(set_to_none=False)  # a copy, a conversion and further backwards are not uses
+    copy.deepcopy(model)
+    model.to(torch.float64)
+    model.to(FP32)
+    loss_of(model(batch), batch).backward()
+    optimizer.step()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@multirank(2)
 def test_what_cannot_be_done_in_parts_is_refused(rank: int, world_size: int) -> None:
     model = shard(build())
     with pytest.raises(NotImplementedError, match="Muon needs whole tensors"):
@@ -445,6 +480,8 @@ def test_what_cannot_be_done_in_parts_is_refused(rank: int, world_size: int) -> 
     scaler = torch.amp.GradScaler("cpu")
     batch = tokens(0, 0, rank)
     scaler.scale(loss_of(model(batch), batch)).backward()
+    with pytest.raises(RuntimeError, match="its optimizer has stepped in backward"):
+        scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match="Train without GradScaler"):
         scaler.step(optimizer)
     optimizer.register_step_pre_hook(lambda *_: None)

@@ -101,6 +101,7 @@ def test_in_backward_and_offload_change_no_loss(tmp_path: Path) -> None:
     assert train_here(config, *here, "--run.dir", plain) == 0
     assert train_here(config, *new, "--run.dir", whole) == 0
     assert losses(whole) == losses(plain)
+    assert '"grad_norm": null' in (whole / "metrics.jsonl").read_text()
     assert train_here(config, *new, "--run.dir", cut, "--train.steps", "3") == 0
     assert train_here(config, *new, "--resume", cut) == 0
     assert losses(cut) == losses(plain)

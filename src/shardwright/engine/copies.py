@@ -28,6 +28,7 @@ from shardwright.engine.construct import (
 )
 from shardwright.engine.parameter import ManagedParameter, become
 from shardwright.engine.ragged import RaggedTensor
+from shardwright.engine.stepping import forget_stepped
 from shardwright.engine.unit import Unit
 from shardwright.engine.unset import carry_mark, mark_of
 
@@ -189,6 +190,7 @@ def _convert_parameter(p: ManagedParameter, unit: Unit, fn: Callable[[torch.Tens
             f"Parameter {p.name!r} is sharded over a mesh on {p.local.device.type!r} and cannot move to {new.device}. "
             "Shard the model over a mesh of that device, or save its state dict and load it there."
         )
+    forget_stepped([p.sharded])
     gradient = p.sharded.grad
     new_gradient = None
     if gradient is not None:

@@ -26,6 +26,7 @@ _EXCHANGED = (
     "gather_nbytes",
     "_cast",
     "_casts",
+    "_upload",
     "_hops",
     "_uploads",
     "_fulls",
@@ -39,6 +40,7 @@ class OtherPrecision:
     def __init__(self, weights: Weights) -> None:
         mine = {name: getattr(weights, name) for name in _EXCHANGED}
         owner, weights.owner = weights.owner, Owner(f"{weights.owner.name}, full precision")
+        secondary = weights._secondary  # for backward, which never reads these weights
         try:
             layout = weights.layout.as_stored()
             slab = Slab(layout.slab_nbytes, weights.ranks.device, "parameters", weights.owner)
@@ -50,7 +52,7 @@ class OtherPrecision:
             weights._prepare_gather()
             slab.release()
         finally:
-            self.owner, weights.owner = weights.owner, owner
+            self.owner, weights.owner, weights._secondary = weights.owner, owner, secondary
             self.values: dict[str, Any] = {name: getattr(weights, name) for name in _EXCHANGED}
             for name, value in mine.items():
                 setattr(weights, name, value)

@@ -246,6 +246,7 @@ class Arrivals:
                 unit.land()
             else:
                 unit.late = True
+                unit.stepping.mark(unit, [p.sharded for p in unit.parameters if p.sharded.requires_grad])
 
     def recover(self) -> None:
         """A backward has failed: its own are dropped with the unit's reductions, those of the one before stay."""

@@ -142,7 +142,7 @@ class Pools:
             self._record()
 
     def _in_pool(self, slab: Slab) -> bool:
-        return slab.kind == "parameters" and any(unit.slab is slab for unit in self._pooled())
+        return slab.kind == "parameters" and any(unit.training_slab is slab for unit in self._pooled())
 
     def _pooled(self) -> Sequence[Unit]:
         """Units that are released after forward and after backward."""
@@ -159,7 +159,7 @@ class Pools:
     def _check_equal(self) -> None:
         sizes: dict[int, list[str]] = {}
         for unit in self._pooled():
-            sizes.setdefault(aligned(unit.slab.nbytes), []).append(unit.name)
+            sizes.setdefault(aligned(unit.training_slab.nbytes), []).append(unit.name)
         if len(sizes) > 1:
             told = "; ".join(
                 f"{nbytes:,} bytes: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"

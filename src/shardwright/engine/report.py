@@ -12,6 +12,7 @@ from torch import nn
 from shardwright._torch import local_of
 from shardwright.engine.construct import units_of
 from shardwright.engine.parameter import unit_of
+from shardwright.engine.stepping import SteppedGradient
 from shardwright.memory import Plan, Planned
 from shardwright.memory.plan import at_peak, peak
 
@@ -128,7 +129,7 @@ def memory_report(
     return MemoryReport(
         shards=_bytes_of(shards),
         rest=_bytes_of(others),
-        gradients=_bytes_of([p.grad for p in parameters if p.grad is not None]),
+        gradients=_bytes_of([p.grad for p in parameters if not isinstance(p.grad, SteppedGradient | None)]),
         optimizer=_bytes_of(state),
         memory=memory if isinstance(memory, str) else type(memory).__name__,
         leased=leased,

@@ -5,7 +5,12 @@ How a step is made is the optimizer's business (``optim/in_backward.py``); nothi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwright._torch import quick_attributes
 
@@ -26,6 +31,56 @@ class Stepper(Protocol):
         """Units stepped from now on belong to another step. Returns whether any were in this one."""
 
 
+class SteppedGradient(torch.Tensor):
+    """``.grad`` of a parameter that was stepped in backward. It has no memory, and every use of its values raises.
+
+    None would say that there was no gradient: ``torch.nn.utils.clip_grad_norm_`` would find a norm of 0.
+    """
+
+    unit: str
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor, unit: str) -> SteppedGradient:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+
+    def __init__(self, parameter: torch.Tensor, unit: str) -> None:
+        self.unit = unit
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"SteppedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, unit={self.unit!r})"
+
+    def full_tensor(self) -> torch.Tensor:
+        self._refuse()
+
+    def to_local(self) -> torch.Tensor:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise RuntimeError(
+            f"The gradient of a parameter of unit {self.unit!r}, of shape {tuple(self.shape)}, is gone: its optimizer "
+            "has stepped in backward. What needs all gradients before a step (clipping by their norm, GradScaler) needs "
+            "sw.fully_shard_optimizer without in_backward; each alone is clipped by in_backward(clip_value=)."
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default):  # zero_grad
+            return args[0]
+        next(value for value in tree_leaves((args, kwargs)) if isinstance(value, cls))._refuse()
+
+
+def forget_stepped(parameters: Iterable[torch.Tensor]) -> None:
+    """Where ``.grad`` was stepped, set it to None: the step is over, or another begins."""
+    with quick_attributes():
+        for p in parameters:
+            if type(p.grad) is SteppedGradient:
+                p.grad = None
+
+
 class Stepping:
     """Whether a unit is to be stepped, and by whom. It holds them, as nobody else may. Other units have none.
 
@@ -37,6 +92,7 @@ class Stepping:
         self.steppers: list[Stepper] = []
         self.due = False
         self._steps: list[tuple[Stepper, Any]] = []
+        self._marks = WeakTensorKeyDictionary()
         #: How many root calls had begun before the backward that is to be stepped, and before the one stepped last.
         self._due_in = self._stepped_in = -1
 
@@ -56,7 +112,7 @@ class Stepping:
         self.due = False
         steps, self._steps = self._steps, []
         with quick_attributes():
-            present = any([p.sharded.grad is not None for p in unit.parameters])
+            present = [p.sharded for p in unit.parameters if p.sharded.grad is not None]
         if not present or not steps:
             return
         if self._stepped_in == self._due_in:
@@ -70,4 +126,15 @@ class Stepping:
         unit.drop_kept()
         for stepper, step in steps:
             stepper.step_unit(unit, step)
+        self.mark(unit, present)
         unit.release_unused_gradients()
+
+    def mark(self, unit: Unit, parameters: Iterable[torch.Tensor]) -> None:
+        """Where there is no gradient (any more), say that it was used, or is to be used when it has arrived."""
+        with quick_attributes():
+            for p in parameters:
+                if p.grad is None:
+                    mark = self._marks.get(p)
+                    if mark is None or mark.dtype != p.dtype:
+                        mark = self._marks[p] = SteppedGradient(p, unit.name)
+                    p.grad = mark

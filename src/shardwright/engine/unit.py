@@ -47,7 +47,7 @@ from shardwright.engine.offload import Host, HostReduction, Offload
 from shardwright.engine.parameter import FullParameter, ManagedParameter, plain_of, unit_of
 from shardwright.engine.precision import as_precision
 from shardwright.engine.ranks import Ranks
-from shardwright.engine.stepping import Stepping
+from shardwright.engine.stepping import Stepping, forget_stepped
 from shardwright.engine.visit import Frame, Visit
 from shardwright.engine.weights import Weights
 from shardwright.layout import GradientDtypes, Packing, Ragged, UnitLayout, plan_packing
@@ -312,6 +312,8 @@ class Unit(Weights):
         """
         root, ranks = self.root, self.ranks
         assert root is not None
+        if self.stepping is not None:
+            forget_stepped(self._shardeds)
         last = now or self._reduces_all
         if not now and not (self.requires_sync and (last or ranks.finishes_late)):
             self.holds = self._holds_whole = True
@@ -356,6 +358,13 @@ class Unit(Weights):
             raise RuntimeError(
                 f"Unit {self.name!r} holds gradients of earlier micro-batches; change how they are reduced between "
                 "optimizer steps."
+            )
+        given = {"gradient_hook": self.gradient_hook, "custom_scatters": self.custom_scatters, **changes}
+        if None not in (given["gradient_hook"], given["custom_scatters"]):
+            raise ValueError(
+                f"Unit {self.name!r} has a gradient hook, which reduces by collectives of its own, and a "
+                "reduce-scatter of yours, which would never be called. Give one of set_gradient_comm_hook and "
+                "set_custom_reduce_scatter, and None to the other."
             )
         self.finish_reduction()
         for name, value in changes.items():
@@ -414,6 +423,8 @@ class Unit(Weights):
     def land(self) -> None:
         """The host waits for the gradients, and steps the unit if no more can come in this backward."""
         self.arriving = self.late = False
+        if self.stepping is not None:
+            forget_stepped(self._shardeds)
         for reduction in self.reductions:
             if isinstance(reduction, HostReduction):
                 reduction.land()

@@ -366,6 +366,11 @@ class Weights:
         return [*self.owner.slabs, *(self._other.owner.slabs if self._other is not None else ())]
 
     @property
+    def training_slab(self) -> Slab:
+        """Into which the weights are gathered in a step, whatever evaluation uses now."""
+        return self._other.values["slab"] if self.full_precision and self._other is not None else self.slab
+
+    @property
     def gathered(self) -> bool:
         """Whether the slab is leased: filled, or being filled."""
         return self.slab.leased

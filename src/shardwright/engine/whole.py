@@ -228,19 +228,19 @@ def _write_back(shown: _Shown, options: Options) -> list[str]:
     """Whether something has changed is asked of the whole, so that the answer is the same on every rank."""
     p, full = shown.p, shown.full
     assert full is not None
-    if full.shape != p.spec.shape or full.dtype != p.local.dtype:
+    if full.shape != p.sharded.shape or full.dtype != p.local.dtype:
         return [
-            f"{p.name!r} of {tuple(p.spec.shape)} and {p.local.dtype} is {tuple(full.shape)} and {full.dtype}"
+            f"{p.name!r} of {tuple(p.sharded.shape)} and {p.local.dtype} is {tuple(full.shape)} and {full.dtype}"
         ]
     if int(digest(full.detach())) != shown.value:
-        p.local.copy_(p.cut.of_full(full.detach()))
+        p.local.copy_(p.cut.part_of(full))
     if options.with_grads:
         gradient, sharded = full.grad, p.sharded
         if gradient is None:
             sharded.grad = None
         elif sharded.grad is None:
-            sharded.grad = p.cut.wrap(p.cut.of_full(gradient).clone(memory_format=torch.contiguous_format))
+            sharded.grad = p.cut.wrap(p.cut.part_of(gradient).clone(memory_format=torch.contiguous_format))
         elif int(digest(gradient)) != shown.gradient:
             local = local_of(sharded.grad) if hasattr(sharded.grad, "full_tensor") else sharded.grad
-            local.copy_(p.cut.of_full(gradient))
+            local.copy_(p.cut.part_of(gradient))
     return []

@@ -24,7 +24,7 @@ from shardwright._torch import (
 )
 from shardwright.engine.parameter import UNIT_OF, unit_of
 from shardwright.engine.root import reduce_held
-from shardwright.engine.stepping import Stepping
+from shardwright.engine.stepping import Stepping, forget_stepped
 from shardwright.engine.unit import Unit
 from shardwright.optim.needs import Needs
 from shardwright.optim.sharded import SHARDED, fully_shard_optimizer
@@ -43,11 +43,12 @@ def in_backward(optimizer: O, *, needs: Needs | None = None, clip_value: float |
             optimizer.step()
             scheduler.step()
 
-    A unit's gradients are freed when it is stepped, so no more than those of one or two units exist at once, and
-    ``.grad`` is None after backward. Parameters get the values that ``fully_shard_optimizer`` gives them, to the bit.
-    Schedulers, groups and state dicts are as ever. ``step`` steps what backward has not: parameters that are not
-    sharded, and gradients of your own making. Every backward is a step, unless ``set_is_last_backward(False)``,
-    ``set_requires_all_reduce(False)`` or ``set_requires_gradient_sync(False)`` says that more micro-batches come.
+    A unit's gradients are freed when it is stepped, so no more than those of one or two units exist at once. After
+    backward ``.grad`` has no values, and asking for any raises; after ``step`` it is None. Parameters get the values
+    that ``fully_shard_optimizer`` gives them, to the bit. Schedulers, groups and state dicts are as ever. ``step``
+    steps what backward has not: parameters that are not sharded, and gradients of your own making. Every backward is a
+    step, unless ``set_is_last_backward(False)``, ``set_requires_all_reduce(False)`` or
+    ``set_requires_gradient_sync(False)`` says that more micro-batches come.
 
     The model holds the optimizer until its method ``leave_backward`` makes it an ordinary one again. If backward
     raises, units that it had come through are stepped and the others are not.
@@ -57,7 +58,7 @@ def in_backward(optimizer: O, *, needs: Needs | None = None, clip_value: float |
             Several may have different parameters of one model.
         needs: as in :func:`fully_shard_optimizer`.
         clip_value: clamp each gradient to [-clip_value, clip_value] first. Clipping by the global norm cannot be done,
-            since that is known only when backward is over: ``sw.clip_grad_norm_`` refuses.
+            since that is known only when backward is over: ``sw.clip_grad_norm_`` and torch's raise.
 
     Raises:
         TypeError, ValueError: as :func:`fully_shard_optimizer`; no parameter is sharded, or another optimizer steps
@@ -205,6 +206,7 @@ class _InBackward:
     def leave_backward(self) -> None:
         """Become an ordinary optimizer again, which steps in ``step`` alone."""
         self._complete()
+        forget_stepped(p for group in self.param_groups for p in group["params"])
         for unit in self._units():
             if unit.stepping is not None:
                 unit.stepping.steppers = [known for known in unit.stepping.steppers if known is not self]
@@ -287,6 +289,7 @@ class _InBackward:
             root.recover_if_failed()
         reduce_held(parameters)
         self._complete()
+        forget_stepped(parameters)
         once, self.__dict__["_shardwright_once"] = self.__dict__["_shardwright_once"], None
         if any(p.grad is not None for p in parameters):
             if once is not None:

@@ -86,7 +86,7 @@ class StepResult:
     """
 
     loss: float
-    grad_norm: float
+    grad_norm: float | None  # None where the optimizer has used the gradients before all were known
     data_seconds: float
     stop: int
     auxiliary: Mapping[str, float]  # by name, the losses beside the cross-entropy
@@ -141,12 +141,15 @@ class Trainer:
         norm = parallel.clip_gradients(self.model, self.config)
         (loss, *others), stop_signal = self._agree(loss_sums / step_tokens, stop)
         auxiliary = dict(zip(self.auxiliary, others, strict=True))
-        result = StepResult(loss, float(norm), data_seconds, stop_signal, auxiliary)
-        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-            updated = "what it had reached" if self.config.optimizer.in_backward else "nothing"
+        grad_norm = None if norm is None else float(norm)
+        result = StepResult(loss, grad_norm, data_seconds, stop_signal, auxiliary)
+        if not (math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm))):
+            told, updated = (
+                (grad_norm, "nothing") if grad_norm is not None else ("not known", "what was reached")
+            )
             raise NonFiniteError(
-                f"step {step + 1}: expected a finite loss and gradient norm, found loss {result.loss}, norm "
-                f"{result.grad_norm}; {updated} was updated. Try a lower optimizer.lr or a longer "
+                f"step {step + 1}: expected a finite loss and gradient norm, found loss {loss}, norm "
+                f"{told}; {updated} was updated. Try a lower optimizer.lr or a longer "
                 "optimizer.warmup_steps"
             )
         self.optimizer.step()

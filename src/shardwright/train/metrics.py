@@ -101,7 +101,7 @@ class StepRecord:
 
     step: int  # optimizer steps done, this one included
     loss: float
-    grad_norm: float  # before clipping
+    grad_norm: float | None  # before clipping; None with an optimizer in backward
     lr: float
     samples: int  # seen since the start of the run
     seconds: float  # of the step, without validation and checkpoints
@@ -183,7 +183,7 @@ def _record(line: str, where: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise UserError(f"metrics: expected a JSON object, found {type(record).__name__} in {where}")
     for field in fields(StepRecord):
-        value, optional = record.get(field.name), field.default is None or field.name == "mfu"
+        value, optional = record.get(field.name), str(field.type).endswith("| None")
         finite = isinstance(value, int | float) and abs(value) < float("inf")
         if not finite and not (optional and value is None):
             raise UserError(f"metrics: expected a number for {field.name}, found {value!r} in {where}")
@@ -280,7 +280,7 @@ def in_words(record: StepRecord) -> str:
     lost = record.data_seconds / record.seconds if record.seconds else 0.0
     parts = [
         f"loss {record.loss:.4f}",
-        f"norm {record.grad_norm:.2f}",
+        f"norm {'n/a' if record.grad_norm is None else format(record.grad_norm, '.2f')}",
         f"{record.tokens_per_second:,.0f} tok/s",
         f"{with_prefix(record.flops_per_second)}FLOP/s",
         f"MFU {mfu}",

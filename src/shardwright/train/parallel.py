@@ -517,13 +517,13 @@ def _plain_name(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "").removeprefix("module.")
 
 
-def clip_gradients(model: nn.Module, config: Config) -> Tensor:
+def clip_gradients(model: nn.Module, config: Config) -> Tensor | None:
     """Scale gradients down to `train.max_norm` over all ranks; return their norm before that, 0-d and plain.
 
-    It is 0 where the optimizer has used them already.
+    None where the optimizer has used them already.
     """
     if config.optimizer.in_backward:
-        return torch.zeros(())  # they are gone
+        return None
     limit = config.train.max_norm or float("inf")
     if config.parallel.engine == "shardwright":
         return sw.clip_grad_norm_(model.parameters(), limit)

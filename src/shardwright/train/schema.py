@@ -327,7 +327,7 @@ class OptimizerConfig(Section):
     in_backward: bool = Field(
         default=False,
         description="Step each unit when its gradients are reduced, and free them, with the engine shardwright. Needs "
-        "train.max_norm = 0; the norm of all gradients is then not known, and told as 0.",
+        "train.max_norm = 0; the norm of all gradients is then not known.",
     )
     warmup_steps: int = Field(
         default=20,
