@@ -219,7 +219,7 @@ def test_ranks_whose_experts_no_token_chose(rank: int, world_size: int) -> None:
     plain.draw(0.02)
     plain.router.weight.data *= 20
     mine = copy.deepcopy(plain)
-    spread_experts(mine, config, mesh)
+    spread_experts(mine, mesh)
     inputs = [(torch.ones(1, 6, 16) * (1 + r % 2)).requires_grad_() for r in range(4)]
     outputs = [plain(x)[0] for x in inputs]
     sum(y.square().sum() for y in outputs).backward()

@@ -33,7 +33,7 @@ import shardwright as sw
 from shardwright.train.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
 from shardwright.train.errors import UserError
 from shardwright.train.models.decoder import Decoder
-from shardwright.train.models.hybrid import Hybrid, HybridConfig
+from shardwright.train.models.hybrid import Hybrid, HybridConfig, MixtureOfExperts
 from shardwright.train.models.llama import Llama
 from shardwright.train.models.plans import expert_layers, tensor_plan, uneven
 from shardwright.train.models.styles import spread_experts
@@ -314,7 +314,7 @@ def divide_experts(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> 
     assert isinstance(model, Hybrid)
     for name in expert_layers(model.config):
         axes = mesh["expert"] if config.tensor == 1 else mesh["expert", "tensor"]
-        spread_experts(model.get_submodule(name), model.config, axes)
+        spread_experts(cast(MixtureOfExperts, model.get_submodule(name)), axes)
 
 
 def cut_layers(model: Decoder, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> DeviceMesh:

@@ -140,10 +140,7 @@ class MixtureOfExperts(nn.Module):
 
     def chosen(self, rows_RD: Tensor, expert_R: Tensor) -> Tensor:
         """What the expert of each row makes of it; rows [R, D] are sorted by their experts."""
-        numbers = torch.arange(self.up.shape[0], device=expert_R.device)
-        ends = torch.searchsorted(expert_R, numbers, right=True, out_int32=True)
-        hidden = F.relu(F.grouped_mm(rows_RD, self.up.to(rows_RD.dtype), offs=ends)).square()
-        return F.grouped_mm(hidden, self.down.to(rows_RD.dtype), offs=ends)
+        return through_experts(rows_RD, expert_R, self.up, self.down)
 
     def draw(self, residual_std: float) -> None:
         truncated_normal(self.router.weight, 0.02)
@@ -151,6 +148,14 @@ class MixtureOfExperts(nn.Module):
         truncated_normal(self.down, residual_std)
         if self.shared is not None:
             self.shared.draw(residual_std)
+
+
+def through_experts(rows_RD: Tensor, expert_R: Tensor, up_EDF: Tensor, down_EFD: Tensor) -> Tensor:
+    """Each row through the expert of its number; rows are sorted by it."""
+    numbers = torch.arange(up_EDF.shape[0], device=expert_R.device)
+    ends = torch.searchsorted(expert_R, numbers, right=True, out_int32=True)
+    hidden = F.relu(F.grouped_mm(rows_RD, up_EDF.to(rows_RD.dtype), offs=ends)).square()
+    return F.grouped_mm(hidden, down_EFD.to(rows_RD.dtype), offs=ends)
 
 
 def imbalance(probability_BSE: Tensor, expert_BSK: Tensor) -> Tensor:

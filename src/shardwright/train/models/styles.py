@@ -1,7 +1,7 @@
 """Parallel styles beside torch's own, for what a hybrid has and torch knows nothing of.
 
-A rank's part of a layer is a layer of the same kind, with fewer heads, hidden units or experts: it computes as the
-whole one does, with the rank's own part of the parameters. What each layer becomes is told in `plans`. Shapes in names
+A rank's part of a layer is a layer of the same kind, with fewer heads or hidden units: it computes as the whole one
+does, with the rank's own part of the parameters. What each layer becomes is told in `plans`. Shapes in names
 as in `hybrid`; R rows, each a token on its way to one of its experts.
 """
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.func import functional_call
 
-from shardwright.train.models.hybrid import Mamba2, MixtureOfExperts, NextButOne
+from shardwright.train.models.hybrid import Mamba2, MixtureOfExperts, NextButOne, through_experts
 from shardwright.train.models.presets import HybridConfig
 
 #: Rows of a matrix one below another: how many, and of how many heads or groups they are.
@@ -46,8 +46,8 @@ def rows_of(sections: Sections, rank: int, ranks: int) -> list[int]:
 class SummedParts(ParallelStyle):
     """Each rank runs its part of a module on the whole sequence; the results are summed.
 
-    The module takes one DTensor cut along the sequence, and its result, a plain tensor, is cut so. A second result, such
-    as that of `MixtureOfExperts`, is the same on every rank.
+    The module takes one DTensor cut along the sequence, and its result, a plain tensor, is cut so. A second result,
+    such as that of `MixtureOfExperts`, is the same on every rank.
 
     Args:
         part: the part, made on the meta device.
@@ -86,16 +86,17 @@ class NextToken(ParallelStyle):
         return module
 
 
-def spread_experts(module: nn.Module, config: HybridConfig, mesh: DeviceMesh) -> None:
-    """Give each rank of the first dimension of `mesh` some of the experts of a `MixtureOfExperts`.
+def spread_experts(module: MixtureOfExperts, mesh: DeviceMesh) -> None:
+    """Give each rank of the first dimension of `mesh` some of the experts; tokens travel to them and back.
 
-    The second dimension, if there is one, is the tensor-parallel one: it divides their hidden units.
+    The second dimension, if there is one, is the tensor-parallel one, which divides their hidden units; then
+    `mixture_part` computes.
     """
     placements = {"up": [Shard(0), Shard(2)], "down": [Shard(0), Shard(1)]}
     for name, both in placements.items():
         distribute_parameter(module, name, mesh, both[: mesh.ndim], 0)
     if mesh.ndim == 1:
-        module.forward = functools.partial(_run_part, TravellingTokens(config, mesh), module, {})
+        module.chosen = functools.partial(_chosen_elsewhere, module, mesh)  # type: ignore[method-assign]
 
 
 def distribute_parameter(
@@ -145,34 +146,11 @@ def mixture_part(config: HybridConfig, experts: DeviceMesh | None, mesh: DeviceM
     """A mixture whose experts, which may lie on the ranks of `experts`, have the hidden units of one rank of `mesh`."""
     ranks = mesh.size()
     own = replace(config, expert_dim=config.expert_dim // ranks, shared_dim=config.shared_dim // ranks)
-    if experts is not None:
-        return TravellingTokens(own, experts)
     with torch.device("meta"):
-        return MixtureOfExperts(own)
-
-
-class TravellingTokens(MixtureOfExperts):
-    """A mixture whose experts lie on the ranks of `mesh`, equally many on each; on the meta device."""
-
-    def __init__(self, config: HybridConfig, mesh: DeviceMesh) -> None:
-        with torch.device("meta"):
-            super().__init__(config)
-        self.mesh, self.experts = mesh, config.n_experts
-
-    def chosen(self, rows_RD: Tensor, expert_R: Tensor) -> Tensor:
-        ranks, group = self.mesh.size(), self.mesh.get_group()
-        # [ranks, experts of one]: how many rows go from here to each expert, and come from each rank to each one here.
-        leaving = torch.bincount(expert_R, minlength=self.experts).view(ranks, -1)
-        coming = torch.empty_like(leaving)
-        dist.all_to_all_single(coming, leaving, group=group)
-        # The host has to wait here: the sizes of what travels depend on the routing.
-        sent, received = torch.stack((leaving, coming)).sum(-1).tolist()
-        rows = Exchange.apply(rows_RD, sent, received, group)
-        numbers = torch.arange(coming.shape[1], device=coming.device).repeat(ranks)
-        expert, order = numbers.repeat_interleave(coming.flatten(), output_size=len(rows)).sort(stable=True)
-        rows = super().chosen(rows.index_select(0, order), expert)
-        rows = torch.empty_like(rows).index_copy(0, order, rows)
-        return Exchange.apply(rows, received, sent, group)
+        part = MixtureOfExperts(own)
+    if experts is not None:
+        part.chosen = functools.partial(_chosen_elsewhere, part, experts)  # type: ignore[method-assign]
+    return part
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -196,6 +174,26 @@ def _run_on_whole_sequence(
     own = DTensor.from_local(y_BSD, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(1)])
     # Every rank adds the same second result to its loss; gradients are summed over the ranks, which it must not be.
     return (own.to_local(), *(averaged(each, mesh) for each in others)) if others else own.to_local()
+
+
+def _chosen_elsewhere(
+    mixture: MixtureOfExperts, mesh: DeviceMesh, rows_RD: Tensor, expert_R: Tensor
+) -> Tensor:
+    """`MixtureOfExperts.chosen` where each rank of `mesh` has as many of the experts."""
+    up_EDF, down_EFD = _local(mixture.up), _local(mixture.down)
+    ranks, experts, group = mesh.size(), up_EDF.shape[0], mesh.get_group()
+    # [ranks, experts of one]: how many rows go from here to each expert, and come from each rank to each one here.
+    leaving = torch.bincount(expert_R, minlength=ranks * experts).view(ranks, experts)
+    coming = torch.empty_like(leaving)
+    dist.all_to_all_single(coming, leaving, group=group)
+    # The host has to wait here: the sizes of what travels depend on the routing.
+    sent, received = torch.stack((leaving, coming)).sum(-1).tolist()
+    rows = Exchange.apply(rows_RD, sent, received, group)
+    numbers = torch.arange(experts, device=coming.device).repeat(ranks)
+    expert, order = numbers.repeat_interleave(coming.flatten(), output_size=len(rows)).sort(stable=True)
+    rows = through_experts(rows.index_select(0, order), expert, up_EDF, down_EFD)
+    rows = torch.empty_like(rows).index_copy(0, order, rows)
+    return Exchange.apply(rows, received, sent, group)
 
 
 def _aligned(mesh: DeviceMesh, x_BSD: Tensor, embedded_BSD: Tensor) -> tuple[Tensor, Tensor]:
