@@ -330,6 +330,11 @@ def cut_layers(model: Decoder, mesh: DeviceMesh, experts: DeviceMesh | None = No
     return mesh[names[0]] if len(names) == 2 else mesh[names[:-1]]
 
 
+def axes_of(parameter: Tensor) -> tuple[str, ...]:
+    """The names of the dimensions of the mesh that a parameter lies on; none of a plain one."""
+    return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
+
+
 def parallel_loss(config: ParallelConfig) -> AbstractContextManager[object]:
     """Around forward, loss and backward: with tensor parallelism the cross-entropy of logits that are never whole."""
     return loss_parallel() if config.tensor > 1 else nullcontext()
@@ -421,11 +426,6 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
     if config.engine == "shardwright":
         options |= {"memory": config.memory, "prefetch": config.prefetch}
     return cast(nn.Module, fully_shard(model, reshard_after_forward=reshard_last, **options))
-
-
-def axes_of(parameter: Tensor) -> tuple[str, ...]:
-    """The names of the dimensions of the mesh that a parameter lies on; none of a plain one."""
-    return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
 
 
 def dtype_of(name: str) -> torch.dtype:
