@@ -1,48 +1,37 @@
-"""The example of fine-tuning runs with one command, learns, and saves what it has learnt."""
+"""The example of fine-tuning learns, and saves what it has learnt."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import shardwright as sw
+from tests.support import multirank
+from tests.support.scripts import printed_by
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(*arguments: str, scratch: Path) -> str:
-    script = str(ROOT / "examples" / "finetune_pretrained.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, script, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def losses(output: str) -> list[float]:
     return [float(value) for value in re.findall(r"step \d+: loss ([\d.]+)", output)]
 
 
-def test_it_makes_loads_tunes_and_saves(tmp_path: Path) -> None:
+@multirank(2)
+def test_it_makes_loads_tunes_and_saves(rank: int, world_size: int, tmp_path: Path) -> None:
     pytest.importorskip("pydantic", reason="needs the extra train")
     from shardwright.train.config import DataConfig
     from shardwright.train.data.corpus import batch, load_corpus
     from shardwright.train.models import hugging_face
     from shardwright.train.models.build import model_of
 
-    first = run("--to", str(tmp_path / "tuned"), scratch=tmp_path)
+    script = ROOT / "examples" / "finetune_pretrained.py"
+    first = printed_by(script, "--to", tmp_path / "tuned", scratch=tmp_path)
+    if rank:
+        return
     assert "made a small pretrained Llama in" in first
     parameters, read, whole = (
         int(number.replace(",", ""))

@@ -41,7 +41,10 @@ class Row(NamedTuple):
     tied: bool
 
     def shows(self, strength: int) -> Iterator[Hashable]:
-        return iter(together(strength, *self))
+        """Not each optimizer at each place, which would be most of the rows: neither knows of the other."""
+        for settings in together(strength, *self):
+            if strength > 2 or {i for i, _ in settings} != {0, 2}:
+                yield settings
 
 
 LAYOUTS = ("per_parameter", "ragged", sw.Ragged("element"))

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import shardwright as sw
@@ -128,8 +128,8 @@ AXES: dict[str, list[Any]] = {
     "layout": ["per_parameter", "row", "element"],
     "memory": ["dynamic", "double_buffer", "max_pool", "arena"] if memory_can_be_swapped else ["dynamic"],
     "prefetch": [1, 2],
-    "precision": ["fp32", "bf16", "norms", "fp16"],
-    "micros": ["single", "reduced", "held", "last"],
+    "precision": ["fp32", "bf16", "norms", "fp16", "low gradients"],
+    "micros": ["single", "reduced", "held", "last", "in flight"],
     "recompute": ["", "full", "ops", "reentrant"],
     "compiled": [False, True],
     "optimizer": ["sgd", "adamw", "muon"],
@@ -152,8 +152,8 @@ HOOKS: dict[str, Callable[[], Any]] = {
     "powersgd": lambda: PowerSGD(64),  # of more than the rank of any gradient here, so that nothing is lost
 }
 #: What computes, and how far results may be from the plain model's: sums in float32 differ in their order only.
-COMPUTE = {"fp32": FP32, "bf16": BF16, "norms": BF16, "fp16": FP16}
-TOLERANCE = {"fp32": 2e-5, "bf16": 2e-5, "norms": 2e-5, "fp16": 1e-2}
+COMPUTE = {"fp32": FP32, "bf16": BF16, "norms": BF16, "fp16": FP16, "low gradients": BF16}
+TOLERANCE = {"fp32": 2e-5, "bf16": 2e-5, "norms": 2e-5, "fp16": 1e-2, "low gradients": 2e-2}
 
 
 class Rule(NamedTuple):
@@ -185,6 +185,11 @@ REFUSED = [
         ("hook", "collectives"),
         lambda hook, c: hook != "" and c == "scatters",
         "has a gradient hook, which reduces by collectives of its own, and a reduce-scatter of yours",
+    ),
+    Rule(
+        ("precision", "optimizer"),
+        lambda precision, o: precision == "low gradients" and o != "sgd",
+        "cannot step a torch.float32 parameter of shape .* with a torch.bfloat16 gradient",
     ),
     Rule(("tensor", "optimizer"), lambda t, o: t != "" and o == "muon", "cannot be stepped whole"),
 ]
@@ -220,7 +225,9 @@ def excluded(one: str, value: Any, other: str, beside: Any) -> bool:
 
 
 def compute_dtype(row: Row, name: str) -> torch.dtype:
-    return FP32 if row.precision == "norms" and "norm" in name else COMPUTE[row.precision]
+    """What is ignored stays as it is stored."""
+    whole = (row.precision == "norms" and "norm" in name) or (row.ignored and name.startswith("norm."))
+    return FP32 if whole else COMPUTE[row.precision]
 
 
 def policy_of(row: Row) -> sw.PrecisionPolicy:
@@ -229,6 +236,7 @@ def policy_of(row: Row) -> sw.PrecisionPolicy:
     return sw.PrecisionPolicy(
         param_dtype=None if compute is FP32 else compute,
         reduce_dtype=FP32,
+        grad_dtype=BF16 if row.precision == "low gradients" else None,
         cast_forward_inputs=not row.tensor and row.precision != "norms",
         # In a unit of several modules names begin with the place of theirs, so "0." is the last norm.
         per_parameter={"*norm*": whole, "0.*": whole} if row.precision == "norms" else None,
@@ -391,20 +399,27 @@ def train(row: Row, steps: int = 2) -> None:
     here, count = (data_rank(mesh), row.place.ranks) if row.tensor else (dist.get_rank(), row.place.ranks)
     for step in range(steps):
         if step == 1:
-            meanwhile(row, model, plain, tolerance)
+            meanwhile(row, model, optimizer, plain, tolerance)
         micros = 1 if row.micros == "single" else 2
         batches = [[tokens(step, m, d) for d in range(count)] for m in range(micros)]
-        losses = []
+        losses, waiting = [], []
         for number, micro in enumerate(batches):
-            last = number == micros - 1
-            model.set_requires_gradient_sync(row.micros != "held" or last)  # type: ignore[operator]
-            goes_on = row.micros == "last" or (row.micros == "reduced" and row.in_backward)
-            model.set_is_last_backward(last or not goes_on)  # type: ignore[operator]
-            loss = loss_of(model(micro[here]), micro[here])
-            scaler.scale(loss).backward()
-            losses.append(loss.item())
+            waiting.append(loss_of(model(micro[here]), micro[here]))
+            losses.append(waiting[-1].item())
+            if row.micros == "in flight" and number < micros - 1:
+                continue  # as in a pipeline, all forwards come before the first backward
+            while waiting:
+                last = number == micros - 1 and len(waiting) == 1
+                model.set_requires_gradient_sync(row.micros != "held" or last)  # type: ignore[operator]
+                goes_on = row.micros in ("last", "in flight") or (row.micros == "reduced" and row.in_backward)
+                model.set_is_last_backward(last or not goes_on)  # type: ignore[operator]
+                scaler.scale(waiting.pop(0)).backward()
         wanted = reference.backward(batches, 256.0 if row.precision == "fp16" else 1.0)
-        assert losses == pytest.approx([micro[here] for micro in wanted], rel=tolerance, abs=tolerance), step
+        assert losses == pytest.approx([micro[here] for micro in wanted], rel=tolerance, abs=tolerance), (
+            step,
+            losses,
+            [m[here] for m in wanted],
+        )
         reduce_ignored(row, model)
         scaler.unscale_(optimizer) if row.precision == "fp16" else None
         if not row.in_backward:
@@ -416,7 +431,7 @@ def train(row: Row, steps: int = 2) -> None:
             )
         if row.clip:
             clip = sw.clip_grad_norm_ if row.clip == "ours" else nn.utils.clip_grad_norm_
-            norm = full(clip(model.parameters(), 0.7))
+            norm = full(clip(model.parameters(), 0.7)).float()
             own = nn.utils.clip_grad_norm_(plain.parameters(), 0.7)
             torch.testing.assert_close(norm, own, rtol=tolerance, atol=tolerance)
         scaler.step(optimizer)
@@ -434,7 +449,7 @@ def compare(found: list[tuple[str, Any]], wanted: list[Any], tolerance: float, w
             assert tensor.shape == other.shape, where + name
             torch.testing.assert_close(
                 full(tensor).detach(),
-                other.detach(),
+                other.detach().to(tensor.dtype),
                 rtol=tolerance,
                 atol=tolerance,
                 msg=lambda m, n=name: f"{where}{n}: {m}",
@@ -450,7 +465,7 @@ def reduce_ignored(row: Row, model: Model) -> None:
 
 
 @torch.no_grad()
-def meanwhile(row: Row, model: Model, plain: Model, tolerance: float) -> None:
+def meanwhile(row: Row, model: Model, optimizer: Any, plain: Model, tolerance: float) -> None:
     """What users do between two steps."""
     batch = tokens(100, 0, 0)
     if row.between == "evaluation":
@@ -473,11 +488,12 @@ def meanwhile(row: Row, model: Model, plain: Model, tolerance: float) -> None:
             for p in each.parameters():
                 p.mul_(0.9)
     elif row.between == "reload":
-        state = copy.deepcopy(get_model_state_dict(model))
+        state, its = map(copy.deepcopy, get_state_dict(model, optimizer))
         assert set(state) == set(plain.state_dict())
-        for p in model.parameters():
-            p.zero_()
-        set_model_state_dict(model, state)
+        for tensor in (*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())):
+            if isinstance(tensor, torch.Tensor):
+                tensor.fill_(7)
+        set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=its)
     elif row.between == "failure":
         with interrupted(model), pytest.raises(RuntimeError, match="on purpose"), torch.enable_grad():
             model(batch)

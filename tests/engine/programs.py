@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import itertools
 import math
 import os
@@ -26,7 +27,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -1189,6 +1191,7 @@ def run_program(rank: int, world_size: int, program: Program, sharded: bool = Tr
 # -- comparing a sharded with a plain model ---------------------------------------------------------------------------
 
 
+@torch.no_grad()  # to_local then costs nothing
 def whole(
     model: nn.Module, wrong: Sequence[str] = ()
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[float]]:
@@ -1202,7 +1205,7 @@ def whole(
     """
     parameters = list(model.parameters())
     parameters_twice = [p for p in parameters for _ in range(2)]
-    tensors = [t.detach() if t is not None else None for p in parameters for t in (p, p.grad)]
+    tensors = [t for p in parameters for t in (p, p.grad)]
     flats = [torch.zeros(p.shape, dtype=torch.float64) for p in parameters_twice]
     sharded = any(is_cut(p) for p in parameters)
     rank = dist.get_rank() if sharded else 0
@@ -1264,8 +1267,13 @@ def part_of(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return flat.view(-1)[start:stop]
     if not isinstance(like, DTensor):
         return flat
-    sizes, starts = compute_local_shape_and_global_offset(flat.shape, like.device_mesh, like.placements)
-    return flat[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
+    return flat[_part(flat.shape, like.device_mesh, like.placements)]
+
+
+@functools.cache  # torch's arithmetic takes longer than the comparison
+def _part(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[slice, ...]:
+    sizes, starts = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 def differences(

@@ -110,7 +110,7 @@ def test_gradients(
         reference.model.zero_grad()
 
 
-@multirank(2, 3)
+@multirank(3)
 @pytest.mark.parametrize(
     ("hook", "layout"),
     [*itertools.product(["int8"], LAYOUTS), ("rank 1", "per_parameter"), ("rank 1", "rows")],

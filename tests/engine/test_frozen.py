@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +23,7 @@ from tests.engine.models import full
 from tests.engine.test_strategies import On, counted, on, on_meshes
 from tests.support import multirank
 from tests.support.matrix import select, together
+from tests.support.scripts import printed_by
 
 ROOT = Path(__file__).parents[2]
 WIDTH, RANK, DEPTH = 40, 3, 5
@@ -198,20 +196,14 @@ def test_frozen_weights_go_when_gradients_have_passed(rank: int, world_size: int
     assert "gradients" in most and most["gradients"] <= 4 * (2 * 2 * WIDTH + WIDTH * RANK) // 2 + 16
 
 
-def test_the_example_of_adapters(tmp_path: Path) -> None:
+@multirank(2)
+def test_the_example_of_adapters(rank: int, world_size: int, tmp_path: Path) -> None:
     pytest.importorskip("pydantic", reason="needs the extra train")
-    script = str(ROOT / "examples" / "finetune_lora.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [*torchrun, script, "--to", str(tmp_path / "adapters")],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(value) for value in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
+    script = ROOT / "examples" / "finetune_lora.py"
+    printed = printed_by(script, "--to", tmp_path / "adapters", scratch=tmp_path)
+    if rank:
+        return
+    losses = [float(value) for value in re.findall(r"step \d+: loss ([\d.]+)", printed)]
     assert len(losses) == 20 and losses[-1] < losses[0] - 0.7
     header = (tmp_path / "adapters" / "model.safetensors").read_bytes()
     names = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])

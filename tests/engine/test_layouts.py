@@ -8,11 +8,12 @@ all of them.
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import itertools
 import math
 import os
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -283,13 +284,18 @@ def bits_after_training(on: On, layout: str, accumulation: str, rank: int) -> di
     return dict(zip(names, whole(model)[0], strict=True))
 
 
+@functools.cache
+def bits_to_have(on: On, accumulation: str, rank: int) -> dict[str, torch.Tensor]:
+    return bits_after_training(on, "per_parameter", accumulation, rank)
+
+
 @on_meshes(
     select(itertools.product(TWO_RANKS, ACCUMULATIONS), lambda row, strength: row[0].shows(strength, row[1]))
 )
 def test_layouts_are_equal_bit_for_bit(rank: int, world_size: int, on: On, accumulation: str) -> None:
     """Over two ranks a sum has one order: for every strategy, and without accumulation the same for all of them."""
     like = at("zero3", 2) if accumulation == "single" else on
-    first = bits_after_training(like, "per_parameter", accumulation, rank)
+    first = bits_to_have(like, accumulation, rank)
     assert not torch.equal(first["head.weight"], build().head.weight.double())
     for layout in LAYOUTS:
         if (like, "per_parameter") == (on, layout):
@@ -327,16 +333,18 @@ def padding_of(model: nn.Module) -> list[torch.Tensor]:
 
 @on_meshes(
     [
-        (on, layout)
-        for on in (
-            at("zero3", 2),
-            at("zero2", 3),
-            at("zero1", 4),
-            at("hsdp", 2, 2),
-            at("hfsdp", 2, 2),
-            On((3, 2), (2, 2)),
+        (on, list(LAYOUTS)[j])
+        for i, on in enumerate(
+            (
+                at("zero3", 2),
+                at("zero2", 3),
+                at("zero1", 4),
+                at("hsdp", 2, 2),
+                at("hfsdp", 2, 2),
+                On((3, 2), (2, 2)),
+            )
         )
-        for layout in LAYOUTS
+        for j in ((0, 2), (1, 3))[i % 2]
     ]
 )
 def test_padding_stays_zero(rank: int, world_size: int, on: On, layout: str) -> None:
@@ -556,8 +564,13 @@ def test_state_dicts_load_strictly(rank: int, world_size: int, on: On, layout: s
         model.load_state_dict({**state, "blocks.0.up.weight": torch.ones(14, 7)}, strict=True)
 
 
-@on_meshes(EDITED)
-@pytest.mark.parametrize("accumulation", ["late", "hold", "each"])
+@on_meshes(
+    [
+        (*place, way)
+        for (i, place), (j, way) in itertools.product(enumerate(EDITED), enumerate(("late", "hold", "each")))
+        if i % 3 != j
+    ]
+)
 def test_freezing_between_micro_batches(
     rank: int, world_size: int, on: On, layout: str, accumulation: str
 ) -> None:
@@ -616,15 +629,20 @@ OPTIMIZERS: dict[str, dict[str, bool]] = {
     "loop": {"foreach": False},
 }
 TORCHS_OWN = [
-    (on, layout, scalars)
-    for scalars in ("with scalars", "without")  # 0-d parameters are replicated, in another kind of tensor
-    for on, layout in (
-        (at("zero3", 2), "row"),
-        (at("zero2", 3), "element"),
-        (at("hsdp", 2, 2), "row"),
-        (at("hfsdp", 2, 2), "blocks"),
-    )
+    (at("zero3", 2), "row"),
+    (at("zero2", 3), "element"),
+    (at("hsdp", 2, 2), "row"),
+    (at("hfsdp", 2, 2), "blocks"),
 ]
+SCALARS = ("with scalars", "without")  # 0-d parameters are replicated, in another kind of tensor
+
+
+def by_turns(ways: Iterable[Any]) -> list[Any]:
+    """Each way at each place, with scalars or without."""
+    return [
+        (*place, SCALARS[(i + j) % 2], way)
+        for (i, place), (j, way) in itertools.product(enumerate(TORCHS_OWN), enumerate(ways))
+    ]
 
 
 def built(scalars: str) -> Model:
@@ -638,8 +656,7 @@ def built(scalars: str) -> Model:
     return plain
 
 
-@on_meshes(TORCHS_OWN)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@on_meshes(by_turns(OPTIMIZERS))
 def test_optimizers_of_torch(
     rank: int, world_size: int, on: On, layout: str, scalars: str, optimizer: str
 ) -> None:
@@ -657,8 +674,7 @@ def test_optimizers_of_torch(
         synchronise(model, plain)
 
 
-@on_meshes(TORCHS_OWN)
-@pytest.mark.parametrize("foreach", [True, False])
+@on_meshes(by_turns([True, False]))
 def test_clipping_of_torch(
     rank: int, world_size: int, on: On, layout: str, scalars: str, foreach: bool
 ) -> None:
@@ -679,6 +695,20 @@ def test_clipping_of_torch(
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
+
+
+@multirank(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "row"])
+def test_parameters_stored_in_several_dtypes_are_cast_in_one_gather(
+    rank: int, world_size: int, layout: str
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3).double(), nn.Linear(3, 4).half())
+    policy = sw.MixedPrecisionPolicy(param_dtype=BF16)
+    model = sw.fully_shard(copy.deepcopy(plain), layout=LAYOUTS[layout], mp_policy=policy)
+    x = torch.randn(2, 5)
+    torch.testing.assert_close(model(x), plain.to(BF16)(x.to(BF16)), rtol=0, atol=0)
+    assert [p.dtype for p in model.parameters()] == [FP32] * 2 + [torch.float64] * 2 + [torch.float16] * 2
 
 
 @multirank(2)

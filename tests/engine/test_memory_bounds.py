@@ -35,6 +35,7 @@ from shardwright.train.models.hybrid import HYBRID_PRESETS, Hybrid
 from shardwright.train.models.llama import PRESETS, Llama
 from tests.engine.test_strategies import units_of
 from tests.support import multirank, world_mesh
+from tests.support.matrix import everything
 from tests.support.storages import Storages
 
 SOURCES = Path(sw.__file__).parent
@@ -362,7 +363,7 @@ PAIRS = [
 CASES = [
     (program, memory, SETTINGS[(3 * i + j) % len(SETTINGS)])
     for i, (program, memory) in enumerate(PAIRS)
-    for j in range(len(SETTINGS) if os.environ.get("SHARDWRIGHT_MATRIX") == "all" else 2)
+    for j in range(len(SETTINGS) if everything() else 1)
 ]
 
 

@@ -1,7 +1,7 @@
-"""Random programs on 2, 3 and 4 ranks against the plain model; see programs.py for what a program is.
+"""Random programs, each on 2, 3 or 4 ranks, against the plain model; see programs.py for what a program is.
 
-``SHARDWRIGHT_PROGRAMS`` is the number of programs (per number of ranks), ``SHARDWRIGHT_PROGRAMS_SEED`` makes them
-others than those of every run.
+``SHARDWRIGHT_PROGRAMS`` is the number of programs, ``SHARDWRIGHT_PROGRAMS_SEED`` makes them others than those of every
+run.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import os
 import hypothesis
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.engine.programs import Program, failure_of, programs, run_plain, show_program
 from tests.support import WorkerPools
 
-COUNT = int(os.environ.get("SHARDWRIGHT_PROGRAMS", "40"))
+COUNT = int(os.environ.get("SHARDWRIGHT_PROGRAMS", "50"))
 SEED = os.environ.get("SHARDWRIGHT_PROGRAMS_SEED")
 
 draw_alike = settings(
@@ -34,10 +35,9 @@ def seeded(test: object) -> object:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("world_size", [2, 3, 4])
 @seeded
 @draw_alike
-@given(program=programs())
+@given(program=programs(), world_size=st.sampled_from([2, 3, 4]))
 def test_programs_equal_the_plain_model(worker_pools: WorkerPools, world_size: int, program: Program) -> None:
     failure = failure_of(worker_pools, program, world_size)
     if failure is not None:

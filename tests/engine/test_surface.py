@@ -1,7 +1,7 @@
 """The surface of torch's ``fully_shard``, method by method, and torch's own tools around a sharded model.
 
-Most tests run once with torch's ``fully_shard`` and once with ours: what holds for torch is the specification, and
-its run proves the test. Tests of ours alone say where plain PyTorch, not FSDP2, is what we follow.
+What holds for torch's ``fully_shard`` is the specification: ``SHARDWRIGHT_MATRIX=all`` runs most tests with it as well,
+which proves them. Tests of ours alone say where plain PyTorch, not FSDP2, is what we follow.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardwright as sw
 from tests.support import multirank, world_mesh
+from tests.support.matrix import everything
 
 LIBRARIES: dict[str, ModuleType] = {"torch": torch_fsdp, "shardwright": sw}
-both = pytest.mark.parametrize("library", sorted(LIBRARIES))
+both = pytest.mark.parametrize("library", sorted(LIBRARIES) if everything() else ["shardwright"])
 ours = pytest.mark.parametrize("library", ["shardwright"])
 Policy = torch_fsdp.MixedPrecisionPolicy
 

@@ -13,11 +13,16 @@ import random
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-__all__ = ["covering", "generate", "select", "together"]
+__all__ = ["covering", "everything", "generate", "select", "together"]
 
 Row = TypeVar("Row")
 
 STRENGTHS = {"pairs": 2, "triples": 3, "all": None}
+
+
+def everything() -> bool:
+    """Whether this run leaves nothing out."""
+    return os.environ.get("SHARDWRIGHT_MATRIX") == "all"
 
 
 def select(rows: Iterable[Row], shows: Callable[[Row, int], Iterable[Hashable]]) -> list[Row]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -79,8 +80,13 @@ def train_here(config: Path, *arguments: str | Path) -> int:
     return status
 
 
-def ranks(count: int, *arguments: str | Path, timeout: float = 60) -> list[tuple[int | None, str]]:
-    """`shardwright` on ranks with what torchrun sets, without our launcher: each one's status and stderr."""
+def ranks(
+    count: int, *arguments: str | Path, timeout: float = 60, largest_file: int = -1
+) -> list[tuple[int | None, str]]:
+    """`shardwright` on ranks with what torchrun sets, without our launcher: each one's status and stderr.
+
+    Writes beyond ``largest_file`` bytes fail as on a full disk (EFBIG in place of ENOSPC).
+    """
     # The store is hosted here, so that its port is the system's choice.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
@@ -93,7 +99,9 @@ def ranks(count: int, *arguments: str | Path, timeout: float = 60) -> list[tuple
         for rank, log in enumerate(logs):
             variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             processes.append(
-                forkserver().Process(target=_rank, args=(variables, arguments, log), daemon=True)
+                forkserver().Process(
+                    target=_rank, args=(variables, arguments, log, largest_file), daemon=True
+                )
             )
             processes[-1].start()
         deadline = time.monotonic() + timeout
@@ -104,8 +112,9 @@ def ranks(count: int, *arguments: str | Path, timeout: float = 60) -> list[tuple
         return [(process.exitcode, log.read_text()) for process, log in zip(processes, logs, strict=True)]
 
 
-def _rank(variables: dict[str, str], arguments: tuple[str | Path, ...], log: Path) -> None:
+def _rank(variables: dict[str, str], arguments: tuple[str | Path, ...], log: Path, largest_file: int) -> None:
     os.environ.update(variables)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
     sys.exit(cli.main(list(map(str, arguments))))

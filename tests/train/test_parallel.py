@@ -101,18 +101,17 @@ def test_engine_trains_like_a_plain_model(
 
 
 @multirank(2, 4)
-@pytest.mark.parametrize("accumulate", ["communicate", "hold"])
 @pytest.mark.parametrize(
-    "options",
+    ("accumulate", "options"),
     [
-        {"strategy": "ddp"},
-        {"strategy": "zero1", "layout": "ragged"},
-        {"strategy": "zero2"},
-        {"layout": "element"},
-        {"strategy": "hsdp", "replicas": 2, "layout": "ragged"},
-        {"strategy": "hfsdp", "replicas": 2},
+        ("communicate", {"strategy": "ddp"}),
+        ("hold", {"strategy": "zero1", "layout": "ragged"}),
+        ("communicate", {"strategy": "zero2"}),
+        ("hold", {"layout": "element"}),
+        ("communicate", {"strategy": "hsdp", "replicas": 2, "layout": "ragged"}),
+        ("hold", {"strategy": "hfsdp", "replicas": 2}),
     ],
-    ids=lambda options: "-".join(map(str, options.values())),
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
 def test_strategies_and_layouts_train_like_a_plain_model(
     rank: int, world_size: int, options: dict[str, Any], accumulate: str
@@ -177,8 +176,16 @@ def test_validation_counts_every_window_once(rank: int, world_size: int, batches
     assert job.validate() == pytest.approx(expected.item(), rel=1e-5)
 
 
+#: Ours to each and from each, and the others in a ring: all of them write and read one format.
+PASSED_ON = [
+    (saver, loader)
+    for saver, loader in itertools.permutations(ENGINES, 2)
+    if "shardwright" in (saver, loader) or ENGINES.index(loader) == (ENGINES.index(saver) + 1) % 3
+]
+
+
 @multirank(3)
-@pytest.mark.parametrize(("saver", "loader"), list(itertools.permutations(ENGINES, 2)) + [("fsdp2", "fsdp2")])
+@pytest.mark.parametrize(("saver", "loader"), PASSED_ON)
 def test_checkpoint_passes_from_any_engine_to_any(
     rank: int, world_size: int, tmp_path: Path, saver: str, loader: str
 ) -> None:

@@ -120,9 +120,6 @@ class Sum:
         if other.value is not None:
             self.add(other.value, other._present)
 
-    def clear(self) -> None:
-        self.__init__(len(self._present))  # type: ignore[misc]
-
     def with_present(self, present: list[bool] | None) -> list[bool] | None:
         """For which parameters there are gradients in this and in another sum; None means all."""
         if present is None:
@@ -346,8 +343,7 @@ class Reduction:
 
     def drop_held(self) -> None:
         """Forget the sums of earlier micro-batches."""
-        self._held.clear()
-        self._partial.clear()
+        self._held, self._partial = (Sum(len(self._parameters)) for _ in range(2))
 
     def _merge(self, name: str) -> None:
         """Add to the result what was held before."""

@@ -191,21 +191,23 @@ _TAKES_ANY = (
 )
 
 
+#: Where classes are made that call the step of another.
+_AROUND_STEP = {"shardwright.optim.sharded", "shardwright.optim.in_backward"}
+
+
 def refuse_gradient_dtypes(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
-    """Raise if an optimizer that is known not to take it got a gradient of another dtype than the parameter's."""
+    """Raise if an optimizer that is known not to take it has, or will get, a gradient of another dtype than its
+    parameter's."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
-    steps = (
-        c
-        for c in type(optimizer).__mro__
-        if "step" in vars(c) and c.__module__ != "shardwright.optim.sharded"
-    )
+    steps = (c for c in type(optimizer).__mro__ if "step" in vars(c) and c.__module__ not in _AROUND_STEP)
     known = next(steps).__module__.startswith(("torch.", "shardwright."))
     if not known or (isinstance(optimizer, _TAKES_ANY) and not fused):
         return
     for p in parameters:
-        if p.grad is not None and p.grad.dtype != p.dtype:
+        dtype = p.grad.dtype if p.grad is not None else p.grad_dtype if p.requires_grad else p.dtype
+        if dtype not in (p.dtype, None):
             raise RuntimeError(
                 f"{type(optimizer).__name__}{' with fused=True' if fused else ''} cannot step a {p.dtype} parameter of "
-                f"shape {tuple(p.shape)} with a {p.grad.dtype} gradient. Leave grad_dtype at None, or use one of "
+                f"shape {tuple(p.shape)} with a {dtype} gradient. Leave grad_dtype at None, or use one of "
                 f"{', '.join(c.__name__ for c in _TAKES_ANY)} without fused, or an optimizer of your own."
             )

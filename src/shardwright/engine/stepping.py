@@ -42,7 +42,7 @@ class SteppedGradient(torch.Tensor):
     @staticmethod
     def __new__(cls, parameter: torch.Tensor, unit: str) -> SteppedGradient:
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+            cls, parameter.shape, dtype=parameter.grad_dtype or parameter.dtype, device=parameter.device
         )
 
     def __init__(self, parameter: torch.Tensor, unit: str) -> None:
@@ -60,8 +60,8 @@ class SteppedGradient(torch.Tensor):
     def _refuse(self) -> NoReturn:
         raise RuntimeError(
             f"The gradient of a parameter of unit {self.unit!r}, of shape {tuple(self.shape)}, is gone: its optimizer "
-            "has stepped in backward. What needs all gradients before a step (clipping by their norm, GradScaler) needs "
-            "sw.fully_shard_optimizer without in_backward; each alone is clipped by in_backward(clip_value=)."
+            "has stepped in backward. What needs all gradients before a step (clipping by their norm, GradScaler) "
+            "needs sw.fully_shard_optimizer without in_backward; each alone is clipped by in_backward(clip_value=)."
         )
 
     @classmethod
@@ -135,6 +135,6 @@ class Stepping:
             for p in parameters:
                 if p.grad is None:
                     mark = self._marks.get(p)
-                    if mark is None or mark.dtype != p.dtype:
+                    if mark is None or mark.dtype != (p.grad_dtype or p.dtype):
                         mark = self._marks[p] = SteppedGradient(p, unit.name)
                     p.grad = mark

@@ -23,6 +23,7 @@ from shardwright._torch import (
     tell_schedulers,
 )
 from shardwright.engine.parameter import UNIT_OF, unit_of
+from shardwright.engine.precision import refuse_gradient_dtypes
 from shardwright.engine.root import reduce_held
 from shardwright.engine.stepping import Stepping, forget_stepped
 from shardwright.engine.unit import Unit
@@ -63,6 +64,7 @@ def in_backward(optimizer: O, *, needs: Needs | None = None, clip_value: float |
     Raises:
         TypeError, ValueError: as :func:`fully_shard_optimizer`; no parameter is sharded, or another optimizer steps
             one in backward; ``clip_value`` is not positive.
+        RuntimeError: ``grad_dtype`` is another than the parameters', which this optimizer does not take.
         NotImplementedError: the optimizer needs whole tensors, or has hooks of ``step``, which runs in parts.
     """
     if clip_value is not None and not clip_value > 0:
@@ -79,6 +81,7 @@ def in_backward(optimizer: O, *, needs: Needs | None = None, clip_value: float |
             "fully_shard before, and build the optimizer from model.parameters()."
         )
     _refuse_taken(optimizer, parameters)
+    refuse_gradient_dtypes(optimizer, parameters)
     optimizer.__dict__["_shardwright_kind"] = type(optimizer).__bases__[1]
     optimizer.__dict__["_shardwright_clip_value"] = clip_value
     optimizer.__dict__["_shardwright_units"] = weakref.WeakKeyDictionary()
@@ -306,6 +309,7 @@ class _InBackward:
         try:
             _refuse_whole(self)
             _refuse_taken(self, self.param_groups[-1]["params"])  # type: ignore[arg-type]
+            refuse_gradient_dtypes(self, self.param_groups[-1]["params"])  # type: ignore[arg-type]
         except BaseException:
             del self.param_groups[before:]
             raise

@@ -19,6 +19,8 @@ from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.runs import RunFolder, differences, open_for_writing, write_json, writing
 
+MOST_IN_PAIRS = 4
+"""Runs of which every pair has a line; of more, compare.json alone tells all."""
 PIPED_WIDTH = 140
 """Columns of tables that go to a file or a pipe, where nothing tells the width."""
 
@@ -126,12 +128,17 @@ def compare(runs: list[Path], out: Path | None) -> int:
     if not console.is_terminal:
         console = Console(width=PIPED_WIDTH)
     console.print(table_of(read, figures))
-    if len(read) > 2:
+    if 2 < len(read) <= MOST_IN_PAIRS:
         console.print(pair_table(read, pairs))
     write_json(target / "compare.json", {"runs": figures, "pairs": pairs})
     with writing(target):
-        report.comparison([curve_of(run, read[0], figure) for run, figure in zip(read, figures, strict=True)],
-                          target / "compare.png")  # fmt: skip
+        report.comparison(
+            [
+                curve_of(run, read[0], figure, label)
+                for run, figure, label in zip(read, figures, labels_of(read), strict=True)
+            ],
+            target / "compare.png",
+        )
     print(f"wrote {target / 'compare.json'} and {target / 'compare.png'}")
     return 0
 
@@ -214,9 +221,15 @@ def pair_table(runs: Sequence[Run], pairs: Sequence[Mapping[str, Any]]) -> Table
     return table
 
 
-def curve_of(run: Run, first: Run, figure: Mapping[str, Any]) -> report.Curve:
+def labels_of(runs: Sequence[Run]) -> list[str]:
+    """What each run is in the picture: its settings, or its folder where settings do not tell runs apart."""
+    labels = [run.label for run in runs]
+    return labels if len(set(labels)) == len(labels) else [run.folder.path.name for run in runs]
+
+
+def curve_of(run: Run, first: Run, figure: Mapping[str, Any], label: str) -> report.Curve:
     return report.Curve(
-        label=run.label,
+        label=label,
         records=run.steps,
         difference={} if run is first else relative_differences(first, run),
         tokens_per_second=figure["tokens_per_second"],

@@ -98,7 +98,12 @@ def comparison(curves: Sequence[Curve], path: Path) -> None:
     """Losses over one another, their differences to the first run, and bars for speed and memory."""
     figure = _figure(12, 8)
     losses, differences, speeds, memories = figure.subplots(2, 2).flat
-    colors = [f"C{number}" for number in range(len(curves))]
+    colors: list[Any] = [f"C{number}" for number in range(len(curves))]
+    if len(curves) > 10:  # after which they begin again
+        from matplotlib import colormaps
+
+        colors = [colormaps["turbo"](number / (len(curves) - 1)) for number in range(len(curves))]
+    crowded = len(curves) > 4  # legends would hide what they tell
     for number, (curve, color) in enumerate(zip(curves, colors, strict=True)):
         steps = [r["step"] for r in curve.records]
         # Curves that agree hide one another: dashes let the ones below show through.
@@ -113,7 +118,6 @@ def comparison(curves: Sequence[Curve], path: Path) -> None:
             marker = MARKERS[number % len(MARKERS)]
             differences.plot(list(apart), list(apart.values()), marker, ms=5, color=color, label=label)
     _dress(losses, "Training loss", "optimizer step", "cross-entropy per token (nats)")
-    losses.legend()
     _dress(differences, f"Loss relative to {curves[0].label}", "optimizer step", "relative difference")
     differences.set_yscale("log")
     # Differences of one size would else fill the axis with noise; runs that are all equal leave it empty.
@@ -121,7 +125,12 @@ def comparison(curves: Sequence[Curve], path: Path) -> None:
     low, high = differences.get_ylim() if apart_at_all else (1e-8, 1e-6)
     differences.set_ylim(low / 3, high * 3)
     differences.set_xlim(losses.get_xlim())
-    differences.legend()
+    if crowded:
+        handles = [losses.get_lines()[0], *differences.get_lines()]
+        figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    else:
+        losses.legend()
+        differences.legend()
     labels = [curve.label for curve in curves]
     _bars(speeds, "Speed", "tokens per second, median", labels, [c.tokens_per_second for c in curves], colors)
     _bars(
@@ -136,7 +145,7 @@ def comparison(curves: Sequence[Curve], path: Path) -> None:
 
 
 def _bars(
-    axes: Axes, title: str, unit: str, labels: Sequence[str], values: Sequence[float], colors: Sequence[str]
+    axes: Axes, title: str, unit: str, labels: Sequence[str], values: Sequence[float], colors: Sequence[Any]
 ) -> None:
     bars = axes.barh(range(len(values)), values, color=colors)
     axes.bar_label(bars, [f"{value:,.0f}" if value >= 100 else f"{value:.2f}" for value in values], padding=3)
