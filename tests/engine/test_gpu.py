@@ -6,7 +6,7 @@ Run with ``pytest -m gpu``; skipped where there is none.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -162,3 +162,34 @@ def test_nothing_is_allocated_by_the_engine_in_the_arena() -> None:
         seen.append(torch.cuda.memory_stats()["num_device_alloc"])
     assert len(set(seen)) == 1  # nothing taken from the device any more
     assert sw.memory_report(model).leases[1] == 0
+
+
+POLICIES = {
+    "all": sw.CPUOffloadPolicy(),
+    "state": sw.Offload(parameters=False, gradients=False),
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("wrap", [sw.fully_shard_optimizer, sw.optim.in_backward])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_offload_changes_nothing_but_places(policy: str, wrap: Callable[..., torch.optim.Optimizer]) -> None:
+    models = []
+    for given in (sw.OffloadPolicy(), POLICIES[policy]):
+        model = shard(build(layers=6, dim=512, hidden=2048), offload_policy=given)
+        # On the CPU and on the device alike: one multiplication and one addition, each rounded.
+        optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5, foreach=True))
+        for step in range(4):
+            batch = tokens(step, 0, 0).cuda()
+            loss_of(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    offloaded = {"cpu"} if policy == "all" else {"cuda"}
+    assert {p.to_local().device.type for p in models[1].parameters()} == offloaded
+    for values in optimizer.state.values():
+        momentum = values["momentum_buffer"].to_local()
+        assert momentum.device.type == "cpu" and momentum.is_pinned()
+    with sw.unsharded(models[0]), sw.unsharded(models[1]):
+        for p, q in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(q.cpu(), p.cpu(), rtol=1e-5, atol=1e-6)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 
 import shardwright as sw
 from shardwright._torch import dtensor_of, memory_can_be_swapped
-from shardwright.engine.offload import HostSlab
+from shardwright.engine.offload import Arrivals, HostReduction, HostSlab
 from shardwright.memory import Slab
 from tests.engine.models import Model, build, full, loss_of, shard, tokens
 from tests.engine.test_strategies import On, on, on_meshes, units_of
@@ -296,15 +296,49 @@ def test_failures_leave_nothing_on_its_way(rank: int, world_size: int) -> None:
 
 
 @multirank(2)
-def test_what_cannot_be_offloaded_is_refused(rank: int, world_size: int) -> None:
-    with stand_in_device():
-        with pytest.raises(NotImplementedError, match="state through the device"):
-            sw.fully_shard(nn.Linear(4, 4), offload_policy=sw.Offload(parameters=False, gradients=False))
-        model = sw.fully_shard(nn.Linear(4, 4), offload_policy=sw.Offload())
-        with pytest.raises(NotImplementedError, match="whole tensors move between devices"):
-            sw.fully_shard_optimizer(
-                sw.Muon(nn.ParameterDict({"weight": model.weight}).named_parameters(), lr=0.1)
-            )
+@pytest.mark.parametrize("lands", [True, False])
+def test_the_end_of_backward_waits_for_the_last_units_gradients(
+    rank: int, world_size: int, lands: bool
+) -> None:
+    """Those of the units before are handed over, and micro-batches added up, while backward runs."""
+    with stand_in_device() as streams, pytest.MonkeyPatch.context() as patch:
+        model = shard(Model(layers=5), offload_policy=sw.CPUOffloadPolicy())
+        copies = itertools.count(1)
+        begun = 0
+        waited: list[int] = []
+
+        def mark(name: str) -> Any:
+            nonlocal begun
+            if name == "download":
+                begun = next(copies)
+            return begun
+
+        # A copy takes as long as it takes until the next one begins.
+        patch.setattr(streams, "mark", mark)
+        patch.setattr(streams, "is_over", lambda mark: mark < begun)
+        patch.setattr(streams, "host_wait", lambda mark: waited.append(mark) if mark == begun else None)
+        landed: list[int] = []
+        land, end_backward = HostReduction.land, Arrivals.end_backward
+
+        def lands_in_turn(self: HostReduction) -> None:
+            if self.lands:
+                landed.append(begun)
+            land(self)
+
+        patch.setattr(HostReduction, "land", lands_in_turn)
+        patch.setattr(Arrivals, "end_backward", lambda self: (landed.append(-1), end_backward(self))[1])
+        if not lands:
+            patch.setattr(Arrivals, "poll", lambda self: None)
+        for _ in range(2):
+            batch = tokens(0, 0, rank)
+            loss_of(model(batch), batch).backward()
+            units = begun
+            assert waited == [units]  # the last of them
+            before = landed.index(-1)
+            assert (before == units - 2) is lands, landed  # one that is there, and the one that is not
+            waited.clear()
+            landed.clear()
+            copies, begun = itertools.count(1), 0
 
 
 def test_a_dtensor_stays_where_its_local_tensor_is() -> None:

@@ -37,6 +37,7 @@ from shardwright.checkpoint.model import (
 )
 from shardwright.checkpoint.names import KeyMap, Piece, pieces_of, source_of
 from shardwright.engine.construct import units_of
+from shardwright.engine.offload import whole_of
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -125,8 +126,7 @@ def _bytes(size: int | str) -> int:
 
 
 def _whole(held: Held) -> Tensor:
-    tensor = held.tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole_of(held.tensor.detach())
 
 
 # -- where everything goes ---------------------------------------------------------------------------------------------

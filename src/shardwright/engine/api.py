@@ -33,7 +33,7 @@ from shardwright.engine.construct import (
 from shardwright.engine.copies import convert_buffer
 from shardwright.engine.extension import is_extended
 from shardwright.engine.module import FSDPModule, install
-from shardwright.engine.offload import offload_of, refuse_on_device
+from shardwright.engine.offload import offload_of
 from shardwright.engine.parameter import has_no_values, refuse_while_deferring
 from shardwright.engine.pools import check_memory
 from shardwright.engine.ranks import Ranks
@@ -142,7 +142,6 @@ def fully_shard(
     _check_mesh(mesh)
     ranks = _ranks(mesh, resolve(strategy, mesh.ndim), spmd)
     offload = offload_of(offload_policy)
-    refuse_on_device(offload, ranks.comm.streams)
     left_out = _check_ignored(modules, ignored_modules)
     ignored = ignored_params or set()
     untouched = [*ignored, *parameters_of(left_out)]

@@ -320,15 +320,9 @@ def own_parameters(unit: Unit, found: Found) -> None:
                 for member in segment.members:
                     _, original, slots, parallel = owned[member.index]
                     cut = make_cut(ranks, specs[member.index], parallel, segment, member)
-                    if run.extended and unit.host is not None:
-                        raise NotImplementedError(
-                            f"parameter {owned[member.index].name!r} ({type(original).__name__}) decides itself what "
-                            "is gathered of it, from its own memory, so it cannot be offloaded. Leave offload_policy "
-                            "at its default for its unit."
-                        )
                     if run.extended:
                         part = cut.part_of(original)
-                        local = part.to(device, copy=True)
+                        local = part.to(device, copy=True) if unit.host is None else unit.host.copy_of(part)
                         full = torch.empty(
                             0, dtype=run.compute_dtype, device=device
                         )  # until the first gather

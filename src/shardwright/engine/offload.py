@@ -2,19 +2,21 @@
 
 On an accelerator a unit's shards lie in the CPU's memory. Each gather is preceded by a copy of the shard (1/N of the
 unit) on a stream of its own, each reduction is followed by a copy of the gradients' shard back. On a CPU mesh there is
-one memory, so nothing is to be done.
+one memory, so nothing is to be done. Of an optimizer's state nothing is known here but where it is to lie.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 
-from shardwright._torch import foreach_copy_
+from shardwright._torch import dtensor_of, foreach_copy_, local_of
 from shardwright.comm import Streams
 from shardwright.engine.gradients import GradientShard, Reduction
 from shardwright.memory import Owner, Slab
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from shardwright.engine.unit import Unit
 
 _CPU = torch.device("cpu")
+#: What an optimizer that keeps state on the host has in its attribute of this name.
+HOST_STATE = "_shardwright_host_state"
 
 
 @dataclass
@@ -30,8 +34,9 @@ class Offload(OffloadPolicy):
     """What of a unit lies in the CPU's memory between uses: an ``offload_policy`` of ``fully_shard``.
 
     ``Offload()`` is what ``CPUOffloadPolicy()`` is: parameters, gradients and optimizer state, all sharded, and the
-    optimizer steps on the CPU. ``Offload(parameters=False, gradients=False)``, the state alone, is not yet there on
-    accelerators and refused by ``fully_shard``.
+    optimizer steps on the CPU. ``Offload(parameters=False, gradients=False)`` is the state alone: the optimizer steps
+    on the device, and the state passes through it unit by unit, which ``sw.fully_shard_optimizer`` and
+    ``sw.optim.in_backward`` see to. Others are refused at their first step.
 
     Args:
         parameters: the sharded parameters. Gathers read a copy of the shard.
@@ -76,12 +81,32 @@ def offload_of(policy: OffloadPolicy) -> Offload:
     return Offload(pin_memory=policy.pin_memory) if isinstance(policy, CPUOffloadPolicy) else NOTHING
 
 
-def refuse_on_device(offload: Offload, streams: Streams) -> None:
-    if offload.optimizer and not offload.parameters and not streams.asynchronous:
-        raise NotImplementedError(
-            "Offload(parameters=False) would pass the optimizer's state through the device, which this version does "
-            "not do on an accelerator. Offload parameters and gradients, too, with CPUOffloadPolicy() or Offload()."
-        )
+def refuse_state_on_device(optimizer: torch.optim.Optimizer, units: Iterable[Unit]) -> None:
+    """Raise if the optimizer does not keep its state where the units' policy says."""
+    if not vars(optimizer).get(HOST_STATE):
+        for unit in units:
+            if unit.state_host is not None:
+                raise RuntimeError(
+                    f"Unit {unit.name!r} has Offload(parameters=False), by which optimizer state lies in the CPU's "
+                    f"memory, and this {type(optimizer).__name__} would keep it on {unit.ranks.device}. Pass it "
+                    "through shardwright.fully_shard_optimizer first."
+                )
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """``full_tensor()`` where the tensor is, which all ranks must call; a plain tensor as it is.
+
+    A DTensor that was offloaded is gathered on the device, where its group communicates.
+    """
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    if isinstance(tensor, DTensor):
+        local, mesh = local_of(tensor), tensor.device_mesh
+        if local.device.type != mesh.device_type and not local.is_meta:
+            there = local.to(torch.device(mesh.device_type))
+            moved = dtensor_of(there, mesh, tensor.placements, tensor.shape, tensor.stride())
+            return moved.full_tensor().to(local.device)
+    return tensor.full_tensor()  # type: ignore[no-any-return]
 
 
 class HostSlab(Slab):
@@ -107,19 +132,52 @@ class Host:
 
     def __init__(self, streams: Streams, device: torch.device, pin_memory: bool) -> None:
         self.streams = streams
+        self.device = device
         self._pin = pin_memory and device.type != "cpu"
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=_CPU, pin_memory=self._pin)
 
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of any class, in such memory. Its class must know ``pin_memory()``, if that is asked for."""
+        copied = tensor.to(_CPU, copy=True)
+        return copied.pin_memory() if self._pin else copied
+
+    def lifted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor of any class, on the device."""
+        return tensor.to(self.device, non_blocking=True, copy=True)
+
+    def mark(self) -> Any:
+        """A mark after all that the computation has queued."""
+        with self.streams.fork("upload"):
+            return self.streams.mark("upload")
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in such memory."""
+        on_host = tensor.device.type == "cpu" != self.device.type
+        return on_host and (not self._pin or tensor.is_pinned())
+
     def upload(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
-        """Copy to the device, on its own stream, before what is queued on the gathers' stream next. Returns a mark."""
-        streams = self.streams
-        with streams.fork("upload"):
-            foreach_copy_(targets, sources, True)
-        mark = streams.mark("upload")
-        with streams.beside("gather", mark):
+        """Copy to the device, before what is queued on the gathers' stream next. Returns a mark."""
+        mark = self.copy_up(targets, sources)
+        with self.streams.beside("gather", mark):
             return mark
+
+    def copy_up(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
+        """Copy to the device, after all that the computation has queued. Returns a mark."""
+        with self.streams.fork("upload"):
+            foreach_copy_(targets, sources, True)
+        return self.streams.mark("upload")
+
+    def copy_down(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
+        """Copy to the host, after all that the computation has queued. Returns a mark."""
+        with self.streams.fork("download"):
+            foreach_copy_(targets, sources, True)
+        return self.streams.mark("download")
+
+    def wait(self) -> None:
+        """The host waits for all that the computation has queued."""
+        self.streams.host_wait(self.mark())
 
     def download(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Any:
         """Copy to the host, after the mark or all that the computation has queued. Returns a mark."""

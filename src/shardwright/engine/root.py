@@ -20,7 +20,7 @@ from shardwright.engine.construct import UNIT, own_modules
 from shardwright.engine.full_precision import check_agree, wanted
 from shardwright.engine.gradients import Announcer, Reduction
 from shardwright.engine.hooks import map_arguments
-from shardwright.engine.offload import Arrivals
+from shardwright.engine.offload import Arrivals, refuse_state_on_device
 from shardwright.engine.parameter import (
     DEFERRED,
     TAKEN,
@@ -322,11 +322,9 @@ class Root:
         """
         if number in self.scattering or number in self._summing:
             self.finish_reductions()
-        unit = self._units[number]()
-        if unit is not None and unit.host is not None:
-            if unit.arriving:
-                unit.land()
-            self.arrivals.poll()
+        begins = self._units[number]()
+        if begins is not None and begins.arriving:
+            begins.land()
         while len(self.scattering) >= self.max_input_buffers:
             oldest = self.scattering.pop(0)
             unit = self._units[oldest]()
@@ -337,6 +335,8 @@ class Root:
                 self._summing.append(oldest)
             else:
                 unit.finish_reduction()
+        if begins is not None and begins.host is not None:
+            self.arrivals.poll()
 
     def _finish_sums(self) -> None:
         while self._summing:
@@ -596,7 +596,8 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kinds = set(map(type, parameters))
     _refuse_dead(parameters, kinds)
-    if "_shardwright_stepped" not in optimizer.__dict__:
+    first = "_shardwright_stepped" not in optimizer.__dict__
+    if first:
         _refuse_deferred_state(optimizer)
         if parameters and all(p.is_meta and p.grad is None for p in parameters):
             raise RuntimeError(
@@ -606,6 +607,8 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
             )
         optimizer.__dict__["_shardwright_stepped"] = True
     stepped = list(_units_of(parameters, kinds))
+    if first:
+        refuse_state_on_device(optimizer, stepped)
     for unit in stepped:
         unit.refuse_unsharded("An optimizer's step of")
         unit.drop_kept()  # some kernels write without moving a version counter

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Stepper(Protocol):
     """An optimizer that steps some parameters of a unit."""
 
-    def open_step(self) -> Any:
-        """What :meth:`step_unit` is given for units of the backward under way: options as they are now."""
+    def open_step(self, unit: Unit) -> Any:
+        """What :meth:`step_unit` is given for ``unit``, soon: options as they are now. What it needs may be fetched."""
 
     def step_unit(self, unit: Unit, step: Any) -> None:
         """Step those of its parameters that belong to ``unit`` and have a gradient, and set these to None."""
@@ -96,12 +96,12 @@ class Stepping:
         #: How many root calls had begun before the backward that is to be stepped, and before the one stepped last.
         self._due_in = self._stepped_in = -1
 
-    def expect(self, last: bool, calls_begun: int) -> None:
-        """A reduction begins, in the ``last`` backward of a step or in an earlier one."""
+    def expect(self, unit: Unit, last: bool, calls_begun: int) -> None:
+        """A reduction of the unit begins, in the ``last`` backward of a step or in an earlier one."""
         self.due = last
         if last:
             self._due_in = calls_begun
-            self._steps = [(stepper, stepper.open_step()) for stepper in self.steppers]
+            self._steps = [(stepper, stepper.open_step(unit)) for stepper in self.steppers]
 
     def run(self, unit: Unit) -> None:
         """Step the unit, whose gradients were reduced. Its weights are not read any more in this backward.

@@ -79,8 +79,14 @@ class Unit(Weights):
         reshards_to = reshard_after_forward if type(reshard_after_forward) is int else 0
         super().__init__(ranks, neighbours(ranks.comm, reshards_to) if reshards_to else None)
         self.offload = offload
-        if offload.parameters and not ranks.comm.streams.asynchronous:
-            self.host = Host(ranks.comm.streams, ranks.device, offload.pin_memory)
+        #: Where an optimizer that steps the unit on the device keeps its state, if that is not the device.
+        self.state_host: Host | None = None
+        if offload.optimizer and not ranks.comm.streams.asynchronous:
+            host = Host(ranks.comm.streams, ranks.device, offload.pin_memory)
+            if offload.parameters:
+                self.host = host
+            else:
+                self.state_host = host
         self.serial = next(_serials)  #: in the order of the fully_shard calls
         self.attach = attach
         self.modules = [weakref.ref(m) for m in modules]
@@ -336,9 +342,8 @@ class Unit(Weights):
                     reduction.start_late(self.divide_factor, self.force_sum, announcer)
         root.scattering.append(self.number)
         if self.stepping is not None:
-            self.stepping.expect(
-                self.requires_sync and self.requires_all_reduce and root.is_last_backward, root.calls_begun
-            )
+            last_backward = self.requires_sync and self.requires_all_reduce and root.is_last_backward
+            self.stepping.expect(self, last_backward, root.calls_begun)
 
     def separate_scatters(self, enable: bool) -> None:
         """Reduce-scatter in process groups of their own, or in those of the gathers."""

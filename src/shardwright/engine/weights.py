@@ -488,9 +488,12 @@ class Weights:
         with torch.no_grad():
             for p in self._extended:
                 assert p.extension is not None
-                received, sent = p.extension.begin(p.local, self.comm.exchanges)
+                local = p.local if self.host is None else self.host.lifted(p.local)
+                received, sent = p.extension.begin(local, self.comm.exchanges)
                 outputs += received
                 inputs += sent
+        if self.host is not None:
+            self._uploaded = self.host.mark()
         self.gather_nbytes = sum(t.numel() for t in outputs)
         return [*outputs, last.outputs[-1]], [*inputs, last.inputs[-1]]
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from shardwright._torch import in_backward, local_of
 from shardwright.engine.construct import UNIT, own_modules
+from shardwright.engine.offload import whole_of
 from shardwright.engine.parameter import STANDS_FOR, Managed, ManagedParameter, unit_of
 from shardwright.engine.root import reduce_held
 from shardwright.engine.states import digest
@@ -197,7 +198,7 @@ def _gather(unit: Unit, p: ManagedParameter, options: Options, wanted: bool) -> 
 
 def _whole(tensor: Any) -> torch.Tensor:
     """A full tensor of its own memory."""
-    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    whole = whole_of(tensor)
     local = local_of(tensor) if hasattr(tensor, "full_tensor") else tensor
     same = whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
     return whole.clone() if same else whole

@@ -227,12 +227,13 @@ class _InBackward:
             known = units[unit] = key, params
         return known[1]  # type: ignore[no-any-return]
 
-    def open_step(self) -> _Once:
+    def open_step(self, unit: Unit) -> _Once:
         once = self.__dict__["_shardwright_once"]
         if once is None or not once.open:
             _refuse_hooks(self)  # type: ignore[arg-type]
             tell_schedulers(self)  # type: ignore[arg-type]
             once = self.__dict__["_shardwright_once"] = _Once(self)  # type: ignore[arg-type]
+        self._send_state(unit, [p for mine in self._params_of(unit) for p in mine])  # type: ignore[attr-defined]
         return once  # type: ignore[no-any-return]
 
     @torch.no_grad()
@@ -247,7 +248,8 @@ class _InBackward:
         try:
             outside = self._enter()  # type: ignore[attr-defined]
             try:
-                step_without_hooks(self.__dict__["_shardwright_kind"])(self)
+                with self._on_device(unit):  # type: ignore[attr-defined]
+                    step_without_hooks(self.__dict__["_shardwright_kind"])(self)
             finally:
                 self._leave(*outside)  # type: ignore[attr-defined]
         finally:
@@ -272,6 +274,7 @@ class _InBackward:
         return [unit for ref in refs.values() if (unit := ref()) is not None]
 
     def backward_ended(self) -> bool:
+        self._settle_state()  # type: ignore[attr-defined]
         once = self.__dict__["_shardwright_once"]
         if once is None or not once.open:
             return False

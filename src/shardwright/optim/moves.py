@@ -254,21 +254,27 @@ class Mover:
         into = torch.empty(sum(self._receive_sizes), dtype=torch.uint8, device=device)
         if pieces:
             places = zip(self.sends, pieces, strict=True)
-            foreach_copy_([_typed(out, offset, dtype, t.shape) for (*_, dtype, offset), t in places], pieces)
+            # Pieces may lie on the host.
+            foreach_copy_(
+                [_typed(out, offset, dtype, t.shape) for (*_, dtype, offset), t in places], pieces, True
+            )
         work = dist.all_to_all_single(
             into, out, self._receive_sizes, self._send_sizes, group=self._group, async_op=True
         )
         return Moving(work, out, into)
 
     def finish(self, moving: Moving | None, targets: list[torch.Tensor]) -> None:
-        """Wait, and copy what came into ``targets``, one for each of ``receives``, in its order."""
+        """Wait, and copy what came into ``targets``, one for each of ``receives``, in its order.
+
+        If they lie on the host, the host has yet to wait for that.
+        """
         if moving is None:
             return
         moving.work.wait()
         if targets:
             places = zip(self.receives, targets, strict=True)
             sources = [_typed(moving.into, offset, dtype, t.shape) for (*_, dtype, offset), t in places]
-            foreach_copy_(targets, sources)
+            foreach_copy_(targets, sources, True)
 
 
 @dataclass

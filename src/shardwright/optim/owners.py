@@ -20,8 +20,10 @@ from torch.optim import Optimizer
 
 from shardwright._torch import local_of
 from shardwright.comm import Communicator
+from shardwright.engine.parameter import unit_of
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.optim import held
+from shardwright.optim.host_state import HostState, host_of_whole, part_of_state
 from shardwright.optim.moves import Item, Mover, Moving, Parts, Round, World, balance, in_rounds
 
 _COUNTERS = (int, float, torch.Tensor)
@@ -32,16 +34,23 @@ class Owned:
 
     Attributes:
         owner: number of the rank in its mesh that steps it.
+        host: where its state lies between steps, if that is not the device on which it is stepped.
+        on_host: whether the parameter and its gradient do, too.
         state: on the owner what the optimizer's own code sees, elsewhere nothing.
         description: what every rank knows of the state.
         seen: the values that are shown outside, to notice what was loaded or edited.
         known: those of ``state`` that are shown so, to notice what a step has replaced.
     """
 
-    __slots__ = ("cost", "description", "index", "known", "name", "owner", "p", "seen", "state")
+    __slots__ = (
+        *("cost", "description", "host", "index", "known", "name", "on_host", "owner", "p", "seen", "state"),
+    )
 
     def __init__(self, index: int, name: str, p: DTensor | RaggedTensor, cost: float, owner: int) -> None:
         self.index, self.name, self.p, self.cost, self.owner = index, name, p, cost, owner
+        unit = unit_of(p)
+        self.host = host_of_whole(p)
+        self.on_host = unit is not None and unit.host is not None
         self.state: dict[str, Any] = {}
         self.description: dict[str, Any] = {}
         self.seen: list[Any] = []
@@ -86,6 +95,10 @@ class Calls:
         try:
             self._plain_step(self.optimizer)
         except Exception as error:
+            self.failed(error, at)
+
+    def failed(self, error: Exception, at: int) -> None:
+        if self.failure is None:
             self.failure, self.failed_at = error, at
 
     def _rewind(self) -> None:
@@ -161,7 +174,7 @@ class Owners:
 
     @torch.no_grad()
     def step(self, locals_: dict[int, torch.Tensor], calls: Calls, groups: dict[int, int], outer: Any,
-             meanwhile: Callable[[], None]) -> Exception | None:  # fmt: skip
+             meanwhile: Callable[[], None], host_state: HostState | None = None) -> Exception | None:  # fmt: skip
         """Step every parameter that has a gradient, whole; return what to raise if another rank has failed.
 
         Args:
@@ -170,27 +183,45 @@ class Owners:
             groups: the number of each parameter's group, by its index.
             outer: the state as shown outside.
             meanwhile: what can be done while the first moves are under way.
+            host_state: brings state that lies on the host to the device and back, if there is any.
         """
         active = [owned for owned in self.owned if locals_[owned.index].grad is not None]
-        device = local_of(self.owned[0].p).device
+        device = self._device()
         self._agree(active, device)
         steps = self._plan(active, locals_)
         coming = self._send_gradients(steps[0], locals_, device) if steps else None
         meanwhile()
+        if steps and host_state is not None:
+            self._send_state(steps[0], host_state)
         going: tuple[_Step, Moving | None] | None = None
         for number, step in enumerate(steps):
-            whole = self._assemble(step, coming, locals_)
+            whole = self._assemble(step, coming, locals_, device)
             coming = None  # its buffers are free from here
-            if number + 1 < len(steps):
-                coming = self._send_gradients(steps[number + 1], locals_, device)
-            self._call(step, whole, calls, groups)
+            following = steps[number + 1] if number + 1 < len(steps) else None
+            if following is not None:
+                coming = self._send_gradients(following, locals_, device)
+            self._call(step, whole, calls, groups, host_state, following)
             if going is not None:
                 self._receive(*going, locals_)
             going = step, self._send_back(step, whole, locals_, device)
             whole = {}
         if going is not None:
             self._receive(*going, locals_)
+        self._land(active, host_state)
         return self._report(calls, outer, device)
+
+    def _device(self) -> torch.device:
+        """On which whole tensors are stepped and moved."""
+        unit = unit_of(self.owned[0].p)
+        return unit.ranks.device if unit is not None else local_of(self.owned[0].p).device
+
+    def _land(self, active: list[Owned], host_state: HostState | None) -> None:
+        """The host waits for what was copied there: values of parameters, and state."""
+        if host_state is not None:
+            host_state.settle()
+        host = next((owned.host for owned in active if owned.host is not None), None)
+        if host is not None:
+            host.wait()
 
     def _plan(self, active: list[Owned], locals_: dict[int, torch.Tensor]) -> list[_Step]:
         # The objects that say how parameters are cut live as long as the plan, so their ids tell one from another.
@@ -217,23 +248,31 @@ class Owners:
         return step.there.start(pieces, device)
 
     def _assemble(
-        self, step: _Step, coming: Moving | None, locals_: dict[int, torch.Tensor]
+        self,
+        step: _Step,
+        coming: Moving | None,
+        locals_: dict[int, torch.Tensor],
+        device: torch.device,
     ) -> dict[int, torch.Tensor]:
         """This rank's whole tensors with their gradients, by index."""
         whole: dict[int, torch.Tensor] = {}
         for item in step.mine:
             local = locals_[item.key]
             gradient: Any = local.grad
-            full = local.contiguous().view(item.shape) if item.is_whole else local.new_empty(item.shape)
+            as_it_lies = item.is_whole and not self.owned[item.key].on_host
+            if as_it_lies:
+                full = local.contiguous().view(item.shape)
+            else:
+                full = torch.empty(item.shape, dtype=local.dtype, device=device)
             if gradient.dtype != full.dtype:
                 full.grad_dtype = gradient.dtype
-            if item.is_whole:
+            if as_it_lies:
                 full.grad = gradient.contiguous().view(item.shape)
             else:
-                full.grad = gradient.new_empty(item.shape)
+                full.grad = torch.empty(item.shape, dtype=gradient.dtype, device=device)
                 part = item.parts.of[self.world.rank]
-                item.parts.view(full, part).copy_(local)
-                item.parts.view(full.grad, part).copy_(gradient)
+                item.parts.view(full, part).copy_(local, non_blocking=True)
+                item.parts.view(full.grad, part).copy_(gradient, non_blocking=True)
             whole[item.key] = full
         targets = []
         for piece, which, *_ in step.there.receives:
@@ -244,7 +283,13 @@ class Owners:
         return whole
 
     def _call(
-        self, step: _Step, whole: dict[int, torch.Tensor], calls: Calls, groups: dict[int, int]
+        self,
+        step: _Step,
+        whole: dict[int, torch.Tensor],
+        calls: Calls,
+        groups: dict[int, int],
+        host_state: HostState | None,
+        following: _Step | None,
     ) -> None:
         if not whole:
             return
@@ -254,11 +299,29 @@ class Owners:
             params[groups[index]].append(full)
             if self.owned[index].state:
                 state[full] = self.owned[index].state
-        calls(params, state, 1 + step.mine[0].key)
+        hosts = {full: host for index, full in whole.items() if (host := self.owned[index].host) is not None}
+        at = 1 + step.mine[0].key
+        if host_state is None or not hosts:
+            calls(params, state, at)
+        else:
+            try:
+                state.update(host_state.take(step, next(iter(hosts.values())), part_of_state(state, hosts)))
+                if following is not None:
+                    self._send_state(following, host_state)
+                calls(params, state, at)
+                state.update(host_state.give_back(part_of_state(state, hosts)))
+            except ValueError as error:  # others wait for what this rank has to send
+                calls.failed(error, at)
         for index, full in whole.items():
             if full in state:
                 self.owned[index].state = state[full]
             full.grad = None
+
+    def _send_state(self, step: _Step, host_state: HostState) -> None:
+        mine = [owned for item in step.mine if (owned := self.owned[item.key]).host is not None]
+        if mine:
+            assert mine[0].host is not None
+            host_state.send(step, mine[0].host, [owned.state for owned in mine])
 
     def _send_back(
         self,
@@ -270,7 +333,7 @@ class Owners:
         for item in step.mine:
             local, full = locals_[item.key], whole[item.key]
             if full.data_ptr() != local.data_ptr():  # else it was stepped where it lies
-                local.copy_(item.parts.view(full, item.parts.of[self.world.rank]))
+                local.copy_(item.parts.view(full, item.parts.of[self.world.rank]), non_blocking=True)
         pieces = [piece.item.parts.view(whole[piece.item.key], piece.part) for piece, *_ in step.back.sends]
         return step.back.start(pieces, device)
 

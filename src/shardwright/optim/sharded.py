@@ -7,8 +7,10 @@ go through ``owners``.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -23,13 +25,24 @@ from shardwright._torch import (
     step_without_hooks,
     tell_schedulers,
 )
+from shardwright.engine.offload import HOST_STATE
 from shardwright.engine.parameter import TAKEN, Managed, unit_of
 from shardwright.engine.ragged import RaggedTensor, part_of
 from shardwright.engine.ragged_spec import RaggedSpec
 from shardwright.engine.root import before_optimizer_step
+from shardwright.engine.unit import Unit
 from shardwright.init import value_of
 from shardwright.optim.blocks import block_spec
 from shardwright.optim.held import mapped
+from shardwright.optim.host_state import (
+    HostState,
+    host_of_state,
+    host_of_whole,
+    kept_from_device,
+    loaded,
+    moved_to_host,
+    part_of_state,
+)
 from shardwright.optim.needs import Need, Needs, check, cost_of, needs_of
 from shardwright.optim.owners import Calls, Owners
 
@@ -87,7 +100,9 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
     found = check(renewed, need)
     _check_state_per_block(optimizer, found)
     _choose_owners(optimizer, found)
+    _choose_places(optimizer, found)
     _follow(optimizer, groups, became)
+    _move_to_host(optimizer)
     if sharded_already:
         return optimizer
     optimizer.__dict__["_shardwright_needs"] = need
@@ -161,12 +176,6 @@ def _choose_owners(optimizer: Any, found: list[tuple[str, torch.Tensor, Need]]) 
     by_mesh: dict[Any, list[Any]] = {}
     for name, p, need in found:
         if need == "tensor" and isinstance(p, SHARDED):
-            unit = unit_of(p)
-            if unit is not None and unit.host is not None:
-                raise NotImplementedError(
-                    f"{type(optimizer).__name__} needs parameter {name!r} whole, and whole tensors move between "
-                    "devices, while this one is offloaded to the CPU. Leave offload_policy at its default for its unit."
-                )
             by_mesh.setdefault(p.device_mesh, []).append((name, p, cost(p)))
     if not hasattr(optimizer, "_shardwright_owners"):  # which a wrapper of the optimizer may have from it
         optimizer._shardwright_owners, optimizer._shardwright_whole = {}, set()
@@ -180,6 +189,23 @@ def _choose_owners(optimizer: Any, found: list[tuple[str, torch.Tensor, Need]]) 
         whole.update(p for _, p, _ in entries)
 
 
+def _choose_places(optimizer: Any, found: list[tuple[str, torch.Tensor, Need]]) -> None:
+    """Whether state lies on the host and parameters are stepped on the device: then it passes through there."""
+    if optimizer.__dict__.setdefault(HOST_STATE, None) is None:
+        whole = optimizer.__dict__["_shardwright_whole"]
+        passes = any((host_of_whole(p) if p in whole else host_of_state(p)) is not None for _, p, _ in found)
+        optimizer.__dict__[HOST_STATE] = HostState() if passes else None
+
+
+def _move_to_host(optimizer: Optimizer) -> None:
+    """What state there is goes where it is to lie between steps."""
+    if optimizer.__dict__[HOST_STATE] is not None:
+        for p, values in optimizer.state.items():
+            host = host_of_state(p) if isinstance(p, torch.Tensor) else None
+            if host is not None:
+                values.update(moved_to_host(values, host))
+
+
 def _state_as_dtensors(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """State of ragged parameters goes into a state dict as DTensors, which torch's state-dict functions gather."""
     state["state"] = mapped(
@@ -189,6 +215,10 @@ def _state_as_dtensors(optimizer: Optimizer, state: dict[str, Any]) -> dict[str,
 
 
 def _state_as_ragged(optimizer: Optimizer) -> None:
+    if optimizer.__dict__[HOST_STATE] is not None:
+        for p, values in optimizer.state.items():
+            if isinstance(p, torch.Tensor):
+                values.update(loaded(values, p))
     whole = optimizer.__dict__["_shardwright_whole"]
     for owners in optimizer.__dict__["_shardwright_owners"].values():
         owners.settle(optimizer.state)
@@ -198,6 +228,7 @@ def _state_as_ragged(optimizer: Optimizer) -> None:
                 spec = _ragged_spec(optimizer, p, key, value, p.shape)
                 if spec is not None:
                     values[key] = RaggedTensor.from_full(value, spec)
+    _move_to_host(optimizer)
 
 
 def _ragged_spec(
@@ -223,6 +254,10 @@ class _Entry:
         self.seen: dict[str, Any] = {}  #: key -> the value outside that belongs to ``inner[key]``
 
 
+#: Where ``state`` is between steps if it passes through the device, until somebody reads it.
+_HIDDEN = "_shardwright_hidden_state"
+
+
 class _ShardedStep:
     """Mixed into an optimizer's class in front of it; see :func:`fully_shard_optimizer`."""
 
@@ -234,7 +269,7 @@ class _ShardedStep:
         """Put local stand-ins into the groups and the state; return what was there. All or nothing."""
         entries: dict[Any, _Entry] = self.__dict__.setdefault("_shardwright_entries", {})
         whole = self.__dict__["_shardwright_whole"]
-        outer = self.state
+        outer = self.__dict__["state"] if "state" in self.__dict__ else self.__dict__[_HIDDEN]
         inner: Any = defaultdict(dict)
         groups = [group["params"] for group in self.param_groups]
         stand_ins: list[list[torch.Tensor]] = []
@@ -303,32 +338,113 @@ class _ShardedStep:
             if list(map(id, ordered)) != list(map(id, outer)):
                 outer.clear()
                 outer.update(ordered)
+        if self.__dict__[HOST_STATE] is not None:
+            del self.__dict__["state"]
+            self.__dict__[_HIDDEN] = outer
 
-    def _step_whole(self, outer: Any) -> None:
-        """Within a step, stand-ins in place: the tensors that are needed whole, and all others where they lie."""
+    def __getattr__(self, name: str) -> Any:
+        """``state`` while copies of it may be on their way to the host: whoever reads it waits for them here."""
+        if name == "state" and _HIDDEN in self.__dict__:
+            self.__dict__[HOST_STATE].host_wait()
+            self.state = self.__dict__.pop(_HIDDEN)
+            return self.state
+        known = getattr(super(), "__getattr__", None)
+        if known is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return known(name)
+
+    @contextmanager
+    def _on_device(self, unit: Unit) -> Iterator[None]:
+        """Within a step of this unit's parameters, stand-ins in place: their state is on the device."""
+        host = unit.state_host
+        if host is None:
+            yield
+            return
+        host_state: HostState = self.__dict__[HOST_STATE]
+        inner = self.state
+        self.state = host_state.take(unit, host, inner)
+        try:
+            yield
+        finally:
+            on_device, self.state = self.state, inner
+            inner.update(host_state.give_back(on_device))
+
+    def _send_state(self, unit: Unit, params: list[torch.Tensor]) -> None:
+        """The unit's parameters ``params`` are stepped soon: begin to copy their state to the device."""
+        host = unit.state_host
+        if host is not None:
+            entries: dict[Any, _Entry] = self.__dict__.get("_shardwright_entries", {})
+            known = [entries[p].inner for p in params if p in entries]
+            self.__dict__[HOST_STATE].send(unit, host, known)
+
+    def _settle_state(self) -> None:
+        """Nothing is stepped for now: give the device's memory back."""
+        host_state: HostState | None = self.__dict__[HOST_STATE]
+        if host_state is not None:
+            host_state.settle()
+
+    def _step_in_calls(self, groups: list[list[Any]], outer: Any) -> None:
+        """Within a step, stand-ins in place for ``groups``: what is needed whole, and the rest where it lies."""
         entries: dict[Any, _Entry] = self.__dict__["_shardwright_entries"]
-        whole = self.__dict__["_shardwright_whole"]
-        groups, inner = [group["params"] for group in self.param_groups], self.state
-        owned = {id(entries[p].local) for p in whole}
-        number = {id(t): i for i, params in enumerate(groups) for t in params}
-        calls = Calls(self, step_without_hooks(type(self).__bases__[1]))  # type: ignore[arg-type]
-        rest: Callable[[], None] | None = lambda: calls(  # noqa: E731
-            [[t for t in params if id(t) not in owned] for params in groups], inner
-        )
+        host_state: HostState | None = self.__dict__[HOST_STATE]
+        locals_, inner = [group["params"] for group in self.param_groups], self.state
+        number = {id(t): i for i, params in enumerate(locals_) for t in params}
+        calls = Calls(self, step_without_hooks(_kind_of(self)))  # type: ignore[arg-type]
+        others = [lambda: self._call_where_they_lie(calls, groups, locals_, inner)]
         failures = []
         try:
             for owners in self.__dict__["_shardwright_owners"].values():
-                locals_ = {o.index: entries[o.p].local for o in owners.owned}
-                numbers = {index: number[id(t)] for index, t in locals_.items()}
-                failures.append(owners.step(locals_, calls, numbers, outer, rest or (lambda: None)))
-                rest = None
+                owned = {o.index: entries[o.p].local for o in owners.owned}
+                numbers = {index: number[id(t)] for index, t in owned.items()}
+                meanwhile = others.pop() if others else lambda: None
+                failures.append(owners.step(owned, calls, numbers, outer, meanwhile, host_state))
+            if others:
+                others.pop()()
         finally:
             self.state = inner
-            for group, params in zip(self.param_groups, groups, strict=True):
+            for group, params in zip(self.param_groups, locals_, strict=True):
                 group["params"] = params
         for failure in (calls.failure, *failures):
             if failure is not None:
                 raise failure
+
+    def _call_where_they_lie(self, calls: Calls, groups: list[list[Any]], locals_: list[list[torch.Tensor]],
+                             inner: Any) -> None:  # fmt: skip
+        """Step what is not needed whole; unit by unit what has state that passes through the device."""
+        whole = self.__dict__["_shardwright_whole"]
+        host_state: HostState | None = self.__dict__[HOST_STATE]
+        pairs = [list(zip(*both, strict=True)) for both in zip(groups, locals_, strict=True)]
+        if host_state is None:
+            calls([[local for p, local in each if p not in whole] for each in pairs], inner)
+            return
+        rest: list[list[torch.Tensor]] = [[] for _ in groups]
+        units: dict[Unit, list[list[torch.Tensor]]] = {}
+        for i, each in enumerate(pairs):
+            for p, local in each:
+                if p not in whole:
+                    unit = unit_of(p)
+                    if unit is None or unit.state_host is None:
+                        rest[i].append(local)
+                    elif local.grad is not None:
+                        units.setdefault(unit, [[] for _ in groups])[i].append(local)
+        parts = [
+            (unit, host, mine, part_of_state(inner, itertools.chain(*mine)))
+            for unit, mine in units.items()
+            if (host := unit.state_host) is not None
+        ]
+        host_state.settle()  # what was sent for a backward that failed
+        for unit, host, _, state in parts[:1]:
+            host_state.send(unit, host, state.values())
+        if any(rest) or not parts:
+            calls(rest, inner)
+        for (unit, host, mine, state), following in itertools.zip_longest(parts, parts[1:]):
+            if calls.failure is None:
+                on_device = host_state.take(unit, host, state)
+                if following is not None:
+                    host_state.send(following[0], following[1], following[3].values())
+                calls(mine, on_device)
+                inner.update(host_state.give_back(on_device))
+        host_state.settle()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         tell_schedulers(self)  # type: ignore[arg-type]
@@ -340,9 +456,10 @@ class _ShardedStep:
         before_optimizer_step(self)  # type: ignore[arg-type]  # torch's hook for it runs when stand-ins are in place
         groups, outer = self._enter()
         try:
-            if self.__dict__["_shardwright_whole"]:
-                # Hooks of the step run once, though the optimizer's own code is called for each round.
-                Optimizer.profile_hook_step(lambda optimizer: optimizer._step_whole(outer))(self)  # type: ignore[attr-defined]
+            if self.__dict__["_shardwright_whole"] or self.__dict__[HOST_STATE] is not None:
+                # Hooks of the step run once, though the optimizer's own code is called several times.
+                step = Optimizer.profile_hook_step(lambda optimizer: optimizer._step_in_calls(groups, outer))  # type: ignore[attr-defined]
+                step(self)
             else:
                 super().step()  # type: ignore[misc]
         finally:
@@ -359,9 +476,20 @@ class _ShardedStep:
             found = check(self.param_groups[before:], self._shardwright_needs)  # type: ignore[attr-defined]
             _check_state_per_block(self, found)
             _choose_owners(self, found)
+            _choose_places(self, found)
         except BaseException:
             del self.param_groups[before:]
             raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.__dict__[HOST_STATE] is None or _loads_itself(_kind_of(self)):
+            super().load_state_dict(state_dict)  # type: ignore[misc]
+            return
+        handle = self.register_load_state_dict_pre_hook(kept_from_device)  # type: ignore[attr-defined]
+        try:
+            super().load_state_dict(state_dict)  # type: ignore[misc]
+        finally:
+            handle.remove()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)  # type: ignore[misc]
@@ -422,6 +550,17 @@ def _publish(entry: _Entry, state: dict[str, Any], p: DTensor | RaggedTensor, op
             if shown is not value:
                 entry.inner[key] = local_of(shown)
         state[key] = seen[key] = shown
+
+
+def _loads_itself(kind: type) -> bool:
+    """Whether the class has a ``load_state_dict`` of its own, which may look at the tensors."""
+    return kind.load_state_dict is not Optimizer.load_state_dict  # type: ignore[attr-defined]
+
+
+def _kind_of(optimizer: Any) -> type:
+    """Its class without ours."""
+    classes = type(optimizer).__mro__
+    return classes[classes.index(_ShardedStep) + 1]
 
 
 _classes: dict[type, type] = {}

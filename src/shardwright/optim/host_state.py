@@ -1,0 +1,277 @@
+"""Optimizer state that lies in the CPU's memory and passes through the device, where the parameters are stepped.
+
+It goes in parts: that of a unit, or of the whole tensors of a round. Tensors of one dimension or more go up before the
+step of their part and down after it; numbers, 0-d tensors among them, stay where the optimizer has put them. Which part
+is stepped when is told in ``sharded.py``, ``in_backward.py`` and ``owners.py``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwright._torch import dtensor_of, local_of
+from shardwright.engine.offload import Host
+from shardwright.engine.parameter import unit_of
+from shardwright.engine.ragged import RaggedTensor
+from shardwright.memory import Owner, Slab
+from shardwright.optim.held import leaves, mapped
+
+_ALIGNMENT = 16  # bytes
+State = Mapping[Any, dict[str, Any]]  #: as an optimizer has it, by local tensor
+
+
+@dataclass
+class _Copies:
+    """A part's state on the device.
+
+    Attributes:
+        pairs: the tensors on the host and on the device, by the id of the one on the host.
+        mark: after the copy up.
+    """
+
+    part: Hashable
+    host: Host
+    slab: Slab
+    pairs: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    mark: Any
+
+
+@dataclass
+class _Leaving:
+    """What a copy to the host reads, and the mark after it."""
+
+    host: Host
+    slab: Slab
+    tensors: list[torch.Tensor]
+    mark: Any
+
+
+class HostState:
+    """One optimizer's state on its way to the device and back.
+
+    No more than that of two parts is on the device at once: of the part which is stepped, and of the one before it, on
+    its way down, or of the one after it, on its way up. What a step makes anew, instead of writing into what there was,
+    comes on top of it. A part is called by anything hashable.
+    """
+
+    def __init__(self) -> None:
+        self._owner = Owner("optimizer state")
+        self._coming: _Copies | None = None
+        self._waiting: dict[Hashable, tuple[Host, list[dict[str, Any]]]] = {}  #: what comes after that
+        self._here: _Copies | None = None  #: of the part that is stepped
+        self._leaving: list[_Leaving] = []  #: the oldest first
+        self._last: tuple[Host, Any] | None = None  #: the last copy to the host, and the mark after it
+
+    def send(self, part: Hashable, host: Host, states: Iterable[dict[str, Any]]) -> None:
+        """Begin to copy the state of a part that is stepped soon, or, after that of others, when there is room."""
+        if self._coming is None or self._coming.part == part:
+            self._drop_coming()
+            self._coming = self._send(part, host, _on_host(states))
+        else:
+            self._waiting[part] = host, list(states)
+
+    @torch.no_grad()
+    def take(self, part: Hashable, host: Host, state: State) -> defaultdict[Any, dict[str, Any]]:
+        """``state`` of the part with its tensors on the device. The computation waits for them."""
+        wanted = _on_host(state.values())
+        self._waiting.pop(part, None)
+        sent = None
+        if self._coming is not None and self._coming.part == part:
+            if {id(t) for t in wanted} <= self._coming.pairs.keys():
+                sent, self._coming = self._coming, None
+            else:  # replaced since
+                self._drop_coming()
+        self._here = here = sent or self._send(part, host, wanted)
+        here.host.streams.join(here.mark)
+        self._make_room(0)  # of as much as this is, in a first step
+        pairs = here.pairs
+        on_device = {
+            p: mapped(values, lambda v: pairs[id(v)][1] if id(v) in pairs else v)
+            for p, values in state.items()
+        }
+        return defaultdict(dict, on_device)
+
+    @torch.no_grad()
+    def give_back(self, state: State) -> defaultdict[Any, dict[str, Any]]:
+        """After the step: ``state`` with the tensors on the host, to which copies begin.
+
+        Raises:
+            ValueError: the optimizer itself keeps some of its state elsewhere, or as a tensor of a class of its own.
+        """
+        here, self._here = self._here, None
+        assert here is not None
+        host = here.host
+        known = {id(on_device): on_host for on_host, on_device in here.pairs.values()}
+        sources: dict[int, torch.Tensor] = {}
+
+        def leave(value: Any) -> Any:
+            if not _moves(value):
+                return value
+            if value.device.type != here.slab.device.type:
+                raise ValueError(
+                    f"The optimizer keeps state of shape {tuple(value.shape)} on {value.device}, while it steps "
+                    f"parameters on {here.slab.device}, so which of its state is to pass through the device is not "
+                    "known. Leave offload_policy at its default."
+                )
+            if id(value) not in known:
+                known[id(value)] = _like(value, host)
+            sources[id(value)] = value
+            return known[id(value)]
+
+        try:
+            return defaultdict(dict, {p: mapped(values, leave) for p, values in state.items()})
+        finally:
+            mark = None
+            if sources:
+                mark = host.copy_down([known[key] for key in sources], list(sources.values()))
+                self._last = host, mark
+            self._leaving.append(_Leaving(host, here.slab, list(sources.values()), mark))
+            for part in list(self._waiting)[:1]:
+                self.send(part, *self._waiting.pop(part))
+
+    def settle(self) -> None:
+        """The computation waits for all that is under way, and the device's memory is given back."""
+        self._waiting.clear()
+        self._drop_coming()
+        if self._here is not None:  # after an exception
+            self._here.slab.release()
+            self._here = None
+        self._free(0)
+
+    def host_wait(self) -> None:
+        """The host waits until all of the state has come down."""
+        if self._last is not None:
+            host, mark = self._last
+            host.streams.host_wait(mark)
+            self._last = None
+
+    def _send(self, part: Hashable, host: Host, tensors: list[torch.Tensor]) -> _Copies:
+        offsets, nbytes = [], 0
+        for t in tensors:
+            offsets.append(nbytes)
+            nbytes += -(-t.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._make_room(1)
+        slab = Slab(nbytes, host.device, "optimizer state", self._owner)
+        slab.lease()
+        copies = [
+            slab.view(t.dtype, offset // t.itemsize, t.shape, t.stride())
+            for t, offset in zip(tensors, offsets, strict=True)
+        ]
+        mark = host.copy_up(copies, tensors) if tensors else None
+        pairs = {id(t): (t, copy) for t, copy in zip(tensors, copies, strict=True)}
+        return _Copies(part, host, slab, pairs, mark)
+
+    def _make_room(self, more: int) -> None:
+        """The computation waits for copies to the host until there is room for the state of ``more`` parts."""
+        self._free(max(0, 2 - more - (self._here is not None) - (self._coming is not None)))
+
+    def _free(self, keep: int) -> None:
+        while len(self._leaving) > keep:
+            gone = self._leaving.pop(0)
+            gone.host.streams.join(gone.mark)
+            gone.slab.release()
+            gone.tensors.clear()
+
+    def _drop_coming(self) -> None:
+        if self._coming is not None:
+            self._coming.host.streams.join(self._coming.mark)
+            self._coming.slab.release()
+            self._coming = None
+
+
+def _moves(value: Any) -> bool:
+    """Whether a part of the state passes through the device."""
+    if not isinstance(value, torch.Tensor) or not value.ndim:
+        return False
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        raise ValueError(
+            f"The optimizer keeps state as {type(value).__name__}, a tensor class of its own, of which only its code "
+            "knows how it is copied. Leave offload_policy at its default."
+        )
+    return True
+
+
+def _on_host(states: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
+    """What is to go up: each once."""
+    tensors = [v for values in states for v in leaves(values) if _moves(v)]
+    return list({id(t): t for t in tensors if t.device.type == "cpu"}.values())
+
+
+def part_of_state(state: State, tensors: Iterable[torch.Tensor]) -> dict[Any, dict[str, Any]]:
+    """What ``state`` has of these tensors."""
+    return {t: state[t] for t in tensors if t in state}
+
+
+class _Kept:
+    """A tensor of a state dict on its way past what moves such to the parameter's device."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def kept_from_device(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A hook before ``load_state_dict``: torch would move all state to the device, which may not hold it."""
+    state = dict(state_dict["state"])
+    for group, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        for p, number in zip(group["params"], theirs["params"], strict=False):
+            if number in state and host_of_state(p) is not None:
+                state[number] = {
+                    key: value
+                    if key == "step"
+                    else mapped(value, lambda v: _Kept(v) if isinstance(v, torch.Tensor) and v.ndim else v)
+                    for key, value in state[number].items()
+                }
+    return {**state_dict, "state": state}
+
+
+def loaded(values: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
+    """What was kept, cast as torch does it: to the parameter's dtype."""
+
+    def load(value: Any) -> Any:
+        if isinstance(value, _Kept):
+            return value.tensor.to(p.dtype) if p.is_floating_point() else value.tensor
+        return value
+
+    return mapped(values, load)  # type: ignore[no-any-return]
+
+
+def host_of_state(p: torch.Tensor) -> Host | None:
+    """Where state of this parameter lies between steps, if that is not where the parameter does."""
+    unit = unit_of(p)
+    return unit.state_host if unit is not None else None
+
+
+def host_of_whole(p: torch.Tensor) -> Host | None:
+    """Where state of this parameter lies between steps if it is stepped whole, which is done on the device."""
+    unit = unit_of(p)
+    return (unit.host or unit.state_host) if unit is not None else None
+
+
+@torch.no_grad()
+def moved_to_host(values: dict[str, Any], host: Host) -> dict[str, Any]:
+    """A parameter's state, as it is outside of a step, in memory of the host's."""
+
+    def move(value: Any) -> Any:
+        local = local_of(value) if isinstance(value, (DTensor, RaggedTensor)) else value
+        if not _moves(local) or host.has(local):
+            return value
+        moved = _like(local, host).copy_(local)
+        if isinstance(value, RaggedTensor):
+            return RaggedTensor(moved, value.spec)
+        if isinstance(value, DTensor):
+            return dtensor_of(moved, value.device_mesh, value.placements, value.shape, value.stride())
+        return moved
+
+    return mapped(values, move)  # type: ignore[no-any-return]
+
+
+def _like(tensor: torch.Tensor, host: Host) -> torch.Tensor:
+    """New memory of the host, with the tensor's shape and the order of its dimensions."""
+    stride = torch.empty_like(tensor, device="meta").stride()
+    return host.zeros(tensor.numel(), tensor.dtype).as_strided(tensor.shape, stride)
