@@ -59,7 +59,7 @@ class Mamba2(nn.Module):
         return self.out_proj(self.normalised(y_BSHP.flatten(2) * F.silu(gate)))
 
     def normalised(self, y: Tensor) -> Tensor:
-        """Every group by itself, as in Nemotron-H: ranks that divide the groups between them need nothing of each other."""
+        """Every group by itself, as in Nemotron-H: ranks that divide groups need nothing of each other."""
         c = self.config
         groups = y.unflatten(-1, (c.mamba_groups, -1))
         normalised = F.rms_norm(groups, groups.shape[-1:], eps=c.norm_eps).flatten(-2)
