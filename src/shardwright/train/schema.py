@@ -399,6 +399,12 @@ class ParallelConfig(Section):
         description="Neighbouring ranks that cut every layer and the sequence between them: tensor and sequence "
         "parallelism. The others divide the data.",
     )
+    expert: int = Field(
+        default=1,
+        ge=1,
+        description="Neighbouring ranks that divide the experts of every layer between them: expert parallelism, with "
+        "the engine shardwright. Each has data of its own.",
+    )
     layout: Literal["per_parameter", "ragged", "element"] | Annotated[int, Field(ge=1)] = Field(
         default="per_parameter",
         description="Where the engine shardwright cuts parameters: along their first dimension, between rows, "
@@ -425,6 +431,7 @@ class ParallelConfig(Section):
         ours = (
             "strategy",
             "replicas",
+            "expert",
             "layout",
             "memory",
             "prefetch",
