@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from shardwright.comm import Communicator, HostStreams, Pending, collectives
+from shardwright.comm.custom import FlatGathers
 from shardwright.engine import api
 
 
@@ -46,6 +47,7 @@ def stand_in_device() -> Iterator[StandIn]:
         patch.setattr(api, "_communicators", weakref.WeakValueDictionary())
         for name in ("all_gather", "reduce_scatter", "all_reduce"):
             patch.setattr(Communicator, name, _at_once(getattr(Communicator, name), name == "all_gather"))
+        patch.setattr(FlatGathers, "all_gather", _at_once(FlatGathers.all_gather, True))
         divided = Communicator._divided
 
         def divided_after(comm: Communicator, work: Any, *given: Any) -> Pending:
@@ -63,7 +65,15 @@ def _at_once(collective: Callable[..., Pending], gathers: bool) -> Callable[...,
 
     def call(comm: Communicator, outputs: Any, inputs: Any, casts: Any = None, on_done: Any = None,
              announce: Any = None) -> Pending:  # fmt: skip
-        collective(comm, outputs, inputs, casts or ([], []), None, announce).wait()
+        streams: Any = comm.streams
+        streams.asynchronous = (
+            True  # gloo has no collective that is over when it returns: wait before decoding, too
+        )
+        try:
+            pending = collective(comm, outputs, inputs, casts or ([], []), None, announce)
+        finally:
+            streams.asynchronous = False
+        pending.wait()
         return Pending(comm.streams, None, "mark", finish=on_done)
 
     def reduce(comm: Communicator, *given: Any) -> Pending:

@@ -18,6 +18,7 @@ from shardwright.train.loop import Trainer
 from shardwright.train.models.build import build_model
 from tests.support.pool import multirank
 from tests.train.jobs import tiny
+from tests.train.test_activations import KINDS
 from tests.train.test_parallel import corpus, plain_steps, take_steps
 
 STEPS = 3
@@ -148,13 +149,16 @@ def test_what_does_not_fit_is_refused(ranks: int, sections: dict[str, Any], told
         parallel.check_ranks(tiny(**given), ranks)
 
 
-def test_engines_and_models_without_it_refuse() -> None:
-    hybrid = {"model": {"kind": "hybrid", "preset": "debug"}, "parallel": {"tensor": 2}}
-    with pytest.raises(UserError, match=r"parallel.tensor: there is a plan for Llama only"):
-        parallel.check_ranks(Config.model_validate(hybrid), 2)
+def test_engines_without_it_refuse() -> None:
     with pytest.raises(
         ValueError, match=r"train.compile: expected 'none' .* the embedding would get no gradient"
     ):
         tiny(parallel={"engine": "fsdp2", "tensor": 2}, train={"compile": "inductor"})
+    hybrid = tiny(
+        model={**KINDS["hybrid"], "n_kv_heads": 2}, parallel={"tensor": 2, "engine": "shardwright"},
+        train={"compile": "aot_eager"},
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"expected 1 with train.compile of a hybrid, found 2"):
+        parallel.check_ranks(hybrid, 2)
     with pytest.raises(ValueError, match="tensor: engine 'ddp' has no such parallelism"):
         tiny(parallel={"engine": "ddp", "tensor": 2})

@@ -69,11 +69,12 @@ def alike(units: Sequence[Unit]) -> Iterator[tuple[str, Unit]]:
 
 def layout(config: Config, world_sizes: Sequence[int]) -> int:
     """Print a table for each unit of the configured model, with a row for each number of ranks and layout; return 0."""
-    if config.parallel.tensor > 1:
-        raise UserError(
-            "parallel.tensor: the tables of layouts are those of whole layers, expected 1, found "
-            f"{config.parallel.tensor}; give --parallel.tensor 1"
-        )
+    for key, found in (("tensor", config.parallel.tensor), ("expert", config.parallel.expert)):
+        if found > 1:
+            raise UserError(
+                f"parallel.{key}: the tables of layouts are those of whole layers, expected 1, found {found}; give "
+                f"--parallel.{key} 1"
+            )
     with torch.device("meta"):
         model = model_of(config.model.shape())
     compute = getattr(torch, config.parallel.param_dtype)

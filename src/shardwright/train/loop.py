@@ -70,8 +70,12 @@ def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
 
 def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     """Of every token, float32 [B * S]."""
-    losses = F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten(), reduction="none")
-    return losses.full_tensor() if isinstance(losses, DTensor) else losses
+    return whole(F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten(), reduction="none"))
+
+
+def whole(loss: Tensor) -> Tensor:
+    """Every rank's, of logits that may be cut."""
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 @dataclass(frozen=True)
@@ -188,7 +192,7 @@ class Trainer:
             logits_BSV, extras = self.model(inputs_BS, extras=True)
         sums = self.auxiliary_sums(extras, targets_BS)
         return torch.stack(
-            [cross_entropy(logits_BSV, targets_BS).sum(), *(sums[name] for name in self.auxiliary)]
+            [cross_entropy(logits_BSV, targets_BS).sum(), *(whole(sums[name]) for name in self.auxiliary)]
         )
 
     def _losses(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ The recipe cuts a model into units, its blocks and its head; the model itself kn
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,8 +34,10 @@ from shardwright.train.config import Config, OptimizerConfig, ParallelConfig, Tr
 from shardwright.train.errors import UserError
 from shardwright.train.float8 import check_float8
 from shardwright.train.models.decoder import Decoder
-from shardwright.train.models.llama import Llama, LlamaConfig
-from shardwright.train.models.plans import tensor_plan, uneven
+from shardwright.train.models.hybrid import Hybrid, HybridConfig, MixtureOfExperts
+from shardwright.train.models.llama import Llama
+from shardwright.train.models.plans import expert_layers, tensor_plan, uneven
+from shardwright.train.models.styles import spread_experts
 from shardwright.train.precision import dtype_of, engine_policy
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -173,6 +176,8 @@ def check_ranks(config: Config, ranks: int) -> None:
             f"parallel.reshard_after_forward: expected a divisor of the number of ranks that shard parameters, "
             f"{gathered}, found {parallel.reshard_after_forward}"
         )
+    if parallel.expert > 1:
+        _check_expert_parallel(config, gathered)
     config.train.accumulation_steps(ranks)
     _check_model_fits(config)
 
@@ -180,21 +185,54 @@ def check_ranks(config: Config, ranks: int) -> None:
 def _check_tensor_parallel(config: Config) -> None:
     """Refuse what tensor parallelism cannot be combined with, or does not divide."""
     ranks, shape = config.parallel.tensor, config.model.shape()
-    if not isinstance(shape, LlamaConfig):
-        raise UserError(
-            f"parallel.tensor: there is a plan for Llama only, found model.kind {config.model.kind!r}; expected 1"
-        )
     if config.optimizer.name != "adamw":
         raise UserError(
             f"parallel.tensor: optimizer {config.optimizer.name!r} needs tensors or blocks that are not cut; expected "
             f'1, found {ranks}, or optimizer.name = "adamw"'
         )
-    if config.train.cuda_graph:
+    hybrid = isinstance(shape, HybridConfig)
+    if config.train.cuda_graph or (hybrid and config.train.compile != "none"):
+        key = "train.cuda_graph" if config.train.cuda_graph else "train.compile"
+        whose = " of a hybrid" if hybrid else ""
         raise UserError(
-            f"parallel.tensor: expected 1 with train.cuda_graph, found {ranks}; leave train.cuda_graph at its default"
+            f"parallel.tensor: expected 1 with {key}{whose}, found {ranks}; leave {key} at its default"
         )
-    for key, size in uneven(shape, config.train.seq_len, ranks):
-        raise UserError(f"{key}: expected a multiple of parallel.tensor = {ranks}, found {size}")
+    for key, size, multiple in uneven(shape, config.train.seq_len, ranks):
+        of_what = (
+            f"parallel.tensor = {ranks}"
+            if multiple == ranks
+            else f"{multiple // ranks} x parallel.tensor = {multiple}"
+        )
+        raise UserError(f"{key}: expected a multiple of {of_what}, found {size}")
+
+
+def _check_expert_parallel(config: Config, ranks: int) -> None:
+    """Refuse what expert parallelism cannot be combined with, or does not divide. `ranks` share a replica's data."""
+    parallel, shape = config.parallel, config.model.shape()
+    if not isinstance(shape, HybridConfig) or "E" not in shape.pattern + shape.mtp_pattern:
+        raise UserError(f"parallel.expert: expected 1 for a model without experts, found {parallel.expert}")
+    found = {
+        "optimizer.name": (config.optimizer.name, "adamw", "others need tensors or blocks that are not cut"),
+        "train.cuda_graph": (config.train.cuda_graph, False, "sizes depend on the routing"),
+        "train.compile": (config.train.compile, "none", "sizes depend on the routing"),
+    }
+    for key, (value, wanted, why) in found.items():
+        if value != wanted:
+            raise UserError(
+                f"{key}: expected {wanted!r} with parallel.expert = {parallel.expert}, found {value!r}; {why}"
+            )
+    for what, size in (
+        ("the number of ranks that share a replica", ranks),
+        ("model.n_experts", shape.n_experts),
+    ):
+        if size % parallel.expert:
+            raise UserError(f"parallel.expert: expected a divisor of {what}, {size}, found {parallel.expert}")
+    same = ranks // parallel.expert
+    if isinstance(parallel.reshard_after_forward, int) and same % parallel.reshard_after_forward:
+        raise UserError(
+            f"parallel.reshard_after_forward: expected a divisor of the number of ranks that have the same experts, "
+            f"{same}, found {parallel.reshard_after_forward}"
+        )
 
 
 def _check_model_fits(config: Config) -> None:
@@ -270,14 +308,38 @@ def make_mesh(config: ParallelConfig, kind: str, size: int) -> DeviceMesh:
     return init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def cut_layers(model: Decoder, mesh: DeviceMesh) -> DeviceMesh:
-    """Cut the model's layers over the mesh's last axis; returns the mesh of the others, the data-parallel ones."""
+def make_expert_mesh(config: ParallelConfig, mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks in other dimensions: those that have the same experts, `edp`, then those that divide them."""
+    sizes = {"replicate": config.replicas, "edp": 1, "expert": config.expert, "tensor": config.tensor}
+    sizes["edp"] = mesh.size() // math.prod(sizes.values())
+    axes = {name: size for name, size in sizes.items() if size > 1 or name in ("edp", "expert")}
+    return init_device_mesh(mesh.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def divide_experts(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> None:
+    """Spread the model's experts over an axis of `mesh`, and cut them over the tensor-parallel one."""
+    assert isinstance(model, Hybrid)
+    for name in expert_layers(model.config):
+        axes = mesh["expert"] if config.tensor == 1 else mesh["expert", "tensor"]
+        spread_experts(cast(MixtureOfExperts, model.get_submodule(name)), axes)
+
+
+def cut_layers(model: Decoder, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> DeviceMesh:
+    """Cut the model's layers over the mesh's last axis; returns the mesh of the others, the data-parallel ones.
+
+    Experts have been spread over the mesh `experts` before, if it is given.
+    """
     names = mesh.mesh_dim_names
-    assert names is not None and isinstance(model, Llama)
-    parallelize_module(model, mesh[names[-1]], tensor_plan(model.config))
+    assert names is not None and isinstance(model, Llama | Hybrid)
+    parallelize_module(model, mesh[names[-1]], tensor_plan(model.config, experts))
     if model.tied:  # which each became on its own
         model.output.weight = model.tok_embeddings.weight
     return mesh[names[0]] if len(names) == 2 else mesh[names[:-1]]
+
+
+def axes_of(parameter: Tensor) -> tuple[str, ...]:
+    """The names of the dimensions of the mesh that a parameter lies on; none of a plain one."""
+    return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
 
 
 def parallel_loss(config: ParallelConfig) -> AbstractContextManager[object]:
@@ -292,8 +354,11 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
     embedding, where it is the same matrix), and the root with what is left.
     """
     device = torch.device("cpu" if mesh.device_type == "cpu" else torch.cuda.current_device())
+    expert_mesh = make_expert_mesh(config, mesh) if config.expert > 1 else None
+    if expert_mesh is not None:
+        divide_experts(model.to(device), config, expert_mesh)
     if config.tensor > 1:
-        mesh = cut_layers(model.to(device), mesh)
+        mesh = cut_layers(model.to(device), mesh, expert_mesh and expert_mesh["expert"])
     if config.engine == "none":
         return model.to(device)
 
@@ -327,6 +392,11 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
     if config.engine == "shardwright":
         policy = engine_policy(model, config)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    if expert_mesh is not None:
+        same = expert_mesh["replicate", "edp"] if config.replicas > 1 else expert_mesh["edp"]
+        options["shard_placement_fn"] = lambda p: (
+            sw.ShardPlacementResult(None, same) if "expert" in axes_of(p) else None
+        )
     if config.engine == "shardwright":
         whole_rows = config.layout in ("per_parameter", "ragged")
         layout = config.layout if whole_rows else sw.Ragged(config.layout)
@@ -345,6 +415,12 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
     fully_shard(last_block, reshard_after_forward=reshard_last, **options)
 
     fully_shard(model.head(), reshard_after_forward=reshard_last, **options)
+
+    if expert_mesh is not None:
+        for block in model.blocks():
+            # The gradient of an expert is the sum over the ranks whose tokens reach it before anything is reduced. So
+            # all units divide by the ranks that have data of their own.
+            cast(sw.FSDPModule, block).set_gradient_divide_factor(mesh.size())
 
     if config.engine == "shardwright":
         options |= {"memory": config.memory, "prefetch": config.prefetch}

@@ -415,6 +415,12 @@ class ParallelConfig(Section):
         description="Neighbouring ranks that cut every layer and the sequence between them: tensor and sequence "
         "parallelism. The others divide the data.",
     )
+    expert: int = Field(
+        default=1,
+        ge=1,
+        description="Neighbouring ranks that divide the experts of every layer between them: expert parallelism, with "
+        "the engine shardwright. Each has data of its own.",
+    )
     layout: Literal["per_parameter", "ragged", "element"] | Annotated[int, Field(ge=1)] = Field(
         default="per_parameter",
         description="Where the engine shardwright cuts parameters: along their first dimension, between rows, "
@@ -441,6 +447,7 @@ class ParallelConfig(Section):
         ours = (
             "strategy",
             "replicas",
+            "expert",
             "layout",
             "memory",
             "prefetch",
@@ -609,6 +616,7 @@ class Config(Section):
         wanted: list[tuple[str, Any, Any]] = [
             ("parallel.param_dtype", self.parallel.param_dtype, "bfloat16"),
             ("parallel.tensor", self.parallel.tensor, 1),
+            ("parallel.expert", self.parallel.expert, 1),
             ("train.cuda_graph", self.train.cuda_graph, False),
         ]
         if self.gathers_float8:

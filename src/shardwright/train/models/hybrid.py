@@ -56,10 +56,10 @@ class Mamba2(nn.Module):
             x_BSHP, dt_BSH, -self.a_log.float().exp(), b.unflatten(-1, states), c_.unflatten(-1, states), c.chunk_size
         )  # fmt: skip
         y_BSHP = y_BSHP + self.skip[:, None] * x_BSHP
-        return self.out_proj(self._normalised(y_BSHP.flatten(2) * F.silu(gate)))
+        return self.out_proj(self.normalised(y_BSHP.flatten(2) * F.silu(gate)))
 
-    def _normalised(self, y: Tensor) -> Tensor:
-        """Every group by itself, as in Nemotron-H: with tensor parallelism no rank then needs another's."""
+    def normalised(self, y: Tensor) -> Tensor:
+        """Every group by itself, as in Nemotron-H: ranks that divide groups need nothing of each other."""
         c = self.config
         groups = y.unflatten(-1, (c.mamba_groups, -1))
         normalised = F.rms_norm(groups, groups.shape[-1:], eps=c.norm_eps).flatten(-2)
@@ -130,16 +130,17 @@ class MixtureOfExperts(nn.Module):
 
     def routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
         """The weighted sum of the chosen experts: [T, D]."""
-        count, (experts, dim, _) = expert_TK.numel(), self.up.shape
+        count, dim = expert_TK.numel(), x_TD.shape[1]
         sorted_experts, order = expert_TK.flatten().sort(stable=True)
-        numbers = torch.arange(experts, device=order.device)
-        ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
         # One row for each choice, then a permutation: unlike a gather of tokens, its backward adds in a fixed order.
         rows = x_TD.unsqueeze(1).expand(-1, self.top_k, -1).reshape(count, dim).index_select(0, order)
-        hidden = F.relu(F.grouped_mm(rows, self.up.to(rows.dtype), offs=ends)).square()
-        rows = F.grouped_mm(hidden, self.down.to(rows.dtype), offs=ends)
+        rows = self.chosen(rows, sorted_experts)
         rows = torch.empty_like(rows).index_copy(0, order, rows)
         return (rows.view(-1, self.top_k, dim) * weight_TK.unsqueeze(-1).to(rows.dtype)).sum(1)
+
+    def chosen(self, rows_RD: Tensor, expert_R: Tensor) -> Tensor:
+        """What the expert of each row makes of it; rows [R, D] are sorted by their experts."""
+        return through_experts(rows_RD, expert_R, self.up, self.down)
 
     def draw(self, residual_std: float) -> None:
         truncated_normal(self.router.weight, 0.02)
@@ -147,6 +148,14 @@ class MixtureOfExperts(nn.Module):
         truncated_normal(self.down, residual_std)
         if self.shared is not None:
             self.shared.draw(residual_std)
+
+
+def through_experts(rows_RD: Tensor, expert_R: Tensor, up_EDF: Tensor, down_EFD: Tensor) -> Tensor:
+    """Each row through the expert of its number; rows are sorted by it."""
+    numbers = torch.arange(up_EDF.shape[0], device=expert_R.device)
+    ends = torch.searchsorted(expert_R, numbers, right=True, out_int32=True)
+    hidden = F.relu(F.grouped_mm(rows_RD, up_EDF.to(rows_RD.dtype), offs=ends)).square()
+    return F.grouped_mm(hidden, down_EFD.to(rows_RD.dtype), offs=ends)
 
 
 def imbalance(probability_BSE: Tensor, expert_BSK: Tensor) -> Tensor:
@@ -208,6 +217,11 @@ class NextButOne(nn.Module):
         self.proj = Linear(2 * config.dim, config.dim)
         self.layers = nn.ModuleList(Block(config, kind) for kind in config.mtp_pattern)
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+
+    @staticmethod
+    def aligned(x_BSD: Tensor, embedded_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """The stream of every token that has a next one, and the embedding of that."""
+        return x_BSD[:, :-1], embedded_BSD[:, 1:]
 
     def forward(self, x_BSD: Tensor, next_BSD: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The normalised stream [B, S, D], and how unevenly each layer of experts was used."""
@@ -286,10 +300,11 @@ class Hybrid(Decoder):
             return self.output(self.norm(x_BSD))
         further_BSD = None
         if self.mtp is not None:
-            further_BSD, more = self.mtp(x_BSD[:, :-1], embedded_BSD[:, 1:])
+            further_BSD, more = self.mtp(*self.mtp.aligned(x_BSD, embedded_BSD))
             uneven += more
         logits_BSV = self.output(self.norm(x_BSD))
-        mtp_logits_BSV = None if further_BSD is None else self.output(further_BSD)
+        # As many as there are next tokens: a plan may have the head run on a filler behind them.
+        mtp_logits_BSV = None if further_BSD is None else self.output(further_BSD)[:, : length - 1]
         return logits_BSV, Extras(torch.stack(uneven).mean(0) if uneven else None, mtp_logits_BSV)
 
     @staticmethod
