@@ -6,6 +6,7 @@ Nothing outside this module reaches into torch's underscore names.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -153,6 +154,11 @@ def hide_from_dynamo(*modules: str) -> None:
 
     for name in modules:
         trace_rules.add(name)
+
+
+def called_by_compiler() -> bool:
+    """Whether the caller was called by torch.compile's own code, as it runs or traces a graph."""
+    return str(sys._getframe(2).f_globals.get("__name__")).startswith("torch._functorch.")
 
 
 def compiled_graphs() -> int:

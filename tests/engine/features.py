@@ -205,7 +205,8 @@ NOT_A_CASE = [
     Rule(("ignored", "precision"), lambda ignored, precision: ignored and precision == "fp16"),
     # Decided when units are known: the size of the last one may be that of the blocks.
     Rule(("memory", "units"), lambda memory, units: memory == "double_buffer" and units == "blocks"),
-    Rule(("tensor", "compiled"), lambda tensor, compiled: tensor != "" and compiled),
+    # Graphs with DTensors take long to make: those of one plan are enough.
+    Rule(("tensor", "compiled"), lambda tensor, compiled: tensor == "tensor" and compiled),
     # Of the plan "tensor" norms lie on another mesh, and torch's clipping wants one; ours takes several.
     Rule(("tensor", "clip"), lambda tensor, clip: tensor == "tensor" and clip == "torch's"),
     # Reentrant checkpointing has no gradients at all where no input needs one.
@@ -253,6 +254,8 @@ def prepare_blocks(model: Model, row: Row) -> None:
         wraps: list[Callable[[Any], Any]] = []
         if row.compiled:
             wraps.append(lambda f: torch.compile(f, backend="aot_eager", fullgraph=True))
+            if row.tensor and row.units == "one":  # see Limits in docs/parallelism.md
+                wraps.append(lambda f: lambda x: f(x.clone()))
         if row.recompute:
             options: dict[str, Any] = {
                 "use_reentrant": row.recompute == "reentrant",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 from tests.engine.models import Model, Reference, build, full, loss_of, shard, tokens
@@ -137,6 +138,42 @@ def test_full_parameters_are_shown_and_written_back(
                     q.add_(q.grad, alpha=-0.1)
         model.zero_grad()
         expected.zero_grad()
+
+
+@multirank(2)
+def test_offloaded_as_they_are_gathered(rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after another, and only where they are kept."""
+    model = sharded()
+    backward(model, rank, 0, 0)
+    names = [name for name, _ in model.named_parameters()]
+    events: list[str] = []
+
+    def noted(kind: type, method: str) -> None:
+        original = getattr(kind, method)
+
+        def call(tensor: Any) -> Any:
+            events.append(method)
+            return original(tensor)
+
+        monkeypatch.setattr(kind, method, call)
+
+    noted(DTensor, "full_tensor")
+    noted(torch.Tensor, "cpu")
+    with sw.unsharded(model, offload_to_cpu=True, with_grads=True), torch.no_grad():
+        assert events == ["full_tensor", "cpu"] * 2 * len(names)
+        model.head.weight.fill_(2.0)
+        model.head.weight.grad = None
+        model.norm.weight.grad.fill_(3.0)
+    events.clear()
+    with sw.unsharded(model, offload_to_cpu=True, rank0_only=True, writeback=False):
+        assert events == ["full_tensor", *(["cpu"] if rank == 0 else [])] * len(names)
+        with (
+            pytest.raises(ValueError, match="offload_to_cpu=True"),
+            sw.unsharded(model, rank0_only=True, writeback=False),
+        ):
+            pass
+    assert (full(model.head.weight) == 2).all() and model.head.weight.grad is None
+    assert (full(model.norm.weight.grad) == 3).all()
 
 
 # -- nesting, exceptions, what is refused ----------------------------------------------------------------------------

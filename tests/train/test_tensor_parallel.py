@@ -56,6 +56,25 @@ def test_steps_equal_plain_ones(rank: int, world_size: int, options: dict[str, A
         assert found == pytest.approx(wanted, rel=2e-4)
 
 
+@multirank(2)
+def test_compiled_blocks(rank: int, world_size: int) -> None:
+    """Nothing changes but the order of sums, and one graph does for blocks that keep activations and for others."""
+    torch._dynamo.reset()
+    plain = job()
+    compiled = plain.model_copy(
+        update={
+            "train": plain.train.model_copy(update={"compile": "aot_eager"}),
+            "activations": plain.activations.model_copy(update={"checkpoint": "layers"}),
+        }
+    )
+    wanted = take_steps(trainer(plain, rank, world_size), STEPS)
+    mine = trainer(compiled, rank, world_size)
+    for found, expected in zip(take_steps(mine, STEPS), wanted, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    assert mine.recompiles.graphs == 1
+    torch._dynamo.reset()
+
+
 @multirank(4)
 def test_bf16_stays_near_float32(rank: int, world_size: int) -> None:
     wide = trainer(job(), rank, world_size)
@@ -118,7 +137,7 @@ def test_runs_go_on_with_another_tensor(
         (2, {"model": {"ffn_dim": 63}}, "model.ffn_dim: expected a multiple"),
         (2, {"train": {"seq_len": 31}}, "train.seq_len: expected a multiple"),
         (2, {"optimizer": {"name": "muon"}}, "parallel.tensor: optimizer 'muon'"),
-        (2, {"train": {"compile": "aot_eager"}}, "parallel.tensor: expected 1 with train.compile"),
+        (2, {"train": {"cuda_graph": True}}, "parallel.tensor: expected 1 with train.cuda_graph"),
     ],
 )
 def test_what_does_not_fit_is_refused(ranks: int, sections: dict[str, Any], told: str) -> None:
@@ -130,5 +149,9 @@ def test_what_does_not_fit_is_refused(ranks: int, sections: dict[str, Any], told
 
 
 def test_engines_without_it_refuse() -> None:
+    with pytest.raises(
+        ValueError, match=r"train.compile: expected 'none' .* the embedding would get no gradient"
+    ):
+        tiny(parallel={"engine": "fsdp2", "tensor": 2}, train={"compile": "inductor"})
     with pytest.raises(ValueError, match="tensor: engine 'ddp' has no such parallelism"):
         tiny(parallel={"engine": "ddp", "tensor": 2})

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwright._torch import next_sequence_number, sequence_number
+from shardwright._torch import next_sequence_number, sequence_number, waited
 
 if TYPE_CHECKING:
     from shardwright.engine.visit import Visit
@@ -81,7 +81,8 @@ class _AfterBackward(torch.autograd.Function):
     def forward(ctx: Any, visit: Visit, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.visit = visit
-        return inputs
+        # torch.compile would take one that is still communicated for one without a graph.
+        return tuple(map(waited, inputs))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -16,7 +16,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardwright._torch import dtensor_of, increment_version, local_of, rebind, share_gradient_hooks
+from shardwright._torch import (
+    called_by_compiler,
+    dtensor_of,
+    increment_version,
+    local_of,
+    rebind,
+    share_gradient_hooks,
+)
 from shardwright.engine.cut import Cut
 from shardwright.engine.extension import Extension
 from shardwright.engine.ragged import RaggedTensor
@@ -193,7 +200,8 @@ class Full(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        self.__dict__[ON_DATA](self)
+        if not called_by_compiler():  # which looks at it once, and changes nothing
+            self.__dict__[ON_DATA](self)
         alias: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
         if isinstance(self, DTensor):
             alias._local_tensor = local_of(self)  # type: ignore[attr-defined]
@@ -232,6 +240,13 @@ class FullDTensor(Full, DTensor):
     """That of a tensor-parallel one: this rank's part of it is full."""
 
     __slots__ = ()
+
+    @staticmethod
+    def __tensor_unflatten__(*parts: Any) -> DTensor:
+        """As torch.compile traces with it, which expects tensors of this class again when the graph runs."""
+        result = DTensor.__tensor_unflatten__(*parts)
+        result.__class__ = FullDTensor
+        return result
 
 
 def plain_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -191,6 +191,8 @@ _TAKES_ANY = (
 )
 
 
+#: True on optimizer classes of ours whose step does so, too.
+TAKES_ANY_GRADIENT = "takes_any_gradient"
 #: Where classes are made that call the step of another.
 _AROUND_STEP = {"shardwright.optim.sharded", "shardwright.optim.in_backward"}
 
@@ -201,7 +203,8 @@ def refuse_gradient_dtypes(optimizer: torch.optim.Optimizer, parameters: list[to
     fused = any(group.get("fused") for group in optimizer.param_groups)
     steps = (c for c in type(optimizer).__mro__ if "step" in vars(c) and c.__module__ not in _AROUND_STEP)
     known = next(steps).__module__.startswith(("torch.", "shardwright."))
-    if not known or (isinstance(optimizer, _TAKES_ANY) and not fused):
+    takes_any = isinstance(optimizer, _TAKES_ANY) and not fused
+    if not known or takes_any or getattr(optimizer, TAKES_ANY_GRADIENT, False):
         return
     for p in parameters:
         dtype = p.grad.dtype if p.grad is not None else p.grad_dtype if p.requires_grad else p.dtype
@@ -209,5 +212,5 @@ def refuse_gradient_dtypes(optimizer: torch.optim.Optimizer, parameters: list[to
             raise RuntimeError(
                 f"{type(optimizer).__name__}{' with fused=True' if fused else ''} cannot step a {p.dtype} parameter of "
                 f"shape {tuple(p.shape)} with a {dtype} gradient. Leave grad_dtype at None, or use one of "
-                f"{', '.join(c.__name__ for c in _TAKES_ANY)} without fused, or an optimizer of your own."
+                f"{', '.join(c.__name__ for c in _TAKES_ANY)} without fused, AdamW8bit, or an optimizer of your own."
             )

@@ -28,6 +28,7 @@ M = TypeVar("M", bound=nn.Module)
 class Options(NamedTuple):
     writeback: bool
     rank0_only: bool
+    offload_to_cpu: bool
     with_grads: bool
 
 
@@ -49,6 +50,7 @@ def unsharded(
     recurse: bool = True,
     writeback: bool = True,
     rank0_only: bool = False,
+    offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[M]:
     """Show the full parameters of a sharded module, as plain ``nn.Parameter`` in their storage dtype, for a while.
@@ -69,6 +71,8 @@ def unsharded(
             they were. Parameters that were replaced are taken over by the next forward, or, with False, put back.
         rank0_only: only the first rank of the mesh gets full tensors and keeps them; on the others the parameters stay
             sharded, and each is there in full for the moment in which it is gathered. Needs ``writeback=False``.
+        offload_to_cpu: the full parameters (and gradients) are on the CPU. The device holds one of them at a time. Each
+            rank has its own copies, so mostly of use with ``rank0_only``.
         with_grads: also the full gradients, as ``.grad``, written back like the parameters. Gradients that earlier
             micro-batches hold back are reduced first, as for clipping.
 
@@ -78,7 +82,7 @@ def unsharded(
             tensor that has another shape or dtype in the end.
         NotImplementedError: parameters whose tensors decide themselves what is gathered of them.
     """
-    options = Options(writeback, rank0_only, with_grads)
+    options = Options(writeback, rank0_only, offload_to_cpu, with_grads)
     if writeback and rank0_only:
         raise ValueError(
             "unsharded(rank0_only=True) gives the full parameters to one rank, which cannot write the others' shards. "
@@ -132,7 +136,7 @@ def _find(module: nn.Module, recurse: bool, options: Options) -> list[tuple[Unit
         outer: Options | None = unit.unsharded.get(sharded)
         if outer is None:
             found[sharded] = unit
-        elif outer[:2] != options[:2] or (options.with_grads and not outer.with_grads):
+        elif outer[:-1] != options[:-1] or (options.with_grads and not outer.with_grads):
             raise ValueError(
                 f"unsharded({_told(options)}) inside unsharded({_told(outer)}) that shows the same parameters of unit "
                 f"{unit.name!r}. Give both the same options."
@@ -178,9 +182,10 @@ def _told(options: Options) -> str:
 
 def _gather(unit: Unit, p: ManagedParameter, options: Options, wanted: bool) -> _Shown:
     """Every rank takes part."""
-    whole = _whole(p.sharded.detach())
+    to_cpu = wanted and options.offload_to_cpu
+    whole = _whole(p.sharded.detach(), to_cpu)
     gradient = p.sharded.grad if options.with_grads else None
-    whole_gradient = _whole(gradient) if gradient is not None else None
+    whole_gradient = _whole(gradient, to_cpu) if gradient is not None else None
     if not wanted:
         return _Shown(unit, p, None)
     full = nn.Parameter(whole, requires_grad=p.sharded.requires_grad)
@@ -196,12 +201,13 @@ def _gather(unit: Unit, p: ManagedParameter, options: Options, wanted: bool) -> 
     return shown
 
 
-def _whole(tensor: Any) -> torch.Tensor:
+def _whole(tensor: Any, to_cpu: bool) -> torch.Tensor:
     """A full tensor of its own memory."""
     whole = whole_of(tensor)
     local = local_of(tensor) if hasattr(tensor, "full_tensor") else tensor
     same = whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-    return whole.clone() if same else whole
+    whole = whole.clone() if same else whole
+    return whole.cpu() if to_cpu else whole
 
 
 @torch.no_grad()
@@ -240,7 +246,8 @@ def _write_back(shown: _Shown, options: Options) -> list[str]:
         if gradient is None:
             sharded.grad = None
         elif sharded.grad is None:
-            sharded.grad = p.cut.wrap(p.cut.part_of(gradient).clone(memory_format=torch.contiguous_format))
+            part = p.cut.part_of(gradient).to(p.local.device)
+            sharded.grad = p.cut.wrap(part.clone(memory_format=torch.contiguous_format))
         elif int(digest(gradient)) != shown.gradient:
             local = local_of(sharded.grad) if hasattr(sharded.grad, "full_tensor") else sharded.grad
             local.copy_(p.cut.part_of(gradient))

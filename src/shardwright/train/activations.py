@@ -46,15 +46,34 @@ def prepare_blocks(model: Decoder, config: Config) -> None:
 
     Raises UserError where torch cannot compile the model.
     """
+    if config.train.compile == "none":
+        _checkpoint(model, config.activations)
+        return
+    _check_compilable(model, config)
+    if config.activations.checkpoint == "budget":
+        set_activation_memory_budget(config.activations.budget)
+    # torch compiles a block with its checkpoint, and so computes again only what backward reads. Not where layers are
+    # cut over tensor-parallel ranks: of blocks that keep nothing it takes the mesh for a tensor to keep.
+    apart = config.parallel.tensor > 1 and config.activations.checkpoint != "ops"
+    if not apart:
+        _checkpoint(model, config.activations)
+    for block in model.blocks():
+        block.forward = torch.compile(block.forward, backend=config.train.compile, fullgraph=True)
+    if apart:
+        _checkpoint(model, config.activations)
+
+
+def _checkpoint(model: Decoder, settings: ActivationConfig) -> None:
     # None of the models here draws numbers in forward, so no state of a generator is kept for backward.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if config.activations.checkpoint == "ops":
+    if settings.checkpoint == "ops":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for number, block in enumerate(model.blocks()):
-        if _is_checkpointed(number, config.activations):
+        if _is_checkpointed(number, settings):
             block.forward = functools.partial(checkpoint, block.forward, **options)
-    if config.train.compile == "none":
-        return
+
+
+def _check_compilable(model: Decoder, config: Config) -> None:
     if isinstance(model, Hybrid) and config.parallel.param_dtype == "float32":
         pattern = model.config.pattern + model.config.mtp_pattern
         if "E" in pattern:
@@ -63,10 +82,6 @@ def prepare_blocks(model: Decoder, config: Config) -> None:
                 f"{config.train.compile!r}; torch compiles their grouped products in bfloat16 only: set "
                 "parallel.param_dtype to it"
             )
-    if config.activations.checkpoint == "budget":
-        set_activation_memory_budget(config.activations.budget)
-    for block in model.blocks():
-        block.forward = torch.compile(block.forward, backend=config.train.compile, fullgraph=True)
 
 
 def _is_checkpointed(number: int, settings: ActivationConfig) -> bool:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 import shardwright as sw
 from shardwright._torch import dump_memory_history, record_memory_history
 from shardwright.engine.report import in_units
-from shardwright.train import checkpoint, metrics, parallel, report
+from shardwright.train import checkpoint, float8, metrics, parallel, report
 from shardwright.train.activations import Recompiles, prepare_blocks
 from shardwright.train.config import Config, OptimizerConfig
 from shardwright.train.data import Corpus, batch, decode
@@ -109,6 +109,7 @@ class Trainer:
         self.loss_weights = torch.tensor([1.0, *self.auxiliary.values()], device=world.device)
         self.shapes = checkpoint.shapes_of(plain)
         matrices = parallel.matrix_names(plain)
+        float8.convert(plain, config)
         prepare_blocks(plain, config)
         self.model: nn.Module = parallel.parallelize(plain, config.parallel, world.mesh)
         self.optimizer = parallel.build_optimizer(self.model, config, matrices)
@@ -153,6 +154,7 @@ class Trainer:
                 "optimizer.warmup_steps"
             )
         self.optimizer.step()
+        float8.prepare_scales(self.model, self.config)
         self.optimizer.zero_grad(set_to_none=True)
         self.position = checkpoint.Position(step + 1, self.position.samples + train.global_batch)
         return result

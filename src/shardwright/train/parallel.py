@@ -32,11 +32,13 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwright as sw
 from shardwright.train.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
 from shardwright.train.errors import UserError
+from shardwright.train.float8 import check_float8
 from shardwright.train.models.decoder import Decoder
 from shardwright.train.models.hybrid import Hybrid, HybridConfig, MixtureOfExperts
 from shardwright.train.models.llama import Llama
 from shardwright.train.models.plans import expert_layers, tensor_plan, uneven
 from shardwright.train.models.styles import spread_experts
+from shardwright.train.precision import dtype_of, engine_policy
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others before it gives them up. SHARDWRIGHT_TIMEOUT (seconds) replaces it."""
@@ -129,7 +131,8 @@ def choose_device(config: Config) -> str:
 
 
 def check_device(config: Config, kind: str) -> None:
-    """Refuse what only a GPU can do on another device."""
+    """Refuse what only a GPU, or some GPUs, can do on another device."""
+    check_float8(config, kind)
     for key, wanted in (
         ("cuda_graph", config.train.cuda_graph),
         ("memory_snapshot", config.train.memory_snapshot),
@@ -187,9 +190,10 @@ def _check_tensor_parallel(config: Config) -> None:
             f"parallel.tensor: optimizer {config.optimizer.name!r} needs tensors or blocks that are not cut; expected "
             f'1, found {ranks}, or optimizer.name = "adamw"'
         )
-    if config.train.cuda_graph or config.train.compile != "none":
-        key = "train.cuda_graph" if config.train.cuda_graph else "train.compile"
-        raise UserError(f"parallel.tensor: expected 1 with {key}, found {ranks}; leave {key} at its default")
+    if config.train.cuda_graph:
+        raise UserError(
+            f"parallel.tensor: expected 1 with train.cuda_graph, found {ranks}; leave train.cuda_graph at its default"
+        )
     for key, size, multiple in uneven(shape, config.train.seq_len, ranks):
         of_what = (
             f"parallel.tensor = {ranks}"
@@ -379,19 +383,11 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
         )
 
     fully_shard: Any = sw.fully_shard if config.engine == "shardwright" else torch_fully_shard
-    # Inputs are not cast: the residual stream has the compute dtype from the embedding on, and the rotary tables,
-    # which blocks receive as arguments, stay float32.
     policy: TorchPolicy = TorchPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
     if config.engine == "shardwright":
-        policy = sw.PrecisionPolicy(
-            param_dtype=param_dtype,
-            reduce_dtype=reduce_dtype,
-            cast_forward_inputs=False,
-            accumulate_dtype=None if config.accumulate_dtype == "auto" else dtype_of(config.accumulate_dtype),
-            full_precision_in_eval=config.full_precision_in_eval,
-        )
+        policy = engine_policy(model, config)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     if expert_mesh is not None:
         same = expert_mesh["replicate", "edp"] if config.replicas > 1 else expert_mesh["edp"]
@@ -426,10 +422,6 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
     if config.engine == "shardwright":
         options |= {"memory": config.memory, "prefetch": config.prefetch}
     return cast(nn.Module, fully_shard(model, reshard_after_forward=reshard_last, **options))
-
-
-def dtype_of(name: str) -> torch.dtype:
-    return cast(torch.dtype, getattr(torch, name))
 
 
 # ---------------------------------------------------------------------------------------------------------------

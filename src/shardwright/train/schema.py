@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -243,6 +243,12 @@ class TrainConfig(Section):
         description="Compile each block with torch.compile and this backend, as one graph; inductor is the one that "
         "makes it faster.",
     )
+    float8: Literal["none", "tensorwise", "rowwise"] = Field(
+        default="none",
+        description="Multiply in float8 in the linear layers of blocks, by this recipe of torchao's: one scale for "
+        "each tensor, with which weights are also gathered in float8, or one for each row. Needs a GPU that can, "
+        "parallel.param_dtype = bfloat16, and to install shardwright[float8].",
+    )
     memory_snapshot: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = Field(
         default=(),
         description="Steps, such as [3], of which every rank records the history of its GPU memory; the files in the "
@@ -374,6 +380,16 @@ class ParallelConfig(Section):
         description="Precision in which the engine shardwright holds gradients between micro-batches; auto: "
         "reduce_dtype.",
     )
+    grad_dtype: DType | Literal["auto"] = Field(
+        default="auto",
+        description="Precision of the gradients that the engine shardwright leaves for the optimizer; auto: float32, "
+        "as weights are stored. bfloat16 halves their memory; of the optimizers here adamw8bit takes it.",
+    )
+    keep_float32: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        default=(),
+        description="Patterns of names of parameters that the engine shardwright gathers in float32 whatever "
+        'param_dtype is: of norms, routers, steps and decays of Mamba-2, such as ["*norm.weight", "*.router.*"].',
+    )
     full_precision_in_eval: bool = Field(
         default=False,
         description="Let the engine shardwright validate in float32, whatever param_dtype is.",
@@ -437,6 +453,8 @@ class ParallelConfig(Section):
             "prefetch",
             "offload",
             "accumulate_dtype",
+            "grad_dtype",
+            "keep_float32",
             "full_precision_in_eval",
         )
         for key in ours:
@@ -446,6 +464,18 @@ class ParallelConfig(Section):
                     f"{key}: expected {default!r} with engine {self.engine!r}, found {value!r}; only the engine "
                     "shardwright has others"
                 )
+        if self.keep_float32 and self.param_dtype == "float32":
+            raise ValueError(
+                "keep_float32: expected no patterns with param_dtype 'float32', which all are kept in"
+            )
+        if (
+            "auto" not in (self.grad_dtype, self.accumulate_dtype)
+            and self.grad_dtype != self.accumulate_dtype
+        ):
+            raise ValueError(
+                f"grad_dtype: expected 'auto' or accumulate_dtype, {self.accumulate_dtype!r}, found "
+                f"{self.grad_dtype!r}; micro-batches that are reduced add up in the gradients"
+            )
         if self.engine not in ("shardwright", "fsdp2") and self.tensor > 1:
             raise ValueError(
                 f"tensor: engine {self.engine!r} has no such parallelism; expected 1, found {self.tensor}"
@@ -528,6 +558,11 @@ class Config(Section):
                 f"parallel.offload: expected 'none' with train.cuda_graph, found {self.parallel.offload!r}; the host "
                 "takes part in a step with offload"
             )
+        if self.parallel.grad_dtype not in ("auto", "float32") and self.optimizer.name != "adamw8bit":
+            raise ValueError(
+                f"parallel.grad_dtype: expected 'auto' with optimizer.name {self.optimizer.name!r}, which takes "
+                f"float32 gradients only, found {self.parallel.grad_dtype!r}; adamw8bit takes others"
+            )
         if self.parallel.offload != "none" and self.optimizer.name == "muon":
             raise ValueError(
                 f"parallel.offload: expected 'none' with optimizer.name 'muon', found {self.parallel.offload!r}; whole "
@@ -543,6 +578,14 @@ class Config(Section):
                 f"train.compile: expected 'none' with parallel.engine 'fsdp1', found {self.train.compile!r}; its hooks "
                 "inside blocks break the graph"
             )
+        if self.train.compile != "none" and self.parallel.engine == "fsdp2" and self.parallel.tensor > 1:
+            raise ValueError(
+                f"train.compile: expected 'none' with parallel.engine 'fsdp2' and parallel.tensor = "
+                f"{self.parallel.tensor}, found {self.train.compile!r}; the embedding would get no gradient, since "
+                "torch compiles the first block as if nothing had made its input, which is still communicated then"
+            )
+        if self.train.float8 != "none":
+            self._check_float8()
         whole = {"muon": "matrices", "adamw8bit": "blocks"}.get(self.optimizer.name)
         if whole and self.parallel.engine in ("fsdp1", "fsdp2"):
             raise ValueError(
@@ -556,6 +599,40 @@ class Config(Section):
                 f"on, found {self.validation.every}"
             )
         return self
+
+    @property
+    def gathers_float8(self) -> bool:
+        """Whether weights are gathered in float8, which takes weights of a class that sees to it."""
+        return self.train.float8 == "tensorwise" and self.parallel.engine in ("shardwright", "fsdp2")
+
+    def _check_float8(self) -> None:
+        """Refuse what float8 products cannot be combined with."""
+        recipe, tokens = self.train.float8, self.train.micro_batch * self.train.seq_len
+        if tokens % 16:
+            raise ValueError(
+                f"train.float8: expected 'none' with {tokens} tokens in a micro-batch, found {recipe!r}; products of "
+                "gradients need a multiple of 16"
+            )
+        wanted: list[tuple[str, Any, Any]] = [
+            ("parallel.param_dtype", self.parallel.param_dtype, "bfloat16"),
+            ("parallel.tensor", self.parallel.tensor, 1),
+            ("train.cuda_graph", self.train.cuda_graph, False),
+        ]
+        if self.gathers_float8:
+            wanted += [
+                ("optimizer.name", self.optimizer.name, "adamw"),
+                ("parallel.offload", self.parallel.offload, "none"),
+                ("parallel.full_precision_in_eval", self.parallel.full_precision_in_eval, False),
+            ]
+        for key, found, expected in wanted:
+            if found != expected:
+                raise ValueError(
+                    f"{key}: expected {expected!r} with train.float8 = {recipe!r}, found {found!r}"
+                )
+        if self.parallel.engine == "fsdp1":
+            raise ValueError(
+                f"train.float8: expected 'none' with parallel.engine 'fsdp1', found {recipe!r}; its weights are flat"
+            )
 
     def _check_in_backward(self) -> None:
         if self.parallel.engine != "shardwright":

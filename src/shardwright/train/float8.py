@@ -1,0 +1,98 @@
+"""Matrix products of blocks in float8, by torchao: where they can be had, which layers, and what a step needs.
+
+torchao is imported only where `[train] float8` asks for it. What cannot be combined is refused in `schema.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.train.config import Config
+from shardwright.train.errors import UserError
+from shardwright.train.models.decoder import Decoder
+
+CAPABILITY = (8, 9)  #: from which on GPUs multiply in float8
+MULTIPLE = 16  #: of which every size of such a product is one
+
+
+def check_float8(config: Config, kind: str) -> None:
+    """Refuse it where torchao is missing or the device does not multiply in float8."""
+    if config.train.float8 == "none":
+        return
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError(
+            f"train.float8: {config.train.float8!r} needs torchao, found none; install shardwright[float8], or set it "
+            "to 'none'"
+        )
+    found = "the CPU"
+    if kind == "cuda":
+        capability = torch.cuda.get_device_capability()
+        if capability >= CAPABILITY:
+            return
+        found = f"{torch.cuda.get_device_name()} of capability {'.'.join(map(str, capability))}"
+    raise UserError(
+        f"train.float8: expected a GPU of capability {'.'.join(map(str, CAPABILITY))} or more (Ada, Hopper, "
+        f"Blackwell), found {found}; set it to 'none'"
+    )
+
+
+def convert(model: Decoder, config: Config) -> None:
+    """Let the linear layers of blocks multiply in float8, but for those that choose experts. Before anything is cut.
+
+    Raises UserError for a layer with a size that float8 cannot have.
+    """
+    recipe = config.train.float8
+    if recipe == "none":
+        return
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    settings = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(recipe),
+        enable_fsdp_float8_all_gather=config.gathers_float8,
+    )
+
+    def wanted(layer: nn.Module, name: str) -> bool:
+        if not isinstance(layer, nn.Linear) or name.endswith("router"):
+            return False
+        rows, columns = layer.weight.shape
+        if rows % MULTIPLE or columns % MULTIPLE:
+            raise UserError(
+                f"train.float8: expected sizes that {MULTIPLE} divides, found {rows} x {columns} of {name!r}; set it "
+                "to 'none', or choose other sizes in [model]"
+            )
+        return True
+
+    for block in model.blocks():
+        convert_to_float8_training(block, module_filter_fn=wanted, config=settings)
+        for layer in block.modules():
+            if config.gathers_float8 and wanted(layer, ""):
+                layer.register_state_dict_post_hook(_put_plain_weight)
+
+
+def _put_plain_weight(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Checkpoints have weights as they are stored, to be read without torchao; the memory is the parameter's."""
+    weight = state.get(prefix + "weight")
+    if isinstance(weight, DTensor):
+        plain = weight.to_local()._tensor  # type: ignore[attr-defined]
+        state[prefix + "weight"] = DTensor.from_local(
+            plain,
+            weight.device_mesh,
+            weight.placements,
+            run_check=False,
+            shape=weight.shape,
+            stride=weight.stride(),
+        )
+
+
+def prepare_scales(model: nn.Module, config: Config) -> None:
+    """After weights have changed: the scales of all of them by one all-reduce, instead of one each in their gathers."""
+    if config.gathers_float8:
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        precompute_float8_dynamic_scale_for_fsdp(model)
