@@ -90,6 +90,7 @@ def test_steps_equal_those_of_fsdp2(
             {"parallel": {"tensor": 2}},
             "parallel.tensor: expected 1 with train.float8 = 'tensorwise', found 2",
         ),
+        ({"parallel": {"expert": 2}}, "parallel.expert: expected 1"),
         ({"parallel": {"offload": "cpu"}}, "parallel.offload: expected 'none'"),
         ({"parallel": {"full_precision_in_eval": True}}, "parallel.full_precision_in_eval: expected False"),
         ({"optimizer": {"name": "muon"}}, "optimizer.name: expected 'adamw'"),

@@ -168,6 +168,23 @@ def test_other_strategies(rank: int, world_size: int, options: dict[str, Any]) -
     check_gradients(trainer(config, rank, world_size), torch.float32, 2e-5)
 
 
+@multirank(2)
+def test_compiled_blocks(rank: int, world_size: int) -> None:
+    """Parts of layers, exchanges of rows and groups that ranks share are in a block's one graph."""
+    torch._dynamo.reset()
+    model = {"pattern": "ME", "mtp_pattern": "", "mamba_groups": 1}
+    plain, compiled = (
+        trainer(job(tensor=2, param_dtype="bfloat16", model=model, train={"compile": how}), rank, world_size)
+        for how in ("none", "aot_eager")
+    )
+    wanted = [plain.train_step(StopRequest()) for _ in range(2)]
+    found = [compiled.train_step(StopRequest()) for _ in range(2)]
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.loss, one.grad_norm) == pytest.approx((other.loss, other.grad_norm), rel=1e-3)
+    assert compiled.recompiles.graphs == 2
+    torch._dynamo.reset()
+
+
 @multirank(4)
 @pytest.mark.parametrize(("first", "second"), [((1, 1), (2, 1)), ((2, 2), (1, 4))], ids=name_of)
 def test_runs_go_on_with_other_ranks(

@@ -18,7 +18,6 @@ from shardwright.train.loop import Trainer
 from shardwright.train.models.build import build_model
 from tests.support.pool import multirank
 from tests.train.jobs import tiny
-from tests.train.test_activations import KINDS
 from tests.train.test_parallel import corpus, plain_steps, take_steps
 
 STEPS = 3
@@ -154,11 +153,5 @@ def test_engines_without_it_refuse() -> None:
         ValueError, match=r"train.compile: expected 'none' .* the embedding would get no gradient"
     ):
         tiny(parallel={"engine": "fsdp2", "tensor": 2}, train={"compile": "inductor"})
-    hybrid = tiny(
-        model={**KINDS["hybrid"], "n_kv_heads": 2}, parallel={"tensor": 2, "engine": "shardwright"},
-        train={"compile": "aot_eager"},
-    )  # fmt: skip
-    with pytest.raises(UserError, match=r"expected 1 with train.compile of a hybrid, found 2"):
-        parallel.check_ranks(hybrid, 2)
     with pytest.raises(ValueError, match="tensor: engine 'ddp' has no such parallelism"):
         tiny(parallel={"engine": "ddp", "tensor": 2})

@@ -190,12 +190,9 @@ def _check_tensor_parallel(config: Config) -> None:
             f"parallel.tensor: optimizer {config.optimizer.name!r} needs tensors or blocks that are not cut; expected "
             f'1, found {ranks}, or optimizer.name = "adamw"'
         )
-    hybrid = isinstance(shape, HybridConfig)
-    if config.train.cuda_graph or (hybrid and config.train.compile != "none"):
-        key = "train.cuda_graph" if config.train.cuda_graph else "train.compile"
-        whose = " of a hybrid" if hybrid else ""
+    if config.train.cuda_graph:
         raise UserError(
-            f"parallel.tensor: expected 1 with {key}{whose}, found {ranks}; leave {key} at its default"
+            f"parallel.tensor: expected 1 with train.cuda_graph, found {ranks}; leave train.cuda_graph at its default"
         )
     for key, size, multiple in uneven(shape, config.train.seq_len, ranks):
         of_what = (
