@@ -896,7 +896,7 @@ def test_expert_parallelism(
                 sw.ShardPlacementResult(None, mesh["edp"]) if p in of_experts else None
             ),
         )
-        # One factor for both would not do: the loss is divided instead, as with sums over tokens.
+        # As for a loss that is divided by the tokens of all ranks.
         model.set_gradient_divide_factor(1.0)
     if how == "result":
         copied = copy.deepcopy(model)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shardwright as sw
+from shardwright._torch import memory_can_be_swapped
 from shardwright.train import checkpoint, parallel
 from shardwright.train.config import Config
 from shardwright.train.data import batch
@@ -298,3 +299,10 @@ def test_other_engines_and_models_have_no_experts_to_spread() -> None:
         job(expert=2, engine="fsdp2")
     with pytest.raises(UserError, match="expert: expected 1 for a model without experts"):
         parallel.check_ranks(tiny(parallel={"engine": "shardwright", "expert": 2}), 2)
+
+
+@multirank(1)
+@pytest.mark.skipif(not memory_can_be_swapped, reason="planned memory needs torch 2.12 or later")
+def test_units_of_different_sizes_refuse_two_buffers(rank: int, world_size: int) -> None:
+    with pytest.raises(UserError, match="parallel.memory: found 'double_buffer', which this model refuses"):
+        trainer(job(memory="double_buffer"), rank, world_size)

@@ -134,10 +134,6 @@ def test_what_in_backward_excludes(sections: dict[str, dict[str, object]], told:
     [
         ({"parallel": {"engine": "fsdp2", "offload": "cpu"}}, "offload: expected 'none' with engine 'fsdp2'"),
         (
-            {"parallel": {"offload": "cpu"}, "optimizer": {"name": "muon"}},
-            "parallel.offload: expected 'none'",
-        ),
-        (
             {"parallel": {"offload": "cpu"}, "train": {"cuda_graph": True}},
             "parallel.offload: expected 'none'",
         ),

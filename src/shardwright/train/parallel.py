@@ -398,8 +398,9 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
         whole_rows = config.layout in ("per_parameter", "ragged")
         layout = config.layout if whole_rows else sw.Ragged(config.layout)
         options |= {"strategy": config.strategy, "layout": layout, "check_module_states": True}
-        if config.offload == "cpu":
-            options["offload_policy"] = sw.CPUOffloadPolicy()
+        if config.offload != "none":
+            with_weights = config.offload == "cpu"
+            options["offload_policy"] = sw.Offload(parameters=with_weights, gradients=with_weights)
     # What forward uses last, backward needs first: by default it stays gathered.
     keeps = config.reshard_after_forward == "never" or config.strategy in ("zero1", "zero2")
     reshard = config.reshard_after_forward
@@ -421,7 +422,17 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
 
     if config.engine == "shardwright":
         options |= {"memory": config.memory, "prefetch": config.prefetch}
-    return cast(nn.Module, fully_shard(model, reshard_after_forward=reshard_last, **options))
+    fully_shard(model, reshard_after_forward=reshard_last, **options)
+    if config.engine == "shardwright":
+        try:
+            cast(sw.FSDPModule, model).set_is_last_backward(
+                True
+            )  # the first call that looks at all units together
+        except ValueError as error:
+            raise UserError(
+                f"parallel.memory: found {config.memory!r}, which this model refuses. {error}"
+            ) from error
+    return model
 
 
 # ---------------------------------------------------------------------------------------------------------------

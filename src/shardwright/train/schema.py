@@ -436,10 +436,11 @@ class ParallelConfig(Section):
         description='How many units the engine shardwright gathers ahead, or how many bytes, such as "512 MiB".',
     )
 
-    offload: Literal["none", "cpu"] = Field(
+    offload: Literal["none", "cpu", "optimizer"] = Field(
         default="none",
-        description="cpu: the engine shardwright keeps parameters, gradients and optimizer state in the CPU's memory, "
-        "and the optimizer steps there.",
+        description="What the engine shardwright keeps in the CPU's memory. cpu: parameters, gradients and optimizer "
+        "state, and the optimizer steps there (muon: on the device). optimizer: the state alone, which passes through "
+        "the device in each step.",
     )
 
     @model_validator(mode="after")
@@ -562,11 +563,6 @@ class Config(Section):
             raise ValueError(
                 f"parallel.grad_dtype: expected 'auto' with optimizer.name {self.optimizer.name!r}, which takes "
                 f"float32 gradients only, found {self.parallel.grad_dtype!r}; adamw8bit takes others"
-            )
-        if self.parallel.offload != "none" and self.optimizer.name == "muon":
-            raise ValueError(
-                f"parallel.offload: expected 'none' with optimizer.name 'muon', found {self.parallel.offload!r}; whole "
-                "matrices move between devices"
             )
         if self.activations.checkpoint == "budget" and self.train.compile != "inductor":
             raise ValueError(
