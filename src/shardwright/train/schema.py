@@ -612,6 +612,7 @@ class Config(Section):
         wanted: list[tuple[str, Any, Any]] = [
             ("parallel.param_dtype", self.parallel.param_dtype, "bfloat16"),
             ("parallel.tensor", self.parallel.tensor, 1),
+            ("parallel.expert", self.parallel.expert, 1),
             ("train.cuda_graph", self.train.cuda_graph, False),
         ]
         if self.gathers_float8:
