@@ -2,12 +2,14 @@
 # make train ARGS="--train.steps 50"     arguments are passed on
 # make train NPROC=4                     ranks; default: every local GPU, or 2 on the CPU
 # make test  ARGS="-k prefetch -x"
+# make test  WORKERS=0                   in one process; default: 2, each with a part of the files and ranks of its own
 
 SHELL := /bin/sh
 PY := .venv/bin/python
 STAMP := .venv/.set-up
 CONFIG ?= examples/llama_debug.toml
 NPROC ?= $(shell $(PY) -c "import torch; print(torch.cuda.device_count() or 2)")
+WORKERS ?= 2
 ARGS ?=
 
 .PHONY: setup train test check lint types contract format clean
@@ -22,7 +24,7 @@ train: $(STAMP)
 	.venv/bin/shardwright train $(CONFIG) --nproc $(NPROC) $(ARGS)
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: lint types contract
 

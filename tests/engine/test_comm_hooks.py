@@ -354,3 +354,44 @@ def test_custom_collectives(
     tolerance = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 2e-3}[precision]
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+class Touched(nn.Linear):
+    """A layer that reads or writes its weight while it is full."""
+
+    how = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how:
+            data = self.weight.data
+            if self.how == "write":
+                data[0].fill_(0.25)
+        elif torch.is_grad_enabled():
+            with torch.no_grad():
+                self.weight[0].fill_(0.25)
+        return super().forward(x)
+
+
+@multirank(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
+def test_a_codecs_rounding_is_not_taken_for_an_edit(rank: int, world_size: int, layout: str) -> None:
+    """Weights whose ``.data`` is read are what they were; edits stay, and they alone."""
+    for how in ("read", "write"):
+        torch.manual_seed(0)
+        model = Touched(32, 32)
+        model.how = how
+        plain = model.weight.detach().clone()
+        sw.fully_shard(model, layout=layout)
+        model.set_all_gather_codec(Int8Blocks(16))
+        for _ in range(3):
+            model(torch.randn(4, 32)).sum().backward()
+        found = full(model.weight)
+        first = 1 if how == "write" else 0
+        assert torch.equal(found[first:], plain[first:])
+        assert how == "read" or torch.equal(found[0], torch.full((32,), 0.25))
+    model = sw.fully_shard(Touched(32, 32), layout=layout)
+    model.set_all_gather_codec(Int8Blocks(16))
+    with pytest.raises(
+        RuntimeError, match=r"'weight' of unit .* the change cannot be told from the rounding"
+    ):
+        model(torch.randn(4, 32))

@@ -374,10 +374,10 @@ class ManagedParameter:
         """The tensors whose version counters move with edits of the full form."""
         return (self.full,) if self.view is self.full else (self.full, self.view)
 
-    def write_back(self) -> None:
+    def write_back(self, gathered: torch.Tensor | None = None) -> None:
         """The full form may have been changed in place while it was shown: keep what is new in this rank's part.
 
-        What is as it was gathered stays as it is, since the gather may have rounded it.
+        What is as it was ``gathered`` (default: the shard, cast) stays as it is, since the gather may have rounded it.
         """
         if self.extension is not None:
             raise RuntimeError(
@@ -386,7 +386,7 @@ class ManagedParameter:
             )
         full = self.cut.of_full(self.view.detach())
         local = self.local.to(full.device)
-        same = full == local.to(full.dtype)
+        same = full == (local.to(full.dtype) if gathered is None else gathered)
         if same.all():
             return
         with torch.no_grad():

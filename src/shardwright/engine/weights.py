@@ -111,6 +111,7 @@ class Weights:
         self._data_given: set[int] = (
             set()
         )  #: full parameters whose ``.data`` was handed out: edits may come unseen
+        self._decoded: dict[int, torch.Tensor] = {}  #: of those, this rank's part as a codec has left it
         self._header = torch.zeros(HEADER, dtype=torch.int64, device=self.ranks.device)
         self._secondary: SecondaryShard | None = None
         self._prepare_gather()
@@ -165,6 +166,7 @@ class Weights:
             owner = ref()
             if owner is not None:
                 owner._data_given.add(id(parameter))
+                owner._remember_gathered()
 
         return on_data
 
@@ -480,6 +482,8 @@ class Weights:
             self.check_headers()
         if self._extended:
             self._finish_extensions()
+        if self._data_given:
+            self._remember_gathered()
 
     def _with_extensions(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What a gather receives and sends, with that of parameters whose tensors decide it themselves."""
@@ -553,11 +557,31 @@ class Weights:
         moved = {id(t) for t, new, old in zip(self._fulls, versions, known, strict=True) if new != old}
         for p in self.parameters:
             if id(p.full) in self._data_given or any(id(t) in moved for t in p.counters):
-                p.write_back()
+                p.write_back(self._gathered_part(p))
         # The slab has the edit, and the full parameters' counters have moved with it.
         fresh = self._slab_versions is self._versions
         self._versions = [p._version + q._version for p, q in self._watched]
         self._slab_versions = self._versions if fresh else None
+
+    def _remember_gathered(self) -> None:
+        """Weights that a codec has rounded cannot be told from edited ones by the shard: keep what came."""
+        if self.gather_codec is not None and self.slab.leased and self._pending is None:
+            for p in self.parameters:
+                if id(p.full) in self._data_given:
+                    self._decoded[id(p.full)] = p.cut.of_full(p.view.detach()).clone()
+
+    def _gathered_part(self, p: ManagedParameter) -> torch.Tensor | None:
+        """What was gathered of this rank's part; None: the shard, in the dtype of computation."""
+        if self.gather_codec is None:
+            return None
+        part = self._decoded.get(id(p.full))
+        if part is None:
+            raise RuntimeError(
+                f"Parameter {p.name!r} of unit {self.name!r} was changed in place while it was full, and "
+                f"{self.gather_codec!r} has rounded what was gathered, so the change cannot be told from the rounding. "
+                "Change it between steps, or set_all_gather_codec(None)."
+            )
+        return part
 
     def release(self) -> None:
         """Show the sharded parameters and give the slab's memory back."""
