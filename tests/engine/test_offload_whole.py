@@ -88,7 +88,7 @@ def test_bits_of_the_run_without_offload(
             options["offload_policy"] = POLICIES[policy] if offloads else sw.OffloadPolicy()
             sw.fully_shard(model.blocks[1], **options)
             sw.fully_shard(model, **options)
-            made = sw.fully_shard_OPTIMIZERS[optimizer](OPTIMIZERS[optimizer](model))
+            made = sw.fully_shard_optimizer(OPTIMIZERS[optimizer](model))
             train(model, made, rank, 3)
             models.append(model)
             states.append(made.state_dict())

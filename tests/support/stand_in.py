@@ -66,13 +66,14 @@ def _at_once(collective: Callable[..., Pending], gathers: bool) -> Callable[...,
     def call(comm: Communicator, outputs: Any, inputs: Any, casts: Any = None, on_done: Any = None,
              announce: Any = None) -> Pending:  # fmt: skip
         streams: Any = comm.streams
+        before = streams.asynchronous
         streams.asynchronous = (
             True  # gloo has no collective that is over when it returns: wait before decoding, too
         )
         try:
             pending = collective(comm, outputs, inputs, casts or ([], []), None, announce)
         finally:
-            streams.asynchronous = False
+            streams.asynchronous = before
         pending.wait()
         return Pending(comm.streams, None, "mark", finish=on_done)
 

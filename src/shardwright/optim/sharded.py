@@ -191,10 +191,10 @@ def _choose_owners(optimizer: Any, found: list[tuple[str, torch.Tensor, Need]]) 
 
 def _choose_places(optimizer: Any, found: list[tuple[str, torch.Tensor, Need]]) -> None:
     """Whether state lies on the host and parameters are stepped on the device: then it passes through there."""
-    if optimizer.__dict__.setdefault(HOST_STATE, None) is None:
-        whole = optimizer.__dict__["_shardwright_whole"]
+    if getattr(optimizer, HOST_STATE, None) is None:
+        whole = optimizer._shardwright_whole  # which a wrapper of the optimizer may have from it
         passes = any((host_of_whole(p) if p in whole else host_of_state(p)) is not None for _, p, _ in found)
-        optimizer.__dict__[HOST_STATE] = HostState() if passes else None
+        setattr(optimizer, HOST_STATE, HostState() if passes else None)
 
 
 def _move_to_host(optimizer: Optimizer) -> None:

@@ -423,11 +423,9 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
     if config.engine == "shardwright":
         options |= {"memory": config.memory, "prefetch": config.prefetch}
     fully_shard(model, reshard_after_forward=reshard_last, **options)
-    if config.engine == "shardwright":
+    if isinstance(model, sw.FSDPModule):
         try:
-            cast(sw.FSDPModule, model).set_is_last_backward(
-                True
-            )  # the first call that looks at all units together
+            model.set_is_last_backward(True)  # the first call that looks at all units together
         except ValueError as error:
             raise UserError(
                 f"parallel.memory: found {config.memory!r}, which this model refuses. {error}"
