@@ -451,6 +451,10 @@ def test_gradients_that_are_gone_are_not_taken_for_none(rank: int, world_size: i
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert "SteppedGradient(shape=(11, 7)" in repr(model.head.weight.grad)
     assert sw.memory_report(model).gradients == 0
+    torch._foreach_zero_(
+        [plain := torch.ones(2), model.head.weight.grad]
+    )  # as zero_grad of foreach and fused ones
+    assert not plain.any()
     optimizer.zero_grad(set_to_none=False)  # a copy, a conversion and further backwards are not uses
     copy.deepcopy(model)
     model.to(torch.float64)

@@ -605,10 +605,10 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
                 "model got memory (as by to_empty), so its step would train nothing. Build it from "
                 "model.parameters() afterwards."
             )
-        optimizer.__dict__["_shardwright_stepped"] = True
     stepped = list(_units_of(parameters, kinds))
     if first:
         refuse_state_on_device(optimizer, stepped)
+        optimizer.__dict__["_shardwright_stepped"] = True
     for unit in stepped:
         unit.refuse_unsharded("An optimizer's step of")
         unit.drop_kept()  # some kernels write without moving a version counter

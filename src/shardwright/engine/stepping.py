@@ -68,8 +68,12 @@ class SteppedGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default):  # zero_grad
+        if func is torch.ops.aten.zero_.default:  # zero_grad
             return args[0]
+        if func is torch.ops.aten._foreach_zero_.default:
+            for gradient in args[0]:
+                gradient.zero_()
+            return None
         next(value for value in tree_leaves((args, kwargs)) if isinstance(value, cls))._refuse()
 
 

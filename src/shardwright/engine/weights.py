@@ -166,7 +166,7 @@ class Weights:
             owner = ref()
             if owner is not None:
                 owner._data_given.add(id(parameter))
-                owner._remember_gathered()
+                owner._remember_gathered(parameter)
 
         return on_data
 
@@ -483,7 +483,10 @@ class Weights:
         if self._extended:
             self._finish_extensions()
         if self._data_given:
-            self._remember_gathered()
+            self._decoded.clear()
+            for full in self._fulls:
+                if id(full) in self._data_given:
+                    self._remember_gathered(full)
 
     def _with_extensions(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What a gather receives and sends, with that of parameters whose tensors decide it themselves."""
@@ -563,12 +566,21 @@ class Weights:
         self._versions = [p._version + q._version for p, q in self._watched]
         self._slab_versions = self._versions if fresh else None
 
-    def _remember_gathered(self) -> None:
-        """Weights that a codec has rounded cannot be told from edited ones by the shard: keep what came."""
-        if self.gather_codec is not None and self.slab.leased and self._pending is None:
-            for p in self.parameters:
-                if id(p.full) in self._data_given:
-                    self._decoded[id(p.full)] = p.cut.of_full(p.view.detach()).clone()
+    def _remember_gathered(self, full: torch.Tensor) -> None:
+        """What a codec has rounded cannot be told from an edit by the shard: keep what came, unless it was edited."""
+        key = id(full)
+        if (
+            self.gather_codec is None
+            or key in self._decoded
+            or not self.slab.leased
+            or self._pending is not None
+        ):
+            return
+        p = next(p for p in self.parameters if p.full is full)
+        counters = set(map(id, p.counters))
+        known = zip(self._fulls, self._full_versions, strict=True)
+        if all(t._version == version for t, version in known if id(t) in counters):
+            self._decoded[key] = p.cut.of_full(p.view.detach()).clone()
 
     def _gathered_part(self, p: ManagedParameter) -> torch.Tensor | None:
         """What was gathered of this rank's part; None: the shard, in the dtype of computation."""
@@ -589,6 +601,7 @@ class Weights:
         if self.slab.leased:
             self.wait()
             self.generation, self.kept, self._slab_versions = -1, False, None
+            self._decoded.clear()
             if self._issuing:
                 # An interrupt left a gather that may still write: the memory stays until the next one.
                 return

@@ -234,8 +234,8 @@ def loaded(values: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
     """What was kept, cast as torch does it: to the parameter's dtype."""
 
     def load(value: Any) -> Any:
-        if isinstance(value, _Kept):
-            return value.tensor.to(p.dtype) if p.is_floating_point() else value.tensor
+        if isinstance(value, _Kept):  # a copy: the checkpoint is the caller's
+            return value.tensor.to(p.dtype if p.is_floating_point() else value.tensor.dtype, copy=True)
         return value
 
     return mapped(values, load)  # type: ignore[no-any-return]

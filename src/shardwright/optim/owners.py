@@ -190,9 +190,12 @@ class Owners:
         self._agree(active, device)
         steps = self._plan(active, locals_)
         coming = self._send_gradients(steps[0], locals_, device) if steps else None
-        meanwhile()
-        if steps and host_state is not None:
-            self._send_state(steps[0], host_state)
+        try:
+            meanwhile()
+            if steps and host_state is not None:
+                self._send_state(steps[0], host_state)
+        except Exception as error:  # others wait for what this rank has to send
+            calls.failed(error, -1)
         going: tuple[_Step, Moving | None] | None = None
         for number, step in enumerate(steps):
             whole = self._assemble(step, coming, locals_, device)
@@ -304,14 +307,16 @@ class Owners:
         if host_state is None or not hosts:
             calls(params, state, at)
         else:
+            before = dict(state)
             try:
                 state.update(host_state.take(step, next(iter(hosts.values())), part_of_state(state, hosts)))
                 if following is not None:
                     self._send_state(following, host_state)
                 calls(params, state, at)
                 state.update(host_state.give_back(part_of_state(state, hosts)))
-            except ValueError as error:  # others wait for what this rank has to send
+            except Exception as error:  # others wait for what this rank has to send
                 calls.failed(error, at)
+                state = before  # what was taken is over memory that goes
         for index, full in whole.items():
             if full in state:
                 self.owned[index].state = state[full]

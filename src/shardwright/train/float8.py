@@ -70,8 +70,8 @@ def convert(model: Decoder, config: Config) -> None:
 
     for block in model.blocks():
         convert_to_float8_training(block, module_filter_fn=wanted, config=settings)
-        for layer in block.modules():
-            if config.gathers_float8 and wanted(layer, ""):
+        for name, layer in block.named_modules():
+            if config.gathers_float8 and wanted(layer, name):
                 layer.register_state_dict_post_hook(_put_plain_weight)
 
 
