@@ -35,7 +35,7 @@ def test_readme_example_runs_and_learns(tmp_path: Path) -> None:
         [*torchrun, str(script)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
@@ -69,7 +69,7 @@ import shardwright as sw
 for name in ("fully_shard", "fully_shard_optimizer", "clip_grad_norm_", "FSDPModule", "MixedPrecisionPolicy"):
     getattr(sw, name)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
 
 
@@ -103,7 +103,7 @@ def _project_files() -> list[Path]:
     """Tracked files and those about to be: what git knows or would add."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     try:
-        listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
+        listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=90)
     except (OSError, subprocess.CalledProcessError):
         return []
     return [path for name in listing.stdout.split("\0") if name and (path := ROOT / name).is_file()]

@@ -81,7 +81,7 @@ def train_here(config: Path, *arguments: str | Path) -> int:
 
 
 def ranks(
-    count: int, *arguments: str | Path, timeout: float = 60, largest_file: int = -1
+    count: int, *arguments: str | Path, timeout: float = 180, largest_file: int = -1
 ) -> list[tuple[int | None, str]]:
     """`shardwright` on ranks with what torchrun sets, without our launcher: each one's status and stderr.
 
@@ -132,7 +132,7 @@ def start(
     )
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 90) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], timeout: float = 240) -> tuple[int, str, str]:
     """Status, stdout and stderr of a process, which is killed with its ranks if it takes too long."""
     try:
         out, err = process.communicate(timeout=timeout)
@@ -157,7 +157,7 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records(folder)]
 
 
-def wait_for(what: Callable[[], bool], seconds: float = 60) -> None:
+def wait_for(what: Callable[[], bool], seconds: float = 180) -> None:
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline, "waited in vain"
