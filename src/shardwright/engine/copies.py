@@ -43,6 +43,7 @@ _SETTINGS = (
     "requires_all_reduce",
     "force_sum",
     "divide_factor",
+    "fills_unused",
     "memory",
     "prefetch",
     "strict",

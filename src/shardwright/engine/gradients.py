@@ -221,10 +221,13 @@ class Reduction:
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
-    def _take(self) -> tuple[list[torch.Tensor], list[bool] | None]:
-        """Take the full gradients off the parameters, in packing order; and which there are, None meaning all."""
+    def _take(self, fill: bool = False) -> tuple[list[torch.Tensor], list[bool] | None]:
+        """Take the full gradients off the parameters, in packing order; and which there are, None meaning all.
+
+        ``fill``: unused parameters count as having gradients of zero.
+        """
         with quick_attributes():
-            gradients, present = self._take_gradients()
+            gradients, present = self._take_gradients(fill)
         tensors = [
             gradients[item] if type(item) is int else self._packed_item(item, gradients)
             for item in self._items
@@ -236,7 +239,7 @@ class Reduction:
         tensors.append(flags)
         return tensors, present
 
-    def _take_gradients(self) -> tuple[list[torch.Tensor], list[bool] | None]:
+    def _take_gradients(self, fill: bool) -> tuple[list[torch.Tensor], list[bool] | None]:
         gradients: list[torch.Tensor] = []
         present: list[bool] | None = None
         dtype, n = self._input_dtype, self._ranks.parts
@@ -246,9 +249,10 @@ class Reduction:
             full.grad = None
             # Not what was frozen since forward, as autograd does.
             if gradient is None or not self._shardeds[i].requires_grad:
-                if present is None:
-                    present = [True] * len(self._parameters)
-                present[i] = False
+                if not (fill and self._shardeds[i].requires_grad):
+                    if present is None:
+                        present = [True] * len(self._parameters)
+                    present[i] = False
                 shape = parameter.spec.shape
                 gradient = torch.zeros(shape, dtype=self._flags.dtype, device=self._flags.device)
             else:
@@ -356,15 +360,17 @@ class Reduction:
 
     # -- reduce --------------------------------------------------------------------------------------------------
 
-    def start(self, last: bool, factor: float | None, force_sum: bool, announcer: Announcer) -> None:
+    def start(
+        self, last: bool, factor: float | None, force_sum: bool, announcer: Announcer, fill: bool = False
+    ) -> None:
         """Pack and issue the first collective. :meth:`go_on` issues the others, :meth:`finish` hands over the result.
 
         ``last`` False: the sum stays with the ranks that shard gradients until a later call with True, or
-        :meth:`start_late`.
+        :meth:`start_late`. ``fill``: parameters without a gradient get one of zero.
         """
         ranks, numel = self._ranks, self.packing.numel
         self._begin(last, factor, force_sum, announcer)
-        tensors, self._present = self._take()
+        tensors, self._present = self._take(fill and not self.retired)
         if ranks.parts > 1:
             self._packed.lease()
             self._value = self._packed_flat

@@ -163,6 +163,7 @@ class GraphedStep:
                     tuple(p.sharded.requires_grad for p in each.parameters),
                     each.divide_factor,
                     each.force_sum,
+                    each.fills_unused,
                     each.requires_sync,
                     each.requires_all_reduce,
                     each.all_reduce_hook,

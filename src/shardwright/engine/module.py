@@ -386,11 +386,14 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Accepted for torch's sake and without effect: here ranks may always leave out different parameters.
+        """With True, a trainable parameter that a backward did not use gets a gradient of zero instead of None.
 
-        A parameter that only some ranks used is reduced with zeros from the others; one that no rank used keeps a
-        gradient of None.
+        Then weight decay and momentum act on it. The gradient comes with each backward that reduces, for units that
+        have run at least once. The ranks may use different parameters either way: those that only some ranks used
+        are reduced with zeros from the others.
         """
+        for unit in self._fsdp_units(recurse):
+            unit.fills_unused = reduce_scatter_unused_params
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Let this module's own unit use memory that the process group's backend allocates: NCCL registers it.

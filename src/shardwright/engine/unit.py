@@ -112,6 +112,7 @@ class Unit(Weights):
         self.separates = False  #: whether reduce-scatters run in process groups of their own
         self.force_sum = False
         self.divide_factor: float | None = None
+        self.fills_unused = False  #: whether parameters without a gradient get one of zero
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
         #: Units of other meshes that own parameters of the same modules, and of such a unit the one that has it.
@@ -305,8 +306,11 @@ class Unit(Weights):
                 self.close(visit)
         elif any(r.has_gradients() for r in self.reductions):
             self.reduce()
-        elif self.holds and self.requires_sync and self._reduces_all:
-            self.reduce(now=True)
+        elif self.requires_sync and self._reduces_all:
+            if self.holds:
+                self.reduce(now=True)
+            elif self.fills_unused and self.was_shown and not self.entered:
+                self.reduce()
         self.entered = False
 
     def reduce(self, now: bool = False) -> None:
@@ -337,7 +341,7 @@ class Unit(Weights):
             for reduction in self.reductions:
                 announcer = root.announcer(self, reduction)
                 if whole or not ranks.finishes_late:
-                    reduction.start(last, self.divide_factor, self.force_sum, announcer)
+                    reduction.start(last, self.divide_factor, self.force_sum, announcer, self.fills_unused)
                 else:
                     reduction.start_late(self.divide_factor, self.force_sum, announcer)
         root.scattering.append(self.number)

@@ -67,6 +67,7 @@ class Weights:
         self.parameters: list[ManagedParameter] = []
         self.build = 0  #: how often the memory was made; graphs over earlier memory can't be run any more
         self._full_shown = False
+        self.was_shown = False  #: whether any call or backward has ever used the unit
         #: Sharded parameters in whose place ``unsharded`` shows full tensors, on this rank or on another; its options.
         self.unsharded: dict[nn.Parameter, Any] = {}
         self.settling_paused = False  #: while stand-ins are initialised in the place of the parameters
@@ -530,7 +531,7 @@ class Weights:
     def show_full(self) -> None:
         """Where a module holds something else than the sharded parameter, the user has put it there: it stays."""
         if not self._full_shown:
-            self._full_shown = True  # before the first: a loop that is interrupted is undone as a whole
+            self._full_shown = self.was_shown = True  # first: a loop that is interrupted is undone as a whole
             for registry, name, sharded, full in self._plain_slots:
                 if registry.get(name) is sharded:
                     registry[name] = full
