@@ -161,6 +161,11 @@ def called_by_compiler() -> bool:
     return str(sys._getframe(2).f_globals.get("__name__")).startswith("torch._functorch.")
 
 
+def called_by_parameter() -> bool:
+    """Whether the caller was called by ``nn.Parameter(...)``, which wants ``detach`` to give a tensor of one class."""
+    return sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__
+
+
 def compiled_graphs() -> int:
     """How many graphs torch.compile has made in this process."""
     from torch._dynamo.utils import counters

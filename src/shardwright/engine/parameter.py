@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwright._torch import (
     called_by_compiler,
+    called_by_parameter,
     dtensor_of,
     increment_version,
     local_of,
@@ -41,10 +42,13 @@ ON_DATA = "_shardwright_on_data"
 STANDS_FOR = "_shardwright_stands_for"
 #: True on classes of tensors whose values are computed later (``shardwright.init``), which have a hash ``origin``.
 DEFERRED = "_shardwright_deferred"
+#: Set on a view of a sharded parameter: the local tensor whose counter moves with edits of it.
+EDITED = "_edited"
 _NOT_COPIED = {
     UNIT_OF,
     TAKEN,
     STANDS_FOR,
+    EDITED,
     "_is_param",
 }  #: attributes of a parameter that its sharded and full forms do not get
 
@@ -84,16 +88,16 @@ class ShardedTensor(DTensor):
         if func.is_view:
             if type(result) is DTensor and isinstance(args[0], ShardedTensor):
                 result.__class__ = ShardedTensor
-                edited = args[0].__dict__.get("_edited", local_of(args[0]))
-                if func is _detach:
-                    result._local_tensor = (
-                        edited if edited.shape == local_of(result).shape else local_of(result)
-                    )
-                result._edited = edited  # type: ignore[attr-defined]
+                viewed = local_of(args[0])
+                if (
+                    func is _detach
+                ):  # its local tensor is the very same: below autograd counters are not shared
+                    result._local_tensor = viewed
+                result._edited = args[0].__dict__.get(EDITED, viewed)  # type: ignore[attr-defined]
         elif func._schema.is_mutable:
             many = isinstance(args[0], (list, tuple))
             edits = [t for t in (args[0] if many else args[:1]) if isinstance(t, ShardedTensor)]
-            counters = [t.__dict__.get("_edited", local_of(t)) for t in edits]
+            counters = [t.__dict__.get(EDITED, local_of(t)) for t in edits]
             # Operations on one tensor move the counter of its wrapper, those on many do not.
             counters += edits if many else []
             increment_version([t for t in counters if not t.is_inference()])
@@ -148,6 +152,12 @@ class Managed(torch.Tensor):
         with torch.no_grad():
             unit.assign_data(self, value)
 
+    def detach(self) -> torch.Tensor:
+        alias = super().detach()
+        if not torch.compiler.is_compiling() and called_by_parameter():
+            alias.__class__ = type(self)  # which it asks for. It is of no unit until one takes it over.
+        return alias
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
@@ -182,6 +192,8 @@ class RaggedParameter(Managed, RaggedTensor):  # type: ignore[misc]
 
 def become(sharded: Any, new: Any) -> None:
     """Make ``sharded``, the same object, what ``new`` is, which is sharded in the same manner."""
+    # A parameter that was made of a view of another one has its own local tensor from now on.
+    sharded.__dict__.pop(EDITED, None)
     if isinstance(new, RaggedTensor):
         RaggedTensor.data.fset(sharded, new)  # type: ignore[attr-defined]
     else:
