@@ -6,6 +6,7 @@ Nothing outside this module reaches into torch's underscore names.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -58,6 +59,9 @@ chunk_cat: Callable[..., torch.Tensor] = _probe(torch, "_chunk_cat")
 
 _engine = _probe(torch.autograd.Variable, "_execution_engine")
 _is_functorch = _probe(torch._C, "_functorch", "is_functorch_wrapped_tensor")
+_is_batched = _probe(torch._C, "_functorch", "is_legacy_batchedtensor")
+_run_backward = _probe(torch.autograd, "_engine_run_backward")
+_probe(torch.autograd.graph, "_engine_run_backward")
 _graph_task_id = _probe(torch._C, "_current_graph_task_id")
 _peek_sequence_number = _probe(torch._C, "_autograd", "_get_sequence_nr")
 _use_count = _probe(torch._C, "_storage_Use_Count")
@@ -286,6 +290,10 @@ def post_accumulate_grad_hooks(parameter: torch.Tensor) -> dict[int, Any] | None
     return parameter._post_accumulate_grad_hooks
 
 
+def set_post_accumulate_grad_hooks(parameter: torch.Tensor, hooks: dict[int, Any] | None) -> None:
+    parameter._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]
+
+
 def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[[Any], Any]:
     """The step of an optimizer class as it is written: torch wraps it, for hooks, when it makes the first instance."""
     step: Any = kind.step
@@ -330,6 +338,31 @@ def queue_callback(callback: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether this thread is now inside a backward pass."""
     return _graph_task_id() != -1
+
+
+def watch_backward(run: Callable[..., Any]) -> None:
+    """From now on let ``run`` carry out each ``backward`` and ``torch.autograd.grad`` of this process.
+
+    It is called as ``run(original, outputs, gradients, retain_graph, create_graph, inputs, *rest, **options)``, where
+    ``original`` takes what follows it. torch asks no tensor that backward has not reached: not what is in ``inputs``.
+    """
+
+    @functools.wraps(_run_backward)
+    def watched(*args: Any, **options: Any) -> Any:
+        return run(_run_backward, *args, **options)
+
+    # torch.compile puts a function of its own here for a while, and afterwards what the second name has.
+    torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward = watched  # type: ignore[attr-defined]
+
+
+def leaf_of(node: Any) -> torch.Tensor | None:
+    """The tensor whose gradients this node of a graph adds up, if it is such a node."""
+    return node.variable if node.name() == "torch::autograd::AccumulateGrad" else None
+
+
+def is_transformed(tensor: Any) -> bool:
+    """Whether torch.func, or a vmap, has wrapped the tensor."""
+    return isinstance(tensor, torch.Tensor) and (_is_functorch(tensor) or _is_batched(tensor))
 
 
 def is_persistent(module: torch.nn.Module, buffer: str) -> bool:

@@ -38,6 +38,7 @@ from shardwright.engine.parameter import has_no_values, refuse_while_deferring
 from shardwright.engine.pools import check_memory
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.root import attach, hook_optimizers
+from shardwright.engine.selected import hook_backward
 from shardwright.engine.states import check_states, states_of, sync_states
 from shardwright.engine.tensor_parallel import Spmd, data_parallel
 from shardwright.engine.unit import Unit
@@ -175,6 +176,7 @@ def fully_shard(
     take_over(units, founds)
     _move_buffers(modules, left_out, ranks.device)
     hook_optimizers()
+    hook_backward()
     install(unit, modules)
     return module
 

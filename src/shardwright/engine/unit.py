@@ -306,7 +306,7 @@ class Unit(Weights):
                 self.close(visit)
         elif any(r.has_gradients() for r in self.reductions):
             self.reduce()
-        elif self.requires_sync and self._reduces_all:
+        elif self.reduces_now:
             if self.holds:
                 self.reduce(now=True)
             elif self.fills_unused and self.was_shown and not self.entered:
@@ -385,6 +385,11 @@ class Unit(Weights):
         self._trainable = None
         self.reductions = []
         self.follow_requires_grad()
+
+    @property
+    def reduces_now(self) -> bool:
+        """Whether a backward leaves reduced gradients, nothing held."""
+        return self.requires_sync and self._reduces_all
 
     @property
     def _reduces_all(self) -> bool:
