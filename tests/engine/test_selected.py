@@ -249,6 +249,22 @@ def test_hooks_of_parameters(rank: int, world_size: int) -> None:
 
 
 @multirank(2)
+def test_no_zeros_for_parameters_that_are_not_selected(rank: int, world_size: int) -> None:
+    plain = build()
+    model = shard(plain)
+    model.set_reduce_scatter_unused_params(True)
+    model(batch(rank)).mean().backward(inputs=[model.layers[0].weight])
+    others = [p for p in model.parameters() if p is not model.layers[0].weight]
+    assert all(p.grad is None for p in others)
+    found = torch.autograd.grad(model(batch(rank)).mean(), [model.head.bias, model.spare], allow_unused=True)
+    assert found[0] is not None
+    assert found[1] is None
+    assert all(p.grad is None for p in others)
+    model(batch(rank)).mean().backward()
+    assert model.spare.grad is not None
+
+
+@multirank(2)
 def test_an_error_in_between_changes_no_gradient(rank: int, world_size: int) -> None:
     model = shard(build())
     model(batch(rank)).mean().backward()

@@ -7,7 +7,8 @@ the next. A guess moves a gather earlier and nothing else: every unit still chec
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -67,6 +68,7 @@ class Root:
         self.backward = False
         self._task: weakref.ref[_Task] | None = None
         self.is_last_backward = True
+        self.selects = False  #: whether backward runs only what leads to tensors that the user has selected
         self.max_input_buffers = 1
         self.scattering: list[
             int
@@ -575,6 +577,19 @@ def _check_meshes(units: list[Unit], names: list[str]) -> None:
                     "Shard both over the same ranks, or parallelize the module over those that are missing first, as "
                     "for expert parallelism."
                 )
+
+
+@contextmanager
+def selecting() -> Iterator[None]:
+    """Backward runs only what leads to selected tensors, and changes no gradient of others."""
+    roots = [root for root in _roots if not root.selects]
+    for root in roots:
+        root.selects = True
+    try:
+        yield
+    finally:
+        for root in roots:
+            root.selects = False
 
 
 _hooked = False

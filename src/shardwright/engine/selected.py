@@ -21,6 +21,7 @@ from shardwright._torch import (
     watch_backward,
 )
 from shardwright.engine.parameter import Managed, unit_of
+from shardwright.engine.root import selecting
 from shardwright.engine.unit import Unit
 
 Run = Callable[..., Any]
@@ -34,20 +35,19 @@ def hook_backward() -> None:
     watch_backward(_run)
 
 
-def _run(
-    original: Run,
-    outputs: Any,
-    gradients: Any,
-    retain: Any,
-    create: Any,
-    inputs: Any,
-    *rest: Any,
-    **options: Any,
-) -> Any:
+def _run(original: Run, *given: Any, **options: Any) -> Any:
+    if not given[4]:  # inputs
+        return original(*given, **options)
+    with selecting():
+        return _run_selected(original, *given, **options)
+
+
+def _run_selected(original: Run, *given: Any, **options: Any) -> Any:
+    outputs, gradients, retain, create, inputs, *rest = given
     selected = [_parameter_of(each) for each in inputs]
     targets = _targets(selected)
     if not targets:
-        return original(outputs, gradients, retain, create, inputs, *rest, **options)
+        return original(*given, **options)
     exchanged = tuple(
         targets[id(p)][1] if id(p) in targets else each for p, each in zip(selected, inputs, strict=True)
     )

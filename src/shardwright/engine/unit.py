@@ -309,7 +309,7 @@ class Unit(Weights):
         elif self.reduces_now:
             if self.holds:
                 self.reduce(now=True)
-            elif self.fills_unused and self.was_shown and not self.entered:
+            elif self._fills and self.was_shown and not self.entered:
                 self.reduce()
         self.entered = False
 
@@ -341,7 +341,7 @@ class Unit(Weights):
             for reduction in self.reductions:
                 announcer = root.announcer(self, reduction)
                 if whole or not ranks.finishes_late:
-                    reduction.start(last, self.divide_factor, self.force_sum, announcer, self.fills_unused)
+                    reduction.start(last, self.divide_factor, self.force_sum, announcer, self._fills)
                 else:
                     reduction.start_late(self.divide_factor, self.force_sum, announcer)
         root.scattering.append(self.number)
@@ -385,6 +385,11 @@ class Unit(Weights):
         self._trainable = None
         self.reductions = []
         self.follow_requires_grad()
+
+    @property
+    def _fills(self) -> bool:
+        """Whether this backward gives unused parameters gradients of zero. One to selected tensors does not."""
+        return self.fills_unused and not (self.root is not None and self.root.selects)
 
     @property
     def reduces_now(self) -> bool:
