@@ -344,7 +344,7 @@ def watch_backward(run: Callable[..., Any]) -> None:
     """From now on let ``run`` carry out each ``backward`` and ``torch.autograd.grad`` of this process.
 
     It is called as ``run(original, outputs, gradients, retain_graph, create_graph, inputs, *rest, **options)``; all but
-    the first are arguments of ``original``. torch asks no tensor that backward has not reached: not what is in ``inputs``.
+    the first are arguments of ``original``. torch itself asks nothing of tensors that backward does not reach.
     """
 
     @functools.wraps(_run_backward)
