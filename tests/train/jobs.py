@@ -18,10 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shardwright import cli
+from shardwright.train import parallel
 from shardwright.train.config import Config
+from shardwright.train.data import Corpus
+from shardwright.train.loop import Trainer
 from tests.support.pool import forkserver
 
 TINY = """
@@ -64,6 +68,23 @@ def tiny(**sections: dict[str, Any]) -> Config:
     for name, section in sections.items():
         values.setdefault(name, {}).update(section)
     return Config.model_validate(values)
+
+
+HYBRID: dict[str, Any] = {
+    "kind": "hybrid", "pattern": "ME*-", "mtp_pattern": "E", "dim": 32, "n_layers": None, "n_heads": 4,
+    "n_kv_heads": 4, "head_dim": 8, "ffn_dim": 64, "mamba_heads": 4, "mamba_head_dim": 8, "mamba_groups": 2,
+    "mamba_state": 6, "chunk_size": 16, "n_experts": 4, "top_k": 2, "expert_dim": 32, "shared_dim": 24,
+    "max_seq_len": 64, "tied_embeddings": True, "balance_weight": 0.1,
+}  # fmt: skip
+"""A small `[model]` with every kind of layer."""
+
+
+def trainer(config: Config, rank: int, world_size: int) -> Trainer:
+    """The trainer of one rank of a test's own process group, on random bytes."""
+    mesh = parallel.make_mesh(config.parallel, "cpu", world_size)
+    world = parallel.World(rank, world_size, torch.device("cpu"), mesh, config.parallel.tensor)
+    tokens = torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+    return Trainer(config, world, Corpus(tokens[:3000], tokens[3000:], "random"))
 
 
 def config_file(folder: Path, text: str = TINY) -> Path:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright._torch import fill_truncated_normal
 from shardwright.init.recorder import RECORDER, UNNAMED, DeferredTensor
+from shardwright.init.truncated import with_little_memory
 
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
 #: What torch raises, in C++, when a deferred tensor is to become one of another class.
@@ -225,6 +226,8 @@ def _unrecorded(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
+    frugal = with_little_memory(original)
+
     def fill(
         tensor: torch.Tensor,
         mean: float,
@@ -235,6 +238,6 @@ def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> torch.Tensor:
         if not isinstance(tensor, DeferredTensor):
             return original(tensor, mean, std, a, b, generator=generator)  # type: ignore[no-any-return]
-        return RECORDER.record_whole(original, tensor, (mean, std, a, b), generator)
+        return RECORDER.record_whole(frugal, tensor, (mean, std, a, b), generator)
 
     return fill

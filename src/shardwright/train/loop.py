@@ -32,7 +32,6 @@ from shardwright.train.data import Corpus, batch, decode
 from shardwright.train.data.corpus import encode
 from shardwright.train.errors import UserError
 from shardwright.train.generate import sample
-from shardwright.train.models.build import build_model
 from shardwright.train.parallel import World
 from shardwright.train.runs import (
     RunFolder,
@@ -102,7 +101,7 @@ class Trainer:
         if config.validation.every:
             corpus.windows(config.train.seq_len, "validation")
         torch.manual_seed(config.run.seed)  # equal on all ranks, which is what makes their models equal
-        plain = build_model(config.model, corpus.vocab_size)
+        plain = parallel.build_for(config, corpus.vocab_size)
         self.parameters = plain.num_params()
         self.flops_per_token = plain.flops_per_token(config.train.seq_len)
         self.auxiliary, self.auxiliary_sums = plain.auxiliary, plain.auxiliary_sums

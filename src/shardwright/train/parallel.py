@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,9 +29,12 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwright as sw
+from shardwright.engine.parameter import has_no_values
 from shardwright.train.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
 from shardwright.train.errors import UserError
 from shardwright.train.float8 import check_float8
+from shardwright.train.host_memory import builds_deferred, check_model_fits, ranks_of_host
+from shardwright.train.models.build import build_model
 from shardwright.train.models.decoder import Decoder
 from shardwright.train.models.hybrid import Hybrid, HybridConfig, MixtureOfExperts
 from shardwright.train.models.llama import Llama
@@ -87,6 +89,7 @@ def check_environment() -> None:
     size = _whole_number("WORLD_SIZE", 1)
     _whole_number("RANK", 0, size - 1)
     _whole_number("LOCAL_RANK", 0)
+    _whole_number("LOCAL_WORLD_SIZE", 1)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise UserError(
@@ -145,7 +148,7 @@ def check_device(config: Config, kind: str) -> None:
 
 def check_ranks(config: Config, ranks: int) -> None:
     """Refuse a job that this many ranks cannot run, or an option its engine cannot honour. Needs no process group."""
-    parallel = config.parallel
+    parallel, world = config.parallel, ranks
     if parallel.engine == "none" and ranks != 1:
         raise UserError(
             f"parallel.engine: none runs on exactly 1 rank, found {ranks}; give --nproc 1 or another engine"
@@ -179,7 +182,7 @@ def check_ranks(config: Config, ranks: int) -> None:
     if parallel.expert > 1:
         _check_expert_parallel(config, gathered)
     config.train.accumulation_steps(ranks)
-    _check_model_fits(config)
+    check_model_fits(config, world, ranks_of_host(world, under_launcher()), choose_device(config))
 
 
 def _check_tensor_parallel(config: Config) -> None:
@@ -229,19 +232,6 @@ def _check_expert_parallel(config: Config, ranks: int) -> None:
         raise UserError(
             f"parallel.reshard_after_forward: expected a divisor of the number of ranks that have the same experts, "
             f"{same}, found {parallel.reshard_after_forward}"
-        )
-
-
-def _check_model_fits(config: Config) -> None:
-    """Refuse a model whose parameters and rotary tables exceed this machine's memory: each rank builds them whole."""
-    shape, memory = config.model.shape(), psutil.virtual_memory().total
-    need = 4 * (shape.parameters + shape.table_numel)
-    if need > memory:
-        raise UserError(
-            f"model: expected one whose parameters fit into the {memory:,} bytes of this machine, found "
-            f"{shape.parameters:,}, which with the rotary tables need {need:,} bytes; choose a smaller preset, "
-            f"model.dim, {'model.n_layers' if config.model.kind == 'llama' else 'model.pattern'}, model.vocab_size or "
-            "model.max_seq_len"
         )
 
 
@@ -313,12 +303,37 @@ def make_expert_mesh(config: ParallelConfig, mesh: DeviceMesh) -> DeviceMesh:
     return init_device_mesh(mesh.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
+def build_for(config: Config, vocab_size: int) -> Decoder:
+    """The model of `config`, for `parallelize`: without memory where the engine can shard it so.
+
+    Random numbers are drawn on the CPU for any device and engine, so that one seed means one model everywhere.
+    """
+    if not builds_deferred(config):
+        return build_model(config.model, vocab_size)
+    with sw.deferred_init(), torch.device("cpu"):
+        return build_model(config.model, vocab_size)
+
+
+def _give_values(model: nn.Module, device: torch.device) -> None:
+    """Draw a deferred model's weights straight into its shards, tensor by tensor. Tables follow it to its device."""
+    sw.materialize(model)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def _source(model: nn.Module) -> int | None:
+    """Whose values tensor-parallel ranks take: rank 0's, or each its own, which are the same and not there yet."""
+    return None if any(has_no_values(parameter) for parameter in model.parameters()) else 0
+
+
 def divide_experts(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> None:
     """Spread the model's experts over an axis of `mesh`, and cut them over the tensor-parallel one."""
     assert isinstance(model, Hybrid)
+    source = _source(model)
     for name in expert_layers(model.config):
         axes = mesh["expert"] if config.tensor == 1 else mesh["expert", "tensor"]
-        spread_experts(cast(MixtureOfExperts, model.get_submodule(name)), axes)
+        spread_experts(cast(MixtureOfExperts, model.get_submodule(name)), axes, source)
 
 
 def cut_layers(model: Decoder, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> DeviceMesh:
@@ -328,7 +343,8 @@ def cut_layers(model: Decoder, mesh: DeviceMesh, experts: DeviceMesh | None = No
     """
     names = mesh.mesh_dim_names
     assert names is not None and isinstance(model, Llama | Hybrid)
-    parallelize_module(model, mesh[names[-1]], tensor_plan(model.config, experts))
+    plan = tensor_plan(model.config, experts)
+    parallelize_module(model, mesh[names[-1]], plan, src_data_rank=_source(model))
     if model.tied:  # which each became on its own
         model.output.weight = model.tok_embeddings.weight
     return mesh[names[0]] if len(names) == 2 else mesh[names[:-1]]
@@ -346,6 +362,8 @@ def parallel_loss(config: ParallelConfig) -> AbstractContextManager[object]:
 
 def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.Module:
     """The model, ready to train on the ranks of `mesh` with the engine of `config`. May return the same object.
+
+    With the engine shardwright it may be a deferred one, which gets its values here.
 
     For the two engines with per-parameter sharding the units are: each block, the head with the final norm (and the
     embedding, where it is the same matrix), and the root with what is left.
@@ -430,6 +448,7 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
             raise UserError(
                 f"parallel.memory: found {config.memory!r}, which this model refuses. {error}"
             ) from error
+        _give_values(model, device)
     return model
 
 

@@ -77,6 +77,11 @@ class LlamaConfig:
         matrices = 1 if self.tied_embeddings else 2
         return self.n_layers * block + self.dim + matrices * self.vocab_size * self.dim
 
+    @property
+    def largest_parameter(self) -> int:
+        """Elements of the largest parameter."""
+        return self.dim * max(self.dim, self.ffn_dim, self.vocab_size)
+
 
 # debug and 150M carry the vocabulary of the byte tokenizer; the others are the published shapes of
 # Llama 3.2 (1B, 3B) and Llama 3.1 (8B, 70B, 405B).
@@ -205,6 +210,18 @@ class HybridConfig:
         mtp = 2 * self.dim * self.dim + 3 * self.dim if self.mtp_pattern else 0
         matrices = 1 if self.tied_embeddings else 2
         return layers + mtp + self.dim + matrices * self.vocab_size * self.dim
+
+    @property
+    def largest_parameter(self) -> int:
+        """Elements of the largest parameter."""
+        widths = {
+            "M": max(self.mamba_in_dim, self.mamba_dim),
+            "*": self.n_heads * self.head_dim,
+            "E": max(self.n_experts * self.expert_dim, self.shared_dim),
+            "-": self.ffn_dim,
+        }
+        used = [widths[kind] for kind in self.pattern + self.mtp_pattern]
+        return self.dim * max(self.vocab_size, *used, 2 * self.dim if self.mtp_pattern else 0)
 
     def layer_parameters(self, kind: str) -> int:
         """Number of parameters of one layer of that kind."""

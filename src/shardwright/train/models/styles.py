@@ -86,15 +86,15 @@ class NextToken(ParallelStyle):
         return module
 
 
-def spread_experts(module: MixtureOfExperts, mesh: DeviceMesh) -> None:
+def spread_experts(module: MixtureOfExperts, mesh: DeviceMesh, source: int | None = 0) -> None:
     """Give each rank of the first dimension of `mesh` some of the experts; tokens travel to them and back.
 
     The second dimension, if there is one, is the tensor-parallel one, which divides their hidden units; then
-    `mixture_part` computes.
+    `mixture_part` computes. `source` is the rank whose values all take, None for each rank's own.
     """
     placements = {"up": [Shard(0), Shard(2)], "down": [Shard(0), Shard(1)]}
     for name, both in placements.items():
-        distribute_parameter(module, name, mesh, both[: mesh.ndim], 0)
+        distribute_parameter(module, name, mesh, both[: mesh.ndim], source)
     if mesh.ndim == 1:
         module.chosen = functools.partial(_chosen_elsewhere, module, mesh)  # type: ignore[method-assign]
 
