@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwright as sw
 from shardwright._torch import subclasses_dispatch
@@ -169,3 +174,135 @@ def test_values_that_are_no_numbers_are_values(rank: int, world_size: int, layou
         assert model(torch.ones(1, 4)).isnan().all()
         sw.materialize(model)
         assert full(model.weight).isnan().all()
+
+
+def broadcast_of_to_local(weight: Any, rank: int) -> None:
+    if rank == 0:
+        weight.to_local().fill_(2)
+    dist.broadcast(weight.to_local(), 0)
+
+
+def scatter_to_local(weight: Any, rank: int) -> None:
+    local = weight.to_local()
+    parts = [torch.full_like(local, 2) for _ in range(dist.get_world_size())]
+    dist.scatter(local, parts if rank == 0 else None, 0)
+
+
+def all_reduce_of_to_local(weight: Any, rank: int) -> None:
+    weight.to_local().fill_(2) if rank == 0 else weight.to_local().zero_()
+    dist.all_reduce(weight.to_local())
+
+
+def functional_collective(weight: Any, rank: int) -> None:
+    weight.to_local().copy_(all_reduce(torch.ones_like(weight.to_local()), "sum", dist.group.WORLD))
+
+
+def receive(weight: Any, rank: int) -> None:
+    if rank == 0:
+        weight.to_local().copy_(torch.full_like(weight.to_local(), 2.0))
+        dist.send(weight.to_local(), 1)
+    else:
+        dist.recv(weight.to_local(), 0)
+
+
+def distribute(weight: Any, rank: int) -> None:
+    whole = torch.full(weight.shape, 2.0) if rank == 0 else torch.empty(weight.shape)
+    placements = weight.placements if isinstance(weight, DTensor) else [Shard(0)]
+    part = distribute_tensor(whole, weight.device_mesh, placements)
+    weight.copy_(part if isinstance(weight, DTensor) else part.full_tensor())
+
+
+def in_place_of_the_local_tensor(weight: Any, rank: int) -> None:
+    weight._local_tensor.copy_(torch.full_like(weight._local_tensor, 2.0))
+
+
+#: Ranks have parts of one size only in the first layout.
+LOCAL_FILLS = {
+    "per_parameter": [
+        broadcast_of_to_local, scatter_to_local, all_reduce_of_to_local, functional_collective, receive, distribute,
+        in_place_of_the_local_tensor,
+    ],
+    "ragged": [distribute, in_place_of_the_local_tensor],
+}  # fmt: skip
+
+
+@multirank(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
+def test_fills_of_local_tensors_give_values(rank: int, world_size: int, layout: str) -> None:
+    """Also by collectives, which move no version counter; afterwards the parameter may be read and edited."""
+    for fill, begin in itertools.product(LOCAL_FILLS[layout], ("meta", "to_empty")):
+        model = valueless(begin, layout)
+        with torch.no_grad():
+            fill(model.weight, rank)
+            model.weight.mul_(2)
+            model.bias.zero_()
+        assert model(torch.ones(1, 4)).tolist() == [[16.0] * 6], (fill, begin)
+
+
+@multirank(2)
+@pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
+def test_values_on_some_ranks_only_are_refused_on_every_rank(rank: int, world_size: int, layout: str) -> None:
+    model = valueless("meta", layout)
+    with torch.no_grad():
+        model.bias.zero_()
+        if rank == 0:
+            model.weight.to_local().fill_(2)
+    with pytest.raises(
+        RuntimeError, match=r"Parameters 'weight' of unit 0 \('Linear'\) hold no values yet on rank 1"
+    ):
+        model(torch.ones(1, 4))
+    with torch.no_grad():
+        model.weight.fill_(2)
+    assert model(torch.ones(1, 4)).tolist() == [[8.0] * 6]
+
+
+@multirank(3)
+def test_a_rank_without_elements_waits_for_nobody(rank: int, world_size: int) -> None:
+    """One row on three ranks: a broadcast over the others, a fill of an empty tensor, or none at all."""
+    with torch.device("meta"):
+        model: Any = nn.Linear(4, 1)
+    sw.fully_shard(model)
+    model.to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match=r"Parameters 'weight' of unit .* hold no values yet on rank 0"):
+        model(torch.ones(1, 4))
+    with torch.no_grad():
+        if rank == 0:
+            for p in model.parameters():
+                torch.from_numpy(p.to_local().numpy()).fill_(2)  # which nothing sees
+    assert model(torch.ones(1, 4)).item() == 10
+
+
+@multirank(2)
+def test_whole_numbers_from_collectives_are_values(rank: int, world_size: int) -> None:
+    module: Any = nn.Module()
+    module.scale = nn.Parameter(torch.empty(4, device="meta"))
+    module.table = nn.Parameter(torch.empty(4, 2, dtype=torch.int64, device="meta"), requires_grad=False)
+    module.forward = lambda x: x * module.scale + module.table.sum()
+    sw.fully_shard(module)
+    module.scale.data.zero_()
+    with pytest.raises(RuntimeError, match=r"Parameters 'table' of unit"):
+        module(torch.zeros(4))
+    with torch.no_grad():
+        dist.broadcast(module.table.to_local(), 0) if rank else dist.broadcast(
+            torch.ones_like(module.table.to_local()), 0
+        )
+        if rank == 0:
+            module.table.to_local().fill_(1)
+    assert module(torch.zeros(4)).tolist() == [8.0] * 4
+
+
+@multirank(2)
+def test_state_dicts_of_rank_0_fill_what_has_no_values(rank: int, world_size: int) -> None:
+    """torch writes into the values of the model's own state dict, and loads that."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    for begin, layout in itertools.product(("meta", "to_empty"), ("per_parameter", "ragged")):
+        with torch.device("meta"):
+            model: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+        sw.fully_shard(model, layout=layout)
+        if begin == "to_empty":
+            model.to_empty(device="cpu")
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, plain.state_dict() if rank == 0 else {}, options=options)
+        torch.testing.assert_close(model(torch.ones(1, 3)), plain(torch.ones(1, 3)))
+        assert_same(model, plain)

@@ -25,6 +25,7 @@ from shardwright.engine.parameter import Managed, ShardedParameter, unit_of
 from shardwright.engine.precision import restore_buffers
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.root import Root
+from shardwright.engine.ties import load_of
 from shardwright.engine.unit import Unit
 
 _classes: dict[tuple[type, bool], type] = {}
@@ -84,15 +85,15 @@ class _AtRest(_UnitHook):
         if unit is not None:
             if not (unit.holds and len(unit.modules) > 1):  # else other modules of the unit may come yet
                 unit.settle()
-            self.show_sharded(unit)
+            _show_sharded(unit)
 
-    @staticmethod
-    def show_sharded(unit: Unit) -> None:
-        for each in (unit, *unit.lenders):
-            if not each.calls:
-                each.complete()
-                each.host_may_write()
-                each.show_sharded()
+
+def _show_sharded(unit: Unit) -> None:
+    for each in (unit, *unit.lenders):
+        if not each.calls:
+            each.complete()
+            each.host_may_write()
+            each.show_sharded()
 
 
 def _as_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -107,27 +108,45 @@ def _as_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, local_me
     restore_buffers(module, state, prefix)
 
 
-class _CutToShards(_AtRest):
+class _CutToShards(_UnitHook):
     """Before a state dict is loaded: also cut the whole tensors in it. Nothing is taken over half-way through."""
 
-    def __call__(self, *given: Any) -> None:
-        module: nn.Module = given[0]
-        state: dict[str, Any] = given[1]
-        prefix: str = given[2]
+    def __call__(
+        self,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
         unit = self._unit()
         if unit is None:
             return
-        self.show_sharded(unit)
+        _show_sharded(unit)
+        load = load_of(missing) if metadata.get("assign_to_params_buffers") else None
         for name, parameter in module._parameters.items():
-            value = state.get(prefix + name)
-            owner: Unit | None = unit_of(parameter) if isinstance(parameter, Managed) else None
-            if owner is None or not isinstance(value, torch.Tensor):
+            key = prefix + name
+            value = state.get(key)
+            tied = load.again(module, name, key, value, errors) if load is not None else None
+            if tied is not None:
+                state[key] = tied
                 continue
-            if isinstance(value, DTensor) and isinstance(parameter, ShardedParameter):
-                continue  # the parameter takes it as it is
-            p = owner.managed(parameter)
-            if p is not None and value.shape == p.cut.shape and not value.is_meta:
-                state[prefix + name] = p.cut.wrap(p.cut.part_of(value).to(p.local.device))
+            owner: Unit | None = unit_of(parameter) if isinstance(parameter, Managed) else None
+            p = owner.managed(parameter) if owner is not None else None
+            if owner is None or p is None or not isinstance(value, torch.Tensor):
+                continue
+            if value.shape != p.cut.shape or value is parameter:
+                continue
+            # A parameter that is cut in rows takes a DTensor as it is.
+            if not value.is_meta and not (
+                isinstance(value, DTensor) and isinstance(parameter, ShardedParameter)
+            ):
+                state[key] = p.cut.wrap(p.cut.part_of(value).to(p.local.device))
+            if load is not None and len(p.slots) > 1:
+                state[key] = load.begin(p, owner.mesh, key, state[key])
 
 
 class UnshardHandle:

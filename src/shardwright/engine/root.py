@@ -40,7 +40,7 @@ from shardwright.engine.weights import Weights
 _roots: weakref.WeakSet[Root] = weakref.WeakSet()
 
 #: What ranks are about to do, in the records they exchange. The texts go into the error that names who diverged.
-GATHER, REDUCE, END_FORWARD, END_BACKWARD, CLIP, UNSHARD = range(6)
+GATHER, REDUCE, END_FORWARD, END_BACKWARD, CLIP, UNSHARD, MISSING = range(7)
 _DOING = (
     ("gathers", "gather"),
     ("reduces the gradients of", "reduce the gradients of"),
@@ -48,6 +48,7 @@ _DOING = (
     ("ends the backward of", "end the backward of"),
     ("clips the gradients of", "clip the gradients of"),
     ("shows the full parameters of", "show the full parameters of"),
+    ("has no values for", "have no values for"),
 )
 
 
@@ -406,6 +407,10 @@ class Root:
         """The gradients' norm is about to be summed over the ranks."""
         self._agree_all(CLIP, 0)
 
+    def agree_on_missing(self, unit: Weights, comm: Communicator, parameter: int) -> None:
+        """This rank has no values of a parameter of ``unit``, of this place, where others may be about to gather."""
+        self._agree(comm, MISSING, unit.number, parameter)
+
     def agree_on_unsharding(self) -> None:
         """Parameters of this model are about to be gathered to be shown."""
         self._agree_all(UNSHARD, 0)
@@ -428,8 +433,23 @@ class Root:
                 f"({type(error).__name__}: {error})"
             ) from error
         if records is not None:
+            self._refuse_missing(comm, records)
             told = zip(comm.ranks, records, strict=True)
             self._refuse_divergence({rank: (r[0], r[1], r[2], r[4]) for rank, r in told})
+
+    def _refuse_missing(self, comm: Communicator, records: list[list[int]]) -> None:
+        """Raise if some ranks have no values for what the others are about to gather."""
+        ranks = [str(rank) for rank, r in zip(comm.ranks, records, strict=True) if r[0] == MISSING]
+        if not ranks or any(r[1] != records[0][1] or r[4] != self.serial for r in records):
+            return
+        unit = self._units[records[0][1]]()
+        place = next(r[2] for r in records if r[0] == MISSING)
+        name = unit.parameters[place].name if unit is not None and place < len(unit.parameters) else "?"
+        raise RuntimeError(
+            f"Parameters {name!r} of {self.name_of(records[0][1])} hold no values yet on rank{'s' * (len(ranks) > 1)} "
+            f"{', '.join(ranks)}, since they were sharded deferred or on the meta device. Every rank must give its "
+            "part values: call shardwright.materialize(model), load a checkpoint, or fill to_local() on each."
+        )
 
     def diverged_gathers(self, comm: Communicator, numbers: list[int]) -> NoReturn:
         """The ranks gathered units of these numbers."""

@@ -33,20 +33,34 @@ class Unset:
         name: for messages.
         numel: of the whole parameter.
         in_parts: whether views of it were filled, so that some of its elements may have values.
+        version: of the local tensor when it was marked.
     """
 
-    __slots__ = ("__weakref__", "in_parts", "name", "numel")
+    __slots__ = ("__weakref__", "in_parts", "name", "numel", "version")
 
     def __init__(self, name: str, numel: int) -> None:
         self.name = name
         self.numel = numel
         self.in_parts = False
+        self.version = 0
         _marks.add(self)
 
 
 def mark(local: torch.Tensor, unset: Unset) -> None:
     """``local`` is, from now on, the local tensor of a parameter without values."""
+    unset.version = local._version
     local.__dict__[_MARK] = unset
+
+
+@torch.no_grad()
+def blank(local: torch.Tensor) -> None:
+    """Fill a local tensor without values with what nobody takes for a value, so that later values show."""
+    if not local.is_meta and local.dtype != torch.bool:
+        local.fill_(_blank_of(local.dtype))
+
+
+def _blank_of(dtype: torch.dtype) -> float | int:
+    return torch.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min + 90
 
 
 def mark_of(local: torch.Tensor) -> Unset | None:
@@ -64,18 +78,27 @@ def carry_mark(old: torch.Tensor, new: torch.Tensor) -> None:
         mark(new, unset)
 
 
-def may_have_values(local: torch.Tensor) -> bool:
-    """Whether a marked local tensor, which was filled with NaN and then changed, unseen here, is no longer that.
+def has_values(local: torch.Tensor) -> bool | None:
+    """Whether a marked local tensor, which :func:`blank` has filled, was given values. None: it does not show.
 
-    Wherever it is given a number it is. What was there before and was edited, as by ``mul_``, is NaN still.
+    Collectives into a local tensor move no version counter, so its elements are looked at. What was there before and
+    was edited, as by ``mul_``, is NaN still.
     """
-    if local.is_meta or not local.numel() or not (local.is_floating_point() or local.is_complex()):
-        return True
+    if local.is_meta or not local.numel() or local.dtype == torch.bool:
+        return None
+    if not (local.is_floating_point() or local.is_complex()):
+        return True if local.ne(_blank_of(local.dtype)).any().item() else None
     unset = mark_of(local)
     if unset is not None and unset.in_parts:
         return not local.isnan().any().item()
     # Mostly the first element tells.
     return not (local[(0,) * local.ndim].isnan().item() and local.isnan().all().item())
+
+
+def _was_given(local: torch.Tensor, unset: Unset) -> bool:
+    """Whether a marked local tensor was given values past its parameter, as through ``to_local()``."""
+    given = has_values(local)
+    return local._version != unset.version if given is None else given
 
 
 def begin_edit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -94,6 +117,9 @@ def begin_edit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
         fills = is_written and (argument.is_out or packet in FILLING or packet in _FILLING_MANY)
         for tensor, local, unset in _marked(value):
             if not fills:
+                if _was_given(local, unset):
+                    unmark(local)
+                    continue
                 raise RuntimeError(
                     f"{packet.__name__} {'changes' if is_written else 'reads'} {unset.name}, which holds no values "
                     "yet, since it was sharded deferred or on the meta device. Call shardwright.materialize(model) "

@@ -22,7 +22,7 @@ from shardwright.engine.offload import Host
 from shardwright.engine.parameter import ManagedParameter
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.secondary import SecondaryShard
-from shardwright.engine.unset import Unset, mark, mark_of, may_have_values, unmark
+from shardwright.engine.unset import Unset, blank, has_values, mark, mark_of, unmark
 from shardwright.layout import UnitLayout, plan_unit
 from shardwright.memory import Owner, Slab
 
@@ -283,9 +283,7 @@ class Weights:
 
         It is filled with NaN: whoever reads it before must not take it for values. Edits of it are refused.
         """
-        if (p.local.is_floating_point() or p.local.is_complex()) and not p.local.is_meta:
-            with torch.no_grad():
-                p.local.fill_(torch.nan)
+        blank(p.local)
         mark(p.local, Unset(f"parameter {p.name!r} of unit {self.name!r}", p.sharded.numel()))
         self._unset[p.sharded] = source, p.sharded._version + p.local._version
 
@@ -293,28 +291,38 @@ class Weights:
         """Sharded parameters that nobody has given values yet, and what each was before it was sharded."""
         if self._unset:
             known = {p.sharded: p for p in self.parameters}
-            for sharded, (source, version) in list(self._unset.items()):
+            for sharded, (_, version) in list(self._unset.items()):
                 if sharded not in known:
                     continue
                 local = local_of(sharded)  # another one than the unit's since it was assigned to ``.data``
-                now = sharded._version + known[sharded].local._version
-                given = mark_of(local) is None
-                if (
-                    not given and now != version
-                ):  # by what was done to the local tensor, or in torch 2.11 anything
-                    given = may_have_values(local)
-                    self._unset[sharded] = source, now
-                if given:
-                    unmark(local)
-                    del self._unset[sharded]
+                if mark_of(local) is not None:
+                    given = has_values(local)
+                    if given is None:  # then any edit counts
+                        given = sharded._version + known[sharded].local._version != version
+                    if not given:
+                        continue
+                unmark(local)
+                del self._unset[sharded]
         return {q: source for q, (source, _) in self._unset.items()}
 
     def _refuse_without_values(self) -> None:
-        missing = self.without_values()
-        names = [p.name for p in self.parameters if p.sharded in missing]
-        if names:
+        """Raise if a parameter has no values, on every rank where ranks agree before a gather.
+
+        A rank without any element of a parameter cannot see whether the others were given values. It goes on.
+        """
+        unset = self.without_values()
+        comm = self._hops[0].comm
+        missing = [
+            i
+            for i, p in enumerate(self.parameters)
+            if p.sharded in unset and (p.local.numel() or not p.sharded.numel() or not comm.exchanges)
+        ]
+        if missing:
+            assert self.root is not None
+            self.root.agree_on_missing(self, comm, missing[0])
+            names = ", ".join(repr(p.name) for p in self.parameters if p.sharded in unset)
             raise RuntimeError(
-                f"Parameters {', '.join(map(repr, names))} of unit {self.name!r} hold no values yet, since they were "
+                f"Parameters {names} of unit {self.name!r} hold no values yet, since they were "
                 "sharded deferred or on the meta device. Call shardwright.materialize(model), or load a checkpoint."
             )
 
