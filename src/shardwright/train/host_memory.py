@@ -14,6 +14,7 @@ import psutil
 from shardwright.layout.strategy import resolve
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
+from shardwright.train.models.kinds import KINDS
 
 STORED = 4
 """Bytes of a stored weight: float32."""
@@ -80,8 +81,8 @@ def check_model_fits(config: Config, ranks: int, on_host: int, device: str) -> N
     if need <= memory:
         return
     holders = "one rank" if on_host == 1 else f"the {on_host} ranks of this machine"
-    layers = "model.n_layers" if config.model.kind == "llama" else "model.pattern"
-    smaller = f"a smaller preset, model.dim, {layers}, model.vocab_size or model.max_seq_len"
+    depth = KINDS[config.model.kind].depth
+    smaller = f"a smaller preset, model.dim, {depth}, model.vocab_size or model.max_seq_len"
     way_out = f"choose {smaller}"
     if on_host > 1:
         way_out = f"choose fewer ranks on this machine, {smaller}"

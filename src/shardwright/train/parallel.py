@@ -37,7 +37,6 @@ from shardwright.train.host_memory import builds_deferred, check_model_fits, ran
 from shardwright.train.models.build import build_model
 from shardwright.train.models.decoder import Decoder
 from shardwright.train.models.hybrid import Hybrid, HybridConfig, MixtureOfExperts
-from shardwright.train.models.llama import Llama
 from shardwright.train.models.plans import expert_layers, tensor_plan, uneven
 from shardwright.train.models.styles import spread_experts
 from shardwright.train.precision import dtype_of, engine_policy
@@ -342,7 +341,7 @@ def cut_layers(model: Decoder, mesh: DeviceMesh, experts: DeviceMesh | None = No
     Experts have been spread over the mesh `experts` before, if it is given.
     """
     names = mesh.mesh_dim_names
-    assert names is not None and isinstance(model, Llama | Hybrid)
+    assert names is not None
     plan = tensor_plan(model.config, experts)
     parallelize_module(model, mesh[names[-1]], plan, src_data_rank=_source(model))
     if model.tied:  # which each became on its own

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shardwright.train.errors import UserError
-from shardwright.train.models.presets import HYBRID_PRESETS, PRESETS, HybridConfig, LlamaConfig, RopeScaling
+from shardwright.train.models.kinds import KINDS, Shape
+from shardwright.train.models.presets import HybridConfig, RopeScaling
 
 # No float16: its gradients underflow without loss scaling, which the trainer does not have.
 DType = Literal["float32", "bfloat16"]
@@ -140,27 +141,22 @@ class ModelConfig(Section):
         self.shape()
         return self
 
-    def shape(self) -> LlamaConfig | HybridConfig:
+    def shape(self) -> Shape:
         """The preset with this section's own numbers in place.
 
         Raises ValueError where the numbers do not fit one another, or the kind.
         """
-        presets: Mapping[str, LlamaConfig | HybridConfig] = KINDS[self.kind]
-        preset = presets.get(self.preset)
+        kind = KINDS[self.kind]
+        preset = kind.presets.get(self.preset)
         if preset is None:
             raise ValueError(
-                f"preset: expected one of {', '.join(presets)} with kind {self.kind!r}, found {self.preset!r}"
+                f"preset: expected one of {', '.join(kind.presets)} with kind {self.kind!r}, found {self.preset!r}"
             )
         given = {name: value for name, value in self if value is not None and name not in ("kind", "preset")}
-        foreign = next((name for name in given if not hasattr(preset, name)), None)
-        # A width of heads is a number of every model, but of a Llama it follows from others.
-        if self.kind == "llama" and self.head_dim is not None:
-            foreign = "head_dim"
-        if foreign is not None:
-            owner = next(kind for kind in KINDS if kind != self.kind)
+        for name in sorted(given.keys() - kind.numbers):
+            owners = " or ".join(repr(other) for other, its in KINDS.items() if name in its.numbers)
             raise ValueError(
-                f"{foreign}: kind {self.kind!r} has none; expected it with kind {owner!r} only, found "
-                f"{given[foreign]!r}"
+                f"{name}: kind {self.kind!r} has none; expected it with kind {owners} only, found {given[name]!r}"
             )
         scaling = self.rope_scaling
         if scaling is not None:
@@ -170,15 +166,12 @@ class ModelConfig(Section):
     def resolved(self) -> ModelConfig:
         """The same model with every number written out, so that nothing depends on the preset any more."""
         numbers = dict(vars(self.shape()))
-        if self.kind == "llama":
+        if "rope_scaling" in numbers:
             scaling = numbers["rope_scaling"]
             # A factor of 1 stands for none: without the table the preset's would come back.
             table = RopeScalingConfig(factor=1.0) if scaling is None else RopeScalingConfig(**vars(scaling))
             numbers["rope_scaling"] = table
         return self.model_copy(update=numbers)
-
-
-KINDS: Mapping[str, Mapping[str, LlamaConfig | HybridConfig]] = {"llama": PRESETS, "hybrid": HYBRID_PRESETS}
 
 
 class DataConfig(Section):

@@ -1,18 +1,16 @@
-"""From the `[model]` section of a configuration to the model: the one place that knows every kind."""
+"""From the `[model]` section of a configuration to the model."""
 
 from __future__ import annotations
 
 from shardwright.train.config import ModelConfig
 from shardwright.train.errors import UserError
 from shardwright.train.models.decoder import Decoder
-from shardwright.train.models.hybrid import Hybrid
-from shardwright.train.models.llama import Llama
-from shardwright.train.models.presets import HybridConfig, LlamaConfig
+from shardwright.train.models.kinds import Shape, offers_of
 
 
-def model_of(shape: LlamaConfig | HybridConfig) -> Decoder:
+def model_of(shape: Shape) -> Decoder:
     """The model of that shape, on the default device (`with torch.device("meta")` too)."""
-    return Hybrid(shape) if isinstance(shape, HybridConfig) else Llama(shape)
+    return offers_of(shape).model(shape)
 
 
 def build_model(model_config: ModelConfig, vocab_size: int) -> Decoder:

@@ -11,6 +11,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from shardwright.train.models.kinds import Shape
+
 # As in torchtitan. On the debug preset's job (300 steps of 2,048 tokens) 0.02 ended with a validation loss of
 # 1.34 against 1.41, but began with a gradient norm of 27 against 1.1: RMSNorm divides by small embeddings.
 EMBEDDING_STD = 1.0
@@ -47,6 +49,7 @@ class Decoder(nn.Module):
     Built on the meta device it has shapes only: give it storage with `to_empty`, then call `init_weights`.
     """
 
+    config: Shape
     tied: bool
     tok_embeddings: nn.Embedding
     layers: nn.ModuleList

@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwright.checkpoint.names import Source, Stacked, Transposed
 from shardwright.train.errors import UserError
+from shardwright.train.models.kinds import KINDS, Shape, offers_of
 from shardwright.train.models.presets import HybridConfig, LlamaConfig, RopeScaling
 
 _ATTENTION = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
@@ -27,16 +28,16 @@ _MAMBA = {
 }
 
 
-def key_map(shape: LlamaConfig | HybridConfig) -> dict[str, Source | None]:
+def key_map(shape: Shape) -> dict[str, Source | None]:
     """Where a checkpoint in Hugging Face's names keeps every tensor of the model of that shape.
 
     Llama has the names of ``LlamaForCausalLM``, the hybrid those of ``NemotronHForCausalLM`` where that has such a
     tensor (see :func:`config_json`), and ``mtp.*`` for the head that predicts one token further.
     """
-    return _hybrid(shape) if isinstance(shape, HybridConfig) else _llama(shape)
+    return offers_of(shape).key_map(shape)
 
 
-def _llama(shape: LlamaConfig) -> dict[str, Source | None]:
+def llama_keys(shape: LlamaConfig) -> dict[str, Source | None]:
     names: dict[str, Source | None] = {
         "tok_embeddings.weight": "model.embed_tokens.weight",
         "norm.weight": "model.norm.weight",
@@ -56,7 +57,7 @@ def _llama(shape: LlamaConfig) -> dict[str, Source | None]:
     return names
 
 
-def _hybrid(shape: HybridConfig) -> dict[str, Source | None]:
+def hybrid_keys(shape: HybridConfig) -> dict[str, Source | None]:
     names: dict[str, Source | None] = {
         "tok_embeddings.weight": "backbone.embeddings.weight",
         "norm.weight": "backbone.norm_f.weight",
@@ -94,7 +95,7 @@ def _mixer(shape: HybridConfig, kind: str, prefix: str) -> dict[str, Source]:
 # -- config.json -------------------------------------------------------------------------------------------------------
 
 
-def config_json(shape: LlamaConfig | HybridConfig) -> dict[str, Any]:
+def config_json(shape: Shape) -> dict[str, Any]:
     """What ``config.json`` beside the weights says.
 
     That of a Llama, and of a hybrid of Mamba-2, attention and dense layers with an output layer of its own, is read by
@@ -102,10 +103,10 @@ def config_json(shape: LlamaConfig | HybridConfig) -> dict[str, Any]:
     are a softmax), ties no weights and has another multi-token prediction, so the config of a hybrid with any of these
     names an architecture that nothing else knows.
     """
-    return _hybrid_config(shape) if isinstance(shape, HybridConfig) else _llama_config(shape)
+    return offers_of(shape).config_json(shape)
 
 
-def _llama_config(shape: LlamaConfig) -> dict[str, Any]:
+def llama_config(shape: LlamaConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default"}
     if shape.rope_scaling is not None:
         scaling = shape.rope_scaling
@@ -139,7 +140,7 @@ def _llama_config(shape: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def _hybrid_config(shape: HybridConfig) -> dict[str, Any]:
+def hybrid_config(shape: HybridConfig) -> dict[str, Any]:
     ours_alone = "E" in shape.pattern or bool(shape.mtp_pattern) or shape.tied_embeddings
     config: dict[str, Any] = {
         "architectures": ["ShardwrightHybrid" if ours_alone else "NemotronHForCausalLM"],
@@ -179,19 +180,19 @@ def _hybrid_config(shape: HybridConfig) -> dict[str, Any]:
     return config
 
 
-def shape_of(config: Mapping[str, Any]) -> LlamaConfig | HybridConfig:
+def shape_of(config: Mapping[str, Any]) -> Shape:
     """The shape of the model that a ``config.json`` describes.
 
     Raises:
-        UserError: it describes a model, or a variant of one, that is none of those here, by name.
+        UserError: it describes a model, or a variant of one, that is none of those here.
     """
+    readers = {name: read for kind in KINDS.values() for name, read in kind.load().shapes.items()}
     kind = config.get("model_type")
-    if kind not in ("llama", "nemotron_h", "shardwright_hybrid"):
-        raise UserError(
-            f"config.json: expected model_type llama, nemotron_h or shardwright_hybrid, found {kind!r}"
-        )
+    if kind not in readers:
+        *others, last = readers
+        raise UserError(f"config.json: expected model_type {', '.join(others)} or {last}, found {kind!r}")
     try:
-        return _llama_shape(config) if kind == "llama" else _hybrid_shape(config)
+        return readers[kind](config)
     except KeyError as error:
         raise UserError(f"config.json: expected a value for {error}, found none") from None
 
@@ -202,7 +203,7 @@ def _refuse_others(config: Mapping[str, Any], only: Mapping[str, Any]) -> None:
             raise UserError(f"config.json: {key}: the model here has {value!r} alone, found {config[key]!r}")
 
 
-def _llama_shape(config: Mapping[str, Any]) -> LlamaConfig:
+def llama_shape(config: Mapping[str, Any]) -> LlamaConfig:
     _refuse_others(config, {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False})
     heads, dim = config["num_attention_heads"], config["hidden_size"]
     if (config.get("head_dim") or dim // heads) != dim // heads:
@@ -255,7 +256,7 @@ def _pattern(config: Mapping[str, Any]) -> str:
     return "".join(_KINDS[kind] for kind in config["layers_block_type"])
 
 
-def _hybrid_shape(config: Mapping[str, Any]) -> HybridConfig:
+def hybrid_shape(config: Mapping[str, Any]) -> HybridConfig:
     only = {
         "mlp_hidden_act": "relu2",
         "mamba_hidden_act": "silu",

@@ -263,6 +263,8 @@ class Hybrid(Decoder):
     As in Nemotron-H no layer knows positions: the order of tokens comes from the scans and convolutions.
     """
 
+    config: HybridConfig
+
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
         self.config, self.tied = config, config.tied_embeddings

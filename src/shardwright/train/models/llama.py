@@ -118,6 +118,7 @@ class Block(nn.Module):
 class Llama(Decoder):
     """A decoder of equal blocks."""
 
+    config: LlamaConfig
     rope_cos: Tensor
     rope_sin: Tensor
 

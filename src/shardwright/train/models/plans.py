@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from shardwright.train.models.kinds import Shape, offers_of
 from shardwright.train.models.presets import HybridConfig, LlamaConfig
 from shardwright.train.models.styles import Mamba2Part, NextToken, Sections, SummedParts, mixture_part
 
@@ -28,12 +29,12 @@ Plan = dict[str, ParallelStyle]
 SEQUENCE = Shard(1)
 
 
-def tensor_plan(config: LlamaConfig | HybridConfig, experts: DeviceMesh | None = None) -> Plan:
+def tensor_plan(config: Shape, experts: DeviceMesh | None = None) -> Plan:
     """By pattern of module names, what each becomes in a model of that shape.
 
     The experts of a hybrid may have been spread over `experts` before.
     """
-    return _hybrid(config, experts) if isinstance(config, HybridConfig) else _llama(config)
+    return offers_of(config).tensor_plan(config, experts)
 
 
 def expert_layers(config: HybridConfig) -> list[str]:
@@ -41,17 +42,28 @@ def expert_layers(config: HybridConfig) -> list[str]:
     return [name for name, kind in _mixers(config).items() if kind == "E"]
 
 
-def uneven(config: LlamaConfig | HybridConfig, seq_len: int, ranks: int) -> list[tuple[str, int, int]]:
+def uneven(config: Shape, seq_len: int, ranks: int) -> list[tuple[str, int, int]]:
     """Keys whose values these many tensor-parallel ranks cannot cut, the values, and of what they must be multiples."""
+    return offers_of(config).uneven(config, seq_len, ranks)
+
+
+def llama_uneven(config: LlamaConfig, seq_len: int, ranks: int) -> list[tuple[str, int, int]]:
+    return _uneven_layers(config, "*-", seq_len, ranks)
+
+
+def _uneven_layers(config: Shape, kinds: str, seq_len: int, ranks: int) -> list[tuple[str, int, int]]:
+    """Of what attention ("*") and dense layers ("-") have in all models."""
     sizes = {"train.seq_len": seq_len}
-    kinds = "*-" if isinstance(config, LlamaConfig) else config.pattern + config.mtp_pattern
     if "*" in kinds:
         sizes |= {"model.n_heads": config.n_heads, "model.n_kv_heads": config.n_kv_heads}
     if "-" in kinds:
         sizes["model.ffn_dim"] = config.ffn_dim
-    found = [(key, size, ranks) for key, size in sizes.items() if size % ranks]
-    if isinstance(config, LlamaConfig):
-        return found
+    return [(key, size, ranks) for key, size in sizes.items() if size % ranks]
+
+
+def hybrid_uneven(config: HybridConfig, seq_len: int, ranks: int) -> list[tuple[str, int, int]]:
+    kinds = config.pattern + config.mtp_pattern
+    found = _uneven_layers(config, kinds, seq_len, ranks)
     if "M" in kinds:
         if config.mamba_heads % ranks:
             found.append(("model.mamba_heads", config.mamba_heads, ranks))
@@ -65,7 +77,8 @@ def uneven(config: LlamaConfig | HybridConfig, seq_len: int, ranks: int) -> list
     return found
 
 
-def _llama(config: LlamaConfig) -> Plan:
+def llama_plan(config: LlamaConfig, experts: DeviceMesh | None = None) -> Plan:
+    """There are no experts to spread."""
     return {
         **_ends(),
         "layers.*.attention_norm": SequenceParallel(),
@@ -83,7 +96,7 @@ def _llama(config: LlamaConfig) -> Plan:
     }
 
 
-def _hybrid(config: HybridConfig, experts: DeviceMesh | None) -> Plan:
+def hybrid_plan(config: HybridConfig, experts: DeviceMesh | None = None) -> Plan:
     plan: Plan = {**_ends(), "layers.*.norm": SequenceParallel()}
     if config.mtp_pattern:
         plan |= {

@@ -1,0 +1,76 @@
+"""The list of model kinds: what each offers, and no kind that silently gets what another has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import pytest
+import torch
+
+from shardwright.train.errors import UserError
+from shardwright.train.models import hugging_face, kinds, plans
+from shardwright.train.models.build import model_of
+from shardwright.train.models.kinds import KINDS
+from shardwright.train.models.presets import PRESETS, LlamaConfig
+from shardwright.train.schema import ModelConfig
+
+
+@dataclass(frozen=True)
+class Wider(LlamaConfig):
+    """A model of somebody's own that differs from a Llama in what its shape does not show."""
+
+    branches: int = 2
+
+
+def test_a_kind_that_is_not_registered_is_an_error() -> None:
+    shape = Wider(**vars(PRESETS["debug"]))
+    for use in (
+        hugging_face.key_map,
+        hugging_face.config_json,
+        plans.tensor_plan,
+        lambda shape: plans.uneven(shape, 8, 2),
+        model_of,
+    ):
+        with pytest.raises(
+            TypeError, match=r"registered kind of model \(LlamaConfig, HybridConfig\), found Wider"
+        ):
+            use(shape)
+
+
+def test_every_registered_kind_offers_everything() -> None:
+    assert set(get_args(ModelConfig.model_fields["kind"].annotation)) == set(KINDS)
+    for name, kind in KINDS.items():
+        assert kind.depth.removeprefix("model.") in kind.numbers
+        for preset, shape in kind.presets.items():
+            assert type(shape) is kind.shape and ModelConfig(kind=name, preset=preset).shape() == shape
+        shape = kind.presets["debug"]
+        with torch.device("meta"):
+            model = model_of(shape)
+        assert model.config == shape
+        names = {parameter for parameter, _ in model.named_parameters(remove_duplicate=False)}
+        assert hugging_face.key_map(shape).keys() == names
+        assert hugging_face.config_json(shape)["model_type"] in kind.load().shapes
+        assert plans.tensor_plan(shape) and plans.uneven(shape, 7, 2)
+
+
+def test_a_kind_of_ones_own_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Wider(**vars(PRESETS["debug"]))
+    own = kinds.Kind(Wider, {"debug": shape}, "model.n_layers", KINDS["llama"].load)
+    monkeypatch.setitem(KINDS, "wider", own)
+    assert hugging_face.key_map(shape) == hugging_face.key_map(PRESETS["debug"])
+
+
+def test_a_key_of_another_kind_names_its_owners() -> None:
+    with pytest.raises(
+        ValueError, match="head_dim: kind 'llama' has none; expected it with kind 'hybrid' only"
+    ):
+        ModelConfig(head_dim=8)
+    with pytest.raises(
+        ValueError, match="n_layers: kind 'hybrid' has none; expected it with kind 'llama' only"
+    ):
+        ModelConfig(kind="hybrid", n_layers=2)
+    with pytest.raises(
+        UserError, match="expected model_type llama, nemotron_h or shardwright_hybrid, found 'gpt2'"
+    ):
+        hugging_face.shape_of({"model_type": "gpt2"})
