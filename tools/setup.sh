@@ -6,7 +6,7 @@ set -eu
 cd "$(dirname "$0")/.."
 
 # The tested range of torch, newest first; pyproject.toml states the same bound.
-TORCH_VERSIONS="2.13.0 2.12.1 2.12.0 2.11.0"
+TORCH_VERSIONS="2.15.0 2.14.0 2.13.0 2.12.1 2.12.0 2.11.0"
 
 say() { printf 'set-up: %s\n' "$*"; }
 fail() { printf 'set-up: error: %s\n' "$*" >&2; exit 1; }
@@ -33,7 +33,7 @@ find_python() {
 torch_of() {
     "$1" - 2>/dev/null <<'PY'
 import re, shutil, torch
-in_range = re.fullmatch(r"2\.1[123]\.\d+(\+.*)?", torch.__version__)
+in_range = re.fullmatch(r"2\.1[1-5]\.\d+(\+.*)?", torch.__version__)
 fits = torch.version.cuda is not None or shutil.which("nvidia-smi") is None
 print(torch.__version__ if in_range and fits else "")
 PY

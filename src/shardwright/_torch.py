@@ -25,7 +25,7 @@ def _probe(owner: Any, *names: str) -> Any:
     for name in names:
         if not hasattr(owner, name):
             raise ImportError(
-                f"shardwright supports torch >=2.11,<2.14; this is torch {torch.__version__}, which has no "
+                f"shardwright supports torch >=2.11,<2.16; this is torch {torch.__version__}, which has no "
                 f"{getattr(owner, '__name__', type(owner).__name__)}.{name}. Install a supported torch."
             )
         owner = getattr(owner, name)
