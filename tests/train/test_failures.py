@@ -170,11 +170,11 @@ def test_damaged_runs_are_refused(tmp_path: Path, finished: Path, capsys: pytest
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     next((folder / "checkpoints" / "step-2").glob("*.distcp")).unlink()
-    assert "found only incomplete ones (step-2: __0_0.distcp holds 0 bytes" in refused(
+    assert "found only damaged ones (step-2: no __0_0.distcp file" in refused(
         capsys, "train", config, "--resume", folder
     )
     (folder / "checkpoints" / "step-2" / ".metadata").write_bytes(b"no pickle")
-    assert "unreadable .metadata" in refused(capsys, "train", config, "--resume", folder)
+    assert ".metadata is not the file that was saved" in refused(capsys, "train", config, "--resume", folder)
     shutil.rmtree(folder / "checkpoints")
     assert "expected a whole checkpoint, found none" in refused(capsys, "train", config, "--resume", folder)
     (folder / "run.json").write_text("{")

@@ -72,7 +72,7 @@ def test_signal_ends_a_run_of_one_rank_too(tmp_path: Path) -> None:
     assert what_is_missing(folder / "checkpoints" / f"step-{len(records(folder))}") is None
 
 
-def test_incomplete_checkpoint_is_passed_over(
+def test_cut_off_checkpoint_is_passed_over(
     tmp_path: Path, plain_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
@@ -81,7 +81,7 @@ def test_incomplete_checkpoint_is_passed_over(
     data = next(newest.glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-100])  # as if the machine had stopped while the disk was writing
     assert train_here(config, "--resume", folder) == 0
-    assert f"{newest} is incomplete" in capsys.readouterr().out
+    assert f"{newest} is damaged" in capsys.readouterr().out
     assert losses(folder) == losses(plain_run)  # steps 5 and 6 again, recorded once
 
 

@@ -55,7 +55,7 @@ from shardwright.engine.root import reduce_held
 from shardwright.engine.wrap import as_policy
 from shardwright.init import deferred_init, materialize
 from shardwright.init.recorder import DeferredTensor
-from shardwright.integrations import named_state
+from shardwright.integrations import named_files, named_state
 from shardwright.layout import Ragged, Strategy
 from shardwright.memory import Allocator
 from shardwright.optim import clip_grad_norm_, fully_shard_optimizer
@@ -346,12 +346,12 @@ class ShardwrightStrategy(DDPStrategy):
                 "fabric.load(path, {'model': model, 'optimizer': optimizer})."
             )
         if not state:
-            if named_state.is_sharded(path):
+            if named_files.is_sharded(path):
                 raise ValueError(
                     f"{path} is a sharded checkpoint, which is loaded into a model. Pass "
                     "fabric.load(path, state={'model': model, ...})."
                 )
-            return named_state.read_file(path, weights_only)  # type: ignore[no-any-return]
+            return named_files.read_file(path, weights_only)  # type: ignore[no-any-return]
         unwrapped = _unwrapped(state)
         rest = named_state.load(path, unwrapped, self.device_mesh, strict, weights_only)
         state.update({key: value for key, value in unwrapped.items() if not isinstance(value, nn.Module)})
@@ -367,14 +367,14 @@ class ShardwrightStrategy(DDPStrategy):
                 f"load_raw was given a {type(model).__name__} on the meta device, where there is nothing to load into. "
                 "Set it up first (model = fabric.setup(model)), or build it under fabric.init_module(empty_init=True)."
             )
-        if named_state.is_sharded(path):
+        if named_files.is_sharded(path):
             raise ValueError(
                 f"{path} is a sharded checkpoint, not a file of weights. Use fabric.load(path, {{'model': model}})."
             )
         if path.is_dir() or path.name.endswith((".safetensors", ".json")):
             load_pretrained(model, path, allow_missing=not strict, allow_unexpected=not strict)
         else:
-            model.load_state_dict(named_state.read_file(path, weights_only), strict=strict)
+            model.load_state_dict(named_files.read_file(path, weights_only), strict=strict)
 
     def _common_path(self, path: str | Path) -> Path:
         path = self.broadcast(path)

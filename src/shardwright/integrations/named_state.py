@@ -1,12 +1,12 @@
 """Checkpoints of a dict of models, optimizers and other values by name, as Lightning Fabric's ``save`` takes it.
 
 In one file, as an unsharded run writes it, or in a folder of torch's distributed checkpoint, with ``meta.pt`` for what
-is neither model nor optimizer. Either appears under its name once it is whole. No framework is imported here.
+is neither model nor optimizer and ``checksums.json`` for the digests of its files. Either appears under its name once
+it is whole. Loading runs no code of a checkpoint. No framework is imported here.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -23,14 +23,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwright.checkpoint import folders
+from shardwright.checkpoint.digests import Digest
+from shardwright.checkpoint.metadata import Damaged
 from shardwright.checkpoint.model import first_rank, on_every_rank
 from shardwright.engine import FSDPModule
 from shardwright.engine.parameter import unit_of
 from shardwright.engine.ragged import RaggedTensor
+from shardwright.engine.states import everywhere
+from shardwright.integrations.named_files import (
+    beside,
+    check_target,
+    complete,
+    damaged,
+    dict_in,
+    is_sharded,
+    own_digests,
+    put_in_place,
+    read_others,
+    verified,
+    write_values,
+)
 from shardwright.optim.held import mapped
-
-OTHER_VALUES = "meta.pt"  #: in a folder, the file with what is neither model nor optimizer
-METADATA = ".metadata"  #: the file that torch's distributed checkpoint writes last
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
 
@@ -120,7 +134,7 @@ def save_full(path: Path, state: Mapping[str, Any], mesh: DeviceMesh, filter: Fi
     """
     parts = Parts.of(state)
     keep = first_rank(mesh)
-    on_every_rank(mesh, lambda: _check_target(path, folder=False) if keep else None)
+    on_every_rank(mesh, lambda: check_target(path, folder=False) if keep else None)
     whole: dict[str, Any] = {}
     for key, model in parts.models.items():
         whole[key] = _filtered(key, _gathered(model.state_dict(), keep), filter)
@@ -131,11 +145,11 @@ def save_full(path: Path, state: Mapping[str, Any], mesh: DeviceMesh, filter: Fi
     )
 
     def write() -> None:
-        partial = _beside(path, "partial")
+        partial = beside(path, "partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write(whole, partial)
-            _put_in_place(partial, path)
+            write_values(whole, partial)
+            put_in_place(partial, path)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
@@ -159,16 +173,16 @@ def save_sharded(path: Path, state: Mapping[str, Any], mesh: DeviceMesh, filter:
     for key, optimizer in parts.optimizers.items():
         stored[key] = _filtered(key, _by_name(optimizer.state_dict(), parts.names_of(key)), filter)
     others = {k: _filtered(k, v, filter) if k in filter else v for k, v in parts.values_of_others().items()}
-    partial = _beside(path, "partial")
+    partial = beside(path, "partial")
 
     def make_room() -> None:
-        _check_target(path, folder=True)
+        check_target(path, folder=True)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
 
     def finish() -> None:
-        _write(others, partial / OTHER_VALUES)
-        _put_in_place(partial, path)
+        complete(partial, others, digests)
+        put_in_place(partial, path)
 
     on_every_rank(mesh, make_room if first else lambda: None)
     try:
@@ -176,52 +190,14 @@ def save_sharded(path: Path, state: Mapping[str, Any], mesh: DeviceMesh, filter:
             dcp.save(stored, storage_writer=dcp.FileSystemWriter(partial))
         except CheckpointException as error:
             raise OSError(f"The checkpoint {path} could not be written: {error}") from error
+        digests: dict[str, Digest] = {}
+        for part in everywhere(mesh, on_every_rank(mesh, lambda: own_digests(partial))):
+            digests.update(part)
         on_every_rank(mesh, finish if first else lambda: None)
     except BaseException:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _beside(path: Path, kind: str) -> Path:
-    return path.parent / f".{path.name}.{kind}"
-
-
-def _check_target(path: Path, folder: bool) -> None:
-    """Refuse to replace a folder that is no checkpoint; checkpoints and, by another file, files may be replaced."""
-    if not path.is_dir() or is_sharded(path) or (folder and not any(path.iterdir())):
-        return
-    if folder:
-        raise FileExistsError(
-            f"{path} is a folder that holds something else than a checkpoint. Choose another path."
-        )
-    raise IsADirectoryError(f"{path} is a folder, and the checkpoint is to be one file. Choose another path.")
-
-
-def _write(values: dict[str, Any], file: Path) -> None:
-    with open(file, "wb") as stream:
-        torch.save(values, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _put_in_place(partial: Path, path: Path) -> None:
-    """Rename. A file replaces a file in one step; a folder that is replaced is called ``.NAME.old`` for a moment."""
-    old = None
-    if path.exists() and (path.is_dir() or partial.is_dir()):
-        old = _beside(path, "old")
-        _remove(old)
-        os.replace(path, old)
-    os.replace(partial, path)
-    if old is not None:
-        _remove(old)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _gathered(values: dict[str, Any], keep: bool) -> dict[str, Any]:
@@ -252,30 +228,6 @@ def _by_name(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-def is_sharded(path: Path) -> bool:
-    return path.is_dir() and (path / METADATA).is_file()
-
-
-def read_file(path: Path, weights_only: bool | None) -> Any:
-    """What ``torch.save`` has written, mapped into memory, on the host.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is a folder, or no such file.
-    """
-    if not path.exists():
-        raise FileNotFoundError(f"There is no checkpoint at {path}.")
-    if path.is_dir():
-        raise ValueError(
-            f"{path} is a folder without {METADATA}, so it is no checkpoint. Give a folder that a sharded checkpoint "
-            "was saved to, or the file of a full one."
-        )
-    try:
-        return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
-    except (EOFError, KeyError, RuntimeError) as error:
-        raise ValueError(f"{path} cannot be read as a file of torch.save: {error}") from error
-
-
 def load(
     path: Path, state: dict[str, Any], mesh: DeviceMesh, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
@@ -292,20 +244,13 @@ def load(
     parts = Parts.of(state)
     if is_sharded(path):
         return _load_sharded(path, parts, state, mesh, strict, weights_only)
-    stored = on_every_rank(mesh, lambda: _dict_in(path, weights_only))
+    stored = on_every_rank(mesh, lambda: dict_in(path, weights_only))
     _check_keys(state, stored, strict, path)
     for key in parts.models.keys() & stored.keys():
         parts.models[key].load_state_dict(stored.pop(key), strict=strict)
     for key in parts.optimizers.keys() & stored.keys():
         _load_optimizer(parts, key, stored.pop(key))
     _restore_others(state, parts, stored)
-    return stored
-
-
-def _dict_in(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    stored = read_file(path, weights_only)
-    if not isinstance(stored, dict):
-        raise ValueError(f"{path} holds a {type(stored).__name__}, and a checkpoint is a dict.")
     return stored
 
 
@@ -410,8 +355,9 @@ class _Stored(NamedTuple):
 def _load_sharded(
     path: Path, parts: Parts, state: dict[str, Any], mesh: DeviceMesh, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
-    others = on_every_rank(mesh, lambda: _read_others(path, weights_only))
-    entries = on_every_rank(mesh, lambda: _entries_of(path))
+    metadata = on_every_rank(mesh, lambda: verified(path, mesh))
+    others = on_every_rank(mesh, lambda: read_others(path, weights_only))
+    entries = _entries_of(metadata)
     _check_keys(state, {**entries, **others}, strict, path)
     asked: dict[str, Any] = {}
     models: dict[str, dict[str, list[tuple[_Stored, Any]]]] = {}
@@ -421,7 +367,10 @@ def _load_sharded(
             asked.update({each.key: room for pairs in models[key].values() for each, room in pairs})
     for key in parts.optimizers:
         asked.update(_room_for(parts, key, entries.get(key, ())))
-    dcp.load(asked, storage_reader=dcp.FileSystemReader(path))
+    try:
+        folders.load(path, asked, metadata, weights_only=weights_only is not False)
+    except Damaged as problem:
+        raise damaged(path, problem) from problem
     for key, values in models.items():
         loaded = {
             name: _nested({each.path[1:]: asked[each.key] for each, _ in pairs})
@@ -434,19 +383,8 @@ def _load_sharded(
     return others
 
 
-def _read_others(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    file = path / OTHER_VALUES
-    return _dict_in(file, weights_only) if file.is_file() else {}
-
-
-def _entries_of(path: Path) -> dict[str, list[_Stored]]:
+def _entries_of(metadata: Metadata) -> dict[str, list[_Stored]]:
     """What a folder holds, by the key of the state."""
-    try:
-        metadata: Metadata = dcp.FileSystemReader(path).read_metadata()
-    except Exception as error:  # unpickling damaged bytes can raise nearly anything
-        raise ValueError(
-            f"The checkpoint {path} has an unreadable {METADATA} ({type(error).__name__})."
-        ) from error
     places = metadata.planner_data or {}
     entries: dict[str, list[_Stored]] = {}
     for key, entry in metadata.state_dict_metadata.items():

@@ -1,21 +1,19 @@
 """Checkpoints of a run: saved with torch's distributed checkpoint, whole or not at all, readable at any number of
 ranks and by any engine.
 
-A checkpoint is a folder checkpoints/step-N that appears by a rename once everything in it is on disk. What the
-optimizer is set to (rates, decay) comes from the configuration and is never stored.
+A checkpoint is a folder checkpoints/step-N that appears by a rename once everything in it is on disk, and that is
+loaded once its files are compared with the digests that were taken when they were written. What the optimizer is set
+to (rates, decay) comes from the configuration and is never stored.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
-import warnings
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,30 +23,102 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from shardwright.checkpoint import folders
+from shardwright.checkpoint.digests import Digest, digest_of
+from shardwright.checkpoint.folders import METADATA, files_of
+from shardwright.checkpoint.metadata import Damaged
 from shardwright.train.errors import UserError
+from shardwright.train.patience import patience
 from shardwright.train.runs import unwritable
+from shardwright.train.stored import (
+    POSITION_FILE,
+    Position,
+    Stored,
+    check_files,
+    examine,
+    position_text,
+    saved_steps,
+    step_folder,
+    what_is_missing,
+)
 
-POSITION_FILE = "position.json"
+__all__ = [
+    "Position",
+    "load",
+    "load_newest",
+    "load_newest_weights",
+    "load_weights",
+    "save",
+    "saved_steps",
+    "shapes_of",
+    "step_folder",
+    "what_is_missing",
+]
+
+Say = Callable[[str], None]
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Position:
-    """Where a run stands: optimizer steps done, and samples seen, which is all the data order needs."""
-
-    step: int
-    samples: int
+def _silent(text: str) -> None:
+    pass
 
 
-def step_folder(checkpoints: Path, step: int) -> Path:
-    return checkpoints / f"step-{step}"
+# ---------------------------------------------------------------------------------------------------------------
+# Agreeing
 
 
-def saved_steps(checkpoints: Path) -> list[int]:
-    """Steps that have a folder, newest first; whole or not."""
-    names = [path.name for path in checkpoints.iterdir() if path.is_dir()] if checkpoints.is_dir() else []
-    return sorted(
-        (int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d+)", name))), reverse=True
-    )
+def _of_every_rank(value: Any, alone: bool = False) -> list[Any]:
+    """The value of each rank; of this one where it is `alone`."""
+    if alone:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _agreed(action: Callable[[], T], alone: bool = False) -> list[T]:
+    """What `action`, which does not communicate, returns on each rank. Where it raises on one rank, all ranks raise.
+
+    Damaged and UserError are the same on every rank; of any other error the ranks without it raise a RuntimeError.
+    """
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as failure:
+        error = failure
+    if error is not None and alone:
+        raise error
+    failure_here = None if error is None else (_kind(error), str(error))
+    outcomes = _of_every_rank((result, failure_here), alone)
+    failures = [(rank, *failure) for rank, (_, failure) in enumerate(outcomes) if failure is not None]
+    if error is not None and _kind(error) is RuntimeError:
+        raise error
+    for kind in (RuntimeError, Damaged, UserError):
+        rank, text = next(((rank, text) for rank, of_kind, text in failures if of_kind is kind), (0, None))
+        if text is not None:
+            same = kind is UserError or [text] * len(outcomes) == [each[2] for each in failures]
+            raise kind(text if same else f"rank {rank}: {text}") from error
+    return [outcome[0] for outcome in outcomes]
+
+
+def _kind(error: Exception) -> type[Exception]:
+    return next((kind for kind in (Damaged, UserError) if isinstance(error, kind)), RuntimeError)
+
+
+def _on_first_rank(action: Callable[[], None], final: Path) -> None:
+    """Do `action`, which writes, on rank 0; every rank raises what it raised, so that none waits for the others."""
+    _writing(action if dist.get_rank() == 0 else lambda: None, final)
+
+
+def _writing(action: Callable[[], T], final: Path) -> list[T]:
+    def guarded() -> T:
+        try:
+            return action()
+        except OSError as error:
+            raise UserError(unwritable(final, error)) from error
+
+    return _agreed(guarded)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -56,7 +126,12 @@ def saved_steps(checkpoints: Path) -> list[int]:
 
 
 def save(
-    checkpoints: Path, model: nn.Module, optimizer: torch.optim.Optimizer, position: Position, keep: int
+    checkpoints: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    position: Position,
+    keep: int,
+    say: Say = _silent,
 ) -> Path:
     """Write a checkpoint and delete all but the newest `keep` whole ones. Called by every rank; returns its folder.
 
@@ -66,16 +141,18 @@ def save(
     partial = checkpoints / f".{final.name}.partial"
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state["state"]}
-    _on_first_rank(lambda: _make_room(partial, model), final)
-    try:
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(partial))
-    except (CheckpointException, OSError, RuntimeError) as error:
-        _on_first_rank(lambda: shutil.rmtree(partial, ignore_errors=True), final)
-        cause = _write_failure(error)
-        if cause is None:
+    started = time.perf_counter()
+    with patience(say, lambda: f"saving {final}: {time.perf_counter() - started:.0f} s"):
+        _on_first_rank(lambda: _make_room(partial, model), final)
+        try:
+            _write(state, partial, final)
+            digests = _writing(lambda: _own_digests(partial), final)
+        except Exception:  # on all ranks alike, or contact is lost: so no rank waits for another here
+            if dist.get_rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
             raise
-        raise UserError(unwritable(final, cause)) from error
-    _on_first_rank(lambda: _finish(partial, final, position, keep), final)
+        everyones = {name: digest for part in digests for name, digest in part.items()}
+        _on_first_rank(lambda: _finish(partial, final, position, everyones, keep), final)
     return final
 
 
@@ -84,8 +161,8 @@ def _make_room(partial: Path, model: nn.Module) -> None:
 
     Checked in advance because a disk that fills up half-way costs the time of a save, and other programs their disk.
     """
-    for leftover in partial.parent.glob(".step-*.partial"):
-        shutil.rmtree(leftover)
+    for leftover in (*partial.parent.glob(".step-*.partial"), *partial.parent.glob(".step-*.old")):
+        _remove(leftover)
     partial.mkdir(parents=True)
     need = 3 * sum(p.numel() * p.element_size() for p in _full_parameters(model))  # weights and two moments
     free = shutil.disk_usage(partial).free
@@ -100,17 +177,49 @@ def _full_parameters(model: nn.Module) -> list[torch.Tensor]:
     return list(model.parameters())
 
 
-def _finish(partial: Path, final: Path, position: Position, keep: int) -> None:
+def _write(state: dict[str, Any], partial: Path, final: Path) -> None:
+    try:
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(partial))
+    except CheckpointException as failure:  # a BaseException
+        cause = _write_failure(failure)
+        if cause is not None:
+            raise UserError(unwritable(final, cause)) from failure
+        folders.raise_cause(failure, RuntimeError, "save")
+
+
+def _own_digests(partial: Path) -> dict[str, Digest]:
+    """Of the files this rank has written: torch begins their names with the rank."""
+    return {file.name: digest_of(file) for file in partial.glob(f"__{dist.get_rank()}_*")}
+
+
+def _finish(partial: Path, final: Path, position: Position, digests: Mapping[str, Digest], keep: int) -> None:
+    metadata = partial / METADATA
+    _sync(metadata)  # torch before 2.14 syncs a file whose last bytes it has not written yet
+    without = files_of(folders.read_metadata(partial)).keys() - digests.keys()
+    if without:
+        raise RuntimeError(
+            f"{final}: no rank has written {', '.join(sorted(without))}, which {METADATA} names"
+        )
     file = partial / POSITION_FILE
-    with open(file, "w", encoding="utf-8") as stream:
-        json.dump(asdict(position), stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    if final.exists():  # the same step again, after a resume from before it
-        shutil.rmtree(final)
+    file.write_text(position_text(position, {**digests, METADATA: digest_of(metadata)}), encoding="utf-8")
+    _sync(file)
+    _sync(partial)
+    # The same step again, after a resume from before it: moved away, so that never none of both is there.
+    old = final.with_name(f".{final.name}.old")
+    if os.path.lexists(final):
+        os.replace(final, old)
     os.replace(partial, final)
-    _sync_folder(final.parent)
+    _sync(final.parent)
+    if os.path.lexists(old):
+        _remove(old)
     _delete_old(final.parent, position.step, keep)
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def _delete_old(checkpoints: Path, newest: int, keep: int) -> None:
@@ -123,13 +232,13 @@ def _delete_old(checkpoints: Path, newest: int, keep: int) -> None:
         folder = step_folder(checkpoints, step)
         whole = step == newest or what_is_missing(folder) is None
         if kept == keep or (step > newest and not whole):
-            shutil.rmtree(folder)
+            _remove(folder)
         elif step <= newest and whole:
             kept += 1
 
 
-def _sync_folder(path: Path) -> None:
-    # Without this a crash of the machine can lose the rename although the files are on disk.
+def _sync(path: Path) -> None:
+    # A folder, too: without that a crash of the machine can lose names although the files are on disk.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -137,27 +246,11 @@ def _sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _on_first_rank(action: Callable[[], None], final: Path) -> None:
-    """Do `action` on rank 0 and let every rank raise what it raised, so that none waits for the others."""
-    outcome: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except OSError as error:
-            outcome = [unwritable(final, error)]
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        raise UserError(outcome[0])
-
-
-def _write_failure(error: BaseException) -> BaseException | None:
-    """The failure to write behind an error of a save, or None where it is something else."""
-    causes = (
-        [pair[0] for pair in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    )
+def _write_failure(failure: CheckpointException) -> BaseException | None:
+    """The failure to write behind that of a save, or None where it is something else."""
     chain: list[BaseException] = []
-    for cause in causes:
-        step: BaseException | None = cause
+    for error, _ in failure.failures.values():
+        step: BaseException | None = error
         while step is not None:
             chain.append(step)
             step = step.__cause__ or step.__context__
@@ -166,60 +259,6 @@ def _write_failure(error: BaseException) -> BaseException | None:
             return item
     # torch's zip writer reports a failed write as a RuntimeError of its own.
     return next((item for item in chain if "write" in str(item) or "unexpected pos" in str(item)), None)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Finding
-
-
-def newest_whole(checkpoints: Path, say: Callable[[str], None]) -> Path:
-    """The newest checkpoint that is whole; `say` is told of each one passed over. UserError where there is none."""
-    broken = []
-    for step in saved_steps(checkpoints):
-        folder = step_folder(checkpoints, step)
-        problem = what_is_missing(folder)
-        if problem is None:
-            return folder
-        broken.append(f"{folder.name}: {problem}")
-        say(f"{folder} is incomplete ({problem}); falling back to the one before")
-    found = f"found only incomplete ones ({'; '.join(broken)})" if broken else "found none"
-    raise UserError(f"{checkpoints}: expected a whole checkpoint, {found}")
-
-
-def what_is_missing(folder: Path) -> str | None:
-    """Why the checkpoint cannot be read, or None if every file is there in its full length."""
-    try:
-        metadata = read_metadata(folder)
-        read_position(folder)
-    except UserError as error:
-        return str(error).removeprefix(f"{folder}: ")
-    for item in (metadata.storage_data or {}).values():
-        file = folder / item.relative_path
-        size = file.stat().st_size if file.is_file() else 0
-        if size < item.offset + item.length:
-            return (
-                f"{item.relative_path} holds {size:,} bytes, at least {item.offset + item.length:,} expected"
-            )
-    return None
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """What a checkpoint says it holds. Raises UserError where that cannot be read."""
-    try:
-        return dcp.FileSystemReader(folder).read_metadata()
-    except FileNotFoundError:
-        raise UserError(f"{folder}: no .metadata file") from None
-    except Exception as error:
-        # Unpickling damaged bytes can raise nearly anything.
-        raise UserError(f"{folder}: unreadable .metadata file ({type(error).__name__})") from error
-
-
-def read_position(folder: Path) -> Position:
-    try:
-        content = json.loads((folder / POSITION_FILE).read_text(encoding="utf-8"))
-        return Position(step=int(content["step"]), samples=int(content["samples"]))
-    except (OSError, ValueError, LookupError, TypeError):
-        raise UserError(f"{folder}: no readable {POSITION_FILE}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -234,11 +273,129 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def check_fits(folder: Path, shapes: Shapes) -> None:
+def load_newest(
+    checkpoints: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    shapes: Shapes,
+    say: Say = _silent,
+) -> Position:
+    """Read the newest whole checkpoint into a model and its optimizer. Called by every rank.
+
+    Damage that any rank meets, also while it loads, makes all ranks fall back to the checkpoint before; `say` is
+    called for each one passed over. Raises UserError where none is whole.
+    """
+    steps = _of_every_rank(saved_steps(checkpoints))[0]  # of the first rank: others may see a folder later
+    return _newest(checkpoints, steps, lambda folder: load(folder, model, optimizer, shapes, say), say)
+
+
+def load_newest_weights(checkpoints: Path, model: nn.Module, say: Say = _silent) -> None:
+    """Read the weights of the newest whole checkpoint into a plain model, in one process, without a process group."""
+    _newest(checkpoints, saved_steps(checkpoints), lambda folder: load_weights(folder, model, say), say)
+
+
+def _newest(checkpoints: Path, steps: list[int], read: Callable[[Path], T], say: Say) -> T:
+    damaged = []
+    for step in steps:
+        folder = step_folder(checkpoints, step)
+        try:
+            return read(folder)
+        except Damaged as problem:
+            damaged.append(f"{folder.name}: {problem}")
+            say(f"{folder} is damaged ({problem}); falling back to the one before")
+    problems = f"found only damaged ones ({'; '.join(damaged)})" if damaged else "found none"
+    raise UserError(f"{checkpoints}: expected a whole checkpoint, {problems}")
+
+
+def load(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    shapes: Shapes,
+    say: Say = _silent,
+) -> Position:
+    """Read a checkpoint into a model and its optimizer. Called by every rank; returns where the run stands.
+
+    `shapes` are those of the model before it was sharded. Rates and decay of the optimizer stay as they are. Raises
+    Damaged on every rank where it is not the checkpoint that was saved, UserError where it is another model's.
+    """
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state["state"]}
+
+    def fitting() -> Stored:
+        stored = examine(folder)
+        check_fits(folder, stored.metadata, shapes)
+        check_optimizer_fits(folder, stored.metadata, state["optimizer"])
+        return stored
+
+    stored = _verified(fitting, say)
+    _read(stored, state, say)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict={**optimizer_state, "state": state["optimizer"]},
+    )
+    return stored.position
+
+
+def load_weights(folder: Path, model: nn.Module, say: Say = _silent) -> None:
+    """Read the weights alone into a plain model, in one process, without a process group. Raises as `load` does."""
+
+    def fitting() -> Stored:
+        stored = examine(folder)
+        check_fits(folder, stored.metadata, shapes_of(model))
+        return stored
+
+    state = {"model": model.state_dict()}
+    _read(_verified(fitting, say, alone=True), state, say, alone=True)
+    model.load_state_dict(state["model"])
+
+
+def _verified(examined: Callable[[], Stored], say: Say, alone: bool = False) -> Stored:
+    """A checkpoint whose files are those that were saved. Each rank compares its share of them."""
+    stored: list[Stored] = []
+
+    def look() -> str:
+        stored.append(examined())
+        return stored[0].fingerprint
+
+    prints = _agreed(look, alone)
+    if len(set(prints)) > 1:
+        rank = next(number for number, each in enumerate(prints) if each != prints[0])
+        raise Damaged(f"rank {rank} reads another {POSITION_FILE} or {METADATA} than rank 0")
+    found = stored[0]
+    if found.digests is None:
+        say(f"{found.folder} was saved without checksums; only the sizes of its files are compared")
+    rank, ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+    done = 0
+
+    def progress(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+
+    whole = sum(found.files().values())
+    with patience(
+        say,
+        lambda: (
+            f"comparing checksums of {found.folder}: {done / 1e9:.1f} of {whole / ranks / 1e9:.1f} GB of each rank"
+        ),
+    ):
+        _agreed(lambda: check_files(found, rank, ranks, progress), alone)
+    return found
+
+
+def _read(stored: Stored, state: dict[str, Any], say: Say, alone: bool = False) -> None:
+    started = time.perf_counter()
+    with patience(say, lambda: f"loading {stored.folder}: {time.perf_counter() - started:.0f} s"):
+        folders.load(stored.folder, state, stored.metadata, alone=alone)
+
+
+def check_fits(folder: Path, metadata: Metadata, shapes: Shapes) -> None:
     """Refuse a checkpoint of another model, before anything is changed. Names the first parameter that differs."""
     stored = {
         name.removeprefix("model."): tuple(entry.size)
-        for name, entry in read_metadata(folder).state_dict_metadata.items()
+        for name, entry in metadata.state_dict_metadata.items()
         if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
     }
     for name, shape in shapes.items():
@@ -254,44 +411,19 @@ def check_fits(folder: Path, shapes: Shapes) -> None:
                             "checkpoint of another model")  # fmt: skip
 
 
-def check_optimizer_fits(folder: Path, state: Mapping[str, Mapping[str, Any]]) -> None:
+def check_optimizer_fits(folder: Path, metadata: Metadata, state: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse a checkpoint of another optimizer. Names the first value that it does not hold."""
-    stored = read_metadata(folder).state_dict_metadata
     for name, values in state.items():
-        for key in values:
-            if f"optimizer.{name}.{key}" not in stored:
-                raise UserError(f"{folder}: expected the optimizer's {key} of {name}, found none; this is a checkpoint "
-                                "of another optimizer, so resume with the optimizer.name it was made with")  # fmt: skip
-
-
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, shapes: Shapes) -> Position:
-    """Read a checkpoint into a model and its optimizer. Called by every rank; returns where the run stands.
-
-    `shapes` are those of the model before it was sharded. Rates and decay of the optimizer stay as they are.
-    """
-    check_fits(folder, shapes)
-    position = read_position(folder)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state["state"]}
-    check_optimizer_fits(folder, state["optimizer"])
-    dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict={**optimizer_state, "state": state["optimizer"]},
-    )
-    return position
-
-
-def load_weights(folder: Path, model: nn.Module) -> None:
-    """Read the weights alone into a plain model, in one process, without a process group."""
-    check_fits(folder, shapes_of(model))
-    state = {"model": model.state_dict()}
-    with warnings.catch_warnings():
-        # One process is what is meant here.
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
-        )
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-    model.load_state_dict(state["model"])
+        for key, value in values.items():
+            stored = metadata.state_dict_metadata.get(f"optimizer.{name}.{key}")
+            shape = list(value.shape) if isinstance(value, torch.Tensor) else None
+            stored_shape = list(stored.size) if isinstance(stored, TensorStorageMetadata) else None
+            if stored is not None and shape == stored_shape:
+                continue
+            found = (
+                "none" if stored is None else "no tensor" if stored_shape is None else f"shape {stored_shape}"
+            )
+            raise UserError(
+                f"{folder}: expected the optimizer's {key} of {name}, found {found}; this is a checkpoint of another "
+                "optimizer, so resume with the optimizer.name it was made with"
+            )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -64,6 +65,10 @@ def _draw(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Gen
     return int(places[choice])
 
 
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # stdout is for what was generated
+
+
 def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> str:
     """The prompt and `tokens` tokens the run's newest checkpoint puts after it.
 
@@ -77,8 +82,7 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int
     record, config = folder.record(), folder.config()
     device = torch.device("cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu")
     model = build_model(config.model, record["vocab_size"])
-    newest = checkpoint.newest_whole(folder.checkpoints, say=lambda _: None)
-    checkpoint.load_weights(newest, model)
+    checkpoint.load_newest_weights(folder.checkpoints, model, say=_say)
     drawn = sample(
         model.to(device), encode(prompt), count=tokens, temperature=temperature, top_k=top_k, seed=seed,
         context=config.train.seq_len, device=device,  # positions beyond were never trained

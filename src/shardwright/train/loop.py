@@ -257,15 +257,15 @@ class Trainer:
         parallel.free_gathered(self.model)
         return prompt, decode(tokens)
 
-    def save(self, folder: RunFolder) -> None:
-        checkpoint.save(
-            folder.checkpoints, self.model, self.optimizer, self.position, self.config.checkpoint.keep
-        )
+    def save(self, folder: RunFolder, reporter: metrics.Reporter) -> None:
+        keep = self.config.checkpoint.keep
+        checkpoint.save(folder.checkpoints, self.model, self.optimizer, self.position, keep, reporter.say)
 
     def load(self, folder: RunFolder, reporter: metrics.Reporter) -> None:
         """Go on from the run's newest whole checkpoint."""
-        newest = checkpoint.newest_whole(folder.checkpoints, reporter.say)
-        self.position = checkpoint.load(newest, self.model, self.optimizer, self.shapes)
+        self.position = checkpoint.load_newest(
+            folder.checkpoints, self.model, self.optimizer, self.shapes, reporter.say
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def run_steps(trainer: Trainer, folder: RunFolder, reporter: metrics.Reporter, s
         ):
             reporter.say(report_memory(trainer, folder))
         if leaving or due(step, config.checkpoint.every):
-            trainer.save(folder)
+            trainer.save(folder, reporter)
         if leaving:
             return result.stop if step < config.train.steps else 0
 

@@ -1,0 +1,157 @@
+"""SHA-256 digests of the files of a checkpoint: taken by the rank that wrote a file, compared before a load.
+
+They find damage: a bit that flipped, a file that was cut off or belongs to another step. They are no signature.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardwright.checkpoint.metadata import Damaged
+
+READ_AT_ONCE = 1 << 22
+SEAL = "sha256"  #: the key of a JSON object's digest of its other keys
+
+
+class Digest(NamedTuple):
+    nbytes: int
+    sha256: str
+
+
+def _ignore(nbytes: int) -> None:
+    pass
+
+
+def open_regular(file: Path, links: bool = False) -> int:
+    """A descriptor for reading, which the caller closes. Links are followed if ``links``.
+
+    Raises:
+        Damaged: there is no such file, or it is a link, a folder, a device or a pipe, which no save has written.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)  # pipes do not block then
+    try:
+        descriptor = os.open(file, flags)
+    except FileNotFoundError:
+        raise Damaged(f"no {file.name} file") from None
+    except OSError as error:
+        is_link = not links and file.is_symlink()
+        problem = (
+            "is a symbolic link, and a save writes none" if is_link else f"cannot be read: {error.strerror}"
+        )
+        raise Damaged(f"{file.name} {problem}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Damaged(f"{file.name} is no regular file")
+    return descriptor
+
+
+def size_of(file: Path, links: bool = False) -> int:
+    """Bytes of a file. Raises Damaged as :func:`open_regular` does."""
+    descriptor = open_regular(file, links)
+    try:
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
+
+
+def read_regular(file: Path, links: bool = False) -> bytes:
+    """The whole of a small file. Raises Damaged as :func:`open_regular` does, and where it cannot be read."""
+    with os.fdopen(open_regular(file, links), "rb") as stream:
+        try:
+            return stream.read()
+        except OSError as error:
+            raise Damaged(f"{file.name} cannot be read: {error.strerror}") from None
+
+
+def digest_of(file: Path, progress: Callable[[int], None] = _ignore, links: bool = False) -> Digest:
+    """Read a file and digest it. ``progress`` gets the bytes of each part that was read.
+
+    Raises:
+        Damaged: it is no regular file.
+        OSError: it cannot be read.
+    """
+    total, sha, buffer = 0, hashlib.sha256(), bytearray(READ_AT_ONCE)
+    view = memoryview(buffer)
+    with os.fdopen(open_regular(file, links), "rb", buffering=0) as stream:
+        while count := stream.readinto(view):
+            sha.update(view[:count])
+            total += count
+            progress(count)
+    return Digest(total, sha.hexdigest())
+
+
+def check_digest(
+    file: Path, expected: Digest, progress: Callable[[int], None] = _ignore, links: bool = False
+) -> None:
+    """Raise Damaged where the file is not the one that was digested. Its length is compared first."""
+    if (nbytes := size_of(file, links)) != expected.nbytes:
+        raise Damaged(f"{file.name} holds {nbytes:,} bytes, {expected.nbytes:,} expected")
+    try:
+        found = digest_of(file, progress, links)
+    except OSError as error:
+        raise Damaged(f"{file.name} cannot be read: {error.strerror}") from None
+    if found != expected:
+        raise Damaged(f"{file.name} is not the file that was saved: its SHA-256 differs")
+
+
+def share(sizes: Mapping[str, int], rank: int, ranks: int) -> list[str]:
+    """The names that fall to ``rank``, so that all ranks get about as many bytes."""
+    loads = [0] * ranks
+    mine = []
+    for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += sizes[name] + 1  # empty ones are spread, too
+        if lightest == rank:
+            mine.append(name)
+    return mine
+
+
+# -- JSON that knows its own digest ------------------------------------------------------------------------------------
+
+
+def sealed(content: Mapping[str, Any]) -> str:
+    """JSON text of ``content`` with a digest of it, so that a changed number is noticed."""
+    return json.dumps({**content, SEAL: _digest_of_content(content)}, indent=1) + "\n"
+
+
+def unsealed(text: bytes, name: str) -> dict[str, Any]:
+    """The content of what :func:`sealed` made.
+
+    Raises:
+        Damaged: it is no such text, or not the one that was written.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        raise Damaged(f"no readable {name}") from None
+    if not isinstance(content, dict) or SEAL not in content:
+        raise Damaged(f"no readable {name}")
+    del content[SEAL]
+    if sealed(content).encode() != text:
+        raise Damaged(f"{name} is not the file that was saved: its SHA-256 differs")
+    return content
+
+
+def _digest_of_content(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def as_json(digests: Mapping[str, Digest]) -> dict[str, Any]:
+    return {name: {"bytes": each.nbytes, "sha256": each.sha256} for name, each in sorted(digests.items())}
+
+
+def from_json(content: Any, name: str) -> dict[str, Digest]:
+    """Raises Damaged where ``content`` is not what :func:`as_json` makes."""
+    try:
+        digests = {file: Digest(each["bytes"], each["sha256"]) for file, each in content.items()}
+    except (AttributeError, LookupError, TypeError):
+        raise Damaged(f"no readable {name}") from None
+    if not all(type(each.nbytes) is int and type(each.sha256) is str for each in digests.values()):
+        raise Damaged(f"no readable {name}")
+    return digests
