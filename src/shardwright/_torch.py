@@ -7,6 +7,7 @@ Nothing outside this module reaches into torch's underscore names.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives
 from torch.distributed import distributed_c10d as _c10d
+from torch.distributed import fsdp as _fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _dtensor_spec, placement_types
 
@@ -160,6 +162,78 @@ def hide_from_dynamo(*modules: str) -> None:
         trace_rules.add(name)
 
 
+# -- torch's own fully_shard, whose place this engine takes
+
+#: The class that its sharded modules have, and by which torch and others know such.
+TorchFSDPModule: Any = _probe(_fsdp, "FSDPModule")
+
+_contract: Any = importlib.import_module("torch.distributed._composable.contract")
+_STATE_KEY, _REGISTRY_KEY = _probe(_contract, "STATE_KEY"), _probe(_contract, "REGISTRY_KEY")
+_RegistryItem = _probe(_contract, "RegistryItem")
+#: Under which a module has its state: the function inside torch's decorator.
+_sharding: Any = _probe(_fsdp, "fully_shard", "__wrapped__")
+#: Read by torch.compile, and by transformers: every rank then runs the same layers and the same generation steps.
+_MANAGED = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+#: Attributes of modules that say so.
+SHARDED_MARKS = (_STATE_KEY, _REGISTRY_KEY, *_MANAGED)
+
+
+def mark_fully_sharded(module: torch.nn.Module, state: Any) -> None:
+    """Let torch find ``state`` by ``fully_shard.state(module)``, and the module among those that are sharded."""
+    module.__dict__.setdefault(_STATE_KEY, {})[_sharding] = state
+    module.__dict__.setdefault(_REGISTRY_KEY, {})[_sharding.__name__] = _RegistryItem()
+
+
+def mark_managed(module: torch.nn.Module) -> None:
+    """The module is sharded, or lies in one that is."""
+    module.__dict__.update(dict.fromkeys(_MANAGED, True))
+
+
+def unmark_fully_sharded(module: torch.nn.Module) -> None:
+    """Undo that: the module is a plain one."""
+    module.__dict__.get(_STATE_KEY, {}).pop(_sharding, None)
+    module.__dict__.get(_REGISTRY_KEY, {}).pop(_sharding.__name__, None)
+
+
+def sharded_state_of(module: torch.nn.Module) -> Any:
+    """What :func:`mark_fully_sharded` or torch's own ``fully_shard`` has left there."""
+    return module.__dict__.get(_STATE_KEY, {}).get(_sharding)
+
+
+def sharded_or_replicated_by_torch(module: torch.nn.Module) -> str | None:
+    """Which function of torch's was applied to the module itself. The marks of this engine's modules are the same."""
+    registry = module.__dict__.get(_REGISTRY_KEY, {})
+    return next((name for name in (_sharding.__name__, "replicate") if name in registry), None)
+
+
+class _FSDPClasses(dict[type, type]):
+    """The sharded class of each class, as torch keeps them. Ours are there for those who look, not for torch to use."""
+
+    def __init__(self, torchs: dict[type, type]) -> None:
+        super().__init__(torchs)
+        self.ours: dict[type, type] = {}
+
+    def __contains__(self, cls: object) -> bool:
+        return super().__contains__(cls) or cls in self.ours
+
+    def __missing__(self, cls: type) -> type:
+        return self.ours[cls]
+
+
+def _share_classes() -> _FSDPClasses:
+    module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+    classes = _FSDPClasses(getattr(module, "cls_to_fsdp_cls", {}))
+    if hasattr(
+        module, "cls_to_fsdp_cls"
+    ):  # else this torch has no such table, and nothing that looks into it
+        module.cls_to_fsdp_cls = classes
+    return classes
+
+
+#: The sharded class of each class, where torch.compile looks for it.
+fsdp_classes = _share_classes().ours
+
+
 def called_by_compiler() -> bool:
     """Whether the caller was called by torch.compile's own code, as it runs or traces a graph."""
     return str(sys._getframe(2).f_globals.get("__name__")).startswith("torch._functorch.")
@@ -168,6 +242,25 @@ def called_by_compiler() -> bool:
 def called_by_parameter() -> bool:
     """Whether the caller was called by ``nn.Parameter(...)``, which wants ``detach`` to give a tensor of one class."""
     return sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__
+
+
+_SPLIT_BACKWARD = "torch.distributed.pipelining._backward"
+
+
+def called_by_split_backward() -> bool:
+    """Whether the caller was called by a zero-bubble pipeline schedule, or its ``parameters()`` was.
+
+    Such a schedule looks for these parameters in the graph and puts gradients into them.
+    """
+    frame: Any = sys._getframe(2)
+    if frame.f_code is torch.nn.Module.parameters.__code__:
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == _SPLIT_BACKWARD
+
+
+def called_by_torchs_fully_shard() -> bool:
+    """Whether the caller was called by torch's ``fully_shard``, which is about to take over a module's parameters."""
+    return str(sys._getframe(2).f_globals.get("__name__")).endswith("._fully_shard._fsdp_init")
 
 
 def compiled_graphs() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -9,10 +10,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining._backward import stage_backward_input
+from torch.distributed.pipelining.schedules import (
+    ScheduleDualPipeV,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 import shardwright as sw
 from tests.engine.models import Block, full
-from tests.support import multirank
+from tests.support import multirank, world_mesh
 
 MICROS = 4
 
@@ -31,38 +38,66 @@ def data(step: int, replica: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(2 * MICROS, 7, generator=generator), torch.randn(2 * MICROS, 7, generator=generator)
 
 
-SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}
+#: And how many stages there are on two ranks, and whether they lie in the shape of a V.
+SCHEDULES = {
+    "GPipe": (ScheduleGPipe, 2, False),
+    "1F1B": (Schedule1F1B, 2, False),
+    "Interleaved1F1B": (ScheduleInterleaved1F1B, 4, False),
+    "InterleavedZeroBubble": (ScheduleInterleavedZeroBubble, 4, False),
+    "ZBV": (ScheduleZBVZeroBubble, 4, True),
+    "DualPipeV": (ScheduleDualPipeV, 4, True),
+}
+
+
+def reductions(modules: Iterable[nn.Module]) -> list[int]:
+    """Counts the reductions of all units, from now on."""
+    count = [0]
+    for unit in (u for module in modules for u in module._fsdp_units(recurse=True)):
+
+        def reduce(now: bool = False, unit: Any = unit, before: Any = unit.reduce) -> None:
+            count[0] += unit.requires_sync
+            before(now)
+
+        unit.reduce = reduce
+    return count
 
 
 @multirank(4)
 @pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
-@pytest.mark.parametrize("communication", ["each", "held"])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_torchs_schedules(rank: int, world_size: int, name: str, communication: str, layout: str) -> None:
-    """``held``: gradients of all micro-batches are reduced once, by the optimizer's step."""
+def test_torchs_schedules(rank: int, world_size: int, name: str, layout: str) -> None:
+    """As for FSDP2: nothing is said of the schedule, which reduces each unit once, after the last micro-batch."""
+    ways = {
+        "per_parameter": [("zero3", True), ("zero3", False)],
+        "ragged": [("zero3", None), ("zero1", None)],
+    }
+    for strategy, reshard in ways[layout]:
+        check(name, layout, strategy, reshard)
+
+
+def check(name: str, layout: str, strategy: str, reshard: bool | None) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "data"))
     group, place, replica = mesh.get_group("pipe"), mesh.get_local_rank("pipe"), mesh.get_local_rank("data")
-    count = 4 if name.startswith("Interleaved") else 2
-    plain, mine = stages(count), {i: m for i, m in enumerate(stages(count)) if i % 2 == place}
+    schedule_class, count, v_shaped = SCHEDULES[name]
+    places = [0, 1, 1, 0] if v_shaped else [0, 1, 0, 1]
+    plain, mine = stages(count), {i: m for i, m in enumerate(stages(count)) if places[i] == place}
+    options: dict[str, Any] = {"mesh": mesh["data"], "layout": layout, "strategy": strategy}
     for module in mine.values():
-        sw.wrap.auto_wrap(module, {Block}, mesh=mesh["data"], layout=layout, strategy="zero3")
-        module.set_reshard_after_backward(False)
-        module.set_requires_gradient_sync(communication == "each")
-    sw.share_comm_ctx(list(mine.values()))
+        for each in (module[0], module[1], module):
+            sw.fully_shard(each, reshard_after_forward=reshard, **options)
     made = [PipelineStage(m, i, count, torch.device("cpu"), group=group) for i, m in mine.items()]
     several: Any = made if len(made) > 1 else made[0]
-    # The schedule divides .grad, which is not there yet while gradients are held: the loss is divided instead.
-    scale = communication == "each"
-    schedule = SCHEDULES[name](
-        several, MICROS, lambda y, t: loss_of(y, t) / (1 if scale else MICROS), scale_grads=scale
-    )
+    schedule = schedule_class(several, MICROS, loss_of)
     parameters = [p for m in mine.values() for p in m.parameters()]
     optimizer = sw.fully_shard_optimizer(torch.optim.SGD(parameters, lr=0.1))
     expected = torch.optim.SGD([p for m in plain for p in m.parameters()], lr=0.1)
+    counted = reductions(mine.values())
     for step in range(2):
         x, target = data(step, replica)
-        first, last = ([x] if 0 in mine else []), (target if count - 1 in mine else None)
-        schedule.step(*first, target=last)
+        counted[0] = 0
+        schedule.step(*([x] if 0 in mine else []), target=target if count - 1 in mine else None)
+        if step:  # in the first, torch runs each stage once more, to look at its outputs
+            assert counted == [3 * len(mine)], counted
         for r in range(2):
             x, target = data(step, r)
             y = x
@@ -75,3 +110,14 @@ def test_torchs_schedules(rank: int, world_size: int, name: str, communication: 
         for i, module in mine.items():
             for (n, p), q in zip(module.named_parameters(), plain[i].parameters(), strict=True):
                 torch.testing.assert_close(full(p), q, rtol=1e-4, atol=1e-6, msg=lambda m, n=n: f"{n}: {m}")
+
+
+@multirank(2)
+def test_split_backward_needs_the_whole_stage_sharded(rank: int, world_size: int) -> None:
+    """FSDP2 loses the gradients."""
+    stage = stages(1)[0]
+    sw.fully_shard(stage[0], mesh=world_mesh(world_size))
+    x = torch.ones(2, 7, requires_grad=True)
+    y = stage(x)
+    with pytest.raises(RuntimeError, match="the stage's own module is not sharded"):
+        stage_backward_input([y], [torch.ones_like(y)], [x], stage.parameters())

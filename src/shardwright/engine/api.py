@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import DataParallelMeshDims, local_of
+from shardwright._torch import DataParallelMeshDims, local_of, sharded_or_replicated_by_torch
 from shardwright.comm import Communicator
+from shardwright.engine.composable import state_of
 from shardwright.engine.construct import (
     UNIT,
     Found,
@@ -120,7 +121,8 @@ def fully_shard(
         ValueError: an argument or parameter that cannot be sharded, named.
         NotImplementedError: an option that this version does not honour yet, named.
 
-    The signature is that of ``torch.distributed.fsdp.fully_shard`` in torch 2.13.
+    The signature is that of ``torch.distributed.fsdp.fully_shard`` in torch 2.13. As there,
+    ``fully_shard.state(module)`` is what torch's own code looks at.
     """
     refuse_while_deferring("fully_shard")
     check_memory(memory, prefetch, strict)
@@ -144,6 +146,7 @@ def fully_shard(
     ranks = _ranks(mesh, resolve(strategy, mesh.ndim), spmd)
     offload = offload_of(offload_policy)
     left_out = _check_ignored(modules, ignored_modules)
+    _refuse_torchs(modules, left_out)
     ignored = ignored_params or set()
     untouched = [*ignored, *parameters_of(left_out)]
     meshes = [m for m in meshes_asked(modules, untouched, shard_placement_fn) if m != ranks.mesh]
@@ -179,6 +182,9 @@ def fully_shard(
     hook_backward()
     install(unit, modules)
     return module
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
@@ -257,6 +263,20 @@ def _check_ignored(modules: list[nn.Module], ignored: Iterable[nn.Module] | None
                 f"fully_shard was given a {type(each).__name__} that is among its ignored_modules"
             )
     return found
+
+
+def _refuse_torchs(modules: list[nn.Module], ignored: list[nn.Module]) -> None:
+    """Raise if torch shards or replicates a module inside."""
+    left_out = {id(m) for top in ignored for m in top.modules()}
+    for top in modules:
+        for name, module in top.named_modules():
+            by = sharded_or_replicated_by_torch(module) if id(module) not in left_out else None
+            if by is not None and not isinstance(module, FSDPModule):
+                raise ValueError(
+                    f"fully_shard of a {type(top).__name__} found {name or 'itself'!r} ({type(module).__name__}), "
+                    f"which torch's {by} was applied to: its parameters belong to another engine. Apply shardwright's "
+                    "fully_shard to it instead, or pass it in ignored_modules."
+                )
 
 
 def _default_mesh() -> DeviceMesh:

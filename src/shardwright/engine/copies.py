@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import local_of
+from shardwright._torch import local_of, unmark_fully_sharded
 from shardwright.engine.construct import (
     UNIT,
     ShardPlacementFn,
@@ -66,6 +66,7 @@ def deepcopy_module(module: nn.Module, memo: dict[Any, Any], original: type, ins
     memo[id(module)] = result
     state = {key: _without(unit, value) for key, value in module.__dict__.items() if key != UNIT}
     result.__dict__.update(copy.deepcopy(state, memo))
+    unmark_fully_sharded(result)
     if in_use:
         unit.show_full()
     if outermost:

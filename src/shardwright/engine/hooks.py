@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwright._torch import next_sequence_number, sequence_number, waited
+from shardwright._torch import SHARDED_MARKS, next_sequence_number, sequence_number, waited
 
 if TYPE_CHECKING:
     from shardwright.engine.visit import Visit
@@ -271,7 +271,7 @@ _NO_CONTAINER = frozenset({int, float, bool, str, type(None), torch.Size, torch.
 _LONGEST = (
     1000  #: containers with more items are tables, not losses, and would be looked through in every forward
 )
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"_shardwright_unit"}
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"_shardwright_unit", *SHARDED_MARKS}
 
 
 def refuse_opaque(output: Any, where: str) -> None:

@@ -11,15 +11,17 @@ from typing import Any
 from shardwright.engine.parameter import Managed, unit_of
 
 
-class Lending:
-    """In front of a sharded module with parameters of its own: another unit's forward may read them without calling it.
+def lends(cls: type) -> dict[str, Any]:
+    """What a class in front of ``cls`` has if another unit's forward may read its parameters without calling it.
 
     ``nn.MultiheadAttention`` does so with its ``out_proj``, tied output layers with their embedding.
     """
 
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)  # type: ignore[misc]
+    def __getattr__(self: Any, name: str) -> Any:
+        value = cls.__getattr__(self, name)  # type: ignore[attr-defined]
         if isinstance(value, Managed) and (unit := unit_of(value)) is not None:
             unit.lend_if_called()
-            return super().__getattr__(name)  # type: ignore[misc]
+            return cls.__getattr__(self, name)  # type: ignore[attr-defined]
         return value
+
+    return {"__getattr__": __getattr__}

@@ -16,11 +16,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import hide_from_dynamo
+from shardwright._torch import (
+    TorchFSDPModule,
+    called_by_split_backward,
+    called_by_torchs_fully_shard,
+    fsdp_classes,
+    hide_from_dynamo,
+)
 from shardwright.comm import Codec, GradientHook, RegisteredMemory, SymmetricMemory
+from shardwright.engine.composable import ModuleState, introduce, state_of
 from shardwright.engine.construct import UNIT, own_modules, units_of
 from shardwright.engine.copies import convert, deepcopy_module
-from shardwright.engine.lending import Lending
+from shardwright.engine.lending import lends
 from shardwright.engine.parameter import Managed, ShardedParameter, unit_of
 from shardwright.engine.precision import restore_buffers
 from shardwright.engine.ragged import RaggedTensor
@@ -34,7 +41,7 @@ _classes: dict[tuple[type, bool], type] = {}
 @functools.cache
 def _hide_engine() -> None:
     rooms = ("shardwright.engine.", "shardwright.comm.", "shardwright.memory.", "shardwright._torch")
-    hide_from_dynamo(*(name for name in sys.modules if name.startswith(rooms) and name != Lending.__module__))
+    hide_from_dynamo(*(name for name in sys.modules if name.startswith(rooms) and name != lends.__module__))
 
 
 def install(unit: Unit, modules: list[nn.Module]) -> None:
@@ -51,20 +58,25 @@ def install(unit: Unit, modules: list[nn.Module]) -> None:
         module.register_load_state_dict_post_hook(_AtRest(unit))
         own = any(p is not None for p in module._parameters.values())
         module.__class__ = fsdp_class(type(module), reads_own=own)
+    introduce(unit, modules)
 
 
 def fsdp_class(cls: type, reads_own: bool) -> type:
-    """``FSDP<Class>``; with ``reads_own`` other modules may read its parameters, so reading is noticed."""
+    """``FSDP<Class>``; with ``reads_own`` other modules may read its parameters, so reading is noticed.
+
+    torch finds the user's class at index 2 of the bases, as behind its own; torch's own comes last.
+    """
     key = (cls, reads_own)
     if key not in _classes:
-        bases = (Lending, FSDPModule, cls) if reads_own else (FSDPModule, cls)
-        _classes[key] = type(f"FSDP{cls.__name__}", bases, {})
+        bases = (FSDPModule, cls, TorchFSDPModule)
+        _classes[key] = type(f"FSDP{cls.__name__}", bases, lends(cls) if reads_own else {})
+        fsdp_classes.setdefault(cls, _classes[key])
     return _classes[key]
 
 
 def original_class(cls: type) -> type:
     """The class that :func:`fsdp_class` was put in front of."""
-    return next(c for c in cls.__mro__[1:] if not issubclass(c, (FSDPModule, Lending)))
+    return next(c for c in cls.__mro__[1:] if not issubclass(c, FSDPModule))
 
 
 class _UnitHook:
@@ -164,8 +176,11 @@ class UnshardHandle:
                 unit.show_full()
 
 
-class FSDPModule:
-    """What a module becomes by :func:`fully_shard`. Made by that function only."""
+class FSDPModule(TorchFSDPModule):
+    """What a module becomes by :func:`fully_shard`. Made by that function only.
+
+    torch takes it for its own class of this name, of which nothing is inherited (``_refuse_inherited``).
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Container code such as ``Sequential.__getitem__`` builds ``type(self)(...)``: that is a plain module.
@@ -192,6 +207,13 @@ class FSDPModule:
             f"A sharded {original_class(type(self)).__name__} cannot be pickled: each rank has a part only, and its "
             "process group ends with the process. Save its state_dict(), by torch.distributed.checkpoint or torch.save."
         )
+
+    def _get_fsdp_state(self) -> ModuleState:
+        """What torch's own code looks at."""
+        return cast(ModuleState, state_of(cast(nn.Module, self)))
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted for torch's sake: gathers are always issued asynchronously."""
 
     def _root(self) -> Root:
         unit = self._fsdp_unit()
@@ -464,13 +486,33 @@ class FSDPModule:
                 unit.forget_gradients()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As ``nn.Module.named_parameters``; first leaves a failed backward behind, which had full ones shown."""
+        """As ``nn.Module.named_parameters``; first leaves a failed backward behind, which had full ones shown.
+
+        torch's pipeline schedules that compute gradients of weights apart from those of inputs get the full ones.
+        """
         root = self._fsdp_unit().root
         if root is not None:
             root.recover_if_failed()
         for unit in self._fsdp_units(recurse=True):
             unit.settle()
-        return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
+        if called_by_torchs_fully_shard():
+            raise ValueError(
+                f"torch's fully_shard was applied to a module with a {type(self).__name__} inside, which shardwright "
+                "sharded: one engine must have them all. Apply shardwright's fully_shard to the outer module, too."
+            )
+        named = super().named_parameters(*args, **kwargs)
+        return self._named_full(named) if called_by_split_backward() else named
+
+    def _named_full(self, named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
+        root = self._root()
+        for unit in self._fsdp_units(recurse=True):
+            if (
+                unit.parameters and not unit.gathered
+            ):  # the last forward has released what this backward reads
+                unit.issue(root.generation)
+            unit.wait()
+        fulls = {id(p.sharded): p.full for unit in self._fsdp_units(recurse=True) for p in unit.parameters}
+        return ((name, fulls.get(id(p), p)) for name, p in named)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """``.to``, ``.half``, ``to_empty`` and the like: the same parameter objects, over new shards if need be."""
@@ -480,6 +522,26 @@ class FSDPModule:
         units = [u for u in self._fsdp_units(recurse) if u.parameters]
         convert(cast(nn.Module, self), units, fn, recurse)
         return self
+
+
+def _refuse_inherited() -> None:
+    """What this torch's class has and ours has not would work on an engine that is not there: it raises an error."""
+    for name, value in vars(TorchFSDPModule).items():
+        if callable(value) and name not in vars(FSDPModule) and not hasattr(object, name):
+            setattr(FSDPModule, name, _refusal(name))
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{name} of torch {torch.__version__}'s FSDPModule does nothing in shardwright. Leave the call out."
+        )
+
+    refuse.__name__ = name
+    return refuse
+
+
+_refuse_inherited()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardwright._torch import (
     called_by_compiler,
     called_by_parameter,
+    called_by_split_backward,
     local_of,
     rebind,
     share_gradient_hooks,
@@ -82,6 +83,15 @@ class Managed(torch.Tensor):
         if not torch.compiler.is_compiling() and called_by_parameter():
             alias.__class__ = type(self)  # which it asks for. It is of no unit until one takes it over.
         return alias
+
+    def view_as(self, other: torch.Tensor) -> torch.Tensor:
+        if called_by_split_backward():
+            raise RuntimeError(
+                "A zero-bubble pipeline schedule asked a stage for its parameters, and the stage's own module is not "
+                "sharded, only modules inside it are: their gradients would be lost. Apply fully_shard to the whole "
+                "module of the stage, too."
+            )
+        return super().view_as(other)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) in memo:

@@ -356,6 +356,11 @@ class Root:
         for unit in units:
             unit.finish_reduction()
 
+    def finish_held(self) -> None:
+        """What micro-batches have left was reduced outside of any backward: wait for it."""
+        self.finish_reductions()
+        self.arrivals.end_backward()
+
     def _end_backward(self) -> None:
         """Backward is over: reduce what is left, in one order on all ranks, and leave everything sharded."""
         self.close_visits_begun_after(-1)
@@ -715,5 +720,4 @@ def reduce_held(parameters: Iterable[torch.Tensor]) -> None:
     held = {id(u): u for p in parameters if (u := unit_of(p)) is not None and u.holds}
     for unit in held.values():
         unit.reduce(now=True)
-        unit.root.finish_reductions()
-        unit.root.arrivals.end_backward()
+        unit.root.finish_held()

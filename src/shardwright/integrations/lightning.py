@@ -529,7 +529,8 @@ def _refuse_wrapped(module: nn.Module) -> None:
             "would not hold for it. Pass the model before fully_shard; units inside it may be sharded."
         )
     for name, inner in module.named_modules():
-        if isinstance(inner, (DistributedDataParallel, FullyShardedDataParallel, TorchFSDPModule)):
+        torchs = isinstance(inner, TorchFSDPModule) and not isinstance(inner, FSDPModule)
+        if torchs or isinstance(inner, (DistributedDataParallel, FullyShardedDataParallel)):
             raise TypeError(
                 f"The model has a {type(inner).__name__} at {name!r}, which torch shards or replicates itself. Pass it "
                 "unwrapped."
