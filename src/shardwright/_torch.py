@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -204,6 +205,38 @@ def sharded_or_replicated_by_torch(module: torch.nn.Module) -> str | None:
     """Which function of torch's was applied to the module itself. The marks of this engine's modules are the same."""
     registry = module.__dict__.get(_REGISTRY_KEY, {})
     return next((name for name in (_sharding.__name__, "replicate") if name in registry), None)
+
+
+_FSDP2_MODULES = (
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
+_FSDP2_NAMES = (
+    "FSDPModule",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+)
+_torchs_own = {name: getattr(_fsdp, name, None) for name in _FSDP2_NAMES}
+
+
+def fsdp2_modules() -> list[ModuleType]:
+    """From where programs import FSDP2, as far as this torch has them."""
+    modules = []
+    for name in _FSDP2_MODULES:
+        try:
+            modules.append(importlib.import_module(name))
+        except ImportError:
+            pass
+    return modules
+
+
+def torchs_own(name: str) -> Any:
+    """What a name of FSDP2 means in torch, whatever was put there since; None if this torch lacks it."""
+    return _torchs_own[name]
 
 
 class _FSDPClasses(dict[type, type]):

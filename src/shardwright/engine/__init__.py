@@ -11,6 +11,7 @@ from shardwright.engine.module import (
 )
 from shardwright.engine.offload import Offload
 from shardwright.engine.precision import PrecisionPolicy
+from shardwright.engine.replace import replace_torch
 from shardwright.engine.report import MemoryReport, memory_report
 from shardwright.engine.whole import unsharded
 
@@ -25,6 +26,7 @@ __all__ = [
     "fully_shard",
     "memory_report",
     "register_fsdp_forward_method",
+    "replace_torch",
     "share_comm_ctx",
     "unsharded",
 ]

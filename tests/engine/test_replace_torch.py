@@ -1,0 +1,86 @@
+"""``sw.replace_torch()``: torch's names of FSDP2 mean this engine."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from tests.engine.models import full
+from tests.support import multirank, world_mesh
+
+HOMES = (
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
+NAMES = ("FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
+
+
+def exported() -> dict[tuple[str, str], object]:
+    modules = {home: vars(sys.modules.get(home) or importlib.import_module(home)) for home in HOMES}
+    return {(home, name): names[name] for home, names in modules.items() for name in NAMES if name in names}
+
+
+def framework(name: str) -> types.ModuleType:
+    """A module that imports torch's names as frameworks do."""
+    module = types.ModuleType(name)
+    source = "from torch.distributed.fsdp import fully_shard as shard, FSDPModule, MixedPrecisionPolicy"
+    exec(source, module.__dict__)
+    return module
+
+
+def test_every_home_and_back() -> None:
+    before = exported()
+    assert sum(name == "fully_shard" for _, name in before) == 4
+    with sw.replace_torch():
+        inside = exported()
+        assert inside.keys() == before.keys()
+        assert all(value is getattr(sw, name) for (_, name), value in inside.items())
+        with sw.replace_torch():
+            assert exported() == inside
+        assert exported() == inside
+        assert framework("one").shard is sw.fully_shard
+    assert exported() == before
+    with pytest.raises(KeyError), sw.replace_torch():
+        raise KeyError
+    assert exported() == before
+
+
+def test_modules_that_came_before_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    early, sharp = framework("early_framework"), types.ModuleType("sharp_eyed")
+    exec("from torch.distributed.fsdp import FSDPModule", sharp.__dict__)
+    monkeypatch.setitem(sys.modules, "early_framework", early)
+    monkeypatch.setitem(sys.modules, "sharp_eyed", sharp)
+    with pytest.warns(UserWarning, match=r"imported torch's fully_shard before .*early_framework") as told:
+        replaced = sw.replace_torch()
+    with replaced:
+        assert replaced.bound["early_framework"] == ["FSDPModule", "fully_shard"]
+        assert replaced.bound["sharp_eyed"] == ["FSDPModule"]
+        assert not any(name.startswith(("torch.", "shardwright")) for name in replaced.bound)
+        assert "sharp_eyed" not in str(told[0].message)
+        monkeypatch.delitem(sys.modules, "early_framework")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with sw.replace_torch() as again:  # nobody has torch's any more
+                assert "early_framework" not in again.bound
+
+
+@multirank(2)
+def test_a_framework_that_comes_after_trains(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model, data = nn.Linear(4, 3), torch.full((2, 4), 1.0 + rank)
+    expected = sum((1.0 + r) * 2 for r in range(world_size)) / world_size
+    with sw.replace_torch():
+        titan = framework("titan")
+        titan.shard(model, mesh=world_mesh(world_size), mp_policy=titan.MixedPrecisionPolicy())
+        assert isinstance(model, titan.FSDPModule)
+    model(data).sum().backward()
+    assert full(model.weight.grad).unique().tolist() == [expected]
