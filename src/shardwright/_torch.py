@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d as _c10d
 from torch.distributed import fsdp as _fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _dtensor_spec, placement_types
+from torch.utils import _python_dispatch
 
 
 def _probe(owner: Any, *names: str) -> Any:
@@ -73,6 +74,24 @@ _profiler_enabled = _probe(torch.autograd, "_profiler_enabled")
 
 #: While it is entered, attributes of tensors of our classes are read as quickly as those of plain ones.
 quick_attributes = _probe(torch._C, "DisableTorchFunctionSubclass")
+
+#: The interpreter of the innermost transform of torch.func under way, or None.
+_transform = _probe(torch._C, "_functorch", "peek_interpreter_stack")
+_pop_transform = _probe(torch._C, "_functorch", "pop_dynamic_layer_stack")
+_push_transform = _probe(torch._C, "_functorch", "push_dynamic_layer_stack")
+_unwrap_transformed = _probe(torch._C, "_functorch", "get_unwrapped")
+_dispatch_modes = _probe(torch._C, "_len_torch_dispatch_stack")
+_function_modes = _probe(torch._C, "_len_torch_function_stack")
+_pop_function_mode = _probe(torch._C, "_pop_torch_function_stack")
+_push_function_mode = _probe(torch._C, "_push_on_torch_function_stack")
+_disable_dispatch_modes = _probe(_python_dispatch, "_disable_current_modes")
+_dispatch_mode_stack = _probe(_python_dispatch, "_get_current_dispatch_mode_stack")
+_push_dispatch_mode = _probe(_python_dispatch, "_push_mode")
+_pop_dispatch_mode = _probe(_python_dispatch, "_pop_mode")
+_PROXY = _probe(torch._C, "_TorchDispatchModeKey", "PROXY")
+_graph = _probe(torch.autograd, "graph")
+_probe(_graph, "_allow_mutation_on_saved_tensors_enabled")
+_CloneArgBeforeMutateMode = _probe(_graph, "_CloneArgBeforeMutateMode")
 
 #: Moves version counters without an operation.
 increment_version = _probe(torch.autograd.graph, "increment_version")
@@ -153,6 +172,73 @@ def annotate(name: str, unit: str = "") -> AbstractContextManager[Any]:
 
 
 NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func (grad, jvp, vmap, functionalize) is under way."""
+    return _transform() is not None
+
+
+def untransformed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that all transforms of torch.func have wrapped."""
+    while _is_functorch(tensor):
+        tensor = _unwrap_transformed(tensor)
+    return tensor
+
+
+def traced() -> bool:
+    """Whether make_fx records what runs now."""
+    return bool(_dispatch_modes()) and any(map(_traces, _dispatch_mode_stack()))
+
+
+def mutation_allowed() -> bool:
+    """Whether ``allow_mutation_on_saved_tensors`` copies saved tensors when others write to their memory."""
+    return _graph._allow_mutation_on_saved_tensors_enabled  # type: ignore[no-any-return]
+
+
+def alone(device: str) -> AbstractContextManager[Any]:
+    """Inside, operations run outside of whatever the caller has around them that would change what they do.
+
+    Those are transforms of torch.func, function modes, autocast on ``device`` and the dispatch modes that trace, fake or
+    copy. Other dispatch modes stay: they count operations and collectives, and are to see these, too. Nothing is around
+    mostly, and that is all that is looked at then.
+    """
+    if (
+        _transform() is None
+        and not _function_modes()
+        and not torch.is_autocast_enabled(device)
+        and not (_dispatch_modes() and any(map(_changes_results, _dispatch_mode_stack())))
+    ):
+        return NOTHING
+    return _alone(device)
+
+
+def _traces(mode: Any) -> bool:
+    return getattr(mode, "_mode_key", None) is _PROXY
+
+
+def _changes_results(mode: Any) -> bool:
+    return getattr(mode, "_mode_key", None) is not None or isinstance(mode, _CloneArgBeforeMutateMode)
+
+
+@contextmanager
+def _alone(device: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        while _transform() is not None:
+            stack.callback(_push_transform, _pop_transform())
+        while _function_modes():
+            stack.callback(_push_function_mode, _pop_function_mode())
+        if torch.is_autocast_enabled(device):
+            torch.set_autocast_enabled(device, False)
+            stack.callback(torch.set_autocast_enabled, device, True)
+        modes = _dispatch_mode_stack()
+        if any(map(_changes_results, modes)):
+            stack.enter_context(_disable_dispatch_modes())
+            for mode in modes:
+                if not _changes_results(mode):
+                    _push_dispatch_mode(mode)
+                    stack.callback(_pop_dispatch_mode)
+        yield
 
 
 def hide_from_dynamo(*modules: str) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwright._torch import local_of
+from shardwright._torch import local_of, untransformed
 from shardwright.engine.cut import cut_alone, make_cut
 from shardwright.engine.extension import Extension, is_extended
 from shardwright.engine.parameter import (
@@ -410,6 +410,18 @@ def settle(unit: Unit) -> None:
         remake(unit)
 
 
+def refuse_sharded_stand_ins(unit: Unit) -> None:
+    """Raise if a module is about to compute with a sharded tensor that stands in the place of a parameter."""
+    for p in unit.parameters:
+        held = p.stand_in() if p.lent_over else None
+        if held is not None and is_cut(plain := untransformed(held), p.cut.parallel):
+            raise RuntimeError(
+                f"Parameter {p.name!r} of unit {unit.name!r} was replaced for this call (torch.func.functional_call) "
+                f"by a sharded {type(plain).__name__} of shape {tuple(plain.shape)}, and modules compute with full "
+                "tensors. Give .full_tensor() of it, called on every rank, or the parameter itself."
+            )
+
+
 def assign_data(unit: Unit, sharded: nn.Parameter, value: torch.Tensor) -> None:
     """``sharded.data = value``. The shard follows when the unit is next used; what aliased the old one keeps it."""
     p = unit.managed(sharded)
@@ -473,16 +485,22 @@ def remake(unit: Unit) -> None:
                 f"Parameter {name!r} of unit {unit.name!r} was put in the place of another and has a gradient, that of "
                 "this rank alone. Set its .grad to None, and replace parameters outside of forward."
             )
-    unit.retire()
-    own_parameters(unit, found)
-    borrow_parameters(unit, found)
-    unit.rejoin_root()
-    if held:
-        unit.take_held(held)
-    kept = {id(p.sharded) for p in unit.parameters}
-    for p in before:
-        if id(p.sharded) not in kept:  # it is nobody's now: a module that was tied to it may still have it
-            p.sharded.__dict__.pop(UNIT_OF, None)
+    try:
+        unit.retire()
+        own_parameters(unit, found)
+        borrow_parameters(unit, found)
+        unit.rejoin_root()
+        if held:
+            unit.take_held(held)
+    except BaseException:
+        unit.remake_later(held)
+        raise
+    finally:
+        kept = {id(p.sharded) for p in unit.parameters}
+        for p in before:
+            # It is nobody's now, and a module that was tied to it may still have it.
+            if id(p.sharded) not in kept:
+                p.sharded.__dict__.pop(UNIT_OF, None)
 
 
 def _same_parameters(before: list[ManagedParameter], found: Found) -> bool:

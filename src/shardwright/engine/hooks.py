@@ -89,6 +89,11 @@ class _AfterBackward(torch.autograd.Function):
         ctx.visit.after_backward()
         return (None, *gradients)
 
+    @staticmethod
+    def jvp(ctx: Any, visit: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        # Views, as the outputs are of the inputs.
+        return tuple([None if t is None else t.view_as(t) for t in tangents])
+
 
 def mark_inputs(visit: Visit, args: Any, kwargs: Any) -> tuple[Any, Any, bool, int]:
     """Let ``visit`` hear when the gradients of these inputs are there.

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwright._torch import annotate, increment_version, queue_callback, subclasses_dispatch
+from shardwright._torch import alone, annotate, increment_version, queue_callback, subclasses_dispatch
 from shardwright.comm import Communicator
 from shardwright.engine.construct import UNIT, own_modules
 from shardwright.engine.full_precision import check_agree, wanted
 from shardwright.engine.gradients import Announcer, Reduction
-from shardwright.engine.hooks import map_arguments
 from shardwright.engine.offload import Arrivals, refuse_state_on_device
 from shardwright.engine.parameter import (
     DEFERRED,
@@ -93,9 +92,15 @@ class Root:
         self.pools = Pools(top.memory, self.prefetch, top.strict)
         #: The order of a caller that was not called yet, for plans to be made of its first step.
         self._guess = [n for n, unit in enumerate(units) if unit.parameters] if self.pools.planned else []
+        try:
+            self._make_headers(units)
+            self.pools.join(units)
+        except BaseException:  # so that the next call makes a root again
+            for unit in units:
+                unit.root = None
+            raise
+        #: Last, so that a rank on which this failed counts as the others do.
         self.serial = (*self.every, self.ranks.local)[0].number_of_model()
-        self._make_headers(units)
-        self.pools.join(units)
 
     def _make_headers(self, units: list[Unit]) -> None:
         """A place for the numbers that come with each unit's gathers, so that one call compares them all."""
@@ -139,19 +144,24 @@ class Root:
         """Whether a backward that has reached this model is under way, and has not died."""
         return self.backward and self._task is not None and self._task() is not None
 
-    def begin(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def begin(self, unit: Unit, module: nn.Module) -> None:
         """The outermost call of this model begins, that of a ``module`` of ``unit``."""
         with annotate("root_pre_forward"):
-            return self._begin(unit, module, args, kwargs)
+            self._begin(unit, module)
 
     def compute_as(self, full_precision: bool) -> None:
         """Gather weights as they are stored from now on, or in their compute dtypes. No call may be under way."""
         if self.full_precision != full_precision:
+            try:
+                for unit in self.units():
+                    unit.compute_as(full_precision)
+            except BaseException:
+                for unit in self.units():
+                    unit.compute_as(self.full_precision)
+                raise
             self.full_precision = full_precision
-            for unit in self.units():
-                unit.compute_as(full_precision)
 
-    def _begin(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _begin(self, unit: Unit, module: nn.Module) -> None:
         self.check_divergence()
         self.recover_if_failed()
         if self.full_precision_in_eval:
@@ -167,10 +177,6 @@ class Root:
             if each.parameters:
                 each.release_unused_gradients()
         self.pools.begin()
-        device = unit.comm.device
-        if device.type != "cpu":
-            args, kwargs = map_arguments(lambda t: t.to(device, non_blocking=True), args, kwargs)
-        return args, kwargs
 
     def forward_reaches(self, unit: Unit) -> None:
         """A unit is about to compute: make sure that it is being gathered, and gather the next one beside it."""
@@ -361,6 +367,10 @@ class Root:
         self.finish_reductions()
         self.arrivals.end_backward()
 
+    def alone(self) -> AbstractContextManager[Any]:
+        """In which the engine's own operations run: outside of transforms and modes around the call."""
+        return alone(self.ranks.device.type)
+
     def _end_backward(self) -> None:
         """Backward is over: reduce what is left, in one order on all ranks, and leave everything sharded."""
         self.close_visits_begun_after(-1)
@@ -538,7 +548,7 @@ class _Task:
         self._root = root
 
     def __call__(self) -> None:
-        with annotate("root_post_backward_callback"):
+        with annotate("root_post_backward_callback"), self._root.alone():
             self._root._end_backward()
 
 

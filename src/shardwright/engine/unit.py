@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardwright._torch import (
     NOTHING,
     address_of,
+    alone,
     annotate,
     in_backward,
     local_of,
@@ -42,6 +43,7 @@ from shardwright.engine.hooks import (
     opaque_or_mutable,
     refuse_opaque,
 )
+from shardwright.engine.lasting import Lasting, lasting_kind
 from shardwright.engine.offload import NOTHING as NOT_OFFLOADED
 from shardwright.engine.offload import Host, HostReduction, Offload
 from shardwright.engine.parameter import FullParameter, ManagedParameter, plain_of, unit_of
@@ -208,6 +210,13 @@ class Unit(Weights):
         self._empty = [(r, name) for r in self._registries for name, p in r.items() if p is None]
         self._stash = StashedTensors(modules)
 
+    def remake_later(self, held: list[Reduction]) -> None:
+        """Making the memory has failed half-way: let the next use do it again, and hold what was held."""
+        self._child_count = -1  # as no number of modules is
+        if held:
+            self.holds = self._holds_whole = True
+            self.reductions = held
+
     def untouched(self) -> bool:
         """Whether the modules hold the sharded parameters, over their shards: nothing to settle, told at once."""
         return not (
@@ -263,10 +272,10 @@ class Unit(Weights):
         held = self.reductions if self.holds else []
         for reduction in held:
             reduction.retired = True
-        self._trainable = trainable
         for p, flag in zip(self.parameters, trainable, strict=True):
             p.full.requires_grad_(flag)
         self.reductions = [*self._plan_reductions(trainable), *held]
+        self._trainable = trainable  # last: what has failed before is done again
 
     @torch.inference_mode(False)
     def _plan_reductions(self, trainable: tuple[bool, ...]) -> list[Reduction]:
@@ -492,7 +501,7 @@ class Unit(Weights):
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        root = self.root if self.root is not None else self.attach(module)
+        root = self.root if self.root is not None else self._join(module)
         with annotate("pre_forward", self.range_name):
             return self._before_forward(root, module, args, kwargs)
 
@@ -501,48 +510,82 @@ class Unit(Weights):
         if recomputing:
             root.enter_backward()
         elif root.caller is None:
-            args, kwargs = root.begin(self, module, args, kwargs)
+            with root.alone():
+                root.begin(self, module)
+            device = self.comm.device
+            if device.type != "cpu":
+                args, kwargs = map_arguments(lambda t: t.to(device, non_blocking=True), args, kwargs)
         frame = Frame(self, next_sequence_number())
         root.frames.append(frame)  # taken off by after_forward or forward_failed
         frame.containers = opaque_or_mutable(args, kwargs)
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs and not root.full_precision:
             args, kwargs = map_arguments(lambda t: t.to(dtype) if t.is_floating_point() else t, args, kwargs)
-        if (self.lenders or not self.parameters) and not recomputing:
-            self.settle()
-        if self.parameters:
-            self._use(root, recomputing)
-        if (self.parameters or self.lenders) and self._is_marked(recomputing):
-            visit = frame.visit = root.visit(self, recomputing)
-            host = root.host_of(frame)
-            if host is not None and host not in visit.hosts:
-                visit.hosts.append(host)
-            args, kwargs, marked, frame.entry = mark_inputs(visit, args, kwargs)
-            frame.begun = next_sequence_number()
-            visit.calls += 1
-            visit.endless |= not marked
-            if self.neighbours is not None or self.stepping is not None:
-                self._unfinished.add(visit)
+        lasting = lasting_kind()
+        with root.alone():
+            if (self.lenders or not self.parameters) and not recomputing:
+                self.settle()
+            if self.parameters:
+                self._use(root, frame, recomputing, lasting)
+        if (self.parameters or self.lenders) and lasting is None and self._is_marked(recomputing):
+            args, kwargs = self._mark(root, frame, args, kwargs, recomputing)
         for lender in self.lenders:
             lender.lend(frame)
         return args, kwargs
 
-    def _use(self, root: Root, recomputing: bool) -> None:
-        """A call that reads the full weights begins: gather them or take what was prefetched, and show them."""
+    def _join(self, module: nn.Module) -> Root:
+        with alone(self.comm.device.type):
+            return self.attach(module)
+
+    def _mark(self, root: Root, frame: Frame, args: Any, kwargs: Any, recomputing: bool) -> tuple[Any, Any]:
+        """Let the call's visit hear of its backward from the inputs; outputs are marked when there are any."""
+        visit = frame.visit = root.visit(self, recomputing)
+        host = root.host_of(frame)
+        if host is not None and host not in visit.hosts:
+            visit.hosts.append(host)
+        args, kwargs, marked, frame.entry = mark_inputs(visit, args, kwargs)
+        frame.begun = next_sequence_number()
+        visit.calls += 1
+        visit.endless |= not marked
+        if self.neighbours is not None or self.stepping is not None:
+            self._unfinished.add(visit)
+        return args, kwargs
+
+    def _use(self, root: Root, frame: Frame, recomputing: bool, lasting: type[Lasting] | None) -> None:
+        """A call that reads the full weights begins: gather them or take what was prefetched, and show them.
+
+        ``lasting``: of what kind the copies are that are to be shown, if any.
+        """
         self.refuse_unsharded("Forward of")
         if not self.calls and not self._to_run and not recomputing:
             if not self._full_shown:
                 construct.settle(self)
+            if self.lends_over:
+                construct.refuse_sharded_stand_ins(self)
             self.follow_requires_grad()
             if len(self.modules) > 1:
                 self._to_run = {id(m()) for m in self.modules}
         self.calls += 1
+        self.hide_lasting()
         if not recomputing:
             root.forward_reaches(self)
         elif not self.slab.leased:
             self.issue(root.generation)
         self.wait()
         self.show_full()
+        if lasting is not None:
+            self._show_lasting(root, frame, lasting)
+
+    def _show_lasting(self, root: Root, frame: Frame, kind: type[Lasting]) -> None:
+        """Let the modules compute with copies of the full weights, and hear when their gradients are there."""
+        visit = root.visit(self, recomputing=True)  # of its own, since other calls have other copies
+        visit.calls, visit.endless, visit.lasting = 1, True, True
+        host = frame.visit if frame.unit is not self and frame.visit is not None else root.host_of(frame)
+        if host is not None:
+            visit.hosts.append(host)
+        self.lasting = kind(self.parameters, visit)
+        if self.stepping is not None and self.lasting.has_graph:
+            self._unfinished.add(visit)
 
     def _is_marked(self, recomputing: bool) -> bool:
         """Whether a call needs marks in the graph.
@@ -556,7 +599,12 @@ class Unit(Weights):
         """This unit's weights are read inside another unit's call: show them until it returns, and in its backward."""
         if frame.unit is self or self in frame.guests or not self.parameters:
             return
-        root = self.root if self.root is not None else self.attach(self.living_modules()[0])
+        root = self.root if self.root is not None else self._join(self.living_modules()[0])
+        lasting = lasting_kind()
+        with root.alone():
+            self._lend(root, frame, lasting)
+
+    def _lend(self, root: Root, frame: Frame, lasting: type[Lasting] | None) -> None:
         recomputing = in_backward()
         if recomputing:
             root.enter_backward()
@@ -565,8 +613,8 @@ class Unit(Weights):
             assert frame.unit.root is not None
             root.compute_as(root.full_precision_in_eval and frame.unit.root.full_precision)
         frame.guests.append(self)
-        self._use(root, recomputing)
-        if self._is_marked(recomputing):
+        self._use(root, frame, recomputing, lasting)
+        if lasting is None and self._is_marked(recomputing):
             if frame.visit is None:
                 frame.visit = root.visit(
                     frame.unit, recomputing=True
@@ -595,7 +643,7 @@ class Unit(Weights):
         frame = root.frames[-1]  # taken off when nothing can fail any more, else by forward_failed
         visit = frame.visit
         self._to_run.discard(id(module))
-        if self.parameters:
+        if self.parameters and self.lasting is None:
             output = self._copy_weights(output)
         if visit is not None:
             found = self._stash.find(frame.containers)
@@ -611,13 +659,14 @@ class Unit(Weights):
             for stay in visit.guests:
                 stay.end = visit.end
         recomputing = in_backward()
-        root.frames.pop()
-        for guest in frame.guests:
-            guest.leave(root, None, recomputing)
-        if self.parameters:
-            self.leave(root, visit, recomputing)
-        if not recomputing and not root.frames and root.caller is not None:
-            root.end()
+        with root.alone():
+            root.frames.pop()
+            for guest in frame.guests:
+                guest.leave(root, None, recomputing)
+            if self.parameters:
+                self.leave(root, visit, recomputing)
+            if not recomputing and not root.frames and root.caller is not None:
+                root.end()
         dtype = self.policy.output_dtype
         if dtype is not None and not root.full_precision:
             output = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
@@ -632,9 +681,11 @@ class Unit(Weights):
 
     def forward_failed(self, depth: int) -> None:
         """An exception passes through a call that began when ``depth`` others were under way: leave all in order."""
-        root = self.root
-        if root is None:
-            return
+        if self.root is not None:
+            with self.root.alone():
+                self._leave_failed(self.root, depth)
+
+    def _leave_failed(self, root: Root, depth: int) -> None:
         frames = root.frames[depth:]
         del root.frames[depth:]
         for unit in [u for frame in reversed(frames) for u in (*frame.guests, frame.unit)]:
@@ -712,7 +763,8 @@ class Unit(Weights):
     def before_backward(self, visit: Visit) -> None:
         """Backward has reached an output of a visit: gather the weights that it will read."""
         if visit not in self.visits:
-            with annotate("pre_backward", self.range_name):
+            assert self.root is not None
+            with annotate("pre_backward", self.range_name), self.root.alone():
                 self._enter_backward(visit)
 
     def _enter_backward(self, visit: Visit) -> None:
@@ -738,21 +790,27 @@ class Unit(Weights):
         root.close_later_visits(visit)
         if self.parameters:
             self.entered = True
-            self.notice_edits()
-            valid = self.slab.leased and self._slab_versions is self._versions
-            if self.unshard_in_backward and not valid:
-                self.issue(root.generation, look=False)
-            root.prefetch_backward(visit)
-            self.wait()
-            self.show_full()
+            if not visit.lasting:
+                self._show_in_backward(root, visit)
         for guest in visit.guests:
             guest.unit.before_backward(guest)
+
+    def _show_in_backward(self, root: Root, visit: Visit) -> None:
+        self.notice_edits()
+        valid = self.slab.leased and self._slab_versions is self._versions
+        if self.unshard_in_backward and not valid:
+            self.issue(root.generation, look=False)
+        root.prefetch_backward(visit)
+        self.wait()
+        self.show_full()
 
     def after_backward(self, visit: Visit) -> None:
         """Backward has produced the gradients of one call's inputs."""
         visit.open -= 1
         if visit.open == 0 and not visit.endless:
-            self.close(visit)
+            assert self.root is not None
+            with self.root.alone():
+                self.close(visit)
 
     def close(self, visit: Visit) -> None:
         """A visit's backward is through: without others under way give the weights back and reduce the gradients."""

@@ -26,6 +26,7 @@ class Visit:
         "endless",
         "guests",
         "hosts",
+        "lasting",
         "open",
         "order",
         "place",
@@ -44,6 +45,7 @@ class Visit:
         self.open = 0  #: calls whose backward has not reached the inputs yet
         self.returns = False  #: whether backward may come, through an output
         self.endless = False  #: no input needs a gradient, so nothing tells when backward is through
+        self.lasting = False  #: whether the graph has copies of the weights, so that backward needs no gather
         self.guests: list[Visit] = []  #: of units whose weights were read inside this one's forward
         self.hosts: list[Visit] = []  #: of units inside whose forward this one ran: backward may go on there
 

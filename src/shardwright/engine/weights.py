@@ -18,6 +18,7 @@ from torch import nn
 from shardwright._torch import annotate, increment_version, local_of, quick_attributes, subclasses_dispatch
 from shardwright.comm import Codec, Communicator, Pending, with_gathers
 from shardwright.engine.full_precision import OtherPrecision
+from shardwright.engine.lasting import Lasting
 from shardwright.engine.offload import Host
 from shardwright.engine.parameter import ManagedParameter
 from shardwright.engine.ranks import Ranks
@@ -67,6 +68,7 @@ class Weights:
         self.parameters: list[ManagedParameter] = []
         self.build = 0  #: how often the memory was made; graphs over earlier memory can't be run any more
         self._full_shown = False
+        self.lasting: Lasting | None = None  #: copies shown in the place of the full parameters
         self.was_shown = False  #: whether any call or backward has ever used the unit
         #: Sharded parameters in whose place ``unsharded`` shows full tensors, on this rank or on another; its options.
         self.unsharded: dict[nn.Parameter, Any] = {}
@@ -358,9 +360,14 @@ class Weights:
         self.release()
         if self._other is None:
             with torch.inference_mode(False):
-                self._other = OtherPrecision(self)
-                self._other.exchange(self)
-                self._receive_headers()
+                other = OtherPrecision(self)
+                other.exchange(self)
+                try:
+                    self._receive_headers()
+                except BaseException:
+                    other.exchange(self)
+                    raise
+            self._other = other
         else:
             self._other.exchange(self)
         self._full_versions = [p._version for p in self._fulls]
@@ -549,6 +556,7 @@ class Weights:
     def show_sharded(self) -> None:
         """As :meth:`show_full`. What the full weights have of the user's edits is kept."""
         if self._full_shown:
+            self.hide_lasting()
             self._keep_edits()
             for registry, name, sharded, full in self._plain_slots:
                 if registry.get(name) is full:
@@ -556,6 +564,12 @@ class Weights:
             for p in self._other_slots:
                 p.show(p.sharded)
             self._full_shown = False
+
+    def hide_lasting(self) -> None:
+        """Show the full parameters again in the place of copies, if these are shown."""
+        if self.lasting is not None:
+            self.lasting.hide()
+            self.lasting = None
 
     def _keep_edits(self) -> None:
         """Weights may have been edited while they were full: the edits go into the shard, as they would without us."""
