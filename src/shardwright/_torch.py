@@ -199,9 +199,9 @@ def mutation_allowed() -> bool:
 def alone(device: str) -> AbstractContextManager[Any]:
     """Inside, operations run outside of whatever the caller has around them that would change what they do.
 
-    Those are transforms of torch.func, function modes, autocast on ``device`` and the dispatch modes that trace, fake or
-    copy. Other dispatch modes stay: they count operations and collectives, and are to see these, too. Nothing is around
-    mostly, and that is all that is looked at then.
+    Those are transforms of torch.func, function modes, autocast on ``device``, and dispatch modes that trace, fake or
+    copy. Other dispatch modes stay: they count operations and collectives, and are to see these, too. Mostly nothing is
+    around, and that is all that is looked at then.
     """
     if (
         _transform() is None

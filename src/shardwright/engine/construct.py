@@ -448,6 +448,7 @@ def assign_data(unit: Unit, sharded: nn.Parameter, value: torch.Tensor) -> None:
         carry_mark(before, local_of(sharded))
 
 
+@torch.inference_mode(False)  # the next step writes to what is made here
 def remake(unit: Unit) -> None:
     """Make the unit's memory again from the parameters that its modules hold now."""
     unit.release()

@@ -548,8 +548,12 @@ class _Task:
         self._root = root
 
     def __call__(self) -> None:
-        with annotate("root_post_backward_callback"), self._root.alone():
-            self._root._end_backward()
+        try:
+            with annotate("root_post_backward_callback"), self._root.alone():
+                self._root._end_backward()
+        except BaseException:
+            self._root._task = None  # whoever handles the exception keeps this alive, and may call the model
+            raise
 
 
 @torch.inference_mode(False)
