@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwright._torch import local_of, untransformed
-from shardwright.engine.cut import cut_alone, make_cut
-from shardwright.engine.extension import Extension, is_extended
+from shardwright.engine.cut import Cut, cut_alone, make_cut
+from shardwright.engine.extension import Extension, is_attached, is_extended
 from shardwright.engine.parameter import (
     TAKEN,
     UNIT_OF,
@@ -193,6 +193,11 @@ def _check_parameter(
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ValueError(f"parameter {name!r} is not initialised. Run one forward of the lazy module first.")
     where = f"parameter {name!r} of shape {tuple(parameter.shape)}"
+    if is_attached(parameter):
+        raise ValueError(
+            f"{where}: fsdp_pre_all_gather was attached to this object, and each rank's part is another one. Define it "
+            "on the parameter's class, or attach it to the local tensor after fully_shard."
+        )
     if parallel is not None and is_extended(plain_of(parameter)):
         raise NotImplementedError(
             f"{where}, a DTensor over a {type(local_of(parameter)).__name__}, decides itself what is gathered of it, "
@@ -251,7 +256,15 @@ def _spec_of(name: str, parameter: nn.Parameter, parallel: TensorParallel | None
     storage = parameter.dtype
     own = policy_for(unit.policy, name, parameter)
     compute = (own.param_dtype or storage) if parameter.is_floating_point() else storage
-    extended = is_extended(local_of(parameter) if isinstance(parameter, DTensor) else parameter)
+    inner = local_of(parameter) if isinstance(parameter, (DTensor, RaggedTensor)) else parameter
+    extended = is_extended(inner)
+    if extended and (isinstance(parameter, RaggedTensor) or (unit.host is not None and is_attached(inner))):
+        raise NotImplementedError(
+            f"parameter {name!r} of unit {unit.name!r}: fsdp_pre_all_gather was attached to its local tensor after "
+            f"fully_shard, which needs layout 'per_parameter' without offload; this unit has "
+            f"{'layout ' + repr(unit.layout_kind) if unit.host is None else 'offloaded parameters'}. Define it on the "
+            "class of the parameter before fully_shard."
+        )
     if extended and (dim or not parameter.ndim):
         raise ValueError(
             f"parameter {name!r} decides itself what is gathered of it ({type(parameter).__name__} has "
@@ -321,8 +334,7 @@ def own_parameters(unit: Unit, found: Found) -> None:
                     _, original, slots, parallel = owned[member.index]
                     cut = make_cut(ranks, specs[member.index], parallel, segment, member)
                     if run.extended:
-                        part = cut.part_of(original)
-                        local = part.to(device, copy=True) if unit.host is None else unit.host.copy_of(part)
+                        local = _extended_local(unit, cut, original)
                         full = torch.empty(
                             0, dtype=run.compute_dtype, device=device
                         )  # until the first gather
@@ -355,6 +367,14 @@ def own_parameters(unit: Unit, found: Found) -> None:
         if original is not parameter.sharded:
             setattr(original, TAKEN, Taken(f"{parameter.name} of {unit.name}", parameter.sharded))
         parameter.show(parameter.sharded)
+
+
+def _extended_local(unit: Unit, cut: Cut, original: nn.Parameter) -> torch.Tensor:
+    """The local tensor of a parameter that decides itself what is gathered of it, in memory of its own."""
+    if isinstance(original, Managed) and is_attached(local_of(original)):
+        return local_of(original)  # the methods are bound to this object
+    part = cut.part_of(original)
+    return part.to(unit.ranks.device, copy=True) if unit.host is None else unit.host.copy_of(part)
 
 
 def borrow_parameters(unit: Unit, found: Found) -> None:

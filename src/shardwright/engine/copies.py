@@ -26,6 +26,7 @@ from shardwright.engine.construct import (
     settle,
     take_over,
 )
+from shardwright.engine.extension import is_attached
 from shardwright.engine.parameter import ManagedParameter, become
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.stepping import forget_stepped
@@ -99,6 +100,12 @@ def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], instal
                 f"Unit {each.name!r} was sharded deferred or on the meta device and holds no values yet that could be "
                 "copied. Call shardwright.materialize first."
             )
+        for p in each.parameters:
+            if is_attached(p.local):
+                raise RuntimeError(
+                    f"Parameter {p.name!r} of unit {each.name!r} cannot be copied: fsdp_pre_all_gather was attached to "
+                    "its local tensor, and belongs to that object. Define it on a class before fully_shard."
+                )
     founds = [
         find_parameters(
             modules,
@@ -193,6 +200,11 @@ def _convert_parameter(p: ManagedParameter, unit: Unit, fn: Callable[[torch.Tens
             "Shard the model over a mesh of that device, or save its state dict and load it there."
         )
     forget_stepped([p.sharded])
+    if new.dtype != p.local.dtype and is_attached(p.local):
+        raise ValueError(
+            f"Parameter {p.name!r} cannot become {new.dtype}: fsdp_pre_all_gather was attached to its local tensor, "
+            "and the conversion would make another one. Convert the model first."
+        )
     gradient = p.sharded.grad
     new_gradient = None
     if gradient is not None:

@@ -33,6 +33,19 @@ def is_extended(tensor: torch.Tensor) -> bool:
     return pre
 
 
+_PRE = "fsdp_pre_all_gather"
+
+
+def is_attached(tensor: torch.Tensor) -> bool:
+    """Whether the protocol was attached to this one object, and its class does not have it."""
+    return _PRE in tensor.__dict__ and not hasattr(type(tensor), _PRE)
+
+
+def any_attached(attributes: list[dict[str, Any]]) -> bool:
+    """Whether the protocol is among the attributes of any of these objects."""
+    return any(attributes) and any(_PRE in each for each in attributes)
+
+
 class Extension:
     """What one extended parameter sends and receives in each gather of its unit."""
 

@@ -25,7 +25,7 @@ from shardwright._torch import (
     share_gradient_hooks,
 )
 from shardwright.engine.cut import Cut
-from shardwright.engine.extension import Extension
+from shardwright.engine.extension import Extension, is_attached, is_extended
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.sharded_tensor import EDITED, ShardedTensor
 from shardwright.engine.unset import unmark
@@ -304,6 +304,8 @@ class ManagedParameter:
         """Whether the module's parameter is no longer the one whose shard is gathered."""
         if local_of(self.sharded) is not self.local:  # type: ignore[arg-type]
             return True
+        if self.extension is None and is_attached(self.local):
+            return True
         return any(not slot.holds(self.sharded) for slot in self.slots)
 
     def take_values(self, source: torch.Tensor) -> None:
@@ -363,6 +365,8 @@ def build(
     else:
         share_gradient_hooks(original, sharded)
     sharded.__class__ = kind
+    if is_extended(local):  # this object, or its class, of which making a parameter takes an alias
+        sharded._local_tensor = local
     shown = full if cut.parallel is None else cut.parallel.wrap(full)
     full_parameter: Any = nn.Parameter(shown, requires_grad=original.requires_grad)
     for form in (sharded, full_parameter):

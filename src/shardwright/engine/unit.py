@@ -31,6 +31,7 @@ from shardwright._torch import (
 from shardwright.comm import GradientHook, neighbours, separate, with_scatters
 from shardwright.engine import construct
 from shardwright.engine.construct import ShardPlacementFn
+from shardwright.engine.extension import any_attached
 from shardwright.engine.gradients import Reduction
 from shardwright.engine.hooks import (
     StashedTensors,
@@ -223,6 +224,7 @@ class Unit(Weights):
             self._other_slots
             or any([registry.get(name) is not sharded for registry, name, sharded, _ in self._plain_slots])
             or any(map(operator.is_not, map(local_of, self._shardeds), self._locals))  # type: ignore[arg-type]
+            or any_attached(self._local_attributes)
             or self.slots_changed()
         )
 

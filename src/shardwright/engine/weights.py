@@ -275,6 +275,8 @@ class Weights:
         self._other_slots = [p for p in self.parameters if any(slot.registry is None for slot in p.slots)]
         self._shardeds = [p.sharded for p in self.parameters]
         self._locals = [p.local for p in self.parameters]
+        #: Attributes of the local tensors, where users may attach ``fsdp_pre_all_gather`` after ``fully_shard``.
+        self._local_attributes = [p.local.__dict__ for p in self.parameters if p.extension is None]
 
     def managed(self, sharded: torch.Tensor | None) -> ManagedParameter | None:
         """The parameter whose sharded form this is."""
