@@ -2,6 +2,7 @@
 # make train ARGS="--train.steps 50"     arguments are passed on
 # make train NPROC=4                     ranks; default: every local GPU, or 2 on the CPU
 # make test  ARGS="-k prefetch -x"
+# make quick                             the pure tests and the central ones on two ranks, in under 90 seconds
 # make test  WORKERS=0                   in one process; default: 2, each with a part of the files and ranks of its own
 
 SHELL := /bin/sh
@@ -12,7 +13,7 @@ NPROC ?= $(shell $(PY) -c "import torch; print(torch.cuda.device_count() or 2)")
 WORKERS ?= 2
 ARGS ?=
 
-.PHONY: setup train test check lint types contract format clean
+.PHONY: setup train test quick check lint types contract format clean
 
 setup: $(STAMP)
 
@@ -25,6 +26,14 @@ train: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+# What a change to the engine breaks first: pure tests of layout and memory, and short ones of training on two ranks.
+QUICK ?= tests/layout tests/memory tests/checkpoint/test_metadata.py tests/engine/test_behaviour.py \
+	tests/engine/test_selected.py tests/engine/test_unused.py tests/engine/test_aliases.py tests/engine/test_frozen.py \
+	tests/engine/test_states.py
+
+quick: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile -k "not 3ranks and not 4ranks" $(QUICK) $(ARGS)
 
 check: lint types contract
 

@@ -1,4 +1,4 @@
-"""Random programs, each on 2, 3 or 4 ranks, against the plain model; see programs.py for what a program is.
+"""Random programs, each on 2, 3 or 4 ranks, against the plain model; see programs/ for what a program is.
 
 ``SHARDWRIGHT_PROGRAMS`` is the number of programs, ``SHARDWRIGHT_PROGRAMS_SEED`` makes them others than those of every
 run.

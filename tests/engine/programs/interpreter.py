@@ -1,0 +1,244 @@
+"""Runs a program on the sharded model, with this rank's data, and on a plain model with every rank's.
+
+Parameters, gradients, state dicts and outputs are compared after every instruction.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardwright as sw
+from shardwright.engine.construct import UNIT
+from tests.engine.programs.compare import full
+from tests.engine.programs.grammar import (
+    ALIASES,
+    EPILOGUE,
+    Copy,
+    Edit,
+    Evaluate,
+    Fail,
+    Forward,
+    Freeze,
+    Load,
+    Program,
+    Setting,
+    Update,
+    ZeroGrad,
+)
+from tests.engine.programs.model import Boom, Net
+from tests.engine.programs.reference import Mismatch, Place
+from tests.engine.programs.training import Training
+
+
+class Interpreter(Training):
+    def do_evaluate(self, evaluate: Evaluate) -> None:
+        forward = evaluate.forward
+        mode = torch.inference_mode if evaluate.inference else torch.no_grad
+        for model, cast in ((self.reference.work(), self.reference.x), (self.model, lambda x: x)):
+            model.eval()
+            told = []
+            for time_ in range(evaluate.times):
+                with mode():
+                    told += self.call(
+                        model, forward, cast(Place(self.step, time_, self.rank).x()), self.rank
+                    )[1]
+            model.train()
+            if model is not self.model:
+                wanted = told
+        with torch.no_grad():
+            self.expect([t.clone() for t in told], [t.clone() for t in wanted], "evaluation")
+
+    def is_tied(self, name: str) -> bool:
+        parameter = self.reference.model.get_parameter(name)
+        everything = self.reference.model.named_parameters(remove_duplicate=False)
+        return sum(p is parameter for _, p in everything) > 1
+
+    def do_freeze(self, freeze: Freeze) -> None:
+        def apply(model: Net) -> None:
+            if freeze.block:
+                for i in freeze.which:
+                    model.blocks[i % len(model.blocks)].requires_grad_(freeze.requires_grad)
+                return
+            parameters = list(model.parameters())
+            for i in freeze.which:
+                parameters[i % len(parameters)].requires_grad_(freeze.requires_grad)
+
+        self.both(apply)
+
+    def do_edit(self, edit: Edit) -> None:
+        names = [n for n, _ in self.reference.model.named_parameters()]
+        name = names[edit.which % len(names)]
+        if edit.how in ("parameter", "half and back", "to_empty", *ALIASES):
+            if edit.how in ALIASES and self.is_tied(name):
+                return  # torch's parameter shares memory with the tied one then, and is another
+            self.clear("model")
+            self.both(lambda model: edit_structure(model, name, edit.how))
+            self.start_anew()
+            return
+
+        def apply(model: Net) -> None:
+            p = model.get_parameter(name)
+            with torch.no_grad():
+                if edit.how == "in place":
+                    p.mul_(0.9)
+                elif edit.how == "copy":
+                    p.copy_(p * 0.5)
+                elif edit.how == ".data in place":
+                    p.data.mul_(0.9)
+                elif edit.how == ".data set":
+                    p.data = p.data * 0.9
+                elif edit.how == ".data whole":
+                    p.data = fresh(p)
+
+        self.both(apply)
+
+    def do_fail(self, failure: Fail) -> None:
+        forward = Forward(failure.forward.calls, 0, failure.forward.input_grad)
+        raised = []
+        for model, cast in ((self.reference.work(), self.reference.x), (self.model, lambda x: x)):
+            block = model.blocks[failure.block % len(model.blocks)]
+            block.bomb = {"evaluation": "forward", "recomputation": ""}.get(failure.where, failure.where)
+            try:
+                if failure.where == "evaluation":
+                    with torch.no_grad():
+                        self.call(model, forward, cast(Place(self.step, 0, self.rank).x()), self.rank)
+                else:
+                    loss, _ = self.call(model, forward, cast(Place(self.step, 0, self.rank).x()), self.rank)
+                    if failure.where == "recomputation":
+                        block.bomb = "forward"
+                    if loss.requires_grad:
+                        loss.backward()
+                raised.append(False)
+            except Boom:
+                raised.append(True)
+            block.bomb = ""
+        self.expect([torch.tensor(float(raised[1]))], [torch.tensor(float(raised[0]))], "whether it failed")
+        if failure.where in ("forward", "evaluation") and all(raised):
+            return  # nothing to clear, as in plain torch
+        self.clear("model")
+
+    def do_zerograd(self, zero: ZeroGrad) -> None:
+        self.clear(zero.how, zero.set_to_none)
+
+    def do_update(self, update: Update) -> None:
+        self.reference.take_held()
+        if update.clip:
+            mine = sw.clip_grad_norm_(self.model.parameters(), 0.5)
+            theirs = torch.nn.utils.clip_grad_norm_(self.reference.model.parameters(), 0.5)
+            self.expect([full(mine)], [theirs], "norm", self.tolerance)
+        self.optimizer.step()
+        self.expected.step()
+        if update.zero != "no":
+            self.clear(update.zero)
+
+    def do_load(self, load: Load) -> None:
+        generator = torch.Generator().manual_seed(load.seed)
+        values = {
+            name: (torch.randn(value.shape, generator=generator) / 3).to(value.dtype)
+            for name, value in self.reference.model.state_dict().items()
+        }
+        if load.how == "part":
+            values = {name: v for i, (name, v) in enumerate(values.items()) if i % 2 == load.seed % 2}
+        if load.how == "assign own":
+            self.clear("model")
+            if any(self.is_tied(name) for name, _ in self.reference.model.named_parameters()):
+                return  # torch unties them
+            self.both(lambda m: m.load_state_dict(m.state_dict(), assign=True))
+            self.start_anew()
+        elif load.how == "own":
+            self.both(lambda m: m.load_state_dict({k: v.clone() * 0.9 for k, v in m.state_dict().items()}))
+        else:
+            self.both(
+                lambda m: m.load_state_dict(values, strict=load.how != "part", assign=load.how == "assign")
+            )
+        if load.how == "assign":
+            self.start_anew()
+
+    def do_copy(self, instruction: Copy) -> None:
+        self.clear(
+            "model"
+        )  # a plain parameter's copy has no gradient; what a sharded one's has is its own affair
+        for model in (self.model, self.reference.model):
+            for layer in model.every_layer():
+                layer.loss = None  # torch copies no tensor that has a graph
+        twin = copy.deepcopy(self.model)
+        if instruction.go_on_with_copy:
+            twin, self.model = self.model, twin
+            self.reference.model = copy.deepcopy(self.reference.model)
+            self.start_anew()
+        loss, _ = self.call(twin, Forward(), Place(self.step, 0, self.rank).x(), self.rank)
+        if loss.requires_grad:
+            loss.backward()
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.fill_(float("nan"))
+
+    def do_setting(self, setting: Setting) -> None:
+        module: Any = self.model
+        if setting.block >= 0:
+            module = self.model.blocks[setting.block % len(self.model.blocks)]
+        if not isinstance(module, sw.FSDPModule):
+            return
+        if setting.what == "unshard":
+            module.unshard()
+            module.reshard()
+        elif setting.what == "two buffers":
+            module.set_reduce_scatter_max_input_buffers(2)
+        elif setting.what.endswith("group"):
+            if not self.reference.held:
+                module.set_separate_reduce_scatter_group(setting.what.startswith("separate"))
+        elif setting.what.endswith("backward"):
+            module.set_reshard_after_backward(setting.what.startswith("reshard"))
+        else:
+            for each in fsdp_modules(module):
+                stages = getattr(each, UNIT).ranks.strategy.stages
+                if not (setting.what.startswith("reshard") and 3 not in stages and any(stages)):
+                    each.set_reshard_after_forward(setting.what.startswith("reshard"), recurse=False)
+
+
+def fresh(like: torch.Tensor) -> torch.Tensor:
+    """A whole tensor, the same on every rank, of a size that keeps layers well-conditioned."""
+    generator = torch.Generator().manual_seed(like.numel())
+    return (torch.randn(like.shape, generator=generator) / 3).to(like.dtype)
+
+
+def edit_structure(model: Net, name: str, how: str) -> None:
+    if how == "half and back":
+        model.half()
+        model.float()
+    elif how == "to_empty":
+        state = {k: fresh(v) for k, v in model.state_dict().items()}
+        model.to_empty(device="cpu")
+        model.load_state_dict(state)
+    else:
+        owner, _, last = name.rpartition(".")
+        module, old = model.get_submodule(owner), model.get_parameter(name)
+        value = {
+            "parameter": fresh,
+            "parameter of .data": lambda p: p.data,
+            "parameter of detach": lambda p: p.detach(),
+            "parameter of state dict": lambda p: model.state_dict()[name],
+            "parameter of parameter": lambda p: p,
+        }[how](old)
+        setattr(module, last, nn.Parameter(value, requires_grad=old.requires_grad))
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[sw.FSDPModule]:
+    return (m for m in model.modules() if isinstance(m, sw.FSDPModule))
+
+
+def run_program(rank: int, world_size: int, program: Program, sharded: bool = True) -> str | None:
+    """What went wrong, the same on every rank, or None. Other exceptions are the engine's (or the program's)."""
+    if sharded:  # in a worker, where the environment is restored
+        os.environ["SHARDWRIGHT_POISON"] = "1"
+    try:
+        Interpreter(program, rank, world_size, sharded).run((*program.steps, *EPILOGUE))
+    except Mismatch as mismatch:
+        return str(mismatch)
+    return None
