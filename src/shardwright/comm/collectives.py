@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -140,15 +141,18 @@ class Communicator:
         _models[name] += 1
         return _models[name]
 
-    def exchange(self, record: tuple[int, ...]) -> list[list[int]] | None:
+    def exchange(self, record: tuple[int, ...], limit: timedelta | None = None) -> list[list[int]] | None:
         """Show every rank ``record`` (at most RECORD integers); return all ranks' if they are not the same.
 
-        Waits for the other ranks. It does not pass through torch's dispatcher, so modes that count collectives see
-        those of the step only, and it is an all-to-all, which pairs with none of the collectives that users call.
+        Waits for the other ranks, at most for ``limit`` (default: the group's timeout). It does not pass through
+        torch's dispatcher, so modes that count collectives see those of the step only, and it is an all-to-all, which
+        pairs with none of the collectives that users call.
         """
+        self._mine.zero_()
         self._mine[:, : len(record)] = torch.tensor(record)
         backend = backend_for(self.group, self.device)
-        backend.alltoall_base(self._theirs, self._mine, [], [], AllToAllOptions()).wait()
+        work = backend.alltoall_base(self._theirs, self._mine, [], [], AllToAllOptions())
+        work.wait() if limit is None else work.wait(limit)
         return None if torch.equal(self._theirs, self._mine) else self._theirs.tolist()
 
     def gather_number(self, number: int) -> torch.Tensor:

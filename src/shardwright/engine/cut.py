@@ -17,6 +17,7 @@ from shardwright.engine import ragged
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.ragged_spec import RaggedSpec
 from shardwright.engine.ranks import Ranks
+from shardwright.engine.sharded_tensor import as_sharded
 from shardwright.engine.tensor_parallel import TensorParallel
 from shardwright.layout import RaggedSegment, Run, Segment, TensorSpec
 from shardwright.memory import Slab
@@ -64,7 +65,7 @@ class RowCut:
         self._slab_offset = segment.slab_offset
 
     def wrap(self, local: torch.Tensor) -> DTensor:
-        return dtensor_of(local, self._mesh, self._placements, self.shape, self._stride)
+        return as_sharded(dtensor_of(local, self._mesh, self._placements, self.shape, self._stride))
 
     def part_of(self, source: torch.Tensor) -> torch.Tensor:
         source = source.detach()

@@ -103,7 +103,7 @@ class Managed(torch.Tensor):
         return result  # without gradient, as copies of plain parameters are
 
 
-class ShardedParameter(Managed, ShardedTensor):
+class ShardedParameter(Managed, ShardedTensor):  # type: ignore[metaclass]
     """The parameter that is cut in rows."""
 
     __slots__ = ()

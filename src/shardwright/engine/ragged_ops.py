@@ -16,6 +16,7 @@ import torch.distributed as dist
 from shardwright._torch import foreach_norm, increment_version
 from shardwright.engine.ragged import HANDLERS, Handler, RaggedTensor, device_of, part_of, refuse
 from shardwright.engine.ragged_spec import RaggedSpec
+from shardwright.engine.reading import agree_to_read
 
 aten = torch.ops.aten
 
@@ -165,6 +166,7 @@ def _reduce(value: torch.Tensor, op: Any, spec: RaggedSpec) -> torch.Tensor:
     if not spec.groups:
         return value
     moved = value.to(device_of(spec, value))
+    agree_to_read(spec.groups, moved.device, f"{op} {value.dtype} {tuple(value.shape)}")
     for group in spec.groups:
         dist.all_reduce(moved, op, group=group)
     return moved.to(value.device)

@@ -32,6 +32,7 @@ from shardwright.engine.parameter import (
 )
 from shardwright.engine.pools import Pools, prefetch_budget
 from shardwright.engine.precision import cast_buffers, refuse_gradient_dtypes
+from shardwright.engine.reading import READ, refuse_divergence
 from shardwright.engine.unit import Unit
 from shardwright.engine.visit import Frame, Visit
 from shardwright.engine.weights import Weights
@@ -39,7 +40,7 @@ from shardwright.engine.weights import Weights
 _roots: weakref.WeakSet[Root] = weakref.WeakSet()
 
 #: What ranks are about to do, in the records they exchange. The texts go into the error that names who diverged.
-GATHER, REDUCE, END_FORWARD, END_BACKWARD, CLIP, UNSHARD, MISSING = range(7)
+GATHER, REDUCE, END_FORWARD, END_BACKWARD, CLIP, UNSHARD, MISSING = range(READ)
 _DOING = (
     ("gathers", "gather"),
     ("reduces the gradients of", "reduce the gradients of"),
@@ -48,6 +49,7 @@ _DOING = (
     ("clips the gradients of", "clip the gradients of"),
     ("shows the full parameters of", "show the full parameters of"),
     ("has no values for", "have no values for"),
+    ("reads a number of", "read a number of"),
 )
 
 
@@ -466,6 +468,11 @@ class Root:
             "part values: call shardwright.materialize(model), load a checkpoint, or fill to_local() on each."
         )
 
+    def refuse_reading(self, comm: Communicator, records: list[list[int]]) -> NoReturn:
+        """Some ranks read a number of a sharded tensor while the others go on with a model."""
+        told = zip(comm.ranks, records, strict=True)
+        self._refuse_divergence({rank: (r[0], r[1], r[2], r[4]) for rank, r in told})
+
     def diverged_gathers(self, comm: Communicator, numbers: list[int]) -> NoReturn:
         """The ranks gathered units of these numbers."""
         self._headers.copy_(self._wanted_headers)
@@ -481,12 +488,12 @@ class Root:
                 f"The ranks have diverged: they reduce gradients of different parameters of "
                 f"{self.name_of(first[1])}. requires_grad must be the same on every rank."
             )
-        one_model = len({model for _, _, _, model in found.values()}) == 1
+        one_model = len({model for event, _, _, model in found.values() if event != READ}) == 1
         ranks: dict[tuple[int, str], list[int]] = {}
         for rank, (event, number, nbytes, model) in found.items():
             root = next((r for r in _roots if r.serial == model and r.ranks.same(self.ranks)), self)
-            what = root.name_of(number)
-            if not one_model:
+            what = root.name_of(number) if event != READ else "a sharded tensor (norm, sum, item, float)"
+            if not one_model and event != READ:
                 what += f" of the group's model {model} ({root._names[0]!r})"
             what += f" of {nbytes} bytes" if same_place else ""
             ranks.setdefault((event, what), []).append(rank)
@@ -539,6 +546,16 @@ class Root:
                 "different units or parameters, or in another order. Every rank must use the outputs of the same units "
                 "and have the same requires_grad."
             )
+
+
+def _refuse_reading(comm: Communicator, records: list[list[int]]) -> None:
+    """Raise in the words of a model over these ranks, if there is one."""
+    for root in _roots:
+        if any(each.ranks == comm.ranks for each in root.every):
+            root.refuse_reading(comm, records)
+
+
+refuse_divergence.append(_refuse_reading)
 
 
 class _Task:

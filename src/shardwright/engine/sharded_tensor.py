@@ -1,29 +1,55 @@
-"""The sharded tensor of layouts that cut rows: a DTensor of which every edit is noticed.
+"""The sharded tensor of layouts that cut rows: a DTensor of which every edit is noticed, and every number global.
 
 Units and modules are not known here.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwright._torch import dtensor_of, increment_version, local_of
+from shardwright.engine.reading import agree_to_read
 from shardwright.engine.unset import begin_edit, unmark
 
 #: Set on a view of a sharded parameter: the local tensor whose counter moves with edits of it.
 EDITED = "_edited"
-_detach = torch.ops.aten.detach.default
+_aten = torch.ops.aten
+_detach = _aten.detach.default
 _RANDOM = torch.Tag.nondeterministic_seeded
+#: They have no result for a rank whose part is empty. In its place stands an element that changes no other rank's.
+_EXTREMES = {
+    _aten.max.default: -math.inf, _aten.amax.default: -math.inf, _aten.argmax.default: -math.inf,
+    _aten.min.default: math.inf, _aten.amin.default: math.inf, _aten.argmin.default: math.inf,
+}  # fmt: skip
+_NORMS = {_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar}
+#: They leave a number Partial, to be summed up later. All others of a Partial number communicate.
+_LINEAR = {
+    _aten.clone, _aten.detach, _aten.alias, _aten._to_copy, _aten.neg, _aten.stack, _aten.cat,
+    _aten.view, _aten.unsqueeze, _aten.squeeze, _aten.expand, _aten.zeros_like, _aten.empty_like, _aten.ones_like,
+    _aten.full_like,
+}  # fmt: skip
 
 
-class ShardedTensor(DTensor):
-    """A sharded parameter, or a view of one or its ``.data``, of which every edit moves the local tensor's counter.
+class _EqualsDTensor(type(DTensor)):  # type: ignore[misc]
+    """Torch's modes that count collectives or memory ask ``kind == DTensor``, and would pass over a subclass."""
 
-    Below autograd, where a DTensor's operations run on local tensors, no counter moves by itself. Other operations on
-    it give plain DTensors, and so do copies and pickles of it.
+    def __eq__(cls, other: object) -> bool:
+        return other is DTensor or cls is other
+
+    __hash__ = type.__hash__
+
+
+class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
+    """A sharded parameter, a gradient, a view of one or its ``.data``, or what operations make of them.
+
+    Every edit moves the local tensor's counter: below autograd, where a DTensor's operations run on local tensors, none
+    moves by itself. ``item``, ``float``, ``bool`` and ``tolist`` give the number of the whole tensor, for which every
+    rank must call them. Sums and norms stay Partial until then. Pickles of it are those of plain DTensors.
     """
 
     __slots__ = ()
@@ -32,6 +58,8 @@ class ShardedTensor(DTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
+        if func is _aten._local_scalar_dense.default:
+            return _whole(args[0]).item()
         given = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
         if _RANDOM in func.tags and func._schema.is_mutable and isinstance(args[0], DTensor):
             result = _draw_whole(func, args, kwargs)
@@ -43,28 +71,54 @@ class ShardedTensor(DTensor):
 
     @classmethod
     def _operate(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func in _EXTREMES or func in _NORMS:
+            args = _with_neutral(func, args)
+        elif func.overloadpacket not in _LINEAR:
+            for t in args[:2]:
+                if isinstance(t, DTensor) and not t.dim() and any(p.is_partial() for p in t.placements):
+                    _agree(t)
+                    break
         result = DTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[arg-type]
-        if func.is_view:
-            if type(result) is DTensor and isinstance(args[0], ShardedTensor):
-                result.__class__ = ShardedTensor
-                viewed = local_of(args[0])
-                if (
-                    func is _detach
-                ):  # its local tensor is the very same: below autograd counters are not shared
-                    result._local_tensor = viewed
-                result._edited = args[0].__dict__.get(EDITED, viewed)  # type: ignore[attr-defined]
-        elif func._schema.is_mutable:
+        if func._schema.is_mutable:
             many = isinstance(args[0], (list, tuple))
             edits = [t for t in (args[0] if many else args[:1]) if isinstance(t, ShardedTensor)]
             counters = [t.__dict__.get(EDITED, local_of(t)) for t in edits]
             # Operations on one tensor move the counter of its wrapper, those on many do not.
             counters += edits if many else []
             increment_version([t for t in counters if not t.is_inference()])
+            return result
+        for made in _plain(result):
+            made.__class__ = ShardedTensor
+            if func.is_view and isinstance(args[0], ShardedTensor):
+                viewed = local_of(args[0])
+                if (
+                    func is _detach
+                ):  # its local tensor is the very same: below autograd counters are not shared
+                    made._local_tensor = viewed
+                made._edited = args[0].__dict__.get(EDITED, viewed)  # type: ignore[attr-defined]
         return result
+
+    @staticmethod
+    def __tensor_unflatten__(*parts: Any) -> DTensor:
+        return as_sharded(DTensor.__tensor_unflatten__(*parts))
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        return as_sharded(super().redistribute(*args, **kwargs))
+
+    def tolist(self) -> Any:
+        return _whole(self).tolist()
+
+    def __format__(self, form: str) -> str:
+        return format(self.item(), form) if form and not self.dim() else object.__format__(self, form)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = self._as_dtensor(clone=True)
+            if not self.is_leaf:
+                raise RuntimeError(
+                    "Only sharded tensors that are leaves of the graph can be deep-copied; detach it first."
+                )
+            copied = as_sharded(self._as_dtensor(clone=True))
+            memo[id(self)] = copied.requires_grad_(self.requires_grad)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -74,6 +128,65 @@ class ShardedTensor(DTensor):
         local = local_of(self).detach()
         local = local.clone() if clone else local
         return dtensor_of(local, self.device_mesh, self.placements, self.shape, self.stride())
+
+
+def as_sharded(tensor: DTensor) -> DTensor:
+    """The same tensor, of which numbers are global and edits are noticed."""
+    if type(tensor) is DTensor:
+        tensor.__class__ = ShardedTensor
+    return tensor
+
+
+def _plain(result: Any) -> Iterator[Any]:
+    """Plain DTensors among the results of an operation."""
+    for each in result if isinstance(result, (list, tuple)) else (result,):
+        if type(each) is DTensor:
+            yield each
+
+
+@torch.no_grad()
+def _whole(tensor: ShardedTensor) -> torch.Tensor:
+    """The whole of a tensor of which a number is read. Every rank must come."""
+    _agree(tensor)
+    there = torch.device(tensor.device_mesh.device_type)
+    local = local_of(tensor).detach().to(there)  # it may have been offloaded, and communicates on the device
+    plain = dtensor_of(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+    return plain.full_tensor()
+
+
+def _agree(tensor: DTensor) -> None:
+    """All ranks are about to communicate for a number of this tensor."""
+    mesh, local = tensor.device_mesh, local_of(tensor)
+    if type(local) is torch.Tensor and not local.is_meta:  # not while a compiler traces
+        axes = [a for a, p in enumerate(tensor.placements) if not p.is_replicate() and mesh.size(a) > 1]
+        device = torch.device(mesh.device_type)
+        agree_to_read(map(mesh.get_group, axes), device, f"{tensor.placements} {tensor.dtype} {tensor.shape}")
+
+
+def _with_neutral(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, with an element that does not count where this rank has none."""
+    value: float | None = _EXTREMES.get(func)
+    if value is None:
+        order = args[1] if len(args) > 1 else 2
+        if not math.isinf(order):
+            return args
+        value = 0.0 if order > 0 else math.inf
+    if isinstance(args[0], (list, tuple)):
+        return [_filled(t, value) for t in args[0]], *args[1:]
+    return _filled(args[0], value), *args[1:]
+
+
+def _filled(tensor: Any, value: float) -> Any:
+    if not isinstance(tensor, DTensor) or local_of(tensor).numel() or not tensor.numel():
+        return tensor
+    local = local_of(tensor)
+    if local.dtype == torch.bool:
+        value = float(value > 0)
+    elif not local.is_floating_point():
+        limits = torch.iinfo(local.dtype)
+        value = limits.max if value > 0 else limits.min
+    local = local.new_full([max(size, 1) for size in local.shape], value)
+    return dtensor_of(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
 
 def _draw_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

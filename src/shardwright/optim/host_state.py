@@ -19,6 +19,7 @@ from shardwright._torch import dtensor_of, local_of
 from shardwright.engine.offload import Host
 from shardwright.engine.parameter import unit_of
 from shardwright.engine.ragged import RaggedTensor
+from shardwright.engine.sharded_tensor import as_sharded
 from shardwright.memory import Owner, Slab
 from shardwright.optim.held import leaves, mapped
 
@@ -265,7 +266,8 @@ def moved_to_host(values: dict[str, Any], host: Host) -> dict[str, Any]:
         if isinstance(value, RaggedTensor):
             return RaggedTensor(moved, value.spec)
         if isinstance(value, DTensor):
-            return dtensor_of(moved, value.device_mesh, value.placements, value.shape, value.stride())
+            mesh, placements = value.device_mesh, value.placements
+            return as_sharded(dtensor_of(moved, mesh, placements, value.shape, value.stride()))
         return moved
 
     return mapped(values, move)  # type: ignore[no-any-return]

@@ -30,6 +30,7 @@ from shardwright.engine.parameter import TAKEN, Managed, unit_of
 from shardwright.engine.ragged import RaggedTensor, part_of
 from shardwright.engine.ragged_spec import RaggedSpec
 from shardwright.engine.root import before_optimizer_step
+from shardwright.engine.sharded_tensor import as_sharded
 from shardwright.engine.unit import Unit
 from shardwright.init import value_of
 from shardwright.optim.blocks import block_spec
@@ -546,7 +547,7 @@ def _publish(entry: _Entry, state: dict[str, Any], p: DTensor | RaggedTensor, op
             if spec is not None:
                 shown = RaggedTensor(value, spec)
             elif isinstance(p, DTensor) and value.shape == entry.local.shape:
-                shown = dtensor_of(value, p.device_mesh, p.placements, p.shape, p.stride())
+                shown = as_sharded(dtensor_of(value, p.device_mesh, p.placements, p.shape, p.stride()))
             if shown is not value:
                 entry.inner[key] = local_of(shown)
         state[key] = seen[key] = shown
