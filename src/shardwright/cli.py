@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import os
 import shutil
 import sys
@@ -18,9 +19,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardwright.train.errors import UserError
+
+if TYPE_CHECKING:
+    from shardwright.train.config import Config
 
 EXTRA = ("annotated_types", "matplotlib", "psutil", "pydantic", "pydantic_core", "rich", "tensorboard")
 """What the extra "train" brings: the engine alone is installed without."""
@@ -35,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stderr, with the traceback before it only after `--debug`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _print_on_any_terminal()
     try:
         try:
             return _run(arguments)
@@ -48,13 +53,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`| head`) has gone. Python would complain once more when it closes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return STATUS_BROKEN_PIPE
+    except UnicodeEncodeError as error:
+        found = error.object[error.start : error.end]
+        message = (
+            f"the locale's encoding, {error.encoding}, has no {found!a} of {error.object!a}; set PYTHONUTF8=1"
+        )
+        return _failed(message, STATUS_USER_ERROR, arguments)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in EXTRA:
+        root = (error.name or "").partition(".")[0]
+        if root not in EXTRA:
             return _failed_itself(error, arguments)
+        if hiding := _file_that_hides(root):
+            message = (
+                f"{hiding} is found in place of the package {root}; rename it, or work in another folder"
+            )
+            return _failed(message, STATUS_USER_ERROR, arguments)
         need = 'the trainer needs the extra "train"; install shardwright[train]'
         return _failed(need, STATUS_USER_ERROR, arguments)
     except Exception as error:
         return _failed_itself(error, arguments)
+
+
+def _print_on_any_terminal() -> None:
+    """Let characters that the terminal's encoding lacks come out escaped: a run must not die of its last line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _file_that_hides(package: str) -> str | None:
+    """The file of the user's that was imported under the name of a package that has modules."""
+    module = sys.modules.get(package)
+    return None if module is None or hasattr(module, "__path__") else getattr(module, "__file__", None)
 
 
 def _failed_itself(error: Exception, arguments: Sequence[str]) -> int:
@@ -103,6 +133,30 @@ def _run(arguments: list[str]) -> int:
 
 
 def _train(options: argparse.Namespace, overrides: Sequence[tuple[str, str]], arguments: list[str]) -> int:
+    from shardwright.train.starting import START
+
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not launched or (os.environ["RANK"] == "0" and "SHARDWRIGHT_LAUNCHER" not in os.environ):
+        START.begin("loading PyTorch")
+    try:
+        try:
+            config, resume = _job_of(options, overrides)
+        except UserError as error:
+            if not launched:
+                raise
+            from shardwright.train.launch import refuse_config
+
+            return refuse_config(error, _debug(arguments))
+
+        from shardwright.train.launch import run_train
+
+        return run_train(config, nproc=options.nproc, resume=resume, argv=arguments)
+    finally:
+        START.end()
+
+
+def _job_of(options: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> tuple[Config, str | None]:
+    """The configuration, and the run to go on with: None for a new one, "" for the newest of that name."""
     from shardwright.train.config import load_config
 
     path, resume = options.config, options.resume
@@ -111,13 +165,16 @@ def _train(options: argparse.Namespace, overrides: Sequence[tuple[str, str]], ar
             resume,
             "",
         )  # `--resume CONFIG.toml`: a run is a folder, so this can only be the config.
+    if path is None and resume:
+        # A run keeps the configuration that it was last started with.
+        path = Path(resume, "config.toml")
+        if not path.is_file():
+            raise UserError(f"--resume: expected the folder of a run, found no config.toml in {resume}")
     if path is None:
-        raise UserError("train: expected CONFIG.toml, found none; examples are in the folder examples/")
-    config = load_config(Path(path), overrides)
-
-    from shardwright.train.launch import run_train
-
-    return run_train(config, nproc=options.nproc, resume=resume, argv=arguments)
+        raise UserError(
+            "train: expected CONFIG.toml or --resume RUN, found neither; examples are in the folder examples/"
+        )
+    return load_config(Path(path), overrides), resume
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -133,7 +190,7 @@ def _generate(options: argparse.Namespace) -> int:
 
     text = generate(
         Path(options.run),
-        options.prompt,
+        _as_typed(options.prompt),
         tokens=options.tokens,
         temperature=options.temperature,
         top_k=options.top_k,
@@ -141,6 +198,14 @@ def _generate(options: argparse.Namespace) -> int:
     )
     print(text)
     return 0
+
+
+def _as_typed(text: str) -> str:
+    """Text of the command line where the locale is not UTF-8 and the terminal is."""
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeDecodeError:
+        return text
 
 
 def _layout(options: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
@@ -183,7 +248,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
         prog="shardwright",
         allow_abbrev=False,
         description="Trains PyTorch models that do not fit on one device.",
-        epilog="`shardwright COMMAND --help` tells more about a command.",
+        epilog="`shardwright COMMAND --help` shows the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"shardwright {_version()}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
@@ -210,7 +275,9 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
 def _add_train(parser: _Parser) -> None:
     parser.usage = (
         "shardwright train CONFIG.toml [--section.key value ...]\n"
-        "                         [--nproc N] [--resume [RUN]] [--debug]"
+        "                         [--nproc N] [--resume [RUN]] [--debug]\n"
+        "       shardwright train --resume RUN [--section.key value ...]\n"
+        "                         [--nproc N] [--debug]"
     )
     parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="the job, in TOML")
     parser.add_argument(
@@ -219,7 +286,8 @@ def _add_train(parser: _Parser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--resume", metavar="RUN", nargs="?", const="",
-        help="go on from the last checkpoint of this run folder; without RUN: of the newest run of that name",
+        help="go on from the last checkpoint of this run folder, with its own configuration if no CONFIG.toml is "
+        "given; without RUN: of the newest run of the name in CONFIG.toml",
     )  # fmt: skip
     parser.keys_help = _keys_help
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +102,16 @@ def train_here(config: Path, *arguments: str | Path) -> int:
 
 
 def ranks(
-    count: int, *arguments: str | Path, timeout: float = 180, largest_file: int = -1
+    count: int,
+    *arguments: str | Path,
+    timeout: float = 180,
+    largest_file: int = -1,
+    folders: Sequence[Path] | None = None,
 ) -> list[tuple[int | None, str]]:
     """`shardwright` on ranks with what torchrun sets, without our launcher: each one's status and stderr.
 
-    Writes beyond ``largest_file`` bytes fail as on a full disk (EFBIG in place of ENOSPC).
+    Writes beyond ``largest_file`` bytes fail as on a full disk (EFBIG in place of ENOSPC). ``folders`` are the working
+    folders of the ranks.
     """
     # The store is hosted here, so that its port is the system's choice.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -121,7 +126,9 @@ def ranks(
             variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             processes.append(
                 forkserver().Process(
-                    target=_rank, args=(variables, arguments, log, largest_file), daemon=True
+                    target=_rank,
+                    args=(variables, arguments, log, largest_file, folders[rank] if folders else Path()),
+                    daemon=True,
                 )
             )
             processes[-1].start()
@@ -133,8 +140,11 @@ def ranks(
         return [(process.exitcode, log.read_text()) for process, log in zip(processes, logs, strict=True)]
 
 
-def _rank(variables: dict[str, str], arguments: tuple[str | Path, ...], log: Path, largest_file: int) -> None:
+def _rank(
+    variables: dict[str, str], arguments: tuple[str | Path, ...], log: Path, largest_file: int, folder: Path
+) -> None:
     os.environ.update(variables)
+    os.chdir(folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)

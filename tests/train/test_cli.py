@@ -196,7 +196,10 @@ def test_generate_prints_the_text(capsys: Capture, calls: list[dict[str, Any]]) 
         ("trian", "unknown command trian; did you mean train?"),
         ("fly", "unknown command fly; the commands are train, compare, generate, layout"),
         ("--versoin", "unknown option --versoin; did you mean --version?"),
-        ("train", "train: expected CONFIG.toml, found none; examples are in the folder examples/"),
+        (
+            "train",
+            "train: expected CONFIG.toml or --resume RUN, found neither; examples are in the folder examples/",
+        ),
         ("train none.toml", "none.toml: expected a configuration file, found nothing there"),
         ("train JOB --train.steps", NO_VALUE),
         ("train JOB --train.steps --nproc 2", NO_VALUE),

@@ -206,7 +206,7 @@ def test_mistake_that_every_rank_meets_is_printed_once(tmp_path: Path) -> None:
     config = config_file(tmp_path)
     arguments = ("--nproc", "2", "--parallel.engine", "fsdp2", "--data.source", tmp_path / "missing.txt")
     status, out, err = run("train", config, *arguments, "--run.dir", tmp_path / "run")
-    assert (status, out) == (2, "")
+    assert status == 2 and "step" not in out  # on a busy machine the start says what it is doing
     assert err.startswith("error: data.source: expected a file") and err.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
@@ -246,7 +246,7 @@ def test_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     status, _, err = finish(job, timeout=30)
     assert time.monotonic() - killed < 30
     assert status == 1 and err.startswith("error: rank 1 of 2 was killed by SIGKILL")
-    assert f"go on with --resume {folder}" in err
+    assert f"train --resume {folder} --nproc 2" in err
     assert RunFolder(folder).record()["status"] == "failed"
 
 
@@ -280,11 +280,11 @@ def test_silent_rank_is_named(tmp_path: Path) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     job = start(
         "train", config, "--nproc", "2", "--parallel.engine", "ddp", "--run.dir", folder,
-        "--train.steps", "100000", environment={"SHARDWRIGHT_TIMEOUT": "2"},
+        "--train.steps", "100000", environment={"SHARDWRIGHT_TIMEOUT": "6"},
     )  # fmt: skip
     wait_for_steps(folder, 2)
     os.kill(rank_process(job, 1), signal.SIGSTOP)
-    status, _, err = finish(job, timeout=30)
+    status, _, err = finish(job, timeout=60)
     assert status == 1 and err.startswith("error: rank 1 of 2 did not answer the others and was killed")
 
 

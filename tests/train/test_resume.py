@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from shardwright import cli
 from shardwright.train.checkpoint import saved_steps, what_is_missing
 from shardwright.train.models.presets import PRESETS, RopeScaling
 from shardwright.train.runs import RunFolder
@@ -54,10 +57,23 @@ def test_signal_saves_and_the_run_goes_on(tmp_path: Path) -> None:
     wait_for_steps(folder, 3)
     job.send_signal(signal.SIGTERM)
     status, out, err = finish(job, timeout=30)
-    assert (status, err) == (143, "") and f"go on with --resume {folder}" in out
+    assert (status, err) == (143, "") and f"train --resume {folder} --nproc 2" in out
     done = saved_steps(folder / "checkpoints")[0]
     assert len(records(folder)) == done
     assert RunFolder(folder).record()["status"] == "interrupted"
+    # The command works as it was printed, without the configuration's file.
+    command = out.partition("go on with: ")[2].splitlines()[0]
+    variables = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    again = subprocess.run(
+        f"{command} --train.steps {done + 1}",
+        shell=True,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert (again.returncode, again.stderr) == (0, "") and len(records(folder)) == done + 1
+    assert f"train.steps  100000 -> {done + 1}" in again.stdout
     assert train_here(config, "--resume", folder, "--train.steps", str(done + 2)) == 0
     assert [record["step"] for record in records(folder)] == list(range(1, done + 3))
 
@@ -147,3 +163,27 @@ def test_resume_without_a_name_takes_the_newest(tmp_path: Path, monkeypatch: pyt
     older, newer = sorted(Path("runs").iterdir(), key=lambda path: (len(path.name), path.name))
     assert train_here(config, "--resume", "--train.steps", "3") == 0
     assert (len(records(older)), len(records(newer))) == (2, 3)
+
+
+def test_changed_settings_are_printed_and_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    assert train_here(config, "--run.dir", folder, "--train.steps", "2") == 0
+    assert cli.main(["train", "--resume", str(folder), "--train.steps", "2"]) == 2  # nothing differs
+    assert "differ from the saved run" not in capsys.readouterr().out
+    changed = ("--optimizer.lr", "5e-3", "--optimizer.betas", "[0.8, 0.9]", "--optimizer.weight_decay", "0.0")
+    assert train_here(config, "--resume", folder, "--train.steps", "4", *changed) == 0
+    block = capsys.readouterr().out.partition("settings that differ from the saved run (saved -> now)")[2]
+    assert block.splitlines()[:5] == [
+        "; those of now count:",
+        "  train.steps             2 -> 4",
+        "  optimizer.lr            0.01 -> 0.005",
+        "  optimizer.betas         [0.9, 0.95] -> [0.8, 0.9]",
+        "  optimizer.weight_decay  0.1 -> 0.0",
+    ]
+    assert [record["lr"] for record in records(folder)] == [0.005, 0.01, 0.005, 0.005]
+    # Without CONFIG.toml the run's own configuration counts, as it was last changed.
+    assert cli.main(["train", "--resume", str(folder), "--train.steps", "5"]) == 0
+    assert "  train.steps  4 -> 5\n" in capsys.readouterr().out
+    assert records(folder)[-1]["lr"] == 0.005
+    assert cli.main(["train", "--resume", str(tmp_path / "nowhere")]) == 2
+    assert "--resume: expected the folder of a run, found no config.toml in" in capsys.readouterr().err

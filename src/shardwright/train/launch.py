@@ -17,21 +17,25 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext, start_processes
 
+import shardwright
 from shardwright.train import checkpoint
+from shardwright.train.agreement import PATIENCE, Statement, agree, facts_of, is_to_report
 from shardwright.train.config import Config
-from shardwright.train.data import load_corpus
+from shardwright.train.data import Corpus, load_corpus
 from shardwright.train.errors import UserError
+from shardwright.train.lock import FolderLock, claim, share
 from shardwright.train.loop import NonFiniteError, train
 from shardwright.train.parallel import (
     World,
@@ -39,11 +43,27 @@ from shardwright.train.parallel import (
     check_environment,
     check_ranks,
     choose_device,
+    collective_timeout,
     join_world,
+    pick_device,
+    rank_and_size,
     under_launcher,
 )
-from shardwright.train.runs import RunFolder, check_same_job, create_run, find_run, mark_failed, now, writing
+from shardwright.train.resuming import resume_command
+from shardwright.train.runs import (
+    RunFolder,
+    check_same_job,
+    create_run,
+    find_run,
+    holds_a_run,
+    mark_failed,
+    now,
+    writing,
+)
+from shardwright.train.starting import START
 
+SPEAKING = "first rank speaks"
+"""Key in the launcher's store: from then on the first rank says what is being done at the start."""
 FOLDER_VARIABLE = "SHARDWRIGHT_RUN_FOLDER"
 LAUNCHER_VARIABLE = "SHARDWRIGHT_LAUNCHER"
 GRACE_SECONDS = 4.0
@@ -62,22 +82,25 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
     """
     check_environment()
     if under_launcher():
-        return _run_rank(config, resume, "--debug" in argv)
+        return _run_rank(lambda: config, resume, "--debug" in argv)
     ranks = _ranks_wanted(config, nproc)
     check_ranks(config, ranks)
     check_device(config, choose_device(config))
-    folder = _open_folder(config, resume)
-    try:
-        if ranks > 1:
-            return _launch(config, folder, ranks, argv)
-        _stay_local()
-        with join_world(config) as world:
-            return train(config, folder, load_corpus(config.data), world, resume is not None)
-    except (UserError, KeyboardInterrupt):
-        _discard_if_unused(folder)
-        raise
-    except NonFiniteError as error:
-        return _fail(str(error))
+    folder, lock = _open_folder(config, resume)
+    with lock:
+        try:
+            if ranks > 1:
+                return _launch(config, folder, ranks, argv)
+            _stay_local()
+            START.doing("reading the text")
+            corpus = load_corpus(config.data)
+            with join_world(config) as world:
+                return train(config, folder, corpus, world, resume is not None)
+        except (UserError, KeyboardInterrupt):
+            _discard_if_unused(folder, lock)
+            raise
+        except NonFiniteError as error:
+            return _fail(str(error))
 
 
 def _ranks_wanted(config: Config, nproc: int | None) -> int:
@@ -89,19 +112,28 @@ def _ranks_wanted(config: Config, nproc: int | None) -> int:
     return max(1, gpus) if config.parallel.engine != "none" else 1
 
 
-def _open_folder(config: Config, resume: str | None) -> RunFolder:
+def _open_folder(config: Config, resume: str | None) -> tuple[RunFolder, FolderLock]:
+    """The folder of the run, which no other run may use until the lock is released."""
     if resume is None:
-        return create_run(config)
+        folder = create_run(config)
+        with writing(folder.path):
+            lock = claim(folder.path)
+        if folder.exists():  # another run began and ended here between our look and the lock
+            lock.release()
+            raise UserError(holds_a_run(folder))
+        return folder, lock
     folder = find_run(config, resume)
     check_same_job(folder, config, "--resume")
-    return folder
+    with writing(folder.path):
+        return folder, claim(folder.path)
 
 
-def _discard_if_unused(folder: RunFolder) -> None:
+def _discard_if_unused(folder: RunFolder, lock: FolderLock) -> None:
     """Remove a folder in which no run began, so that correcting the mistake does not meet its remains."""
     if folder.exists():
         return
     try:
+        lock.remove()
         for log in sorted(folder.logs.rglob("*"), reverse=True):
             log.rmdir() if log.is_dir() else log.unlink()
         if folder.logs.exists():
@@ -131,30 +163,48 @@ class Complaint:
 
     rank: int
     order: int
-    kind: Literal["user", "nonfinite", "lost contact", "error"]
+    kind: Literal["user", "nonfinite", "lost contact", "interrupted", "error"]
     message: str
     trace: str
 
 
-def _run_rank(config: Config, resume: str | None, debug: bool) -> int:
-    """Train as one rank. Errors go to the launcher where there is one; under plain torchrun rank 0 prints them."""
+def refuse_config(error: UserError, debug: bool) -> int:
+    """As a rank that could not read its configuration: let the other ranks know, and return the exit status."""
+    check_environment()
+
+    def unreadable() -> NoReturn:
+        raise error
+
+    return _run_rank(unreadable, None, debug)
+
+
+def _run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) -> int:
+    """Train as one rank. Errors go to the launcher where there is one; under plain torchrun one rank prints them."""
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     if launcher:
         threading.Thread(target=_leave_with, args=(int(launcher),), daemon=True).start()
+    store: dist.Store | None = None
     try:
-        corpus = load_corpus(config.data)
-        with join_world(config) as world:
-            folder = _agree_on_folder(config, resume, world)
-            return train(config, folder, corpus, world, resume is not None)
+        rank, size = rank_and_size()
+        if rank == 0:
+            if launcher:
+                _contact().set(SPEAKING, "")
+            START.begin("waiting for the other ranks")
+        # The store must hear of what this rank cannot do, so it is there first.
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=max(collective_timeout(), PATIENCE))))
+        config, corpus = _start_together(configured, resume, store, rank, size)
+        with join_world(config, store) as world:
+            folder, lock = _agree_on_folder(config, resume, world)
+            with lock:
+                return train(config, folder, corpus, world, resume is not None)
     except BaseException as error:
         complaint = _complaint(error)
+        START.end()
         if launcher:
             _send(complaint)
             status = 2 if complaint.kind == "user" else 1
-        elif complaint.kind == "user" and complaint.rank == 0:
-            raise
         else:
-            status = _report_alone(complaint, debug)
+            status = _report_alone(complaint, store, debug)
         if launcher or debug:  # Of our launcher stderr is a log.
             traceback.print_exc()
         sys.stdout.flush()
@@ -163,43 +213,74 @@ def _run_rank(config: Config, resume: str | None, debug: bool) -> int:
         os._exit(status)
 
 
-def _report_alone(complaint: Complaint, debug: bool) -> int:
-    if complaint.kind == "user":
-        return 2  # rank 0 prints it
-    if complaint.kind != "nonfinite" or complaint.rank == 0:
-        hint = "" if debug or complaint.kind == "nonfinite" else " (add --debug to see the traceback)"
-        message = " ".join(complaint.message.split())
-        print(f"error: rank {complaint.rank}: {message}{hint}", file=sys.stderr, flush=True)
-    return 1
+def _start_together(
+    configured: Callable[[], Config], resume: str | None, store: dist.Store, rank: int, size: int
+) -> tuple[Config, Corpus]:
+    """The configuration and the text, once all ranks have the same. Where one cannot start, all raise its UserError."""
+    try:
+        config = configured()
+        device = pick_device(config)
+        START.doing("reading the text")
+        corpus = load_corpus(config.data)
+        statement = Statement(facts_of(config, corpus.sha256, resume, device.type))
+    except UserError as error:
+        agree(store, rank, size, Statement({}, str(error)), collective_timeout())
+        raise
+    START.doing("waiting for the other ranks")
+    agree(store, rank, size, statement, collective_timeout())
+    store.set_timeout(collective_timeout())
+    return config, corpus
 
 
-def _agree_on_folder(config: Config, resume: str | None, world: World) -> RunFolder:
-    """The folder the launcher chose; without our launcher the one rank 0 chooses."""
+def _report_alone(complaint: Complaint, store: dist.Store | None, debug: bool) -> int:
+    """Print what ended this rank, with its number unless that is 0; once, where all ranks met the same."""
+    statuses = {"user": 2, "interrupted": 128 + signal.SIGINT}
+    shared = complaint.kind in ("user", "nonfinite", "interrupted")
+    if not shared or store is None or is_to_report(store, complaint.rank, complaint.message):
+        hint = "" if debug or shared else " (add --debug to see the traceback)"
+        where = f"rank {complaint.rank}: " if complaint.rank or not shared else ""
+        print(f"error: {where}{' '.join(complaint.message.split())}{hint}", file=sys.stderr, flush=True)
+    if complaint.rank == 0 and shared:
+        time.sleep(1.0)  # It may host the store, which the others ask whether this was said.
+    return statuses.get(complaint.kind, 1)
+
+
+def _agree_on_folder(
+    config: Config, resume: str | None, world: World
+) -> tuple[RunFolder, AbstractContextManager[object]]:
+    """The folder the launcher chose; without our launcher the one rank 0 chooses. Rank 0 has the lock."""
     chosen = os.environ.get(FOLDER_VARIABLE)
     if chosen:
-        return RunFolder(Path(chosen))
+        folder = RunFolder(Path(chosen))
+        return folder, share(folder.path) if world.is_first else nullcontext()
     outcome: list[Any] = [None, None]
+    lock: AbstractContextManager[object] = nullcontext()
     if world.is_first:
         try:
-            outcome = [str(_open_folder(config, resume).path), None]
+            folder, lock = _open_folder(config, resume)
+            outcome = [str(folder.path), None]
         except UserError as error:
             outcome = [None, str(error)]
     dist.broadcast_object_list(outcome, src=0)
     path, problem = outcome
     if problem is not None:
         raise UserError(problem)
-    return RunFolder(Path(path))
+    return RunFolder(Path(path)), lock
 
 
 def _complaint(error: BaseException) -> Complaint:
-    kind: Literal["user", "nonfinite", "lost contact", "error"] = "error"
+    kind: Literal["user", "nonfinite", "lost contact", "interrupted", "error"] = "error"
     if isinstance(error, UserError):
         kind = "user"
     elif isinstance(error, NonFiniteError):
         kind = "nonfinite"
+    elif isinstance(error, KeyboardInterrupt):
+        kind = "interrupted"
     elif _is_lost_contact(error):
         kind = "lost contact"
     message = str(error) if kind in ("user", "nonfinite") else f"{type(error).__name__}: {error}"
+    if kind == "interrupted":
+        message = "interrupted"
     return Complaint(int(os.environ["RANK"]), 0, kind, message, traceback.format_exc())
 
 
@@ -229,11 +310,16 @@ of its own for them."""
 def _send(complaint: Complaint) -> None:
     """Pass a complaint to the launcher through its store: disks may be full."""
     try:
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store = _contact()
         order = store.add("complaints", 1)
         store.set(f"complaint/{complaint.rank}", json.dumps({**asdict(complaint), "order": order}))
     except RuntimeError:
         pass  # The launcher is gone; the log has it all.
+
+
+def _contact() -> dist.TCPStore:
+    """The launcher's store."""
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
 def _leave_with(launcher: int) -> None:
@@ -272,13 +358,15 @@ def log_of(logs: Path, rank: int) -> Path:
 
 
 def _launch(config: Config, folder: RunFolder, ranks: int, argv: list[str]) -> int:
+    START.doing(f"starting {ranks} ranks")
     logs = folder.logs / now().replace(":", "")
     with writing(logs):
         logs.mkdir(parents=True, exist_ok=True)
     _stay_local()
     # The store lives here, so it outlives every rank, and its port is the system's choice: no two jobs collide.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command = ("-m", "shardwright", *without_nproc(argv))
+    # -P: a random.py in the folder where the user works must not take the place of Python's own.
+    command = ("-P", "-m", "shardwright", *without_nproc(argv))
     with writing(logs):
         processes = start_processes(
             name="shardwright",
@@ -291,7 +379,7 @@ def _launch(config: Config, folder: RunFolder, ranks: int, argv: list[str]) -> i
             logs_specs=RankLogs(logs),
         )
     assert isinstance(processes, SubprocessContext)
-    watch = Watch(processes)
+    watch = Watch(processes, lambda: store.check([SPEAKING]))
     statuses = watch.until_all_ended()
     if all(status == 0 for status in statuses.values()):
         return 0
@@ -320,17 +408,27 @@ def environment(rank: int, ranks: int, port: int, folder: RunFolder, device: str
         "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is the launcher's: rank 0 must not open its own
         FOLDER_VARIABLE: folder.path, LAUNCHER_VARIABLE: os.getpid(),
     }  # fmt: skip
+    if own_path := _path_to_ourselves():
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), own_path]))
     if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         # Each rank would claim all cores.
         variables["OMP_NUM_THREADS"] = max(1, (os.cpu_count() or 1) // ranks)
     return {name: str(value) for name, value in variables.items()}
 
 
+def _path_to_ourselves() -> str | None:
+    """The folder of this package, where this process found it in its working folder, in which ranks do not look."""
+    folder = str(Path(shardwright.__file__).resolve().parents[1])
+    elsewhere = [path for path in sys.path if path and os.path.abspath(path) != os.getcwd()]
+    known = {os.path.realpath(path) for path in elsewhere}
+    return None if folder in known or folder != os.path.realpath(os.getcwd()) else folder
+
+
 class Watch:
     """Waits for the ranks, passes signals on, and ends the rest soon after one has failed."""
 
-    def __init__(self, processes: SubprocessContext) -> None:
-        self.processes = processes
+    def __init__(self, processes: SubprocessContext, first_rank_speaks: Callable[[], bool]) -> None:
+        self.processes, self.first_rank_speaks = processes, first_rank_speaks
         self.told: int | None = None
         self.killed: set[int] = set()
         self._told_at = 0.0
@@ -349,7 +447,10 @@ class Watch:
             if deadline is not None and time.monotonic() > deadline:
                 self._kill(running)
                 deadline = None
+            if START.is_speaking and self.first_rank_speaks():
+                START.end()
             time.sleep(0.05)
+        START.end()
         statuses = {rank: status for rank, status in self._poll().items() if status is not None}
         for handler in self.processes.subprocess_handlers.values():
             handler.proc.wait()
@@ -406,7 +507,7 @@ def _conclude(ending: Ending, debug: bool) -> int:
         if debug:
             print(user.trace, file=sys.stderr)
         raise UserError(user.message)
-    if ending.told is not None and not ending.folder.exists():
+    if ending.told is not None and (not ending.folder.exists() or _all_interrupted(ending)):
         return _stopped_early(ending.told)
     nonfinite = next((complaint for complaint in ending.complaints if complaint.kind == "nonfinite"), None)
     if nonfinite is not None:
@@ -415,6 +516,16 @@ def _conclude(ending: Ending, debug: bool) -> int:
         return _stopped_early(ending.told)
     print(f"error: {_diagnosis(ending)}", file=sys.stderr, flush=True)
     return 1
+
+
+def _all_interrupted(ending: Ending) -> bool:
+    """Whether every rank ended by the signal before it was ready to save, or was ended for taking too long."""
+    interrupted = {complaint.rank for complaint in ending.complaints if complaint.kind == "interrupted"}
+    signals = (-signal.SIGINT, -signal.SIGTERM)
+    return all(
+        rank in interrupted or rank in ending.killed or status in signals
+        for rank, status in ending.statuses.items()
+    )
 
 
 def _stopped_early(number: int) -> int:
@@ -431,7 +542,9 @@ def _diagnosis(ending: Ending) -> str:
         lines += [f"the end of its log {log_of(ending.logs, rank)}:", *("  " + line for line in tail)]
     if checkpoint.saved_steps(ending.folder.checkpoints):
         step = checkpoint.saved_steps(ending.folder.checkpoints)[0]
-        lines.append(f"step {step} is saved: go on with --resume {ending.folder.path}")
+        lines.append(
+            f"step {step} is saved; go on with: {resume_command(ending.folder, len(ending.statuses))}"
+        )
     return "\n".join(lines)
 
 
@@ -457,6 +570,6 @@ def _culprit(ending: Ending) -> tuple[int, str]:
 
 def _tail(path: Path) -> list[str]:
     try:
-        return path.read_text(errors="replace").rstrip().splitlines()[-LOG_TAIL:]
+        return path.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-LOG_TAIL:]
     except OSError:
         return []

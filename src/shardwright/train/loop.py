@@ -33,6 +33,7 @@ from shardwright.train.data.corpus import encode
 from shardwright.train.errors import UserError
 from shardwright.train.generate import sample
 from shardwright.train.parallel import World
+from shardwright.train.resuming import changes_in_words, resume_command
 from shardwright.train.runs import (
     RunFolder,
     RunRecord,
@@ -44,6 +45,7 @@ from shardwright.train.runs import (
     write_text,
     writing,
 )
+from shardwright.train.starting import START
 from shardwright.train.stop import StopRequest
 
 SAMPLE_TOKENS = 160
@@ -273,20 +275,29 @@ class Trainer:
 
 
 def train(config: Config, folder: RunFolder, corpus: Corpus, world: World, resume: bool) -> int:
-    """Run the job to its last step, or to the signal that stops it. Returns the exit status."""
-    with StopRequest() as stop:
-        if resume:
-            check_same_corpus(folder, corpus.sha256)
+    """Run the job to its last step, or to the signal that stops it. Returns the exit status.
+
+    Until the model is there a signal ends the job as it ends any program: there is nothing to save.
+    """
+    START.doing(f"building the model of {config.model.shape().parameters:,} parameters")
+    if resume:
+        check_same_corpus(folder, corpus.sha256)
+    with metrics.Reporter([metrics.Lines(0, 1)] if world.is_first else []) as notices:
+        if resume and world.is_first and (changes := changes_in_words(folder.config(), config)):
+            notices.say(changes)
         trainer = Trainer(config, world, corpus)
         if resume:
-            with metrics.Reporter([metrics.Lines(0, 1)] if world.is_first else []) as notices:
+            notices.say(f"reading the newest checkpoint in {folder.checkpoints}")
+            with START.left_to_others():
                 trainer.load(folder, notices)
-        done = trainer.position.step
-        if done >= config.train.steps:
-            raise UserError(
-                f"train.steps: expected more than the {done} steps {folder.path} has done, found {config.train.steps}; "
-                "give more steps to go on"
-            )
+    done = trainer.position.step
+    if done >= config.train.steps:
+        raise UserError(
+            f"train.steps: expected more than the {done} steps {folder.path} has done, found {config.train.steps}; "
+            "give more steps to go on"
+        )
+    START.doing("running the first step")
+    with StopRequest() as stop:
         record = open_record(trainer, folder) if world.is_first else None
         with metrics.Reporter(open_sinks(config, folder, done) if world.is_first else []) as reporter:
             reporter.say(opening_line(trainer, folder))
@@ -311,6 +322,7 @@ def run_steps(trainer: Trainer, folder: RunFolder, reporter: metrics.Reporter, s
         with memory_history(trainer, folder), trainer.recompiles.step():
             result = trainer.train_step(stop)
         seconds = time.perf_counter() - started
+        START.end()
         step = trainer.position.step
         leaving = result.stop != 0 or step == config.train.steps
         validation = None
@@ -404,6 +416,8 @@ def step_record(
 def open_sinks(config: Config, folder: RunFolder, steps_done: int) -> list[metrics.Sink]:
     steps, every = config.train.steps, config.log.every
     console = Console()
+    if console.is_terminal:
+        START.end()  # a bar moves from its beginning on
     sinks: list[metrics.Sink] = [metrics.JsonLines(folder.metrics_file, steps_done)]
     if config.log.tensorboard:
         sinks.append(metrics.TensorBoard(folder.tensorboard, steps_done, every))
@@ -461,7 +475,7 @@ def conclude(trainer: Trainer, folder: RunFolder, record: RunRecord | None, ende
     if ended_by or sampled is None:
         print(
             f"stopped by {signal.Signals(ended_by).name} after step {trainer.position.step}, which is saved; "
-            f"go on with --resume {folder.path}",
+            f"go on with: {resume_command(folder, trainer.world.size)}",
             flush=True,
         )
         return 128 + ended_by

@@ -243,11 +243,14 @@ def check_batch_fits(train: TrainConfig, windows: int) -> None:
         )
 
 
-@contextmanager
-def join_world(config: Config) -> Iterator[World]:
-    """Become a rank: pick the device, set up the process group (also for one rank), take it down again at the end."""
+def rank_and_size() -> tuple[int, int]:
     # Of one variable without the other nothing follows: some systems leave RANK behind.
-    rank, size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if under_launcher() else (0, 1)
+    return (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if under_launcher() else (0, 1)
+
+
+def pick_device(config: Config) -> torch.device:
+    """The device of this rank. Raises UserError for what this rank, or every rank, cannot run. Waits for nobody."""
+    _, size = rank_and_size()
     check_ranks(config, size)
     kind = choose_device(config)
     check_device(config, kind)
@@ -261,9 +264,21 @@ def join_world(config: Config) -> Iterator[World]:
             )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def join_world(config: Config, store: dist.Store | None = None) -> Iterator[World]:
+    """Become a rank: pick the device, set up the process group (also for one rank), take it down again at the end.
+
+    `store` is where the ranks of a launched job have met.
+    """
+    (rank, size), device = rank_and_size(), pick_device(config)
+    kind = device.type
     options: dict[str, Any] = {"timeout": collective_timeout()}
-    if not under_launcher():
-        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if store is not None or not under_launcher():
+        meeting = dist.HashStore() if store is None else dist.PrefixStore("default_pg", store)
+        options |= {"store": meeting, "rank": rank, "world_size": size}
     if kind == "cuda":
         options["device_id"] = device
     # gloo beside NCCL: checkpoints exchange plain objects, which need not pass through the GPU.

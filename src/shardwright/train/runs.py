@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -169,16 +170,32 @@ def now() -> str:
 def create_run(config: Config) -> RunFolder:
     """Make the folder of a new run: `run.dir`, or runs/NAME-TIME. Never one that holds a run already."""
     if config.run.dir:
+        _check_name(config.run.dir)
         folder = RunFolder(Path(config.run.dir))
         if folder.exists():
-            raise UserError(
-                f"run.dir: expected a folder without a run, found one in {folder.path}; go on with it by --resume, "
-                "or give another folder"
-            )
+            raise UserError(holds_a_run(folder))
     else:
         folder = RunFolder(_unique_folder(f"{config.run.name}-{datetime.now():%Y%m%d-%H%M%S}"))
     open_for_writing(folder.path, "run.dir")
     return folder
+
+
+def _check_name(path: str) -> None:
+    """Refuse a name that run.json and config.toml, which are UTF-8, cannot hold."""
+    try:
+        path.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError(
+            f"run.dir: expected a folder whose name is UTF-8 text, found {path!a}; choose another name, or set "
+            "PYTHONUTF8=1 where the locale is not UTF-8"
+        ) from None
+
+
+def holds_a_run(folder: RunFolder) -> str:
+    return (
+        f"run.dir: expected a folder without a run, found one in {folder.path}; go on with it by --resume "
+        f"{shlex.quote(str(folder.path))}, or give another folder"
+    )
 
 
 def _unique_folder(name: str) -> Path:

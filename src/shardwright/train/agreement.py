@@ -1,0 +1,138 @@
+"""Whether all ranks are about to run the same job: each says what it starts with, and all get one answer.
+
+It goes through the store at which the ranks meet, before any process group exists: a rank that could not start would
+keep the others waiting in one. What a job does with the configuration is not known here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import shardwright
+from shardwright.train.config import Config, toml_value
+from shardwright.train.errors import UserError
+from shardwright.train.resuming import flat
+
+PATIENCE = timedelta(minutes=1)
+"""At least so long ranks wait for each other at the start, whatever SHARDWRIGHT_TIMEOUT says of later waits: hosts take
+unequal time to load programs and text."""
+SAID_TWICE = 2.0
+"""Seconds in which a rank waits for the first one to report the same mistake."""
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What a rank starts with: `facts` by key, or the mistake for which it cannot start."""
+
+    facts: Mapping[str, str]
+    mistake: str | None = None
+
+
+def facts_of(config: Config, text_sha256: str, resume: str | None, device: str) -> dict[str, str]:
+    """What must be the same on all ranks. Text may lie elsewhere on each host, so its content counts, not its path."""
+    facts = {key: "none" if value is None else toml_value(value) for key, value in flat(config.model_dump())}
+    del facts["data.source"]
+    return {
+        **facts,
+        "the text of data.source": f"sha256 {text_sha256[:12]}",
+        "--resume": "not given" if resume is None else resume or "the newest run",
+        "the device": device,
+        "the version of shardwright": shardwright.__version__,
+        "the version of torch": torch.__version__,
+    }
+
+
+def agree(store: dist.Store, rank: int, size: int, statement: Statement, timeout: timedelta) -> None:
+    """Return if all ranks state the same. Called by every rank.
+
+    Raises UserError, the same one on every rank, which names the ranks and the first key that differs.
+    """
+    timeout = max(timeout, PATIENCE)
+    store.set(f"start/{rank}", json.dumps([statement.facts, statement.mistake]))
+    if rank == 0:
+        store.set("start/verdict", _verdict(_statements(store, size, timeout)))
+    # The first rank gives up after `timeout`; its answer needs a moment more.
+    store.wait(["start/verdict"], timeout + PATIENCE)
+    verdict = store.get("start/verdict").decode()
+    if verdict:
+        raise UserError(verdict)
+
+
+def _statements(store: dist.Store, size: int, timeout: timedelta) -> list[Statement | None]:
+    """Of every rank, None for those that have not come in time."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    found: list[Statement | None] = []
+    for rank in range(size):
+        left = max(0.001, deadline - time.monotonic())
+        try:
+            store.wait([f"start/{rank}"], timedelta(seconds=left))
+        except RuntimeError:
+            found.append(None)
+            continue
+        found.append(Statement(*json.loads(store.get(f"start/{rank}"))))
+    return found
+
+
+def _verdict(statements: Sequence[Statement | None]) -> str:
+    """Empty where all is well."""
+    missing = [rank for rank, statement in enumerate(statements) if statement is None]
+    if missing:
+        return (
+            f"expected {len(statements)} ranks to start, found nothing of {ranks_in_words(missing)}; look at the "
+            "output or the log of these ranks and hosts"
+        )
+    mistakes: dict[str, list[int]] = {}
+    for rank, statement in enumerate(statements):
+        if statement is not None and statement.mistake is not None:
+            mistakes.setdefault(statement.mistake, []).append(rank)
+    if len(mistakes) == 1 and len(next(iter(mistakes.values()))) == len(statements):
+        return next(iter(mistakes))
+    if mistakes:
+        return ". ".join(f"{ranks_in_words(ranks)}: {mistake}" for mistake, ranks in mistakes.items())
+    return _difference([statement.facts for statement in statements if statement is not None])
+
+
+def _difference(facts: Sequence[Mapping[str, str]]) -> str:
+    differing = [key for key in dict.fromkeys(key for each in facts for key in each)
+                 if len({each.get(key) for each in facts}) > 1]  # fmt: skip
+    if not differing:
+        return ""
+    key, *others = differing
+    holders: dict[str, list[int]] = {}
+    for rank, each in enumerate(facts):
+        holders.setdefault(each.get(key, "not known"), []).append(rank)
+    found = ", ".join(f"{value} on {ranks_in_words(ranks)}" for value, ranks in holders.items())
+    more = f" ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''} too)" if others else ""
+    return (
+        f"expected the same job on every rank, found {key}: {found}{more}; start all ranks with the same configuration "
+        "and data"
+    )
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def is_to_report(store: dist.Store, rank: int, message: str) -> bool:
+    """Whether this rank is the one that prints a mistake. Several ranks may meet the same one; then the first does."""
+    key = f"reported/{hashlib.sha256(message.encode(errors='replace')).hexdigest()}"
+    deadline = time.monotonic() + (SAID_TWICE if rank else 0.0)
+    try:
+        while time.monotonic() < deadline:
+            if store.check([key]):
+                return False
+            time.sleep(0.05)
+        return store.compare_set(key, "", str(rank)).decode() == str(rank)
+    except RuntimeError:
+        return True  # Nobody is left to ask: better twice than never.

@@ -1,0 +1,75 @@
+"""Going on with a run: the command for it, and what differs from the run that was saved.
+
+The configuration that is given now counts: the file's and the command line's where a file is named, else what the run
+itself was last started with and the command line's. The model, the data and the order of samples must be the same:
+`runs.check_same_job`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardwright.train.config import Config, toml_value
+from shardwright.train.runs import RunFolder
+
+
+def resume_command(folder: RunFolder, ranks: int) -> str:
+    """The command that goes on with a run on as many ranks, to be printed: it works as it stands."""
+    arguments = f"train --resume {shlex.quote(str(folder.path))}"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        local = os.environ.get("LOCAL_WORLD_SIZE", str(ranks))
+        run = _program("torchrun", "torch.distributed.run")
+        if int(local) == ranks:
+            return f"{run} --standalone --nproc-per-node {ranks} -m shardwright {arguments}"
+    several = f" --nproc {ranks}" if ranks > 1 else ""
+    return f"{_program('shardwright', 'shardwright')} {arguments}{several}"
+
+
+def _program(name: str, module: str) -> str:
+    """How a shell finds one of this environment's programs."""
+    if shutil.which(name):
+        return name
+    beside = os.path.join(os.path.dirname(sys.executable), name)
+    for path in (os.path.relpath(beside), beside) if os.access(beside, os.X_OK) else ():
+        if not path.startswith(os.pardir):
+            return shlex.quote(path)
+    return f"{shlex.quote(sys.executable)} -m {module}"
+
+
+def changed_settings(saved: Config, current: Config) -> list[tuple[str, object, object]]:
+    """Every key whose value differs, with both values. The folder's own name does not count."""
+    before, after = dict(flat(saved.resolved().model_dump())), dict(flat(current.resolved().model_dump()))
+    keys = dict.fromkeys([*before, *after])
+    return [
+        (key, before.get(key), after.get(key))
+        for key in keys
+        if key != "run.dir" and before.get(key) != after.get(key)
+    ]
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested tables as pairs of a dotted key and a value."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def changes_in_words(saved: Config, current: Config) -> str | None:
+    """A block of lines, or None where nothing differs."""
+    changes = changed_settings(saved, current)
+    if not changes:
+        return None
+    width = max(len(key) for key, _, _ in changes)
+    lines = [f"  {key:<{width}}  {_shown(before)} -> {_shown(after)}" for key, before, after in changes]
+    return "\n".join(["settings that differ from the saved run (saved -> now); those of now count:", *lines])
+
+
+def _shown(value: object) -> str:
+    return "none" if value is None else toml_value(value)

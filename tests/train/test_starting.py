@@ -1,0 +1,185 @@
+"""The start of a job: ranks that differ, folders in use, names that hide others, and words while it takes long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardwright import cli
+from shardwright.train import lock, patience
+from shardwright.train.agreement import Statement, agree, facts_of, is_to_report
+from shardwright.train.errors import UserError
+from shardwright.train.parallel import collective_timeout
+from shardwright.train.starting import Start
+from tests.train.jobs import TINY, config_file, losses, ranks, run, tiny, train_here
+
+
+def answers(*statements: Statement | None) -> list[str]:
+    """What each rank is answered; None is a rank that never comes."""
+    store = dist.HashStore()
+    found = ["?"] * len(statements)
+
+    def ask(rank: int, statement: Statement) -> None:
+        try:
+            agree(store, rank, len(statements), statement, collective_timeout())
+            found[rank] = ""
+        except UserError as error:
+            found[rank] = str(error)
+
+    threads = [
+        threading.Thread(target=ask, args=(rank, statement))
+        for rank, statement in enumerate(statements)
+        if statement is not None
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def stated(sha256: str = "a" * 64, **sections: Any) -> Statement:
+    return Statement(facts_of(tiny(**sections), sha256, None, "cpu"))
+
+
+def test_ranks_that_differ_get_one_answer_that_names_them() -> None:
+    assert answers(stated(), stated()) == ["", ""]
+    # The same text may lie elsewhere on another host.
+    assert answers(stated(), stated(data={"source": "elsewhere.txt"})) == ["", ""]
+    rate = stated(optimizer={"lr": 0.5})
+    (first, *others) = answers(stated(), rate, stated(), rate)
+    assert first.startswith(
+        "expected the same job on every rank, found optimizer.lr: 0.01 on ranks 0, 2, 0.5 on ranks 1, 3;"
+    )
+    assert others == [first] * 3
+    text = answers(stated(), stated("b" * 64))
+    assert (
+        "found the text of data.source: sha256 aaaaaaaaaaaa on rank 0, sha256 bbbbbbbbbbbb on rank 1;"
+        in text[1]
+    )
+    both = answers(stated(), stated("b" * 64, run={"seed": 3}))[0]
+    assert "found run.seed: 0 on rank 0, 3 on rank 1 (the text of data.source too)" in both
+
+
+def test_a_mistake_of_one_rank_reaches_all() -> None:
+    mistake = Statement({}, "x.toml: expected a configuration file, found nothing there")
+    assert answers(stated(), mistake) == [f"rank 1: {mistake.mistake}"] * 2
+    assert answers(mistake, mistake) == [mistake.mistake] * 2
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from datetime import timedelta
+
+    from shardwright.train import agreement
+
+    monkeypatch.setattr(agreement, "PATIENCE", timedelta(seconds=0.2))
+    monkeypatch.setenv("SHARDWRIGHT_TIMEOUT", "0.2")
+    assert answers(stated(), None)[0].startswith("expected 2 ranks to start, found nothing of rank 1;")
+
+
+def test_one_rank_reports_what_several_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwright.train import agreement
+
+    monkeypatch.setattr(agreement, "SAID_TWICE", 0.1)
+    store = dist.HashStore()
+    assert is_to_report(store, 0, "one") and not is_to_report(store, 1, "one")
+    assert is_to_report(store, 1, "two") and not is_to_report(store, 0, "two")
+
+
+def test_a_mistake_of_another_rank_is_printed_under_torchrun(tmp_path: Path) -> None:
+    """Each rank has its own working folder, and so its own file."""
+    engine = ("--parallel.engine", "ddp", "--run.dir", tmp_path / "run")
+    for rank, text in enumerate((TINY, TINY.replace("lr = 1e-2", "lr = 2e-2"))):
+        config_file(tmp_path / f"of{rank}", text)
+    ended = ranks(2, "train", "tiny.toml", *engine, folders=[tmp_path / "of0", tmp_path / "of1"])
+    assert [status for status, _ in ended] == [2, 2]
+    said = "".join(err for _, err in ended)
+    assert said.startswith(
+        "error: expected the same job on every rank, found optimizer.lr: 0.01 on rank 0, 0.02 on rank 1"
+    )
+    assert said.count("\n") == 1 and not (tmp_path / "run").exists()
+    (tmp_path / "of1" / "tiny.toml").unlink()
+    ended = ranks(2, "train", "tiny.toml", *engine, folders=[tmp_path / "of0", tmp_path / "of1"])
+    assert [status for status, _ in ended] == [2, 2]
+    said = "".join(err for _, err in ended)
+    assert said == "error: rank 1: tiny.toml: expected a configuration file, found nothing there\n"
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    folder.mkdir()
+    with lock.claim(folder):
+        assert cli.main(["train", str(config), "--run.dir", str(folder)]) == 2
+        assert f"found one at work in it (process {os.getpid()} on " in capsys.readouterr().err
+        with lock.share(folder), pytest.raises(UserError, match="expected a folder that no run is using"):
+            lock.claim(folder)
+    assert train_here(config, "--run.dir", folder, "--train.steps", "2") == 0
+    before = (folder / "run.json").read_bytes()
+    # Another process has it, and is killed: nothing of its lock is left.
+    script = "import sys, pathlib; from shardwright.train.lock import claim; held = claim(pathlib.Path(sys.argv[1]))"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", f"{script}; print('held', flush=True); sys.stdin.read()", str(folder)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    assert cli.main(["train", "--resume", str(folder), "--train.steps", "3"]) == 2
+    assert f"found one at work in it (process {holder.pid} on " in capsys.readouterr().err
+    assert (folder / "run.json").read_bytes() == before
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    assert cli.main(["train", "--resume", str(folder), "--train.steps", "3"]) == 0
+
+
+def test_the_users_own_modules_hide_nothing_from_ranks(tmp_path: Path) -> None:
+    """A random.py in the working folder would take the place of Python's, for the launcher and for each rank."""
+    config_file(tmp_path)
+    for name in ("random.py", "rich.py", "socket.py"):
+        (tmp_path / name).write_text("raise SystemExit('the wrong module')\n")
+    arguments = ("--nproc", "2", "--parallel.engine", "ddp", "--train.steps", "1", "--run.dir", "run")
+    status, _, err = run("train", "tiny.toml", *arguments, cwd=tmp_path)
+    assert (status, err) == (0, "") and len(losses(tmp_path / "run")) == 1
+
+
+def test_a_file_in_place_of_a_package_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import types
+
+    hiding = types.ModuleType("rich")
+    hiding.__file__ = "/home/me/rich.py"
+    monkeypatch.setitem(sys.modules, "rich", hiding)
+
+    def fails(*_: object) -> int:
+        raise ModuleNotFoundError(
+            "No module named 'rich.console'; 'rich' is not a package", name="rich.console"
+        )
+
+    monkeypatch.setattr(cli, "_compare", fails)
+    assert cli.main(["compare", "a", "b"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: /home/me/rich.py is found in place of the package rich; rename it"
+    )
+
+
+def test_a_start_that_takes_long_says_what_it_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(patience, "EVERY", 0.01)
+    start = Start()
+    start.begin("reading the text")
+    seen = ""
+    while "reading the text (0 s)" not in seen:
+        seen += capsys.readouterr().out
+    start.doing("building the model")
+    while "building the model (0 s)" not in seen:
+        seen += capsys.readouterr().out
+    start.end()
+    assert not start.is_speaking
