@@ -12,6 +12,7 @@ each.
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import tempfile
 from collections.abc import Callable
@@ -66,6 +67,7 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(f"{folder}/store", args.ranks), rank=rank, world_size=args.ranks
     )
+    atexit.register(dist.destroy_process_group)
     settings = [("train.steps", str(args.steps)), ("parallel.strategy", args.strategy)]
     config = load_config(args.config, settings)
     corpus = load_corpus(config.data)
@@ -98,7 +100,6 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
                 f"{name:<34} bytes {ratio:5.2f}   gradient off by {error:8.1e}   loss {loss:.4f}", flush=True
             )
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def keep_gradients(kept: list[torch.Tensor], optimizer: torch.optim.Optimizer, *_: Any) -> None:

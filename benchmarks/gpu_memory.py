@@ -18,6 +18,7 @@ Exit status 1 if numbers differ.
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import os
 import sys
@@ -147,6 +148,7 @@ def work(rank: int, args: argparse.Namespace, store: str) -> None:
     dist.init_process_group(
         "nccl" if cuda else "gloo", rank=rank, world_size=args.ranks, init_method=f"file://{store}"
     )
+    atexit.register(dist.destroy_process_group)
 
     def say(line: str) -> None:
         if rank == 0:
@@ -176,7 +178,6 @@ def work(rank: int, args: argparse.Namespace, store: str) -> None:
                     forget()
         say(f"{kind:14}{cells[0]:>12}{cells[1]:>14}{cells[2]:>17}{found['ms']:>10.1f}{found['ms'] / peer:>10.2f}"
             f"{verdicts[0]:>9}{verdicts[1]:>9}")  # fmt: skip
-    dist.destroy_process_group()
     if not right:
         sys.exit(1)
 

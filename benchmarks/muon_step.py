@@ -12,6 +12,7 @@ compare, and whether both have the same bits.
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import platform
 import statistics
@@ -88,6 +89,7 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", args.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
+    atexit.register(dist.destroy_process_group)
     functions, models = steps(args)
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(args.rounds + 1):  # the first is a warm-up
@@ -114,7 +116,6 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
             f"shardwright, each matrix once: {1e3 * ours:.1f} ms    gathered, on every rank: {1e3 * theirs:.1f} ms"
         )
         print(f"ratio {ours / theirs:.2f}; equal bits: {same}")
-    dist.destroy_process_group()
 
 
 def main() -> None:

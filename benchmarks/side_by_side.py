@@ -13,6 +13,7 @@ one thread each. Everything is counted, nothing timed.
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import os
 import sys
@@ -77,6 +78,7 @@ def run(rank: int, ranks: int, args: argparse.Namespace, folder: str) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(f"{folder}/{ranks}", ranks), rank=rank, world_size=ranks
     )
+    atexit.register(dist.destroy_process_group)
     for mode in MODES[ranks]:
         reference: list[float] = []
         for engine in ENGINES[ranks]:
@@ -115,7 +117,6 @@ def run(rank: int, ranks: int, args: argparse.Namespace, folder: str) -> None:
                 )
             del trainer
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ engine and the ratio, which is what to compare: single times depend on the machi
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import platform
 import statistics
@@ -72,6 +73,7 @@ def build(library: object, args: argparse.Namespace) -> Callable[[], None]:
 def work(rank: int, args: argparse.Namespace, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=args.ranks, init_method=f"file://{store}")
+    atexit.register(dist.destroy_process_group)
     steps = {"shardwright": build(sw, args), "torch FSDP2": build(fsdp2, args)}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(args.rounds + 1):
@@ -95,7 +97,6 @@ def work(rank: int, args: argparse.Namespace, store: str) -> None:
             low, _, high = statistics.quantiles(times[name], n=4)
             print(f"  {name:12s} median {median:8.1f} ms   quartiles {low * 1e3:.1f} .. {high * 1e3:.1f}")
         print(f"  ratio {medians['shardwright'] / medians['torch FSDP2']:.3f}")
-    dist.destroy_process_group()
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ the adapters learn, and only they are saved.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import math
 import os
@@ -98,6 +99,7 @@ def main() -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))
+    atexit.register(dist.destroy_process_group)  # after failures, too: threads at work would abort the exit
     first = mesh.get_rank() == 0
 
     def say(text: object) -> None:
@@ -154,8 +156,6 @@ def main() -> None:
 
     sw.save_pretrained(model, target, key_map=lambda name: name if is_adapter(name) else None)
     say(f"saved the adapters in {target}")
-    dist.barrier()  # a rank that ends while gloo's threads still hold tensors can abort
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ gathers one parameter at a time.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import tempfile
@@ -60,6 +61,7 @@ def main() -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))
+    atexit.register(dist.destroy_process_group)  # after failures, too: threads at work would abort the exit
     first = mesh.get_rank() == 0
 
     def say(text: str) -> None:
@@ -110,8 +112,6 @@ def main() -> None:
 
     sw.save_pretrained(model, target, key_map=key_map, config=hugging_face.config_json(shape))
     say(f"saved the tuned model in {target}")
-    dist.barrier()  # a rank that ends while gloo's threads still hold tensors can abort
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

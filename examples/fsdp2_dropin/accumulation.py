@@ -1,5 +1,7 @@
 """Four micro-batches a step, whose gradients are communicated once; weights stay gathered between them."""
 
+import atexit
+
 import torch
 import torch.distributed as dist
 from task import Transformer, batch, device_type, loss_of, report
@@ -8,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 MICRO_BATCHES = 4
 
 dist.init_process_group()
+atexit.register(dist.destroy_process_group)
 torch.manual_seed(0)
 model = Transformer().to(device_type())
 for layer in model.layers:
@@ -29,5 +32,3 @@ for step in range(6):
     optimizer.step()
     optimizer.zero_grad()
     report(step, total)
-
-dist.destroy_process_group()

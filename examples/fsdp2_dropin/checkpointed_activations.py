@@ -1,5 +1,7 @@
 """Activation checkpointing of every block, inside its unit, and an evaluation after each step."""
 
+import atexit
+
 import torch
 import torch.distributed as dist
 from task import Transformer, batch, device_type, loss_of, report
@@ -7,6 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import fully_shard
 
 dist.init_process_group()
+atexit.register(dist.destroy_process_group)
 torch.manual_seed(0)
 model = Transformer().to(device_type())
 for i, layer in enumerate(model.layers):
@@ -28,5 +31,3 @@ for step in range(6):
         inputs, targets = batch(1000 + step)
         report(step, loss_of(model(inputs), targets))
     model.train()
-
-dist.destroy_process_group()

@@ -1,5 +1,7 @@
 """Which units are gathered ahead is said by hand, and the first one before the step begins."""
 
+import atexit
+
 import torch
 import torch.distributed as dist
 from task import Transformer, batch, device_type, loss_of, report
@@ -8,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 AHEAD = 2
 
 dist.init_process_group()
+atexit.register(dist.destroy_process_group)
 torch.manual_seed(0)
 model = Transformer().to(device_type())
 layers = list(model.layers)
@@ -27,5 +30,3 @@ for step in range(8):
     optimizer.step()
     optimizer.zero_grad()
     report(step, loss)
-
-dist.destroy_process_group()

@@ -1,11 +1,14 @@
 """Fine-tuning: the lower layers are frozen, one is thawed later; an optimizer for what is trained."""
 
+import atexit
+
 import torch
 import torch.distributed as dist
 from task import Transformer, batch, device_type, loss_of, report
 from torch.distributed.fsdp import fully_shard
 
 dist.init_process_group()
+atexit.register(dist.destroy_process_group)
 torch.manual_seed(0)
 model = Transformer().to(device_type())
 for part in (model.tokens, model.positions, *model.layers[:2]):
@@ -26,5 +29,3 @@ for step in range(8):
     optimizer.step()
     optimizer.zero_grad()
     report(step, loss)
-
-dist.destroy_process_group()

@@ -1,5 +1,7 @@
 """HSDP: shards inside a host, replicas across; the sum over the replicas waits for the last micro-batch."""
 
+import atexit
+
 import torch
 import torch.distributed as dist
 from task import Transformer, batch, device_type, loss_of, report
@@ -7,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 dist.init_process_group()
+atexit.register(dist.destroy_process_group)
 world = dist.get_world_size()
 mesh = init_device_mesh(device_type(), (2, world // 2), mesh_dim_names=("replicate", "shard"))
 torch.manual_seed(0)
@@ -25,5 +28,3 @@ for step in range(6):
     optimizer.step()
     optimizer.zero_grad()
     report(step, loss)
-
-dist.destroy_process_group()

@@ -1,5 +1,7 @@
 """A model that is built without memory, sharded, given memory, and then initialised module by module."""
 
+import atexit
+
 import torch
 import torch.distributed as dist
 from task import Transformer, batch, device_type, loss_of, report
@@ -8,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 dist.init_process_group()
+atexit.register(dist.destroy_process_group)
 with torch.device("meta"):
     model = Transformer()
 for layer in model.layers:
@@ -42,5 +45,3 @@ for step in range(8):
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     report(step, loss)
-
-dist.destroy_process_group()

@@ -1,5 +1,7 @@
 """bfloat16 in forward and backward, float32 where gradients are summed, clipping, a learning-rate schedule."""
 
+import atexit
+
 import torch
 import torch.distributed as dist
 from task import Transformer, batch, device_type, loss_of, report
@@ -8,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 dist.init_process_group()
+atexit.register(dist.destroy_process_group)
 mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
 torch.manual_seed(0)
 model = Transformer().to(device_type())
@@ -33,5 +36,3 @@ for step in range(8):
         print(
             f"         norm {norm.full_tensor().item() if hasattr(norm, 'full_tensor') else norm.item():.5f}"
         )
-
-dist.destroy_process_group()

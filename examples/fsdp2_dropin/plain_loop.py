@@ -1,11 +1,14 @@
 """The shortest program: shard every block and the model, then train as always."""
 
+import atexit
+
 import torch
 import torch.distributed as dist
 from task import Transformer, batch, device_type, loss_of, report
 from torch.distributed.fsdp import fully_shard
 
 dist.init_process_group()
+atexit.register(dist.destroy_process_group)
 torch.manual_seed(0)
 model = Transformer().to(device_type())
 for layer in model.layers:
@@ -20,5 +23,3 @@ for step in range(8):
     optimizer.step()
     optimizer.zero_grad()
     report(step, loss)
-
-dist.destroy_process_group()

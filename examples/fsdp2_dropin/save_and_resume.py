@@ -1,5 +1,6 @@
 """torch.distributed.checkpoint: save half-way, begin again with another model and optimizer, and go on."""
 
+import atexit
 import shutil
 import tempfile
 
@@ -31,6 +32,7 @@ def train(model, optimizer, steps):
 
 
 dist.init_process_group()
+atexit.register(dist.destroy_process_group)
 folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
 dist.broadcast_object_list(folder)
 
@@ -49,4 +51,3 @@ train(model, optimizer, range(4, 8))
 dist.barrier()
 if dist.get_rank() == 0:
     shutil.rmtree(folder[0])
-dist.destroy_process_group()

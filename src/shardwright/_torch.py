@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -434,6 +435,40 @@ subclasses_dispatch = _subclasses_dispatch()
 def backend_for(group: Any, device: torch.device) -> Any:
     """The backend that serves ``device`` in a group, however the group was made."""
     return group._get_backend(device)
+
+
+def use_one_gloo_thread() -> None:
+    """Give each gloo group that this process makes from now on one worker thread instead of two.
+
+    After every collective the worker threads of a group write its name into one string that no lock guards. A name of
+    16 characters or more lies on the heap, and two threads that write such names corrupt it. torch's Python ignores
+    the option for the number of threads, so its class is replaced by one that sets it. A torch without that option
+    is left as it is.
+    """
+    original: Any = getattr(_c10d, "ProcessGroupGloo", None)
+    if not hasattr(original, "_Options") or getattr(original, "one_thread", False):
+        return
+
+    # Group objects stay of torch's own class: C++ hands them out as such, and torch checks that with isinstance.
+    class OneThread(type(original)):  # type: ignore[misc]
+        one_thread = True  # so that a second call changes nothing
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, original)
+
+        def __call__(cls, store: Any, rank: int, size: int, timeout: Any = None, **settings: Any) -> Any:
+            options = original._Options()
+            options._threads = 1
+            names = os.environ.get("GLOO_SOCKET_IFNAME", "")  # as torch reads it
+            options._devices = [original.create_device(interface=name) for name in names.split(",") if name]
+            options._devices = options._devices or [original.create_default_device()]
+            if timeout is not None:
+                options._timeout = timeout
+            for name, value in settings.items():  # of newer versions: enable_reconfigure
+                setattr(options, name, value)
+            return original(store, rank, size, options)
+
+    vars(_c10d)["ProcessGroupGloo"] = OneThread("ProcessGroupGloo", (original,), {})
 
 
 def local_of(dtensor: Any) -> torch.Tensor:

@@ -197,10 +197,11 @@ class Communicator:
         on_done: Callable[[], None] | None,
         announce: Callable[[], None] | None,
     ) -> Pending:
-        """One plain gather, then one copy into the outputs.
+        """One plain gather, then one copy into the outputs; gloo's coalesced gather makes the same copies inside.
 
-        gloo's coalesced gather makes the same copies inside; two of them under way at once corrupt the heap of
-        torch 2.13 within seconds (four ranks, five tensors each, on busy cores), where plain ones do not.
+        After a collective each worker thread of a gloo group writes the operation's name into one string without a
+        lock. ``ALLGATHER_COALESCED`` has more than 15 characters, so it lies on the heap, which two such writes
+        corrupt. ``_ALLGATHER_BASE`` fits into the string itself. The engine issues short names only.
         """
         flat = torch.cat(inputs)
         gathered = torch.empty(self.world_size * flat.numel(), dtype=torch.uint8, device=self.device)

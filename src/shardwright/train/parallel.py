@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwright as sw
+from shardwright._torch import use_one_gloo_thread
 from shardwright.engine.parameter import has_no_values
 from shardwright.train.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
 from shardwright.train.errors import UserError
@@ -281,6 +282,7 @@ def join_world(config: Config, store: dist.Store | None = None) -> Iterator[Worl
         options |= {"store": meeting, "rank": rank, "world_size": size}
     if kind == "cuda":
         options["device_id"] = device
+    use_one_gloo_thread()
     # gloo beside NCCL: checkpoints exchange plain objects, which need not pass through the GPU.
     dist.init_process_group("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", **options)
     try:
@@ -288,7 +290,7 @@ def join_world(config: Config, store: dist.Store | None = None) -> Iterator[Worl
         dist.barrier()  # Nobody leaves while another still works: a rank that is gone looks like one that died.
     except BaseException:
         # The other ranks may be anywhere: taking NCCL down could wait for them for ever.
-        if kind == "cpu":
+        if kind == "cpu" or size == 1:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
