@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.checkpoint.conversions import transformers_key_map
 from shardwright.checkpoint.files import StoredTensor, abbreviated, open_stored
 from shardwright.checkpoint.model import (
     Box,
@@ -86,7 +87,9 @@ def load_pretrained(
             (.index.json), or a folder with an index or a single file.
         key_map: where the model's tensors are stored: a dict from its names to keys (what it leaves out has the same
             name in both), or a callable. Values are keys, or :class:`Transposed`, :class:`Slice`, :class:`Stacked`,
-            :class:`Joined` of them, or None for a tensor that is not stored and is left as it is.
+            :class:`Joined` of them, or None for a tensor that is not stored and is left as it is. Default: of a model
+            of transformers 5 its own list of conversions (renamed weights, experts stored one by one), of other models
+            the same names.
         allow_missing: True, or names of the model, with ``*`` as in file names, that need not be stored.
         allow_unexpected: True, or keys that may be stored without a place in the model, with ``*``.
         device: where what has no memory yet gets some. Default: the mesh's device; of plain models the CPU.
@@ -181,6 +184,8 @@ def _plan(
     copies: list[tuple[_Load, _Load]] = []
     refuse_graphs(model)
     tensors = tensors_of(model)
+    if key_map is None:
+        key_map = transformers_key_map(model, [name for held in tensors for name in held.names], stored)
     aliases = aliases_of(model, tensors)
     for held in tensors:
         sources = {s: name for name in held.names if (s := source_of(key_map, name)) is not None}

@@ -1,0 +1,153 @@
+"""What transformers saves goes into sharded models: renamed weights, experts that are stored one by one."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwright as sw
+from tests.engine.models import full
+from tests.support import multirank, world_mesh
+
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 40,
+}
+DECODER = dict(SIZES, num_key_value_heads=2)
+IMAGES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+EXPERTS = dict(DECODER, moe_intermediate_size=12, num_experts=4, num_experts_per_tok=2, head_dim=8)
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+GROUPS = {
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LINEAR = {
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+}
+LAYERS = ["linear_attention", "full_attention"]
+CAUSAL, IMAGE = "AutoModelForCausalLM", "AutoModelForImageClassification"
+
+#: transformers' configuration class, its arguments, and what makes the model.
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gpt_neox": ("GPTNeoXConfig", SIZES, CAUSAL),
+    "vit": ("ViTConfig", dict(IMAGES, image_size=8, patch_size=4), IMAGE),
+    "swin": (
+        "SwinConfig",
+        {
+            "image_size": 16,
+            "patch_size": 2,
+            "embed_dim": 8,
+            "depths": [1, 1],
+            "num_heads": [2, 2],
+            "window_size": 2,
+        },
+        IMAGE,
+    ),
+    "mixtral": ("MixtralConfig", dict(DECODER, num_local_experts=4), CAUSAL),
+    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS, CAUSAL),
+    "deepseek_v3": ("DeepseekV3Config", dict(DECODER, first_k_dense_replace=1, **GROUPS, **LATENT), CAUSAL),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        dict(EXPERTS, shared_expert_intermediate_size=12, layer_types=LAYERS, **LINEAR),
+        CAUSAL,
+    ),
+    "llama": ("LlamaConfig", DECODER, CAUSAL),
+    "gpt2": (
+        "GPT2Config",
+        {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 40, "n_positions": 32},
+        CAUSAL,
+    ),
+    "bert": ("BertConfig", SIZES, "AutoModelForMaskedLM"),
+    "t5": (
+        "T5Config",
+        {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": 40},
+        "AutoModelForSeq2SeqLM",
+    ),
+    "qwen2": ("Qwen2Config", DECODER, CAUSAL),
+    "gemma": ("GemmaConfig", dict(DECODER, head_dim=8), CAUSAL),
+}
+
+
+def make(name: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    kind, arguments, auto = MODELS[name]
+    return getattr(transformers, auto).from_config(getattr(transformers, kind)(**arguments))
+
+
+def shard(model: nn.Module, **options: Any) -> nn.Module:
+    for module in reversed(list(model.modules())):
+        if type(module).__name__.endswith(("Layer", "Block", "Model")) and any(
+            True for _ in module.parameters()
+        ):
+            sw.fully_shard(module, **options)
+    return model if isinstance(model, sw.FSDPModule) else sw.fully_shard(model, **options)
+
+
+@multirank(2)
+@pytest.mark.parametrize("part", range(3))
+def test_every_layout_gets_what_was_saved(rank: int, world_size: int, part: int, tmp_path: Path) -> None:
+    warnings.simplefilter("ignore")
+    mesh = world_mesh(world_size)
+    for number, name in list(enumerate(MODELS))[part::3]:
+        torch.manual_seed(0)
+        saved = make(name)
+        for p in saved.parameters():
+            nn.init.normal_(p)
+        if rank == 0:
+            saved.save_pretrained(tmp_path / name)
+        dist.barrier()
+        values = saved.state_dict()
+        nbytes = sum(t.nbytes for t in {id(p): p for p in saved.parameters()}.values())
+        ragged = "ragged" if number % 2 else sw.Ragged("element")
+        for layout in ["per_parameter", ragged] if number < 7 else [ragged]:
+            with torch.device("meta") if layout is ragged else sw.deferred_init():
+                model = make(name)
+            shard(model, mesh=mesh, layout=layout)
+            loaded = sw.load_pretrained(model, tmp_path / name)
+            assert not loaded.unexpected
+            # A little is on every rank: the parameters of one element, and buffers.
+            assert loaded.bytes_read < 0.56 * nbytes + 2000, (name, loaded.bytes_read, nbytes)
+            state = model.state_dict()
+            assert state.keys() == values.keys()
+            for key, value in values.items():
+                if key not in loaded.missing:
+                    assert torch.equal(full(state[key]), value), (name, layout, key)
+
+
+@multirank(2)
+def test_errors_name_what_is_missing(rank: int, world_size: int, tmp_path: Path) -> None:
+    """And a key map of the user's goes before transformers' list."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    warnings.simplefilter("ignore")
+    saved = make("mixtral")
+    if rank == 0:
+        saved.save_pretrained(tmp_path)
+        tensors = safetensors.load_file(tmp_path / "model.safetensors")
+        del tensors["model.layers.1.block_sparse_moe.experts.2.w1.weight"]
+        tensors["model.nowhere"] = torch.zeros(2)
+        safetensors.save_file(tensors, tmp_path / "model.safetensors")
+    dist.barrier()
+    with torch.device("meta"):
+        model = shard(make("mixtral"), mesh=world_mesh(world_size))
+    with pytest.raises(ValueError) as error:
+        sw.load_pretrained(model, tmp_path)
+    text = str(error.value)
+    assert "model.layers.1.mlp.experts.gate_up_proj" in text and "'model.nowhere'" in text
+    assert "layers.0" not in text
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.experts.gate_up_proj"):
+        sw.load_pretrained(model, tmp_path, key_map={})
