@@ -12,6 +12,7 @@ from tests.engine.programs.grammar import (
     LAYOUTS,
     MESHES,
     OUTPUTS,
+    TRANSFORMS,
     BlockSpec,
     Call,
     Copy,
@@ -29,6 +30,7 @@ from tests.engine.programs.grammar import (
     Sharding,
     Tie,
     Train,
+    Transform,
     Update,
     ZeroGrad,
 )
@@ -112,6 +114,7 @@ def programs(parallel: bool = True) -> st.SearchStrategy[Program]:
         st.builds(Update, boolean, st.sampled_from(("optimizer", "model", "none", "no"))),
         st.builds(Update, boolean, st.sampled_from(("optimizer", "model", "none", "no"))),
         st.builds(Evaluate, forward, boolean, st.integers(1, 2)),
+        st.builds(Transform, st.sampled_from(TRANSFORMS), forward),
         st.builds(Freeze, st.lists(number, min_size=1, max_size=3).map(tuple), boolean, boolean),
         st.builds(Edit, number, st.sampled_from(EDITS)),
         st.builds(Edit, number, st.sampled_from(ALIASES)),

@@ -130,6 +130,14 @@ class Evaluate:
 
 
 @dataclass(frozen=True)
+class Transform:
+    """The loss as a function of the input, under a transform of ``torch.func``; no gradient of a parameter changes."""
+
+    how: str
+    forward: Forward = Forward()
+
+
+@dataclass(frozen=True)
 class Freeze:
     """Of the parameters (numbers modulo how many there are), or the whole block if ``block``."""
 
@@ -188,7 +196,7 @@ class Setting:
     block: int = -1
 
 
-Instruction = Train | Evaluate | Freeze | Edit | Fail | Update | ZeroGrad | Load | Copy | Setting
+Instruction = Train | Evaluate | Transform | Freeze | Edit | Fail | Update | ZeroGrad | Load | Copy | Setting
 
 
 @dataclass(frozen=True)
@@ -208,9 +216,10 @@ EPILOGUE: tuple[Instruction, ...] = (
 
 
 def has_newer_operations(program: Program) -> bool:
-    """Whether it does what programs did not do at first: aliases, chosen gradients, zeros of unused parameters."""
+    """Whether it does what programs did not do at first: aliases, chosen gradients, transforms, zeros of unused ones."""
     return program.model.zeros or any(
-        (isinstance(step, Edit) and step.how in ALIASES)
+        isinstance(step, Transform)
+        or (isinstance(step, Edit) and step.how in ALIASES)
         or (isinstance(step, Load) and step.how == "assign own")
         or (isinstance(step, Train) and any(micro.pattern in CHOSEN for micro in step.micros))
         for step in program.steps
@@ -219,6 +228,7 @@ def has_newer_operations(program: Program) -> bool:
 
 #: Edits that make a parameter of what another gives, and patterns of a backward to chosen parameters.
 ALIASES = ("parameter of .data", "parameter of detach", "parameter of state dict", "parameter of parameter")
+TRANSFORMS = ("grad", "jvp", "vmap", "grad of rows")
 CHOSEN = ("inputs", "all inputs", "grad")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from tests.engine.programs.grammar import (
     Load,
     Program,
     Setting,
+    Transform,
     Update,
     ZeroGrad,
 )
@@ -58,6 +60,40 @@ class Interpreter(Training):
         parameter = self.reference.model.get_parameter(name)
         everything = self.reference.model.named_parameters(remove_duplicate=False)
         return sum(p is parameter for _, p in everything) > 1
+
+    def do_transform(self, transform: Transform) -> None:
+        forward = replace(transform.forward, input_grad=False)
+        if self.checkpoints(forward):
+            return  # torch has no transforms of reentrant checkpointing
+        work, expected = self.reference.work(), []
+        try:
+            for rank in range(self.world_size):
+                x = self.reference.x(Place(self.step, 0, rank).x())
+                expected.append(self.transformed(work, transform.how, forward, x, rank))
+        except (RuntimeError, NotImplementedError):
+            return  # torch cannot either, on some rank
+        mine = self.transformed(
+            self.model, transform.how, forward, Place(self.step, 0, self.rank).x(), self.rank
+        )
+        self.expect(mine, expected[self.rank], f"{transform.how} of torch.func", max(self.tolerance, 1e-4))
+
+    def transformed(
+        self, model: Net, how: str, forward: Forward, x: torch.Tensor, rank: int
+    ) -> list[torch.Tensor]:
+        def loss(t: torch.Tensor) -> torch.Tensor:
+            return self.call(model, forward, t, rank)[0]
+
+        rows = torch.stack([x, 2 * x])
+        try:
+            if how == "grad":
+                return [torch.func.grad(loss)(x)]
+            if how == "jvp":
+                return list(torch.func.jvp(loss, (x,), (torch.ones_like(x),)))
+            function = torch.func.grad(loss) if how == "grad of rows" else loss
+            return [torch.func.vmap(function, randomness="same")(rows)]
+        finally:
+            for layer in model.every_layer():
+                layer.loss = None  # a value of the transform, of which nothing is left
 
     def do_freeze(self, freeze: Freeze) -> None:
         def apply(model: Net) -> None:
