@@ -138,6 +138,15 @@ class Transform:
 
 
 @dataclass(frozen=True)
+class Read:
+    """Numbers of a parameter or, where there is one, of its gradient, as logs and hand-written optimizers read them."""
+
+    which: int
+    how: str
+    gradient: bool = False
+
+
+@dataclass(frozen=True)
 class Freeze:
     """Of the parameters (numbers modulo how many there are), or the whole block if ``block``."""
 
@@ -196,7 +205,9 @@ class Setting:
     block: int = -1
 
 
-Instruction = Train | Evaluate | Transform | Freeze | Edit | Fail | Update | ZeroGrad | Load | Copy | Setting
+Instruction = (
+    Train | Evaluate | Transform | Read | Freeze | Edit | Fail | Update | ZeroGrad | Load | Copy | Setting
+)
 
 
 @dataclass(frozen=True)
@@ -216,9 +227,12 @@ EPILOGUE: tuple[Instruction, ...] = (
 
 
 def has_newer_operations(program: Program) -> bool:
-    """Whether it does what programs did not do at first: aliases, chosen gradients, transforms, zeros of unused ones."""
+    """Whether it does what programs did not do at first.
+
+    Aliases, chosen gradients, zeros of unused parameters, transforms of torch.func, numbers that are read.
+    """
     return program.model.zeros or any(
-        isinstance(step, Transform)
+        isinstance(step, Transform | Read)
         or (isinstance(step, Edit) and step.how in ALIASES)
         or (isinstance(step, Load) and step.how == "assign own")
         or (isinstance(step, Train) and any(micro.pattern in CHOSEN for micro in step.micros))
@@ -229,6 +243,7 @@ def has_newer_operations(program: Program) -> bool:
 #: Edits that make a parameter of what another gives, and patterns of a backward to chosen parameters.
 ALIASES = ("parameter of .data", "parameter of detach", "parameter of state dict", "parameter of parameter")
 TRANSFORMS = ("grad", "jvp", "vmap", "grad of rows")
+READINGS = ("norm", "sum", "mean", "largest", "bool", "list")
 CHOSEN = ("inputs", "all inputs", "grad")
 
 

@@ -28,6 +28,7 @@ from tests.engine.programs.grammar import (
     Freeze,
     Load,
     Program,
+    Read,
     Setting,
     Transform,
     Update,
@@ -94,6 +95,16 @@ class Interpreter(Training):
         finally:
             for layer in model.every_layer():
                 layer.loss = None  # a value of the transform, of which nothing is left
+
+    def do_read(self, reading: Read) -> None:
+        number = reading.which % len(self.reference.parameters)
+        found = []
+        for model in (self.reference.model, self.model):
+            p = list(model.parameters())[number]
+            tensor = p.grad if reading.gradient and self.reference.parameters[number].grad is not None else p
+            assert tensor is not None
+            found.append(torch.tensor(read(tensor, reading.how), dtype=torch.float64))
+        self.expect([found[1]], [found[0]], f"{reading.how} of parameter {number}", max(self.tolerance, 1e-4))
 
     def do_freeze(self, freeze: Freeze) -> None:
         def apply(model: Net) -> None:
@@ -263,6 +274,21 @@ def edit_structure(model: Net, name: str, how: str) -> None:
             "parameter of parameter": lambda p: p,
         }[how](old)
         setattr(module, last, nn.Parameter(value, requires_grad=old.requires_grad))
+
+
+@torch.no_grad()
+def read(tensor: torch.Tensor, how: str) -> Any:
+    if how == "norm":
+        return tensor.norm().item()
+    if how == "sum":
+        return float(tensor.float().abs().sum())
+    if how == "mean":
+        return tensor.float().square().mean().item()
+    if how == "bool":
+        return float(bool((tensor.abs() < 1e6).all()))
+    if how == "list":
+        return tensor.double().square().sum().tolist()
+    return float(tensor.abs().max())
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[sw.FSDPModule]:
