@@ -42,6 +42,10 @@ def headline(failure: str) -> str:
     return next((line for line in lines if not line.startswith("after step")), lines[0])[:100]
 
 
+class Enough(Exception):
+    """The time is over. Returning instead would go on drawing programs, up to the last of the count."""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run random programs and print those that fail.")
     parser.add_argument("--count", type=int, default=2000)
@@ -74,7 +78,7 @@ def main() -> int:
     def search(program: Program) -> None:
         nonlocal ran, newer
         if time.monotonic() - started > arguments.seconds:
-            return
+            raise Enough
         ran += 1
         newer += has_newer_operations(program)
         failure = run_plain(program) if arguments.plain else failure_of(pools, program, arguments.ranks)
@@ -90,7 +94,7 @@ def main() -> int:
 
     try:
         search()
-    except AssertionError:
+    except (AssertionError, Enough):
         pass
     seconds = time.monotonic() - started
     for name, count in counts.most_common():
