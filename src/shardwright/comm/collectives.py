@@ -132,7 +132,7 @@ class Communicator:
             options.asyncOp = self.streams.asynchronous
         #: Whether :meth:`exchange` does anything: where unequal sizes would abort the process.
         self.exchanges = self._gloo and self.world_size > 1
-        self._mine = torch.zeros(self.world_size, RECORD, dtype=torch.int64)
+        self._mine = torch.zeros(self.world_size, RECORD, dtype=torch.int64, device="cpu")
         self._theirs = torch.zeros_like(self._mine)
 
     def number_of_model(self) -> int:
@@ -149,7 +149,7 @@ class Communicator:
         pairs with none of the collectives that users call.
         """
         self._mine.zero_()
-        self._mine[:, : len(record)] = torch.tensor(record)
+        self._mine[:, : len(record)] = torch.tensor(record, device="cpu")
         backend = backend_for(self.group, self.device)
         work = backend.alltoall_base(self._theirs, self._mine, [], [], AllToAllOptions())
         work.wait() if limit is None else work.wait(limit)

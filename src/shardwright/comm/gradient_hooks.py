@@ -218,7 +218,7 @@ class PowerSGD(_WithErrors):
         rows = dist.get_world_size(site.group) if scatters else 1
         generator = torch.Generator().manual_seed(0)  # the same on every rank
         self._right[site.name] = [
-            torch.randn(width, self.rank, generator=generator).to(site.device)
+            torch.randn(width, self.rank, generator=generator, device="cpu").to(site.device)
             if self.rank * (rows * numel // width + width) < rows * numel
             else None
             for numel, width in site.matrices

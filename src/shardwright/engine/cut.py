@@ -168,11 +168,11 @@ def make_cut(
     member: Any,
 ) -> Cut:
     """The cut of a parameter that is a ``member`` of this segment."""
+    chunk = max(segment.chunk, 1)  # 0 where all members are empty
     if isinstance(segment, RaggedSegment):
         offset = member.offset
-        return RaggedCut(ranks, spec, parallel, segment.chunk, offset, segment.slab_offset + offset)
+        return RaggedCut(ranks, spec, parallel, chunk, offset, segment.slab_offset + offset)
     if len(ranks.axes) > 1:  # no DTensor says that the inner axis cuts first
-        chunk = max(segment.chunk, 1)  # 0 of an empty one
         return RaggedCut(ranks, spec, parallel, chunk, 0, segment.slab_offset)
     return RowCut(ranks, spec, parallel, segment)
 

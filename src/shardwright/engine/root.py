@@ -110,7 +110,7 @@ class Root:
         self.flag_mark: Any = None  #: after what the flag is there
         self._reduced = 0  #: stands for the reductions of the backward under way, in their order
         rows = [[number, 0] * unit.comm.world_size for number, unit in enumerate(units)]
-        wanted = torch.tensor([word for row in rows for word in row], dtype=torch.int64)
+        wanted = torch.tensor([word for row in rows for word in row], dtype=torch.int64, device="cpu")
         self._wanted_headers = wanted.to(self.ranks.device)
         self._headers = self._wanted_headers.clone()
         parts = self._headers.split([len(row) for row in rows])

@@ -28,7 +28,7 @@ class SecondaryShard:
         self._sources = [t.narrow(0, comm.rank * size, size) for t, size in zip(full, sizes, strict=True)]
         self._slab = Slab(sum(sizes), full[0].device, "secondary shard", owner)
         self._slab.lease()
-        ends = torch.tensor(sizes).cumsum(0).tolist()
+        ends = torch.tensor(sizes, device="cpu").cumsum(0).tolist()
         self.inputs = [self._slab.byte_view(end - size, size) for end, size in zip(ends, sizes, strict=True)]
         self._slab.release()
         self.versions: list[int] | None = None

@@ -178,7 +178,7 @@ def _check(model: nn.Module, found: list[StandIn], kept: dict[Memory, StandIn]) 
 def _unfilled(the: Plan, wanted: Collection[View]) -> set[Memory]:
     """Memories of ``wanted`` of which elements are read, or wanted, that no entry has written."""
     memories = {view.memory for view in wanted} & the.unwritten
-    written = {m: torch.zeros(m.storage.nbytes(), dtype=torch.bool) for m in memories}
+    written = {m: torch.zeros(m.storage.nbytes(), dtype=torch.bool, device="cpu") for m in memories}
 
     def first_bytes(view: View) -> torch.Tensor:
         width = view.dtype.itemsize

@@ -55,7 +55,7 @@ def fill_in_pieces(
     """Draw all elements, then all of them again for those out of bounds, until none is, as torch does."""
     flat = tensor.detach().view(-1)
     with torch.no_grad():
-        low, high = (torch.tensor(bound, dtype=tensor.dtype).item() for bound in (a, b))
+        low, high = (torch.tensor(bound, dtype=tensor.dtype, device="cpu").item() for bound in (a, b))
         flat.normal_(mean, std, generator=generator)
         pieces = _pieces(flat, piece)
         room = torch.empty_like(max(pieces, key=len))

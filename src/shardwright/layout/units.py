@@ -227,7 +227,7 @@ def _plan_packing(
             if isinstance(s, RaggedSegment):
                 segments.append(s)
             offset += s.chunk + gap
-        if offset > start:
+        if parts and parts[-1].span == len(spans):  # also where none of them has any element
             spans.append(Span(grad_dtype, start, offset))
     if not parts:
         return None

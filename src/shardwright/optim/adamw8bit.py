@@ -222,7 +222,7 @@ def _new_state(state: dict[str, Tensor], p: Tensor, group: dict[str, Any]) -> di
             "sharded. Step with sw.fully_shard_optimizer(optimizer)."
         )
     state["step"] = torch.tensor(
-        0.0
+        0.0, device="cpu"
     )  # on the CPU, as torch's optimizers have it: the host asks for its value
     for moment in MOMENTS:
         if _has_codes(p, group):
@@ -321,12 +321,12 @@ def _bounds(moment: str, device: torch.device) -> tuple[Tensor, Tensor]:
     values = _values(moment, torch.device("cpu")).double()
     middle = (values[1:] + values[:-1]) / 2  # exact, and so is the comparison with it rounded down
     bounds = middle.float()
-    bounds = torch.where(bounds > middle, bounds.nextafter(torch.tensor(-math.inf)), bounds)
+    bounds = torch.where(bounds > middle, bounds.nextafter(torch.tensor(-math.inf, device="cpu")), bounds)
     if moment == "exp_avg_sq":
         bounds[0] = 0.0  # nothing positive becomes zero
-    half = torch.arange(1 << 16, dtype=torch.int32)
+    half = torch.arange(1 << 16, dtype=torch.int32, device="cpu")
     lowest = ((half << 16) | (half >> 15) * 0xFFFF).view(
         torch.float32
     )  # of negative ones that with a full low half
     codes = torch.bucketize(lowest, bounds, out_int32=True)
-    return torch.cat([bounds, torch.tensor([math.inf])]).to(device), codes.to(device)
+    return torch.cat([bounds, torch.tensor([math.inf], device="cpu")]).to(device), codes.to(device)
