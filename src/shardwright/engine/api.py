@@ -6,6 +6,7 @@ versions are refused here by name.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -42,6 +43,7 @@ from shardwright.engine.root import attach, hook_optimizers
 from shardwright.engine.selected import hook_backward
 from shardwright.engine.states import check_states, states_of, sync_states
 from shardwright.engine.tensor_parallel import Spmd, data_parallel
+from shardwright.engine.undo import Undo
 from shardwright.engine.unit import Unit
 from shardwright.layout import Ragged, Strategy, resolve
 from shardwright.memory import Allocator
@@ -118,7 +120,7 @@ def fully_shard(
         The same module (or list), whose class is now a subclass ``FSDP<Class>`` of it and of :class:`FSDPModule`.
 
     Raises:
-        ValueError: an argument or parameter that cannot be sharded, named.
+        ValueError: an argument, module or parameter that cannot be sharded, named. Then nothing has changed.
         NotImplementedError: an option that this version does not honour yet, named.
 
     The signature is that of ``torch.distributed.fsdp.fully_shard`` in torch 2.13. As there,
@@ -149,6 +151,7 @@ def fully_shard(
     _refuse_torchs(modules, left_out)
     ignored = ignored_params or set()
     untouched = [*ignored, *parameters_of(left_out)]
+    _refuse_scripted(modules, untouched)
     meshes = [m for m in meshes_asked(modules, untouched, shard_placement_fn) if m != ranks.mesh]
     each = [ranks, *(_ranks_of_some(m, strategy, mesh, spmd) for m in meshes)]
     founds = [
@@ -176,11 +179,16 @@ def fully_shard(
     for u, found in zip(units, founds, strict=True):
         u.synced, u.checked = sync_module_states, check_module_states
         _same_start(u, modules, found)
-    take_over(units, founds)
-    _move_buffers(modules, left_out, ranks.device)
-    hook_optimizers()
-    hook_backward()
-    install(unit, modules)
+    undo = Undo(modules, founds)
+    try:
+        take_over(units, founds)
+        _move_buffers(modules, left_out, ranks.device)
+        hook_optimizers()
+        hook_backward()
+        install(unit, modules)
+    except BaseException:
+        undo()
+        raise
     return module
 
 
@@ -235,6 +243,17 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
                 f"fully_shard needs modules that are called; {type(each).__name__} has no forward. Shard its "
                 "children, each on its own, or pass them as a list."
             )
+        if isinstance(each, torch.jit.ScriptModule):
+            raise ValueError(
+                f"fully_shard got a ScriptModule ({type(each).__name__}), whose parameters TorchScript holds and "
+                "nobody can exchange. Shard the Python module that it was made of."
+            )
+        if _is_lazy(type(each).forward):
+            raise ValueError(
+                f"The forward of {type(each).__name__} is a generator or coroutine: it runs after the call has "
+                "returned, when the weights are released. Let forward return its results, or shard the modules that "
+                "it calls."
+            )
         if isinstance(each, FSDPModule):
             raise ValueError(f"fully_shard was already applied to this {type(each).__name__}; apply it once")
     below = {id(child): each for each in modules for child in each.modules() if child is not each}
@@ -245,6 +264,26 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
                 "the same list; pass only the outer one"
             )
     return modules
+
+
+def _is_lazy(forward: Any) -> bool:
+    kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    return any(is_kind(forward) for is_kind in kinds)
+
+
+def _refuse_scripted(modules: list[nn.Module], untouched: Iterable[nn.Parameter]) -> None:
+    """Raise if a ScriptModule inside holds parameters: they could not be exchanged for gathered ones."""
+    known = {id(p) for p in untouched}
+    for top in modules:
+        for name, module in top.named_modules():
+            if isinstance(module, torch.jit.ScriptModule) and any(
+                id(p) not in known for p in module.parameters()
+            ):
+                raise ValueError(
+                    f"Module {name!r} of {type(top).__name__} is a ScriptModule with parameters, which TorchScript "
+                    "holds and nobody can exchange. Use the Python module that it was made of (torch.compile makes it "
+                    "as fast), or pass it in ignored_modules and average its gradients yourself."
+                )
 
 
 def _check_ignored(modules: list[nn.Module], ignored: Iterable[nn.Module] | None) -> list[nn.Module]:

@@ -153,13 +153,15 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 def own_modules(top: nn.Module) -> list[tuple[str, nn.Module]]:
-    """``top`` and the modules below it, but nothing at or below a module that is sharded already."""
+    """``top`` and the Python modules below it, but nothing at or below a module that is sharded already."""
     found: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
     todo = [("", top)]
     while todo:
         name, module = todo.pop()
         if id(module) in seen or (module is not top and hasattr(module, UNIT)):
+            continue
+        if isinstance(module, torch.jit.ScriptModule):
             continue
         seen.add(id(module))
         found.append((name, module))

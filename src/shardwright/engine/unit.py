@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
     from shardwright.engine.root import Root
 
 _serials = itertools.count()
+#: Results of calls that have not run yet.
+LAZY = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
 class Unit(Weights):
@@ -645,6 +648,12 @@ class Unit(Weights):
         frame = root.frames[-1]  # taken off when nothing can fail any more, else by forward_failed
         visit = frame.visit
         self._to_run.discard(id(module))
+        if isinstance(output, LAZY):
+            raise TypeError(
+                f"The forward of unit {self.name!r} ({type(module).__name__}) returned a {type(output).__name__}, "
+                "which runs when the weights are released. Let forward return its results, or shard the modules that "
+                "it calls."
+            )
         if self.parameters and self.lasting is None:
             output = self._copy_weights(output)
         if visit is not None:
