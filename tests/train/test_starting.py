@@ -17,7 +17,9 @@ from shardwright import cli
 from shardwright.train import lock, patience
 from shardwright.train.agreement import Statement, agree, facts_of, is_to_report
 from shardwright.train.errors import UserError
+from shardwright.train.launch import Complaint, Ending, _conclude
 from shardwright.train.parallel import collective_timeout
+from shardwright.train.runs import RunFolder
 from shardwright.train.starting import Start
 from tests.train.jobs import TINY, config_file, losses, ranks, run, tiny, train_here
 
@@ -178,8 +180,29 @@ def test_a_start_that_takes_long_says_what_it_does(
     seen = ""
     while "reading the text (0 s)" not in seen:
         seen += capsys.readouterr().out
+    monkeypatch.setattr(patience, "EVERY", 0.0)
     start.doing("building the model")
-    while "building the model (0 s)" not in seen:
-        seen += capsys.readouterr().out
+    assert "building the model (" in capsys.readouterr().out  # what begins in a slow start is said at once
     start.end()
-    assert not start.is_speaking
+    assert not start.is_speaking and start.variables == {}
+
+
+def test_a_quick_start_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    start = Start()
+    start.begin("reading the text")
+    start.doing("building the model")
+    start.end()
+    Start().doing("in a rank that does not speak")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_job_interrupted_at_its_start_is_not_called_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before there is a model there is nothing to save; a run that is resumed has its record already."""
+    folder = RunFolder(tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    complaint = Complaint(0, 1, "interrupted", "interrupted", "")
+    ending = Ending(folder, tmp_path, {0: 1, 1: -signal.SIGINT, 2: -9}, {2}, [complaint], signal.SIGINT)
+    assert _conclude(ending, debug=False) == 130
+    assert capsys.readouterr().err == "stopped by SIGINT without saving\n"

@@ -383,6 +383,8 @@ def _launch(config: Config, folder: RunFolder, ranks: int, argv: list[str]) -> i
     statuses = watch.until_all_ended()
     if all(status == 0 for status in statuses.values()):
         return 0
+    if watch.told is not None and not store.check([SPEAKING]):
+        return _stopped_early(watch.told)
     complaints = _complaints(store, ranks)
     return _conclude(Ending(folder, logs, statuses, watch.killed, complaints, watch.told), "--debug" in argv)
 
@@ -408,6 +410,7 @@ def environment(rank: int, ranks: int, port: int, folder: RunFolder, device: str
         "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is the launcher's: rank 0 must not open its own
         FOLDER_VARIABLE: folder.path, LAUNCHER_VARIABLE: os.getpid(),
     }  # fmt: skip
+    variables |= START.variables
     if own_path := _path_to_ourselves():
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), own_path]))
     if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
@@ -542,9 +545,10 @@ def _diagnosis(ending: Ending) -> str:
         lines += [f"the end of its log {log_of(ending.logs, rank)}:", *("  " + line for line in tail)]
     if checkpoint.saved_steps(ending.folder.checkpoints):
         step = checkpoint.saved_steps(ending.folder.checkpoints)[0]
-        lines.append(
-            f"step {step} is saved; go on with: {resume_command(ending.folder, len(ending.statuses))}"
-        )
+        lines += [
+            f"step {step} is saved; to go on:",
+            f"  {resume_command(ending.folder, len(ending.statuses))}",
+        ]
     return "\n".join(lines)
 
 

@@ -475,7 +475,7 @@ def conclude(trainer: Trainer, folder: RunFolder, record: RunRecord | None, ende
     if ended_by or sampled is None:
         print(
             f"stopped by {signal.Signals(ended_by).name} after step {trainer.position.step}, which is saved; "
-            f"go on with: {resume_command(folder, trainer.world.size)}",
+            f"to go on:\n  {resume_command(folder, trainer.world.size)}",
             flush=True,
         )
         return 128 + ended_by

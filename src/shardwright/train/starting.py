@@ -6,11 +6,15 @@ Nothing here imports torch: importing it is one of the things to be said.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from shardwright.train.patience import patience
+from shardwright.train import patience
+
+BEGAN_VARIABLE = "SHARDWRIGHT_BEGAN"
+"""When the launcher of a rank began, by the clock that all processes of the machine share: so the seconds go on."""
 
 
 class Start:
@@ -23,18 +27,26 @@ class Start:
 
     def begin(self, doing: str) -> None:
         """From now on say every few seconds what is being done. A quick start says nothing."""
-        self.doing(doing)
         if self._speaking is None:
-            self._began = time.monotonic()
+            self._began = float(os.environ.get(BEGAN_VARIABLE, time.monotonic()))
             self._speaking = ExitStack()
-            self._speaking.enter_context(patience(_print, self._line))
+            self._speaking.enter_context(patience.patience(_print, self._line))
+        self.doing(doing)
 
     @property
     def is_speaking(self) -> bool:
         return self._speaking is not None
 
     def doing(self, text: str) -> None:
-        self._doing = text
+        """What begins now. A start that is slow already says so at once."""
+        changed, self._doing = text != self._doing, text
+        if changed and self.is_speaking and time.monotonic() - self._began >= patience.EVERY:
+            _print(self._line())
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """For the environment of ranks."""
+        return {BEGAN_VARIABLE: str(self._began)} if self.is_speaking else {}
 
     @contextmanager
     def left_to_others(self) -> Iterator[None]:
