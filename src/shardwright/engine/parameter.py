@@ -27,7 +27,7 @@ from shardwright._torch import (
 from shardwright.engine.cut import Cut
 from shardwright.engine.extension import Extension, is_attached, is_extended
 from shardwright.engine.ragged import RaggedTensor
-from shardwright.engine.sharded_tensor import EDITED, ShardedTensor
+from shardwright.engine.sharded_tensor import EDITED, ShardedCopy, ShardedTensor
 from shardwright.engine.unset import unmark
 
 #: Set on a parameter that a unit has taken over, so that tied weights and optimizers built too early are noticed.
@@ -136,7 +136,7 @@ def become(sharded: Any, new: Any) -> None:
 
 
 # torch's stager of asynchronous checkpoints copies what a class itself names in its slots, and nothing else.
-for _cls in (ShardedTensor, ShardedParameter):
+for _cls in (ShardedTensor, ShardedCopy, ShardedParameter):
     _cls.__slots__ = DTensor.__slots__  # type: ignore[assignment]
 
 

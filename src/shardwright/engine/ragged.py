@@ -381,8 +381,8 @@ def device_of(spec: RaggedSpec, local: torch.Tensor) -> torch.device:
 def refuse(name: Any) -> NoReturn:
     raise NotImplementedError(
         f"{name} is not supported on a ragged tensor, of which each rank has a range of elements: it would give a "
-        "result of this rank's alone. Use .full_tensor(), called on every rank, or "
-        'shard with layout="per_parameter".'
+        "result of this rank's alone. Use .full_tensor(), called on every rank, or the full parameters inside "
+        '`with shardwright.unsharded(model):`, or shard with layout="per_parameter".'
     )
 
 

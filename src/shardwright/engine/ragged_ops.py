@@ -17,6 +17,7 @@ from shardwright._torch import foreach_norm, increment_version
 from shardwright.engine.ragged import HANDLERS, Handler, RaggedTensor, device_of, part_of, refuse
 from shardwright.engine.ragged_spec import RaggedSpec
 from shardwright.engine.reading import agree_to_read
+from shardwright.engine.through_whole import BY_POSITION, edit
 
 aten = torch.ops.aten
 
@@ -150,10 +151,18 @@ def _masked_assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     target, indices, values = args[0], args[1], args[2]
     one = len(indices) == 1 and isinstance(indices[0], RaggedTensor) and indices[0].dtype == torch.bool
     if not one or not isinstance(target, RaggedTensor) or values.dim() or args[3:] or kwargs:
-        refuse(func)
+        return _by_position(func, args, kwargs)
     target._local_tensor.masked_fill_(_unwrap(func, target.spec, indices[0]), values)
     _edited([target])
     return target
+
+
+def _by_position(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In place, with arguments that say where in the whole tensor."""
+    if not isinstance(args[0], RaggedTensor) or "out" in kwargs:
+        refuse(func)
+    edit(args[0], (), func, args, kwargs)
+    return args[0]
 
 
 def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -312,6 +321,9 @@ def _table() -> dict[Any, Handler]:
     for name in _FUSED.split():
         table.update(dict.fromkeys(_overloads(name), _foreach))
     table.pop(aten.where.default, None)  # this one gives indices
+    for packet in BY_POSITION:
+        places = [getattr(packet, overload) for overload in packet.overloads()]
+        table.update({func: _by_position for func in places if "out" not in func._overloadname})
     for name in ("new_empty", "new_zeros", "new_ones", "new_full"):
         table[getattr(aten, name).default] = _new
     return table | {

@@ -10,11 +10,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwright._torch import dtensor_of, increment_version, local_of
+from shardwright._torch import dtensor_of, increment_version, local_of, waited
 from shardwright.engine.reading import agree_to_read
-from shardwright.engine.unset import begin_edit, unmark
+from shardwright.engine.through_whole import (
+    BY_POSITION,
+    Step,
+    can_edit,
+    edit,
+    make_into,
+    refuse,
+    views,
+    whole_of,
+)
+from shardwright.engine.unset import begin_edit, mark_of, unmark
 
 #: Set on a view of a sharded parameter: the local tensor whose counter moves with edits of it.
 EDITED = "_edited"
@@ -33,6 +44,9 @@ _LINEAR = {
     _aten.view, _aten.unsqueeze, _aten.squeeze, _aten.expand, _aten.zeros_like, _aten.empty_like, _aten.ones_like,
     _aten.full_like,
 }  # fmt: skip
+
+
+_READS_BY_POSITION = {_aten.index, _aten.index_select, _aten.gather, _aten.take, _aten.masked_select}
 
 
 class _EqualsDTensor(type(DTensor)):  # type: ignore[misc]
@@ -63,6 +77,10 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
         given = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
         if _RANDOM in func.tags and func._schema.is_mutable and isinstance(args[0], DTensor):
             result = _draw_whole(func, args, kwargs)
+        elif func.overloadpacket in BY_POSITION and _real(args[0]):
+            result = _edit_by_position(func, args, kwargs)
+        elif "out" in kwargs and not any(isinstance(t, DTensor) for t in tree_leaves(args)):
+            result = _edit_by_position(func, args, kwargs, into=kwargs["out"])
         else:
             result = cls._operate(func, types, args, kwargs)
         for local in given:
@@ -78,7 +96,18 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
                 if isinstance(t, DTensor) and not t.dim() and any(p.is_partial() for p in t.placements):
                     _agree(t)
                     break
-        result = DTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[arg-type]
+        try:
+            result = DTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[arg-type]
+        except (RuntimeError, NotImplementedError):
+            if not (args and isinstance(args[0], ShardedTensor) and _real(args[0])):
+                raise
+            # As of parts of different sizes, or with plain tensors of the whole shape beside it.
+            if func.is_view or func.overloadpacket in _READS_BY_POSITION:
+                result = _of_whole(func, args, kwargs)
+            elif func._schema.is_mutable and not kwargs.get("out") and can_edit(func):
+                return _edit_by_position(func, args, kwargs)
+            else:
+                raise
         if func._schema.is_mutable:
             many = isinstance(args[0], (list, tuple))
             edits = [t for t in (args[0] if many else args[:1]) if isinstance(t, ShardedTensor)]
@@ -87,15 +116,10 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
             counters += edits if many else []
             increment_version([t for t in counters if not t.is_inference()])
             return result
+        if func.is_view and isinstance(args[0], ShardedTensor):
+            return _as_views(func, args, kwargs, result)
         for made in _plain(result):
             made.__class__ = ShardedTensor
-            if func.is_view and isinstance(args[0], ShardedTensor):
-                viewed = local_of(args[0])
-                if (
-                    func is _detach
-                ):  # its local tensor is the very same: below autograd counters are not shared
-                    made._local_tensor = viewed
-                made._edited = args[0].__dict__.get(EDITED, viewed)  # type: ignore[attr-defined]
         return result
 
     @staticmethod
@@ -130,6 +154,161 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
         return dtensor_of(local, self.device_mesh, self.placements, self.shape, self.stride())
 
 
+class ShardedCopy(ShardedTensor):  # type: ignore[metaclass]
+    """A view of a sharded tensor for which elements had to be gathered, so it has memory of its own.
+
+    What is done to it in place is done to the tensor that it is a view of. If that was changed since, the elements are
+    gathered again where they are read, for which every rank must come, as for the view itself.
+    """
+
+    __slots__ = ()
+    _viewed: ShardedTensor
+    _steps: tuple[Step, ...]  #: from the base to this view
+    _seen: int  #: the counter of the base's local tensor when elements were gathered
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            written = args[0] if not kwargs.get("out") and args else kwargs.get("out")
+            if isinstance(written, ShardedCopy):
+                if written is not args[0] or not can_edit(func):
+                    refuse(func, written)
+                begin_edit(func, args, kwargs)
+                _refresh([*args[1:], kwargs])
+                edit(written._viewed, written._steps, func, args, kwargs)
+                return _written(written)
+            if isinstance(written, (list, tuple)) and any(isinstance(t, ShardedCopy) for t in written):
+                refuse(func, next(t for t in written if isinstance(t, ShardedCopy)))
+        _refresh([args, kwargs])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def full_tensor(self, **kwargs: Any) -> torch.Tensor:
+        _refresh(self)
+        return super().full_tensor(**kwargs)
+
+    def to_local(self, **kwargs: Any) -> torch.Tensor:
+        _refresh(self)
+        return super().to_local(**kwargs)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        _refresh(self)
+        return super().redistribute(*args, **kwargs)
+
+
+def _counter(base: ShardedTensor) -> torch.Tensor:
+    return base.__dict__.get(EDITED, local_of(base))  # type: ignore[no-any-return]
+
+
+def _version(base: ShardedTensor) -> int:
+    counter = _counter(base)
+    return 0 if counter.is_inference() else counter._version
+
+
+def _written(view: ShardedCopy) -> ShardedCopy:
+    """Say that the base of a view was changed."""
+    base = view._viewed
+    counter = _counter(base)
+    if counter is not local_of(base) and not counter.is_inference():
+        increment_version([counter])
+    unset = mark_of(counter)
+    if unset is not None:
+        if view.numel() == unset.numel:
+            unmark(counter)
+        else:
+            unset.in_parts = True
+    view._seen = -1
+    return view
+
+
+def _refresh(arguments: Any) -> None:
+    """Gather the elements of views again whose base was changed since."""
+    for view in tree_leaves(arguments):
+        if isinstance(view, ShardedCopy) and view._seen != _version(view._viewed):
+            fresh: Any = views(view._viewed, view._steps)
+            view._local_tensor, view._spec = local_of(fresh), fresh._spec
+            view._seen = _version(view._viewed)
+
+
+def _as_views(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """The results of a view as such: of the same memory, or with what is to be done when they are changed."""
+    base: Any = args[0]
+    viewed = local_of(base)
+    many = isinstance(result, (list, tuple))
+    for number, each in enumerate(result if many else (result,)):
+        if not isinstance(each, DTensor):
+            continue
+        made: Any = each
+        local = made._local_tensor = waited(local_of(made))
+        made._edited = base.__dict__.get(EDITED, viewed)
+        if type(base) is not ShardedCopy and (not _real(made) or _shares(local, viewed)):
+            made.__class__ = ShardedTensor
+            if func is _detach:
+                made._local_tensor = viewed  # the very same: below autograd counters are not shared
+            continue
+        made.__class__ = ShardedCopy
+        step = Step(func, tuple(args[1:]), kwargs, number if many else None)
+        is_copy = isinstance(base, ShardedCopy)
+        made._viewed, made._steps = (
+            (base._viewed, (*base._steps, step)) if is_copy else (_alias(base), (step,))
+        )
+        made._seen = _version(made._viewed)
+    return result
+
+
+def _alias(tensor: ShardedTensor) -> ShardedTensor:
+    """Another tensor over the same memory, as ``detach`` gives it."""
+    alias: Any = tensor._as_dtensor()
+    alias.__class__ = ShardedTensor
+    alias._local_tensor = local_of(tensor)
+    alias._edited = tensor.__dict__.get(EDITED, local_of(tensor))
+    return alias  # type: ignore[no-any-return]
+
+
+def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _real(tensor: Any) -> bool:
+    """Whether it is sharded and holds values: not while a compiler traces."""
+    return (
+        isinstance(tensor, DTensor) and type(waited(local_of(tensor))) is torch.Tensor and not tensor.is_meta
+    )
+
+
+@torch.no_grad()
+def _of_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """A view or an index that DTensor cannot take of the parts: of the whole, on every rank."""
+    base: DTensor = args[0]
+    mesh, placements = base.device_mesh, (Replicate(),) * base.device_mesh.ndim
+
+    def wrapped(made: torch.Tensor) -> DTensor:
+        return dtensor_of(made, mesh, placements, made.shape, made.stride())
+
+    whole = base.full_tensor()
+    if whole.stride() != base.stride():
+        whole = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=whole.device).copy_(
+            whole
+        )
+    others, named = tree_map(whole_of, args[1:]), tree_map(whole_of, kwargs)
+    result = func(whole, *others, **named)
+    return [wrapped(t) for t in result] if isinstance(result, (list, tuple)) else wrapped(result)
+
+
+def _edit_by_position(func: Any, args: Any, kwargs: Any, into: Any = None) -> Any:
+    target = args[0] if into is None else into
+    if not isinstance(target, ShardedTensor):
+        refuse(func, target)
+    if into is None:
+        edit(target, (), func, args, kwargs)
+    else:
+        make_into(target, func, args, kwargs)
+    counter = _counter(target)
+    if counter is not local_of(target) and not counter.is_inference():
+        increment_version([counter])
+    return target
+
+
 def as_sharded(tensor: DTensor) -> DTensor:
     """The same tensor, of which numbers are global and edits are noticed."""
     if type(tensor) is DTensor:
@@ -156,8 +335,8 @@ def _whole(tensor: ShardedTensor) -> torch.Tensor:
 
 def _agree(tensor: DTensor) -> None:
     """All ranks are about to communicate for a number of this tensor."""
-    mesh, local = tensor.device_mesh, local_of(tensor)
-    if type(local) is torch.Tensor and not local.is_meta:  # not while a compiler traces
+    mesh = tensor.device_mesh
+    if _real(tensor):
         axes = [a for a, p in enumerate(tensor.placements) if not p.is_replicate() and mesh.size(a) > 1]
         device = torch.device(mesh.device_type)
         agree_to_read(map(mesh.get_group, axes), device, f"{tensor.placements} {tensor.dtype} {tensor.shape}")
