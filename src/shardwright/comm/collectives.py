@@ -103,7 +103,7 @@ class Pending:
 #: the same time on every rank.
 _models: Counter[str] = Counter()
 
-RECORD = 5  #: integers that ranks show each other before a collective
+RECORD = 6  #: integers that ranks show each other before a collective
 
 
 class Communicator:
@@ -155,12 +155,11 @@ class Communicator:
         work.wait() if limit is None else work.wait(limit)
         return None if torch.equal(self._theirs, self._mine) else self._theirs.tolist()
 
-    def gather_number(self, number: int) -> torch.Tensor:
-        """Every rank's ``number`` (int64), on the device and the current stream. Modes that count do not see it."""
-        mine = torch.full((1,), number, dtype=torch.int64, device=self.device)
-        everyone = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
+    def gather_row(self, mine: torch.Tensor) -> torch.Tensor:
+        """Every rank's flat ``mine``, a row for each, on the device and the current stream. Modes do not see it."""
+        everyone = mine.new_empty(self.world_size * mine.numel())
         backend_for(self.group, self.device)._allgather_base(everyone, mine).wait()
-        return everyone
+        return everyone.view(self.world_size, -1)
 
     def all_gather(
         self,

@@ -119,7 +119,7 @@ class GraphedStep:
         captured.replay()
         for parameter, gradient in captured.gradients:
             parameter.grad = gradient
-        root.flag, root.flag_mark = captured.flag, None
+        root.agreement.flag, root.agreement.flag_mark = captured.flag, None
         return captured.result
 
     def _root(self) -> Root:
@@ -136,7 +136,7 @@ class GraphedStep:
                     f"Unit {each.name!r} is offloaded, or its optimizer steps in backward: the host takes part in "
                     "that, and a graph has none of it. Call the function itself."
                 )
-        root.check_divergence()
+        root.agreement.check()
         root.recover_if_failed()
         for each in root.units():
             if each.parameters:
@@ -184,7 +184,10 @@ class GraphedStep:
                 "or to the CPU, or leave parameters without gradient on some ranks. Run it without GraphedStep."
             ) from error
         finally:
-            flag, root.flag = root.flag, None  # of the capture, not of anything that has run
+            flag, root.agreement.flag = (
+                root.agreement.flag,
+                None,
+            )  # of the capture, not of anything that has run
         for each in root.units():
             each.drop_kept()
         gradients = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]

@@ -55,7 +55,7 @@ def install(unit: Unit, modules: list[nn.Module]) -> None:
             child.register_state_dict_pre_hook(_AtRest(unit))
             child.register_state_dict_post_hook(_as_dtensors)
             child.register_load_state_dict_pre_hook(_CutToShards(unit))
-        module.register_load_state_dict_post_hook(_AtRest(unit))
+        module.register_load_state_dict_post_hook(_Loaded(unit))
         own = any(p is not None for p in module._parameters.values())
         module.__class__ = fsdp_class(type(module), reads_own=own)
     introduce(unit, modules)
@@ -106,6 +106,16 @@ def _show_sharded(unit: Unit) -> None:
             each.complete()
             each.host_may_write()
             each.show_sharded()
+
+
+class _Loaded(_AtRest):
+    """After a state dict was loaded. That of a whole model gives ranks that have diverged the same weights again."""
+
+    def __call__(self, *given: Any) -> None:
+        super().__call__(*given)
+        unit = self._unit()
+        if unit is not None and unit.root is not None and unit.root.top is unit:
+            unit.root.agreement.set_age(0)
 
 
 def _as_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:

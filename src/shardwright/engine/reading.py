@@ -17,11 +17,11 @@ from shardwright.comm import Communicator
 
 #: How long a rank waits for the others. Ranks leave a backward together, so it is longer than they can be apart.
 LIMIT = timedelta(seconds=30)
-#: What a rank that reads shows the others in the place of the event. Those of ``root.py`` are smaller.
+#: What a rank that reads shows the others in the place of the event. Those of ``agreement.py`` are smaller.
 READ = 7
 
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
-#: Called where some ranks read and others do not, to raise in the words of whoever knows what these do (``root.py``).
+#: Called where some ranks read and others do not, to raise in the words of who knows what these do (``agreement.py``).
 refuse_divergence: list[Callable[[Communicator, list[list[int]]], None]] = []
 
 

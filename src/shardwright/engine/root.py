@@ -6,20 +6,20 @@ the next. A guess moves a gather earlier and nothing else: every unit still chec
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwright._torch import alone, annotate, increment_version, queue_callback, subclasses_dispatch
-from shardwright.comm import Communicator
+from shardwright.engine.agreement import END_BACKWARD, END_FORWARD, Agreement
 from shardwright.engine.construct import UNIT, own_modules
 from shardwright.engine.full_precision import check_agree, wanted
-from shardwright.engine.gradients import Announcer, Reduction
 from shardwright.engine.offload import Arrivals, refuse_state_on_device
 from shardwright.engine.parameter import (
     DEFERRED,
@@ -32,25 +32,11 @@ from shardwright.engine.parameter import (
 )
 from shardwright.engine.pools import Pools, prefetch_budget
 from shardwright.engine.precision import cast_buffers, refuse_gradient_dtypes
-from shardwright.engine.reading import READ, refuse_divergence
 from shardwright.engine.unit import Unit
 from shardwright.engine.visit import Frame, Visit
 from shardwright.engine.weights import Weights
 
 _roots: weakref.WeakSet[Root] = weakref.WeakSet()
-
-#: What ranks are about to do, in the records they exchange. The texts go into the error that names who diverged.
-GATHER, REDUCE, END_FORWARD, END_BACKWARD, CLIP, UNSHARD, MISSING = range(READ)
-_DOING = (
-    ("gathers", "gather"),
-    ("reduces the gradients of", "reduce the gradients of"),
-    ("ends the forward of", "end the forward of"),
-    ("ends the backward of", "end the backward of"),
-    ("clips the gradients of", "clip the gradients of"),
-    ("shows the full parameters of", "show the full parameters of"),
-    ("has no values for", "have no values for"),
-    ("reads a number of", "read a number of"),
-)
 
 
 class Root:
@@ -58,7 +44,6 @@ class Root:
 
     def __init__(self, units: list[Unit], names: list[str]) -> None:
         self._units = [weakref.ref(u) for u in units]
-        self._names = names
         self.gathered: set[int] = set()
         self.generation = 0
         self.calls_begun = 0  #: root calls so far
@@ -86,36 +71,23 @@ class Root:
         self._visits: dict[int, Visit] = {}
         self._clock = 0
         self.ranks = units[0].ranks
-        #: One for each axis of more than one rank of any unit's mesh, in the same order on every rank.
-        self.every = list(dict.fromkeys(comm for unit in units for comm in unit.ranks.every))
         self.streams = self.ranks.comm.streams
         top = units[0]
         self.prefetch, self.prefetch_bytes = prefetch_budget(top.prefetch)
         self.pools = Pools(top.memory, self.prefetch, top.strict)
         #: The order of a caller that was not called yet, for plans to be made of its first step.
         self._guess = [n for n, unit in enumerate(units) if unit.parameters] if self.pools.planned else []
+        self._stepped_within = 0  #: steps of optimizers in the backward under way
+        self.agreement = Agreement(units, names)
         try:
-            self._make_headers(units)
+            for number, unit in enumerate(units):
+                unit.join_root(self, number, names[number], *self.agreement.headers_of(number))
             self.pools.join(units)
         except BaseException:  # so that the next call makes a root again
             for unit in units:
                 unit.root = None
             raise
-        #: Last, so that a rank on which this failed counts as the others do.
-        self.serial = (*self.every, self.ranks.local)[0].number_of_model()
-
-    def _make_headers(self, units: list[Unit]) -> None:
-        """A place for the numbers that come with each unit's gathers, so that one call compares them all."""
-        self.flag: torch.Tensor | None = None  #: on an accelerator: whether the ranks have diverged
-        self.flag_mark: Any = None  #: after what the flag is there
-        self._reduced = 0  #: stands for the reductions of the backward under way, in their order
-        rows = [[number, 0] * unit.comm.world_size for number, unit in enumerate(units)]
-        wanted = torch.tensor([word for row in rows for word in row], dtype=torch.int64, device="cpu")
-        self._wanted_headers = wanted.to(self.ranks.device)
-        self._headers = self._wanted_headers.clone()
-        parts = self._headers.split([len(row) for row in rows])
-        for number, (unit, headers) in enumerate(zip(units, parts, strict=True)):
-            unit.join_root(self, number, self._names[number], headers)
+        self.agreement.begin()  # last, so that a rank on which this failed counts as the others do
 
     @property
     def top(self) -> Unit | None:
@@ -126,8 +98,7 @@ class Root:
         return [u for ref in self._units if (u := ref()) is not None and u.root is self]
 
     def name_of(self, number: int) -> str:
-        known = 0 <= number < len(self._names)
-        return f"unit {number} ({self._names[number]!r})" if known else f"unknown unit {number}"
+        return self.agreement.name_of(number)
 
     def notify(self, event: str, unit: Weights) -> None:
         """Tell whoever listens (tests, recorders) that a gather was issued or awaited."""
@@ -164,7 +135,7 @@ class Root:
             self.full_precision = full_precision
 
     def _begin(self, unit: Unit, module: nn.Module) -> None:
-        self.check_divergence()
+        self.agreement.check()
         self.recover_if_failed()
         if self.full_precision_in_eval:
             self.compute_as(wanted(module))
@@ -253,7 +224,7 @@ class Root:
             elif unit.number not in used and not unit.kept:
                 unit.release()
         self._orders[caller.number] = self._seen
-        self._agree_all(END_FORWARD, caller.number)
+        self.agreement.agree_all(END_FORWARD, caller.number)
 
     def abandon(self) -> None:
         """The outermost call has failed: nothing of it is kept, and its order is no guess for the next."""
@@ -279,7 +250,8 @@ class Root:
         self.open_visits.clear()
         self.backward = False
         self.scattering, self._summing = [], []
-        self._reduced = 0
+        self.agreement.forget_backward()
+        self._count_steps_within()
         self._visits = {}
         for unit in self.units():
             unit.recover()
@@ -390,8 +362,9 @@ class Root:
         self.pools.trained = True
         if stepped:
             self.pools.step()
-        self._agree_all(END_BACKWARD, 0)
-        self._compare_headers()
+        self._count_steps_within(stepped)
+        self.agreement.agree_all(END_BACKWARD, 0)
+        self.agreement.compare()
 
     def _end_steps(self) -> bool:
         """Step in backward what is left to step. Returns whether any unit was, now or before."""
@@ -401,161 +374,23 @@ class Root:
         steppers = {id(s): s for unit in units if unit.stepping is not None for s in unit.stepping.steppers}
         return any([stepper.backward_ended() for stepper in steppers.values()])
 
-    # -- ranks that diverge --------------------------------------------------------------------------------------
+    # -- steps of optimizers -------------------------------------------------------------------------------------
 
-    def announce_gather(self, unit: Weights, comm: Communicator, nbytes: int) -> Callable[[], None] | None:
-        """What is to be called before a gather of ``unit``, when nothing can fail on this rank alone any more."""
-        if comm.exchanges:
-            return lambda: self._agree(comm, GATHER, unit.number, nbytes)
-        return None
+    def count_step(self) -> None:
+        """An optimizer has stepped parameters of this model.
 
-    def announcer(self, unit: Unit, reduction: Reduction) -> Announcer:
-        """What tells what is to be called before a collective of a reduction."""
-
-        def announce(comm: Communicator, nbytes: int) -> Callable[[], None] | None:
-            if comm.exchanges:
-                return lambda: self._agree(comm, REDUCE, unit.number, nbytes, reduction.fingerprint)
-            self._reduced = hash((self._reduced, unit.number, reduction.fingerprint, comm.world_size))
-            return None
-
-        return announce
-
-    def agree_on_clipping(self) -> None:
-        """The gradients' norm is about to be summed over the ranks."""
-        self._agree_all(CLIP, 0)
-
-    def agree_on_missing(self, unit: Weights, comm: Communicator, parameter: int) -> None:
-        """This rank has no values of a parameter of ``unit``, of this place, where others may be about to gather."""
-        self._agree(comm, MISSING, unit.number, parameter)
-
-    def agree_on_unsharding(self) -> None:
-        """Parameters of this model are about to be gathered to be shown."""
-        self._agree_all(UNSHARD, 0)
-
-    def _agree_all(self, event: int, number: int) -> None:
-        """Agree with every rank of the meshes, axis by axis."""
-        for comm in self.every:
-            self._agree(comm, event, number)
-
-    def _agree(self, comm: Communicator, event: int, number: int, nbytes: int = 0, detail: int = 0) -> None:
-        """Raise if another rank is about to do something else. On gloo, where a wrong pairing would abort or hang."""
-        if not comm.exchanges:
-            return
-        try:
-            records = comm.exchange((event, number, nbytes, detail, self.serial))
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"Rank {comm.ranks[comm.rank]} {_DOING[event][0]} {self.name_of(number)} and another rank did not "
-                "come: it ended, or waits in another collective, or is later than the group's timeout. "
-                f"({type(error).__name__}: {error})"
-            ) from error
-        if records is not None:
-            self._refuse_missing(comm, records)
-            told = zip(comm.ranks, records, strict=True)
-            self._refuse_divergence({rank: (r[0], r[1], r[2], r[4]) for rank, r in told})
-
-    def _refuse_missing(self, comm: Communicator, records: list[list[int]]) -> None:
-        """Raise if some ranks have no values for what the others are about to gather."""
-        ranks = [str(rank) for rank, r in zip(comm.ranks, records, strict=True) if r[0] == MISSING]
-        if not ranks or any(r[1] != records[0][1] or r[4] != self.serial for r in records):
-            return
-        unit = self._units[records[0][1]]()
-        place = next(r[2] for r in records if r[0] == MISSING)
-        name = unit.parameters[place].name if unit is not None and place < len(unit.parameters) else "?"
-        raise RuntimeError(
-            f"Parameters {name!r} of {self.name_of(records[0][1])} hold no values yet on rank{'s' * (len(ranks) > 1)} "
-            f"{', '.join(ranks)}, since they were sharded deferred or on the meta device. Every rank must give its "
-            "part values: call shardwright.materialize(model), load a checkpoint, or fill to_local() on each."
-        )
-
-    def refuse_reading(self, comm: Communicator, records: list[list[int]]) -> NoReturn:
-        """Some ranks read a number of a sharded tensor while the others go on with a model."""
-        told = zip(comm.ranks, records, strict=True)
-        self._refuse_divergence({rank: (r[0], r[1], r[2], r[4]) for rank, r in told})
-
-    def diverged_gathers(self, comm: Communicator, numbers: list[int]) -> NoReturn:
-        """The ranks gathered units of these numbers."""
-        self._headers.copy_(self._wanted_headers)
-        told = zip(comm.ranks, numbers, strict=True)
-        self._refuse_divergence({rank: (GATHER, n, 0, self.serial) for rank, n in told})
-
-    def _refuse_divergence(self, found: dict[int, tuple[int, int, int, int]]) -> NoReturn:
-        """Raise, given each rank's event, unit number, bytes and model."""
-        first = next(iter(found.values()))
-        same_place = len({(event, number, model) for event, number, _, model in found.values()}) == 1
-        if same_place and len({nbytes for _, _, nbytes, _ in found.values()}) == 1:
-            raise RuntimeError(
-                f"The ranks have diverged: they reduce gradients of different parameters of "
-                f"{self.name_of(first[1])}. requires_grad must be the same on every rank."
-            )
-        one_model = len({model for event, _, _, model in found.values() if event != READ}) == 1
-        ranks: dict[tuple[int, str], list[int]] = {}
-        for rank, (event, number, nbytes, model) in found.items():
-            root = next((r for r in _roots if r.serial == model and r.ranks.same(self.ranks)), self)
-            what = root.name_of(number) if event != READ else "a sharded tensor (norm, sum, item, float)"
-            if not one_model and event != READ:
-                what += f" of the group's model {model} ({root._names[0]!r})"
-            what += f" of {nbytes} bytes" if same_place else ""
-            ranks.setdefault((event, what), []).append(rank)
-        told = "; ".join(
-            f"rank {r[0]} {_DOING[event][0]} {what}"
-            if len(r) == 1
-            else f"ranks {', '.join(map(str, r))} {_DOING[event][1]} {what}"
-            for (event, what), r in ranks.items()
-        )
-        unit = self._units[first[1]]() if same_place else None
-        if same_place and first[0] == REDUCE:
-            told += " (of other parameters: requires_grad must be the same on every rank)"
-        elif unit is not None and unit.extended_kinds:
-            told += f" (fsdp_pre_all_gather of {unit.extended_kinds} must return equal sizes on every rank)"
-        raise RuntimeError(
-            f"The ranks have diverged: {told}. Every rank must run the same units, of the same sizes, in the same "
-            "order in each step."
-        )
-
-    def _compare_headers(self) -> None:
-        """On an accelerator: compare on the device, beside the computation; the host looks before the next step."""
-        streams = self.streams
-        if not streams.asynchronous:
-            with streams.beside("gather"):
-                flag = (self._headers != self._wanted_headers).any()
-                for comm in self.every:
-                    order = comm.gather_number(self._reduced)
-                    flag = flag | (order != order[0]).any()
-                self.flag = flag if self.flag is None else flag | self.flag
-            self.flag_mark = streams.mark("gather")
-        self._reduced = 0
-
-    def check_divergence(self) -> None:
-        """Raise if the gathers since the last look brought another unit's number. Reads one flag of the device.
-
-        Not in a capture: whoever runs the graph puts its flag in place, to be looked at outside.
+        What is stepped within a backward (by hooks of parameters) counts when that is over: gradients arrive at the
+        host of an offloaded unit at other times on other ranks.
         """
-        if self.streams.capturing:
-            return
-        flag, self.flag = self.flag, None
-        if flag is None:
-            return
-        self.streams.join(self.flag_mark)
-        if flag.item():
-            for unit in self.units():
-                if unit.parameters:
-                    unit.check_headers()
-            raise RuntimeError(
-                f"The ranks have diverged: in the last backward of {self.name_of(0)} they reduced the gradients of "
-                "different units or parameters, or in another order. Every rank must use the outputs of the same units "
-                "and have the same requires_grad."
-            )
+        if self.in_backward:
+            self._stepped_within += 1
+        else:
+            self.agreement.set_age(self.agreement.age + 1)
 
-
-def _refuse_reading(comm: Communicator, records: list[list[int]]) -> None:
-    """Raise in the words of a model over these ranks, if there is one."""
-    for root in _roots:
-        if any(each.ranks == comm.ranks for each in root.every):
-            root.refuse_reading(comm, records)
-
-
-refuse_divergence.append(_refuse_reading)
+    def _count_steps_within(self, stepped: bool = False) -> None:
+        """Backward is over; ``stepped``: ``sw.optim.in_backward`` has stepped units in it."""
+        within, self._stepped_within = self._stepped_within + stepped, 0
+        self.agreement.set_age(self.agreement.age + within)
 
 
 class _Task:
@@ -648,21 +483,40 @@ def selecting() -> Iterator[None]:
             root.selects = False
 
 
-_hooked = False
-
-
+@functools.cache
 def hook_optimizers() -> None:
-    """Look after this process's models before any torch optimizer steps. Done once."""
-    global _hooked
-    if not _hooked:
-        _hooked = True
-        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: before_optimizer_step(optimizer))
+    """Look after this process's models before and after any torch optimizer steps. Done once."""
+    stepping: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Root]] = weakref.WeakKeyDictionary()
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not getattr(type(optimizer), COUNTS_STEPS, False):
+            stepping[optimizer] = before_optimizer_step(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        count_step(stepping.pop(optimizer, ()))
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
 
 
-def before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
-    """No model's ranks have diverged, a failed backward is left behind, and every gradient is there."""
+#: The attribute of a class of optimizers whose step calls :func:`before_optimizer_step` and :func:`count_step` itself.
+COUNTS_STEPS = "_shardwright_counts_steps"
+
+
+def count_step(roots: Iterable[Root]) -> None:
+    """An optimizer has made its step, that of parameters of these models."""
+    for root in roots:
+        root.count_step()
+
+
+def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
+    """No model's ranks have diverged, a failed backward is left behind, and every gradient is there.
+
+    Returns the models of which the step counts: not where ``sw.optim.in_backward`` has stepped (what it has left to
+    step differs by rank), and not of a step that changes nothing, as torch makes it to give an optimizer a state.
+    """
     for root in list(_roots):
-        root.check_divergence()
+        root.agreement.check()
         root.recover_if_failed()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kinds = set(map(type, parameters))
@@ -690,6 +544,9 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
         refuse_gradient_dtypes(optimizer, parameters)
     if not subclasses_dispatch:  # else those that are written move theirs by themselves
         increment_version([p for p in parameters if unit_of(p) is not None and p.grad is not None])
+    if all(type(lr := group.get("lr")) in (int, float) and lr == 0 for group in optimizer.param_groups):
+        return []
+    return list({id(u.root): u.root for u in stepped if u.root is not None and u.stepping is None}.values())
 
 
 #: What a parameter is while its unit has it, so never one that the model has no more, or that has no values.

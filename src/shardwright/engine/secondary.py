@@ -19,6 +19,7 @@ class SecondaryShard:
     Attributes:
         comm: over the neighbours.
         inputs: this rank's part, as byte tensors; what is gathered of them are the tensors given as ``full``.
+        header: what this rank sent with the gather that the part is of.
         versions: of the weights that are kept here; None while there are none.
     """
 
@@ -31,12 +32,15 @@ class SecondaryShard:
         ends = torch.tensor(sizes, device="cpu").cumsum(0).tolist()
         self.inputs = [self._slab.byte_view(end - size, size) for end, size in zip(ends, sizes, strict=True)]
         self._slab.release()
+        self.header = torch.zeros(0, dtype=torch.uint8, device="cpu")
         self.versions: list[int] | None = None
 
-    def keep(self, versions: list[int]) -> None:
+    def keep(self, versions: list[int], header: torch.Tensor) -> None:
         """Copy this rank's part of the full weights, which must be there."""
         self._slab.lease()
-        foreach_copy_(self.inputs, self._sources)
+        if not self.header.numel():
+            self.header = torch.empty_like(header)
+        foreach_copy_([*self.inputs, self.header], [*self._sources, header])
         self.versions = versions
 
     def drop(self) -> None:

@@ -353,7 +353,9 @@ class Unit(Weights):
         root.make_room(self.number)
         with annotate("post_backward_reduce", self.range_name):
             for reduction in self.reductions:
-                announcer = root.announcer(self, reduction)
+                announcer = functools.partial(
+                    root.agreement.announce_reduction, self.number, reduction.fingerprint
+                )
                 if whole or not ranks.finishes_late:
                     reduction.start(last, self.divide_factor, self.force_sum, announcer, self._fills)
                 else:

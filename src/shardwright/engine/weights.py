@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwright._torch import annotate, increment_version, local_of, quick_attributes, subclasses_dispatch
 from shardwright.comm import Codec, Communicator, Pending, with_gathers
+from shardwright.engine.agreement import HEADER
 from shardwright.engine.full_precision import OtherPrecision
 from shardwright.engine.lasting import Lasting
 from shardwright.engine.offload import Host
@@ -47,8 +48,6 @@ class Hop:
 #: nothing that was gathered serves beyond its root call.
 edits_are_seen = subclasses_dispatch
 
-HEADER = 2  #: int64 words that travel with every gather: the unit's number, and one spare that keeps 16 bytes
-
 
 class Weights:
     """The parameters of a unit, gathered together and released together. There may be none."""
@@ -76,6 +75,7 @@ class Weights:
         self.custom_gather: Any = None  #: a collective of the user's
         self.gather_codec: Codec | None = None  #: how weights are encoded for gathers
         self._unset: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
+        self._header = torch.zeros(HEADER, dtype=torch.int64, device=ranks.device)
         self.hold_memory(plan_unit([], ranks.parts), [], Slab(0, ranks.device), [])
 
     def hold_memory(
@@ -115,20 +115,21 @@ class Weights:
             set()
         )  #: full parameters whose ``.data`` was handed out: edits may come unseen
         self._decoded: dict[int, torch.Tensor] = {}  #: of those, this rank's part as a codec has left it
-        self._header = torch.zeros(HEADER, dtype=torch.int64, device=self.ranks.device)
         self._secondary: SecondaryShard | None = None
         self._prepare_gather()
         slab.release()
 
-    def join_root(self, root: Root, number: int, name: str, headers: torch.Tensor) -> None:
-        """Become unit ``number`` of ``root``; ``headers`` receives every rank's number with each gather."""
+    def join_root(
+        self, root: Root, number: int, name: str, header: torch.Tensor, headers: torch.Tensor
+    ) -> None:
+        """Become unit ``number`` of ``root``: ``header`` goes with each gather, ``headers`` receives every rank's."""
         if self.root is not None and self.parameters:
             self.release()
         self.root = root
         self.number = number
         self.name = self.owner.name = name
         self.range_name = name if number else ""
-        self._headers = headers
+        self._header, self._headers = header, headers
         self.rejoin_root()
 
     def rejoin_root(self) -> None:
@@ -139,10 +140,9 @@ class Weights:
 
     def _receive_headers(self) -> None:
         if self.root is not None:
-            self._header[0] = self.number
-            self._expected_headers = [self.number, 0] * self.comm.world_size
             last = self._hops[-1]
             headers = self._headers.view(torch.uint8)
+            last.inputs[-1] = self._header.view(torch.uint8)
             last.outputs[len(last.inputs) - 1 :] = [headers]
             if self._secondary is not None:
                 # Each neighbour's in its own place, so that they are read as those of a gather over all are.
@@ -254,7 +254,10 @@ class Weights:
             pieces = outputs
         if self.neighbours is not None and pieces:
             self._secondary = SecondaryShard(self.neighbours, pieces, self.owner)
-        self._hops[-1].inputs = [*self._hops[-1].inputs, self._header.view(torch.uint8)]
+        self._hops[-1].inputs = [
+            *self._hops[-1].inputs,
+            self._header.view(torch.uint8),
+        ]  # the root's, once there
 
     def gather_by(self, custom: Any, codec: Codec | None) -> None:
         """Gather by a collective of the user's or encoded, between steps; None and None: as it is."""
@@ -323,7 +326,7 @@ class Weights:
         ]
         if missing:
             assert self.root is not None
-            self.root.agree_on_missing(self, comm, missing[0])
+            self.root.agreement.agree_on_missing(comm, self.number, missing[0])
             names = ", ".join(repr(p.name) for p in self.parameters if p.sharded in unset)
             raise RuntimeError(
                 f"Parameters {names} of unit {self.name!r} hold no values yet, since they were "
@@ -360,18 +363,15 @@ class Weights:
         if self.full_precision == full_precision or not self.parameters:
             return
         self.release()
-        if self._other is None:
-            with torch.inference_mode(False):
-                other = OtherPrecision(self)
-                other.exchange(self)
-                try:
-                    self._receive_headers()
-                except BaseException:
-                    other.exchange(self)
-                    raise
-            self._other = other
-        else:
+        with torch.inference_mode(False):
+            if self._other is None:
+                self._other = OtherPrecision(self)
             self._other.exchange(self)
+            try:
+                self._receive_headers()
+            except BaseException:
+                self._other.exchange(self)
+                raise
         self._full_versions = [p._version for p in self._fulls]
         self._slab_versions = None
         self.full_precision = full_precision
@@ -433,9 +433,9 @@ class Weights:
     def _gather(self, root: Root) -> Pending:
         secondary = self._secondary
         if root.backward and secondary is not None and secondary.versions is self._versions:
-            announce = root.announce_gather(self, secondary.comm, self.gather_nbytes)
+            announce = root.agreement.announce_gather(self.number, secondary.comm, self.gather_nbytes)
             outputs = [*self._hops[-1].outputs[:-1], self._secondary_headers]
-            inputs = [*secondary.inputs, self._hops[-1].inputs[-1]]
+            inputs = [*secondary.inputs, secondary.header]
             return secondary.comm.all_gather(outputs, inputs, announce=announce)
         if self._casts[0]:
             self._cast.lease()
@@ -455,7 +455,7 @@ class Weights:
                 continue
             hop.slab.lease()
             hop.versions = None
-            announce = root.announce_gather(self, hop.comm, hop.slab.nbytes)
+            announce = root.agreement.announce_gather(self.number, hop.comm, hop.slab.nbytes)
             pending = hop.comm.all_gather(hop.outputs, hop.inputs, casts, on_done, announce)
             if self.comm.streams.asynchronous:
                 pending.wait()  # on an accelerator the stream keeps the order
@@ -466,7 +466,7 @@ class Weights:
         outputs, inputs = last.outputs, last.inputs
         if self._extended:
             outputs, inputs = self._with_extensions()
-        announce = root.announce_gather(self, last.comm, self.gather_nbytes)
+        announce = root.agreement.announce_gather(self.number, last.comm, self.gather_nbytes)
         return last.comm.all_gather(outputs, inputs, casts, on_done, announce)
 
     def _release_sent(self) -> None:
@@ -538,12 +538,14 @@ class Weights:
         self.index_slots()
 
     def check_headers(self) -> None:
-        """Raise if another rank gathered another unit. Reads the headers: on an accelerator the host waits."""
-        found = self._headers.tolist()
-        if found == self._expected_headers:
-            return
-        assert self.root is not None
-        self.root.diverged_gathers(self.comm, found[::HEADER])
+        """Raise if another rank gathered another unit, or weights of another age.
+
+        Reads the headers: on an accelerator the host waits.
+        """
+        rows = [tuple(row) for row in self._headers.view(-1, HEADER).tolist()]
+        if set(rows) != {(self.number, rows[self.comm.rank][1])}:
+            assert self.root is not None
+            self.root.agreement.diverged_gathers(self.comm, rows)
 
     def show_full(self) -> None:
         """Where a module holds something else than the sharded parameter, the user has put it there: it stays."""
@@ -641,7 +643,7 @@ class Weights:
         """Before the full weights are released: keep this rank's part of them for the gather of backward."""
         self.show_sharded()
         if self._secondary is not None and self._slab_versions is self._versions:
-            self._secondary.keep(self._versions)
+            self._secondary.keep(self._versions, self._hops[-1].inputs[-1])
 
     def drop_secondary(self) -> None:
         if self._secondary is not None:

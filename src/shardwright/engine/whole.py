@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shardwright._torch import in_backward, local_of
+from shardwright.engine.agreement import UNSHARD
 from shardwright.engine.construct import UNIT, own_modules
 from shardwright.engine.offload import whole_of
 from shardwright.engine.parameter import STANDS_FOR, Managed, ManagedParameter, unit_of
@@ -101,7 +102,7 @@ def _show(module: nn.Module, recurse: bool, options: Options) -> list[_Shown]:
     units = list(dict.fromkeys(unit for unit, _ in found))
     for root in dict.fromkeys(unit.root for unit in units):
         if root is not None:
-            root.agree_on_unsharding()
+            root.agreement.agree_all(UNSHARD, 0)
     if options.with_grads:
         reduce_held([p.sharded for _, p in found])
     first = [not any(unit.mesh.get_coordinate() or ()) for unit, _ in found]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import foreach_mul_, foreach_norm, local_of
+from shardwright.engine.agreement import CLIP
 from shardwright.engine.parameter import unit_of
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.root import reduce_held
@@ -96,7 +97,7 @@ def clip_grad_norm_(
     if not everything:
         return torch.tensor(0.0)
     if unit is not None and unit.root is not None:
-        unit.root.agree_on_clipping()
+        unit.root.agreement.agree_all(CLIP, 0)
     device = everything[0].device
     largest = math.isinf(norm_type)
     norms = _norms(plain, norm_type, device)

@@ -291,7 +291,7 @@ class _InBackward:
         tell_schedulers(self)  # type: ignore[arg-type]
         parameters = [p for group in self.param_groups for p in group["params"]]
         for root in {id(unit.root): unit.root for unit in self._units() if unit.root is not None}.values():
-            root.check_divergence()
+            root.agreement.check()
             root.recover_if_failed()
         reduce_held(parameters)
         self._complete()

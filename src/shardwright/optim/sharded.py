@@ -29,7 +29,7 @@ from shardwright.engine.offload import HOST_STATE
 from shardwright.engine.parameter import TAKEN, Managed, unit_of
 from shardwright.engine.ragged import RaggedTensor, part_of
 from shardwright.engine.ragged_spec import RaggedSpec
-from shardwright.engine.root import before_optimizer_step
+from shardwright.engine.root import COUNTS_STEPS, before_optimizer_step, count_step
 from shardwright.engine.sharded_tensor import as_sharded
 from shardwright.engine.unit import Unit
 from shardwright.init import value_of
@@ -454,7 +454,7 @@ class _ShardedStep:
             # A closure runs forward and backward, which need the sharded parameters: before the stand-ins.
             with torch.enable_grad():
                 loss = closure()
-        before_optimizer_step(self)  # type: ignore[arg-type]  # torch's hook for it runs when stand-ins are in place
+        roots = before_optimizer_step(self)  # type: ignore[arg-type]
         groups, outer = self._enter()
         try:
             if self.__dict__["_shardwright_whole"] or self.__dict__[HOST_STATE] is not None:
@@ -465,10 +465,12 @@ class _ShardedStep:
                 super().step()  # type: ignore[misc]
         finally:
             self._leave(groups, outer)
+        count_step(roots)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # the wrapped step runs the hooks; torch must not add them twice
     seen_by_schedulers(step)
+    vars()[COUNTS_STEPS] = True  # torch's own hooks run when stand-ins are in place
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         before = len(self.param_groups)

@@ -1,0 +1,292 @@
+"""How the ranks of a model find that they have diverged: what each is about to do, and how old its weights are.
+
+On gloo they show each other a record before each collective, since a wrong pairing aborts the process or hangs. On an
+accelerator the host must not wait: numbers travel with the gathers, are compared on the device, and one flag is read
+before the next step. Nothing here gathers or reduces weights.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+
+from shardwright.comm import Communicator
+from shardwright.engine.reading import READ, refuse_divergence
+
+if TYPE_CHECKING:
+    from shardwright.engine.unit import Unit
+
+#: What ranks are about to do, in the records they exchange. The texts go into the error that names who diverged.
+GATHER, REDUCE, END_FORWARD, END_BACKWARD, CLIP, UNSHARD, MISSING = range(READ)
+_DOING = (
+    ("gathers", "gather"),
+    ("reduces the gradients of", "reduce the gradients of"),
+    ("ends the forward of", "end the forward of"),
+    ("ends the backward of", "end the backward of"),
+    ("clips the gradients of", "clip the gradients of"),
+    ("shows the full parameters of", "show the full parameters of"),
+    ("has no values for", "have no values for"),
+    ("reads a number of", "read a number of"),
+)
+HEADER = 2  #: int64 words that travel with every gather: the unit's number, and the age of the rank's weights
+
+_agreements: weakref.WeakSet[Agreement] = weakref.WeakSet()
+
+
+class Record(NamedTuple):
+    """What a rank is about to do, as it shows the others before a collective."""
+
+    event: int
+    number: int  #: of the unit
+    nbytes: int
+    detail: int  #: which parameters
+    model: int
+    age: int
+
+
+class Agreement:
+    """That of the units of one model.
+
+    Attributes:
+        every: one communicator for each axis of more than one rank of any unit's mesh, in one order on every rank.
+        age: steps of optimizers since the weights were made or loaded.
+        flag: on an accelerator, whether the ranks have diverged; it is there after ``flag_mark``.
+    """
+
+    def __init__(self, units: list[Unit], names: list[str]) -> None:
+        self._units = [weakref.ref(u) for u in units]
+        self._names = names
+        self._ranks = units[0].ranks
+        self._streams = self._ranks.comm.streams
+        self.every = list(dict.fromkeys(comm for unit in units for comm in unit.ranks.every))
+        self._model = -1
+        self.age = 0
+        self.flag: torch.Tensor | None = None
+        self.flag_mark: Any = None
+        self._reduced = 0  #: stands for the reductions of the backward under way, in their order
+        #: For each axis, what every rank has sent at the end of the last backward: that number, and its age.
+        self._orders: dict[Communicator, torch.Tensor] = {}
+        self._make_headers([unit.comm for unit in units])
+
+    def begin(self) -> None:
+        """The model is complete: give it its number."""
+        self._model = (*self.every, self._ranks.local)[0].number_of_model()
+        _agreements.add(self)
+
+    def _make_headers(self, comms: list[Communicator]) -> None:
+        """What goes with each unit's gathers and a place for every rank's, so that one call compares them all."""
+        device = self._ranks.device
+        rows = [[number, 0] for number in range(len(comms))]
+        self._header = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
+        places = [header.repeat(comm.world_size) for header, comm in zip(self._header, comms, strict=True)]
+        self._headers = torch.cat(places)
+        self._places = self._headers.split([len(place) for place in places])
+        own: list[int] = []  # where this rank's own word is
+        for comm in comms:
+            start = len(own) + HEADER * comm.rank
+            own += [start + word for word in range(HEADER)] * comm.world_size
+        self._own = torch.tensor(own, dtype=torch.int64, device="cpu").to(device)
+
+    def headers_of(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What goes with each gather of a unit, and where every rank's arrives."""
+        return self._header[number], self._places[number]
+
+    def name_of(self, number: int) -> str:
+        known = 0 <= number < len(self._names)
+        return f"unit {number} ({self._names[number]!r})" if known else f"unknown unit {number}"
+
+    def set_age(self, age: int) -> None:
+        if age != self.age:
+            self.age = age
+            with self._streams.fork("gather"):  # after gathers that are under way
+                self._header[:, 1] = age
+
+    def forget_backward(self) -> None:
+        """A backward has failed: the next one begins its order anew."""
+        self._reduced = 0
+
+    # -- before a collective -------------------------------------------------------------------------------------
+
+    def announce_gather(self, number: int, comm: Communicator, nbytes: int) -> Callable[[], None] | None:
+        """What is to be called before a gather of a unit, when nothing can fail on this rank alone any more."""
+        if comm.exchanges:
+            return lambda: self._agree(comm, GATHER, number, nbytes)
+        return None
+
+    def announce_reduction(
+        self, number: int, fingerprint: int, comm: Communicator, nbytes: int
+    ) -> Callable[[], None] | None:
+        """What is to be called before a collective of a reduction of a unit."""
+        if comm.exchanges:
+            return lambda: self._agree(comm, REDUCE, number, nbytes, fingerprint)
+        self._reduced = hash((self._reduced, number, fingerprint, comm.world_size))
+        return None
+
+    def agree_on_missing(self, comm: Communicator, number: int, parameter: int) -> None:
+        """This rank has no values of a parameter of a unit, of this place, where others may be about to gather."""
+        if comm.exchanges:
+            self._agree(comm, MISSING, number, parameter)
+
+    def agree_all(self, event: int, number: int) -> None:
+        """Agree with every rank of the meshes, axis by axis."""
+        for comm in self.every:
+            if comm.exchanges:
+                self._agree(comm, event, number)
+
+    def _agree(self, comm: Communicator, event: int, number: int, nbytes: int = 0, detail: int = 0) -> None:
+        """Raise if another rank is about to do something else."""
+        try:
+            records = comm.exchange(Record(event, number, nbytes, detail, self._model, self.age))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Rank {comm.ranks[comm.rank]} {_DOING[event][0]} {self.name_of(number)} and another rank did not "
+                "come: it ended, or waits in another collective, or is later than the group's timeout. "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        if records is not None:
+            self.refuse(comm, records)
+
+    def refuse(self, comm: Communicator, rows: list[list[int]]) -> NoReturn:
+        """Raise, given what the ranks have shown each other."""
+        records = {rank: Record(*row) for rank, row in zip(comm.ranks, rows, strict=True)}
+        self._refuse_missing(records)
+        self._refuse(records)
+
+    def _refuse_missing(self, records: dict[int, Record]) -> None:
+        """Raise if some ranks have no values for what the others are about to gather."""
+        ranks = [rank for rank, r in records.items() if r.event == MISSING]
+        if not ranks or len({(r.number, r.model) for r in records.values()}) > 1:
+            return
+        place, number = records[ranks[0]].nbytes, records[ranks[0]].number
+        unit = self._units[number]()
+        name = unit.parameters[place].name if unit is not None and place < len(unit.parameters) else "?"
+        raise RuntimeError(
+            f"Parameters {name!r} of {self.name_of(number)} hold no values yet on {_ranks(ranks)}, since they were "
+            "sharded deferred or on the meta device. Every rank must give its part values: call "
+            "shardwright.materialize(model), load a checkpoint, or fill to_local() on each."
+        )
+
+    # -- on an accelerator ---------------------------------------------------------------------------------------
+
+    def compare(self) -> None:
+        """Compare on the device, beside the computation, what this backward's gathers and reductions were."""
+        streams, reduced = self._streams, self._reduced
+        self._reduced = 0
+        if streams.asynchronous:
+            return
+        with streams.beside("gather"):
+            flag = (self._headers != self._headers[self._own]).any()
+            mine = self._header[0].clone()
+            mine[0] = reduced
+            for comm in self.every:
+                self._orders[comm] = order = comm.gather_row(mine)
+                flag = flag | (order != order[comm.rank]).any()
+            self.flag = flag if self.flag is None else flag | self.flag
+        self.flag_mark = streams.mark("gather")
+
+    def check(self) -> None:
+        """Raise if what was compared since the last look differed. Reads one flag of the device.
+
+        Not in a capture: whoever runs the graph puts its flag in place, to be looked at outside.
+        """
+        if self._streams.capturing:
+            return
+        flag, self.flag = self.flag, None
+        if flag is None:
+            return
+        self._streams.join(self.flag_mark)
+        if not flag.item():
+            return
+        for unit in (u for ref in self._units if (u := ref()) is not None):
+            if unit.parameters and unit.root is not None and unit.root.agreement is self:
+                unit.check_headers()
+        for comm, order in self._orders.items():
+            records = [Record(END_BACKWARD, 0, 0, 0, self._model, age) for age in order[:, 1].tolist()]
+            if len(set(records)) > 1:
+                self._refuse(dict(zip(comm.ranks, records, strict=True)))
+        raise RuntimeError(
+            f"The ranks have diverged: in the last backward of {self.name_of(0)} they reduced the gradients of "
+            "different units or parameters, or in another order. Every rank must use the outputs of the same units "
+            "and have the same requires_grad."
+        )
+
+    def diverged_gathers(self, comm: Communicator, headers: list[tuple[int, ...]]) -> NoReturn:
+        """The ranks gathered units of these numbers, with weights of these ages."""
+        self._headers.copy_(self._headers[self._own])
+        records = [Record(GATHER, number, 0, 0, self._model, age) for number, age in headers]
+        self._refuse(dict(zip(comm.ranks, records, strict=True)))
+
+    # -- errors --------------------------------------------------------------------------------------------------
+
+    def _refuse(self, records: dict[int, Record]) -> NoReturn:
+        """Raise, given what each rank is about to do."""
+        first = next(iter(records.values()))
+        one_age = len({r.age for r in records.values() if r.event != READ}) == 1
+        same_place = len({(r.event, r.number, r.model) for r in records.values()}) == 1
+        same_size = len({r.nbytes for r in records.values()}) == 1
+        if same_place and same_size and one_age:
+            raise RuntimeError(
+                f"The ranks have diverged: they reduce gradients of different parameters of "
+                f"{self.name_of(first.number)}. requires_grad must be the same on every rank."
+            )
+        doing = _grouped({rank: self._describe(r, records.values()) for rank, r in records.items()})
+        text = "; ".join(f"{_ranks(ranks)} {verbs[len(ranks) > 1]} {what}" for (verbs, what), ranks in doing)
+        unit = self._units[first.number]() if same_place and not same_size else None
+        if unit is not None and first.event == REDUCE:
+            text += " (of other parameters: requires_grad must be the same on every rank)"
+        elif unit is not None and unit.extended_kinds:
+            text += f" (fsdp_pre_all_gather of {unit.extended_kinds} must return equal sizes on every rank)"
+        raise RuntimeError(f"The ranks have diverged: {text}. {_WAY_OUT if one_age else _WAY_OUT_OF_AGES}")
+
+    def _describe(self, record: Record, among: Collection[Record]) -> tuple[tuple[str, str], str]:
+        """What a rank is about to do, in the singular and in the plural, and with what."""
+        if record.event == READ:
+            return _DOING[READ], "a sharded tensor (norm, sum, item, float)"
+        models, ages = ({r[place] for r in among if r.event != READ} for place in (-2, -1))
+        places, sizes = {(r.event, r.number, r.model) for r in among}, {r.nbytes for r in among}
+        agreement = next((a for a in _agreements if a._is_model(record.model, self)), self)
+        what = agreement.name_of(record.number)
+        what += f" of the group's model {record.model} ({agreement._names[0]!r})" if len(models) > 1 else ""
+        what += f" of {record.nbytes} bytes" if len(places) == 1 and len(sizes) > 1 else ""
+        what += f" after {_steps(record.age)}" if len(ages) > 1 else ""
+        return _DOING[record.event], what
+
+    def _is_model(self, model: int, beside: Agreement) -> bool:
+        return self._model == model and self._ranks.same(beside._ranks)
+
+
+_WAY_OUT = "Every rank must run the same units, of the same sizes, in the same order in each step."
+_WAY_OUT_OF_AGES = (
+    "Their weights are of different ages. Every rank must make the same steps of optimizers: where one skips a step (a "
+    "loss that is not finite, another number of micro-batches), all must. Load a state dict into the model on every "
+    "rank, or start again."
+)
+
+
+def _refuse_reading(comm: Communicator, rows: list[list[int]]) -> None:
+    """Some ranks read a number of a sharded tensor while the others go on with a model: raise in its words."""
+    for agreement in _agreements:
+        if any(each.ranks == comm.ranks for each in agreement.every):
+            agreement.refuse(comm, rows)
+
+
+refuse_divergence.append(_refuse_reading)
+
+
+def _grouped(values: dict[int, Any]) -> Iterable[tuple[Any, list[int]]]:
+    """Each value with the ranks that have it."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ranks.items()
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
+
+
+def _steps(age: int) -> str:
+    return f"{age} optimizer step" if age == 1 else f"{age} optimizer steps"
