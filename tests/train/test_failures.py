@@ -13,7 +13,7 @@ import pytest
 
 from shardwright import cli
 from shardwright.train.checkpoint import saved_steps, what_is_missing
-from shardwright.train.launch import Complaint, Ending, _culprit
+from shardwright.train.ending import Complaint, Ending, culprit
 from shardwright.train.runs import RunFolder
 from tests.train.jobs import (
     config_file,
@@ -272,7 +272,7 @@ def complaint(rank: int, order: int, kind: str) -> Complaint:
 def test_the_rank_that_failed_first_is_found(
     statuses: dict[int, int], killed: set[int], complaints: list[Complaint], expected: tuple[int, str]
 ) -> None:
-    rank, how = _culprit(Ending(RunFolder(Path()), Path(), statuses, killed, complaints, None))
+    rank, how = culprit(Ending(RunFolder(Path()), Path(), statuses, killed, complaints, None))
     assert rank == expected[0] and expected[1] in how
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from shardwright import cli
 from shardwright.train import lock, patience
 from shardwright.train.agreement import Statement, agree, facts_of, is_to_report
+from shardwright.train.ending import Complaint, Ending, conclude
 from shardwright.train.errors import UserError
-from shardwright.train.launch import Complaint, Ending, _conclude
 from shardwright.train.parallel import collective_timeout
 from shardwright.train.runs import RunFolder
 from shardwright.train.starting import Start
@@ -204,5 +204,5 @@ def test_a_job_interrupted_at_its_start_is_not_called_failed(
     (tmp_path / "run.json").write_text("{}")
     complaint = Complaint(0, 1, "interrupted", "interrupted", "")
     ending = Ending(folder, tmp_path, {0: 1, 1: -signal.SIGINT, 2: -9}, {2}, [complaint], signal.SIGINT)
-    assert _conclude(ending, debug=False) == 130
+    assert conclude(ending, debug=False) == 130
     assert capsys.readouterr().err == "stopped by SIGINT without saving\n"

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn
@@ -30,10 +30,19 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext, start_processes
 
 import shardwright
-from shardwright.train import checkpoint
 from shardwright.train.agreement import PATIENCE, Statement, agree, facts_of, is_to_report
 from shardwright.train.config import Config
 from shardwright.train.data import Corpus, load_corpus
+from shardwright.train.ending import (
+    STOPPED,
+    Complaint,
+    Ending,
+    complaints_in,
+    conclude,
+    fail,
+    log_of,
+    stopped_early,
+)
 from shardwright.train.errors import UserError
 from shardwright.train.lock import FolderLock, claim, share
 from shardwright.train.loop import NonFiniteError, train
@@ -49,14 +58,12 @@ from shardwright.train.parallel import (
     rank_and_size,
     under_launcher,
 )
-from shardwright.train.resuming import resume_command
 from shardwright.train.runs import (
     RunFolder,
     check_same_job,
     create_run,
     find_run,
     holds_a_run,
-    mark_failed,
     now,
     writing,
 )
@@ -68,10 +75,6 @@ FOLDER_VARIABLE = "SHARDWRIGHT_RUN_FOLDER"
 LAUNCHER_VARIABLE = "SHARDWRIGHT_LAUNCHER"
 GRACE_SECONDS = 4.0
 """From the first failure to the killing of the other ranks: long enough for them to say what they saw of it."""
-LOG_TAIL = 12
-"""Lines of a failed rank's log that are shown."""
-STOPPED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM))
-"""Statuses of a rank that saved and left because it was told to."""
 
 
 def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: list[str]) -> int:
@@ -100,7 +103,7 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
             _discard_if_unused(folder, lock)
             raise
         except NonFiniteError as error:
-            return _fail(str(error))
+            return fail(str(error))
 
 
 def _ranks_wanted(config: Config, nproc: int | None) -> int:
@@ -148,24 +151,8 @@ def _stay_local() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
-def _fail(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    return 1
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # One rank of several
-
-
-@dataclass(frozen=True)
-class Complaint:
-    """What a rank says about its end, passed to the launcher. The order counts who complained first."""
-
-    rank: int
-    order: int
-    kind: Literal["user", "nonfinite", "lost contact", "interrupted", "error"]
-    message: str
-    trace: str
 
 
 def refuse_config(error: UserError, debug: bool) -> int:
@@ -353,10 +340,6 @@ class RankLogs(LogsSpecs):
         )
 
 
-def log_of(logs: Path, rank: int) -> Path:
-    return logs / f"rank-{rank}.log"
-
-
 def _launch(config: Config, folder: RunFolder, ranks: int, argv: list[str]) -> int:
     START.doing(f"starting {ranks} ranks")
     logs = folder.logs / now().replace(":", "")
@@ -384,9 +367,9 @@ def _launch(config: Config, folder: RunFolder, ranks: int, argv: list[str]) -> i
     if all(status == 0 for status in statuses.values()):
         return 0
     if watch.told is not None and not store.check([SPEAKING]):
-        return _stopped_early(watch.told)
-    complaints = _complaints(store, ranks)
-    return _conclude(Ending(folder, logs, statuses, watch.killed, complaints, watch.told), "--debug" in argv)
+        return stopped_early(watch.told)
+    complaints = complaints_in(store, ranks)
+    return conclude(Ending(folder, logs, statuses, watch.killed, complaints, watch.told), "--debug" in argv)
 
 
 def without_nproc(argv: list[str]) -> list[str]:
@@ -477,103 +460,3 @@ class Watch:
         forwarded = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
         for rank in running:
             self.processes.subprocess_handlers[rank].proc.send_signal(forwarded)
-
-
-@dataclass(frozen=True)
-class Ending:
-    """All that is known of how the ranks of a job ended, not all of them well."""
-
-    folder: RunFolder
-    logs: Path
-    statuses: Mapping[int, int]
-    killed: set[int]
-    """Ranks the launcher killed because they did not end with the others."""
-    complaints: list[Complaint]
-    told: int | None
-    """The signal the launcher got first."""
-
-
-def _complaints(store: dist.Store, ranks: int) -> list[Complaint]:
-    """What the ranks said, first one first."""
-    keys = [f"complaint/{rank}" for rank in range(ranks)]
-    said = [Complaint(**json.loads(store.get(key))) for key in keys if store.check([key])]
-    return sorted(said, key=lambda complaint: complaint.order)
-
-
-def _conclude(ending: Ending, debug: bool) -> int:
-    """Print what went wrong and return the exit status; raise what is the user's to correct."""
-    user = next((complaint for complaint in ending.complaints if complaint.kind == "user"), None)
-    if all(status in (0, *STOPPED) for status in ending.statuses.values()):
-        return max(ending.statuses.values())
-    mark_failed(ending.folder)
-    if user is not None:
-        if debug:
-            print(user.trace, file=sys.stderr)
-        raise UserError(user.message)
-    if ending.told is not None and (not ending.folder.exists() or _all_interrupted(ending)):
-        return _stopped_early(ending.told)
-    nonfinite = next((complaint for complaint in ending.complaints if complaint.kind == "nonfinite"), None)
-    if nonfinite is not None:
-        return _fail(nonfinite.message)
-    if ending.told is not None and all(rank in ending.killed for rank in ending.statuses):
-        return _stopped_early(ending.told)
-    print(f"error: {_diagnosis(ending)}", file=sys.stderr, flush=True)
-    return 1
-
-
-def _all_interrupted(ending: Ending) -> bool:
-    """Whether every rank ended by the signal before it was ready to save, or was ended for taking too long."""
-    interrupted = {complaint.rank for complaint in ending.complaints if complaint.kind == "interrupted"}
-    signals = (-signal.SIGINT, -signal.SIGTERM)
-    return all(
-        rank in interrupted or rank in ending.killed or status in signals
-        for rank, status in ending.statuses.items()
-    )
-
-
-def _stopped_early(number: int) -> int:
-    print(f"stopped by {signal.Signals(number).name} without saving", file=sys.stderr, flush=True)
-    return 128 + number
-
-
-def _diagnosis(ending: Ending) -> str:
-    """The rank that failed first, how, the end of its log, and how to go on."""
-    rank, how = _culprit(ending)
-    lines = [f"rank {rank} of {len(ending.statuses)} {how}; the job has ended"]
-    tail = _tail(log_of(ending.logs, rank))
-    if tail:
-        lines += [f"the end of its log {log_of(ending.logs, rank)}:", *("  " + line for line in tail)]
-    if checkpoint.saved_steps(ending.folder.checkpoints):
-        step = checkpoint.saved_steps(ending.folder.checkpoints)[0]
-        lines += [
-            f"step {step} is saved; to go on:",
-            f"  {resume_command(ending.folder, len(ending.statuses))}",
-        ]
-    return "\n".join(lines)
-
-
-def _culprit(ending: Ending) -> tuple[int, str]:
-    """A rank that died; else the first that complained of something of its own; else one that fell silent."""
-    for rank, status in ending.statuses.items():
-        if status < 0 and rank not in ending.killed:
-            name = signal.Signals(-status).name
-            hint = " (the system's out-of-memory killer does that, too)" if -status == signal.SIGKILL else ""
-            return rank, f"was killed by {name}{hint}"
-    for complaint in ending.complaints:
-        if complaint.kind == "error":
-            return complaint.rank, f"failed with {complaint.message.splitlines()[0]}"
-    complained = {complaint.rank for complaint in ending.complaints}
-    for rank, status in ending.statuses.items():
-        if rank not in complained and rank not in ending.killed and status > 0:
-            return rank, f"exited with status {status}"
-    for rank in sorted(ending.killed - complained):
-        return rank, "did not answer the others and was killed"
-    first = ending.complaints[0]
-    return first.rank, f"lost contact to the others: {first.message.splitlines()[0]}"
-
-
-def _tail(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-LOG_TAIL:]
-    except OSError:
-        return []
