@@ -3,6 +3,8 @@
 # make train NPROC=4                     ranks; default: every local GPU, or 2 on the CPU
 # make test  ARGS="-k prefetch -x"
 # make quick                             the pure tests and the central ones on two ranks, in under 90 seconds
+# make guard ARGS="tests/engine"         tests under an allocator that catches use of freed memory; needs a C compiler
+# make gpu                               the tests that need a GPU, and Llama 150M beside FSDP2; installs nothing
 # make test  WORKERS=0                   in one process; default: 2, each with a part of the files and ranks of its own
 
 SHELL := /bin/sh
@@ -13,7 +15,7 @@ NPROC ?= $(shell $(PY) -c "import torch; print(torch.cuda.device_count() or 2)")
 WORKERS ?= 2
 ARGS ?=
 
-.PHONY: setup train test quick check lint types contract format clean
+.PHONY: setup train test quick guard gpu check lint types contract format clean
 
 setup: $(STAMP)
 
@@ -34,6 +36,13 @@ QUICK ?= tests/layout tests/memory tests/checkpoint/test_metadata.py tests/engin
 
 quick: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile -k "not 3ranks and not 4ranks" $(QUICK) $(ARGS)
+
+guard: $(STAMP)
+	PY=$(PY) sh tools/guard.sh $(ARGS)
+
+# With any Python that has torch: a machine with a GPU may have no network to make .venv from.
+gpu:
+	@python=$$([ -x $(PY) ] && echo $(PY) || echo "$${PYTHON:-python3}"); "$$python" tools/gpu.py $(ARGS)
 
 check: lint types contract
 
