@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed import fsdp as _fsdp
@@ -354,6 +356,10 @@ def _share_classes() -> _FSDPClasses:
 fsdp_classes = _share_classes().ours
 
 
+#: Lets torch.compile run a function as it is, with all that it calls.
+uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = _probe(torch, "_compile", "_disable_dynamo")
+
+
 def called_by_compiler() -> bool:
     """Whether the caller was called by torch.compile's own code, as it runs or traces a graph."""
     return str(sys._getframe(2).f_globals.get("__name__")).startswith("torch._functorch.")
@@ -488,6 +494,20 @@ def dtensor_of(
 
 
 _AsyncCollectiveTensor = _probe(_functional_collectives, "AsyncCollectiveTensor")
+
+
+_functional_all_reduce = _probe(_functional_collectives, "all_reduce")
+_REDUCTIONS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
+
+
+def is_traced(local: torch.Tensor) -> bool:
+    """Whether torch.compile is following what is done with this tensor."""
+    return isinstance(local, (FakeTensor, FunctionalTensor))
+
+
+def all_reduce_traced(local: torch.Tensor, op: Any, group: Any) -> torch.Tensor:
+    """The all-reduce as a part of a graph; the others are carried out while it is traced, and never again."""
+    return waited(_functional_all_reduce(local, _REDUCTIONS[op], group))
 
 
 def waited(local: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from shardwright._torch import (
 from shardwright.engine.cut import Cut
 from shardwright.engine.extension import Extension, is_attached, is_extended
 from shardwright.engine.ragged import RaggedTensor
-from shardwright.engine.sharded_tensor import EDITED, ShardedCopy, ShardedTensor
+from shardwright.engine.sharded_tensor import EDITED, ShardedCopy, ShardedTensor, as_class
 from shardwright.engine.unset import unmark
 
 #: Set on a parameter that a unit has taken over, so that tied weights and optimizers built too early are noticed.
@@ -108,6 +108,10 @@ class ShardedParameter(Managed, ShardedTensor):  # type: ignore[metaclass]
 
     __slots__ = ()
 
+    @staticmethod
+    def __tensor_unflatten__(*parts: Any) -> DTensor:
+        return as_class(ShardedParameter, DTensor.__tensor_unflatten__(*parts))  # type: ignore[no-any-return]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = nn.Parameter(self._as_dtensor(), requires_grad=self.requires_grad)
         return plain.__reduce_ex__(protocol)
@@ -120,6 +124,10 @@ class RaggedParameter(Managed, RaggedTensor):  # type: ignore[misc]
     """The parameter that is cut between granules."""
 
     __slots__ = ()
+
+    @staticmethod
+    def __tensor_unflatten__(*parts: Any) -> RaggedTensor:
+        return as_class(RaggedParameter, RaggedTensor.__tensor_unflatten__(*parts))  # type: ignore[no-any-return]
 
     def _copy(self) -> torch.Tensor:
         return RaggedTensor(self._local_tensor.detach().clone(), self.spec)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardwright._torch import disabled_torch_function, dtensor_of
+from shardwright._torch import disabled_torch_function, dtensor_of, is_traced
 from shardwright.engine.ragged_spec import RaggedSpec
 from shardwright.engine.unset import begin_edit, unmark
 
@@ -57,6 +57,20 @@ class RaggedTensor(torch.Tensor):
         cls.__slots__ = RaggedTensor.__slots__
 
     __torch_function__ = disabled_torch_function
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[RaggedSpec, bool]]:
+        """What torch.compile computes with: the local tensor."""
+        return ["_local_tensor"], (self.spec, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: tuple[RaggedSpec, bool], size: Any, stride: Any
+    ) -> RaggedTensor:
+        return RaggedTensor(inner["_local_tensor"], *context)
+
+    def _stable_hash_for_caching(self) -> str:
+        """For torch.compile's cache of graphs."""
+        return f"{self.spec.stable_hash()}{self.requires_grad}"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -99,6 +113,7 @@ class RaggedTensor(torch.Tensor):
         local, spec = self._local_tensor.detach().reshape(-1), self.spec
         if spec.world_size == 1:
             return local.clone().view(spec.shape)
+        refuse_traced(local)
         width = max(stop - start for start, stop in spec.ranges)
         mine = local.new_empty(width, device=device_of(spec, local))
         mine[: local.numel()].copy_(local)
@@ -357,6 +372,7 @@ def _exchange(
     local: torch.Tensor, spec: RaggedSpec, have: list[tuple[int, int]], want: list[tuple[int, int]]
 ) -> torch.Tensor:
     """Flat ranges of one cut into those of another over ``spec``'s group: one all-to-all, each element once at most."""
+    refuse_traced(local)
     size, flat = local.dtype.itemsize, local.detach().reshape(-1)
     mine, wanted = have[spec.rank], want[spec.rank]
     send = [size * _overlap(mine, other) for other in want]
@@ -376,6 +392,15 @@ def device_of(spec: RaggedSpec, local: torch.Tensor) -> torch.device:
     """Where the group communicates: tensors that were offloaded go there and back."""
     kind = spec.mesh.device_type
     return local.device if local.device.type == kind else torch.device(kind)
+
+
+def refuse_traced(local: torch.Tensor) -> None:
+    """Raise if torch.compile is following: the collectives here would be carried out now, and not by the graph."""
+    if is_traced(local):
+        raise NotImplementedError(
+            "A compiled function gathers a ragged tensor, or brings one into another cut, which torch.compile cannot "
+            "record. Call full_tensor() and copy_ between tensors of different cuts outside of the compiled function."
+        )
 
 
 def refuse(name: Any) -> NoReturn:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from shardwright._torch import foreach_norm, increment_version
+from shardwright._torch import all_reduce_traced, foreach_norm, increment_version, is_traced
 from shardwright.engine.ragged import HANDLERS, Handler, RaggedTensor, device_of, part_of, refuse
 from shardwright.engine.ragged_spec import RaggedSpec
 from shardwright.engine.reading import agree_to_read
@@ -175,6 +175,10 @@ def _reduce(value: torch.Tensor, op: Any, spec: RaggedSpec) -> torch.Tensor:
     if not spec.groups:
         return value
     moved = value.to(device_of(spec, value))
+    if is_traced(moved):
+        for group in spec.groups:
+            moved = all_reduce_traced(moved, op, group)
+        return moved.to(value.device)
     agree_to_read(spec.groups, moved.device, f"{op} {value.dtype} {tuple(value.shape)}")
     for group in spec.groups:
         dist.all_reduce(moved, op, group=group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import math
 import weakref
@@ -54,6 +55,11 @@ class RaggedSpec:
                 f"Chunks of {self.chunk} elements cut a tensor of shape {tuple(self.shape)} at offset {self.offset} "
                 f"inside its granules of {self.granule}."
             )
+
+    def stable_hash(self) -> str:
+        """The same in every process that has this rank's part of this cut, and in no other."""
+        cut = (tuple(self.shape), self.offset, self.chunk, self.granule, self.axes, tuple(self.global_shape))
+        return hashlib.sha256(repr((cut, self.mesh.mesh.tolist(), self.rank)).encode()).hexdigest()
 
     @functools.cached_property
     def numel(self) -> int:

@@ -124,6 +124,7 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
 
     @staticmethod
     def __tensor_unflatten__(*parts: Any) -> DTensor:
+        """As torch.compile traces with it, which expects tensors of this class again when the graph runs."""
         return as_sharded(DTensor.__tensor_unflatten__(*parts))
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
@@ -307,6 +308,11 @@ def _edit_by_position(func: Any, args: Any, kwargs: Any, into: Any = None) -> An
     if counter is not local_of(target) and not counter.is_inference():
         increment_version([counter])
     return target
+
+
+def as_class(kind: type[Any], tensor: Any) -> Any:
+    tensor.__class__ = kind
+    return tensor
 
 
 def as_sharded(tensor: DTensor) -> DTensor:

@@ -24,6 +24,7 @@ from shardwright._torch import (
     seen_by_schedulers,
     step_without_hooks,
     tell_schedulers,
+    uncompiled,
 )
 from shardwright.engine.offload import HOST_STATE
 from shardwright.engine.parameter import TAKEN, Managed, unit_of
@@ -447,6 +448,7 @@ class _ShardedStep:
                 inner.update(host_state.give_back(on_device))
         host_state.settle()
 
+    @uncompiled  # no tracer follows the exchange of parameters
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         tell_schedulers(self)  # type: ignore[arg-type]
         loss = None
