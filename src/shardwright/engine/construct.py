@@ -35,6 +35,7 @@ from shardwright.engine.parameter import (
 from shardwright.engine.precision import gradient_dtypes, policy_for
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.ranks import Ranks
+from shardwright.engine.sharded_tensor import NAMED
 from shardwright.engine.tensor_parallel import TensorParallel, cut_dim, parallel_of
 from shardwright.engine.unset import carry_mark
 from shardwright.layout import TensorSpec, plan_unit
@@ -177,8 +178,8 @@ def _lent_by_another(
     taken: Taken | None = getattr(parameter, TAKEN, None)
     sharded = parameter if isinstance(parameter, Managed) or taken is None else taken.sharded
     owner = unit_of(sharded)
-    if owner is None or owner is unit:
-        return None
+    if owner is None or owner is unit or (unit is not None and not _holds(owner, sharded)):
+        return None  # in the last case it has moved here with its module
     if owner.main is None and any(
         top is m for outer in owner.living_modules() for _, m in own_modules(outer)
     ):
@@ -187,6 +188,13 @@ def _lent_by_another(
             "sharded before this one. Call fully_shard on inner modules first."
         )
     return sharded
+
+
+def _holds(owner: Unit, sharded: nn.Parameter) -> bool:
+    """Whether a unit's own modules have one of its parameters still."""
+    inside = {id(m) for top in owner.living_modules() for _, m in own_modules(top)}
+    p = owner.managed(sharded)
+    return p is not None and any(id(slot.module()) in inside for slot in p.slots)
 
 
 def _check_parameter(
@@ -366,6 +374,7 @@ def own_parameters(unit: Unit, found: Found) -> None:
     ref = weakref.ref(unit)
     for parameter, (_, original, _, _) in zip(parameters, owned, strict=True):
         setattr(parameter.sharded, UNIT_OF, ref)
+        NAMED[id(parameter.local)] = parameter.sharded
         if original is not parameter.sharded:
             setattr(original, TAKEN, Taken(f"{parameter.name} of {unit.name}", parameter.sharded))
         parameter.show(parameter.sharded)
@@ -522,7 +531,7 @@ def remake(unit: Unit) -> None:
         kept = {id(p.sharded) for p in unit.parameters}
         for p in before:
             # It is nobody's now, and a module that was tied to it may still have it.
-            if id(p.sharded) not in kept:
+            if id(p.sharded) not in kept and unit_of(p.sharded) is unit:
                 p.sharded.__dict__.pop(UNIT_OF, None)
 
 

@@ -407,7 +407,8 @@ def refuse(name: Any) -> NoReturn:
     raise NotImplementedError(
         f"{name} is not supported on a ragged tensor, of which each rank has a range of elements: it would give a "
         "result of this rank's alone. Use .full_tensor(), called on every rank, or the full parameters inside "
-        '`with shardwright.unsharded(model):`, or shard with layout="per_parameter".'
+        '`with shardwright.unsharded(model):`, or shard with layout="per_parameter". If a module was called outside '
+        "the forward of its unit, call it inside, or apply fully_shard to it before the outer module."
     )
 
 

@@ -6,8 +6,9 @@ Units and modules are not known here.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -98,14 +99,15 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
                     break
         try:
             result = DTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[arg-type]
-        except (RuntimeError, NotImplementedError):
-            if not (args and isinstance(args[0], ShardedTensor) and _real(args[0])):
-                raise
+        except (RuntimeError, NotImplementedError) as error:
+            known = args and isinstance(args[0], ShardedTensor) and _real(args[0])
             # As of parts of different sizes, or with plain tensors of the whole shape beside it.
-            if func.is_view or func.overloadpacket in _READS_BY_POSITION:
+            if known and (func.is_view or func.overloadpacket in _READS_BY_POSITION):
                 result = _of_whole(func, args, kwargs)
-            elif func._schema.is_mutable and not kwargs.get("out") and can_edit(func):
+            elif known and func._schema.is_mutable and not kwargs.get("out") and can_edit(func):
                 return _edit_by_position(func, args, kwargs)
+            elif "mixed torch.Tensor and DTensor" in str(error):
+                _refuse_mixed(func, tree_leaves((args, kwargs)), error)
             else:
                 raise
         if func._schema.is_mutable:
@@ -372,6 +374,29 @@ def _filled(tensor: Any, value: float) -> Any:
         value = limits.max if value > 0 else limits.min
     local = local.new_full([max(size, 1) for size in local.shape], value)
     return dtensor_of(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+
+
+#: Sharded parameters by the id of their local tensor, to name them in messages.
+NAMED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def _refuse_mixed(func: Any, arguments: list[Any], error: RuntimeError) -> NoReturn:
+    """A sharded parameter met a plain tensor: mostly a module was called outside the forward of its unit."""
+    from shardwright.engine.parameter import unit_of
+
+    tensor = next(t for t in arguments if isinstance(t, ShardedTensor))
+    local = tensor.__dict__.get(EDITED, local_of(tensor))
+    parameter = NAMED.get(id(local))
+    unit: Any = unit_of(parameter) if parameter is not None and local_of(parameter) is local else None
+    managed = unit.managed(parameter) if unit is not None else None
+    label = (
+        f"Parameter {managed.name!r} of unit {unit.name!r}" if managed is not None else "A sharded parameter"
+    )
+    raise RuntimeError(
+        f"{label} met a plain tensor in {func} while it is sharded ({error}). Either its module was called outside the "
+        "forward of its unit: call it inside, or in a method that sw.register_fsdp_forward_method(unit, name) names, "
+        "or apply fully_shard to it before the outer module. Or make the plain tensor a DTensor."
+    ) from error
 
 
 def _draw_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,78 @@
+"""Modules that are called outside their unit, or put into another unit after ``fully_shard``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from shardwright._torch import subclasses_dispatch
+from tests.engine.models import full
+from tests.support import multirank
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+@multirank(2)
+def test_a_module_that_is_called_outside_its_unit_is_named(rank: int, world_size: int) -> None:
+    model: Any = sw.fully_shard(Pair())
+    if subclasses_dispatch:
+        with pytest.raises(
+            RuntimeError, match=r"'a.(weight|bias)' of unit 'Pair' met a plain tensor.*apply fully_shard"
+        ):
+            model.a(torch.randn(2, 4))
+    ragged: Any = sw.fully_shard(Pair(), layout="ragged")
+    with pytest.raises(NotImplementedError, match=r"outside the forward of its unit.*apply fully_shard"):
+        ragged.a(torch.randn(2, 4))
+    for each in (model, ragged):
+        each(torch.randn(2, 4)).sum().backward()
+
+
+@multirank(2)
+def test_modules_that_change_their_unit_train_on(rank: int, world_size: int) -> None:
+    for layout in ("per_parameter", "ragged"):
+        torch.manual_seed(0)
+        plain: Any = nn.Sequential(Pair(), Pair(), Pair())
+        model: Any = copy.deepcopy(plain)
+        for pair in model:
+            sw.fully_shard(pair, layout=layout)
+        sw.fully_shard(model, layout=layout)
+        # State of an optimizer is cut as its parameter was; a ragged layout cuts a parameter that moves otherwise.
+        kind: Any = torch.optim.AdamW if layout == "per_parameter" else torch.optim.SGD
+        optimizers = [kind(m.parameters(), lr=0.1) for m in (model, plain)]
+        for step in range(4):
+            for each in (model, plain):
+                if step == 1:  # exchanged
+                    each[0].a, each[2].a = each[2].a, each[0].a
+                if step == 2:  # moved one way
+                    each[1].a, each[2].b = nn.Identity(), each[1].a
+                if step == 3:  # to the outermost unit
+                    each.append(each[0].b)
+                    each[0].b = nn.Identity()
+            for r in range(world_size):
+                x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + r))
+                if r == rank:
+                    model(x).square().mean().backward()
+                (plain(x).square().mean() / world_size).backward()
+            for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(
+                    full(p.grad), q.grad, msg=lambda m, n=name, s=step: f"{s} {n}: {m}"
+                )
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(full(p.detach()), q.detach(), msg=lambda m, n=name: f"{n}: {m}")
+            state = {name: full(value) for name, value in model.state_dict().items()}
+            torch.testing.assert_close(state, dict(plain.state_dict()))
