@@ -14,6 +14,7 @@ from tests.engine.programs.grammar import (
     OUTPUTS,
     READINGS,
     TRANSFORMS,
+    WRITES,
     BlockSpec,
     Call,
     Copy,
@@ -121,6 +122,7 @@ def programs(parallel: bool = True) -> st.SearchStrategy[Program]:
         st.builds(Freeze, st.lists(number, min_size=1, max_size=3).map(tuple), boolean, boolean),
         st.builds(Edit, number, st.sampled_from(EDITS)),
         st.builds(Edit, number, st.sampled_from(ALIASES)),
+        st.builds(Edit, number, st.sampled_from(WRITES)),
         st.builds(Fail, st.sampled_from(FAILURES), st.integers(0, 2), forward),
         st.builds(ZeroGrad, st.sampled_from(("model", "optimizer", "none")), boolean),
         st.builds(

@@ -229,11 +229,11 @@ EPILOGUE: tuple[Instruction, ...] = (
 def has_newer_operations(program: Program) -> bool:
     """Whether it does what programs did not do at first.
 
-    Aliases, chosen gradients, zeros of unused parameters, transforms of torch.func, numbers that are read.
+    Aliases, writes by position, chosen gradients, zeros of unused parameters, transforms, numbers that are read.
     """
     return program.model.zeros or any(
         isinstance(step, Transform | Read)
-        or (isinstance(step, Edit) and step.how in ALIASES)
+        or (isinstance(step, Edit) and step.how in (*ALIASES, *WRITES))
         or (isinstance(step, Load) and step.how == "assign own")
         or (isinstance(step, Train) and any(micro.pattern in CHOSEN for micro in step.micros))
         for step in program.steps
@@ -242,6 +242,14 @@ def has_newer_operations(program: Program) -> bool:
 
 #: Edits that make a parameter of what another gives, and patterns of a backward to chosen parameters.
 ALIASES = ("parameter of .data", "parameter of detach", "parameter of state dict", "parameter of parameter")
+WRITES = (
+    "a row",
+    "rows",
+    "every second",
+    "item",
+    "index_fill",
+    "orthogonal",
+)  #: edits of a part, by position
 TRANSFORMS = ("grad", "jvp", "vmap", "grad of rows")
 READINGS = ("norm", "sum", "mean", "largest", "bool", "list")
 CHOSEN = ("inputs", "all inputs", "grad")

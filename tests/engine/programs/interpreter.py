@@ -20,6 +20,7 @@ from tests.engine.programs.compare import full
 from tests.engine.programs.grammar import (
     ALIASES,
     EPILOGUE,
+    WRITES,
     Copy,
     Edit,
     Evaluate,
@@ -56,6 +57,19 @@ class Interpreter(Training):
                 wanted = told
         with torch.no_grad():
             self.expect([t.clone() for t in told], [t.clone() for t in wanted], "evaluation")
+
+    def write(self, name: str, how: str) -> None:
+        """By position: right, or an error on every rank that changes nothing."""
+        plain = self.reference.model.get_parameter(name)
+        try:
+            write_part(plain.detach().clone(memory_format=torch.preserve_format), how)
+        except (IndexError, RuntimeError, ValueError):
+            return  # nor can torch
+        try:
+            write_part(self.model.get_parameter(name), how)
+        except (NotImplementedError, RuntimeError, TypeError):
+            return
+        write_part(plain, how)
 
     def is_tied(self, name: str) -> bool:
         parameter = self.reference.model.get_parameter(name)
@@ -127,6 +141,10 @@ class Interpreter(Training):
             self.clear("model")
             self.both(lambda model: edit_structure(model, name, edit.how))
             self.start_anew()
+            return
+
+        if edit.how in WRITES:
+            self.write(name, edit.how)
             return
 
         def apply(model: Net) -> None:
@@ -274,6 +292,23 @@ def edit_structure(model: Net, name: str, how: str) -> None:
             "parameter of parameter": lambda p: p,
         }[how](old)
         setattr(module, last, nn.Parameter(value, requires_grad=old.requires_grad))
+
+
+@torch.no_grad()
+def write_part(p: torch.Tensor, how: str) -> None:
+    if how == "a row":
+        p.data[0].mul_(0.9)
+    elif how == "rows":
+        p.data[1:3].fill_(0.25)
+    elif how == "every second":
+        p.data.view(-1)[::2].mul_(0.9)
+    elif how == "item":
+        p[0:1] = 0.5
+    elif how == "index_fill":
+        p.index_fill_(0, torch.tensor([0]), 0.3)
+    else:
+        torch.manual_seed(3)
+        nn.init.orthogonal_(p)
 
 
 @torch.no_grad()
