@@ -34,6 +34,7 @@ from tests.engine.programs.grammar import (
     Tie,
     Train,
     Transform,
+    Uneven,
     Update,
     ZeroGrad,
 )
@@ -118,6 +119,7 @@ def programs(parallel: bool = True) -> st.SearchStrategy[Program]:
         st.builds(Update, boolean, st.sampled_from(("optimizer", "model", "none", "no"))),
         st.builds(Evaluate, forward, boolean, st.integers(1, 2)),
         st.builds(Transform, st.sampled_from(TRANSFORMS), forward),
+        st.builds(Uneven, st.integers(0, 3)),
         st.builds(Read, number, st.sampled_from(READINGS), boolean),
         st.builds(Freeze, st.lists(number, min_size=1, max_size=3).map(tuple), boolean, boolean),
         st.builds(Edit, number, st.sampled_from(EDITS)),

@@ -147,6 +147,13 @@ class Read:
 
 
 @dataclass(frozen=True)
+class Uneven:
+    """A rank takes another micro-batch where the others step: an error that names both; then all weights are loaded."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class Freeze:
     """Of the parameters (numbers modulo how many there are), or the whole block if ``block``."""
 
@@ -206,7 +213,19 @@ class Setting:
 
 
 Instruction = (
-    Train | Evaluate | Transform | Read | Freeze | Edit | Fail | Update | ZeroGrad | Load | Copy | Setting
+    Train
+    | Evaluate
+    | Transform
+    | Read
+    | Uneven
+    | Freeze
+    | Edit
+    | Fail
+    | Update
+    | ZeroGrad
+    | Load
+    | Copy
+    | Setting
 )
 
 
@@ -232,7 +251,7 @@ def has_newer_operations(program: Program) -> bool:
     Aliases, writes by position, chosen gradients, zeros of unused parameters, transforms, numbers that are read.
     """
     return program.model.zeros or any(
-        isinstance(step, Transform | Read)
+        isinstance(step, Transform | Read | Uneven)
         or (isinstance(step, Edit) and step.how in (*ALIASES, *WRITES))
         or (isinstance(step, Load) and step.how == "assign own")
         or (isinstance(step, Train) and any(micro.pattern in CHOSEN for micro in step.micros))

@@ -32,6 +32,7 @@ from tests.engine.programs.grammar import (
     Read,
     Setting,
     Transform,
+    Uneven,
     Update,
     ZeroGrad,
 )
@@ -109,6 +110,30 @@ class Interpreter(Training):
         finally:
             for layer in model.every_layer():
                 layer.loss = None  # a value of the transform, of which nothing is left
+
+    def do_uneven(self, uneven: Uneven) -> None:
+        if not self.sharded:
+            return
+        self.clear("model")
+        trained = [q for q in self.reference.parameters if q.requires_grad]
+        if not any(q is p for q in trained for p in self.reference.model.head.parameters()):
+            return  # a backward that reaches nothing, or perhaps nothing
+
+        def train(number: int) -> None:
+            x = Place(self.step, number, self.rank).x()
+            self.call(self.model, Forward(), x, self.rank)[0].backward()
+
+        train(0)
+        if self.rank != uneven.rank % self.world_size:
+            self.optimizer.step()
+        try:
+            train(1)
+            self.wrong.append("ranks with different numbers of steps went on")
+        except RuntimeError as error:
+            if "diverged" not in str(error) or str(error).count("rank") < 2:
+                raise
+        self.model.load_state_dict(self.reference.model.state_dict())
+        self.start_anew()
 
     def do_read(self, reading: Read) -> None:
         number = reading.which % len(self.reference.parameters)

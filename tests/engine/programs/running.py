@@ -37,7 +37,7 @@ class Running:
 
     def compare(self, where: str) -> None:
         if self.sharded:
-            self.wrong += stale_states(self.model)
+            self.wrong += stale_states(self.model, self.step)
         found = differences(
             self.model, self.reference.model, self.tolerance, self.wrong, adopt=True, zeros=self.spec.zeros
         )

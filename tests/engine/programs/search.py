@@ -20,7 +20,7 @@ def failure_of(pools: WorkerPools, program: Program, world_size: int) -> str | N
     """Run a program on the ranks of a pool."""
     try:
         return next(
-            (told for told in pools.run(run_program, world_size, timeout=20.0, program=program) if told), None
+            (told for told in pools.run(run_program, world_size, timeout=60.0, program=program) if told), None
         )
     except CaseFailed as failure:
         return str(failure)
