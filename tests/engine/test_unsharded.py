@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import shardwright as sw
+from shardwright.engine import offload
 from tests.engine.models import Model, Reference, build, full, loss_of, shard, tokens
 from tests.engine.test_strategies import On, backward, on, on_meshes, set_micro, units_of
 from tests.engine.test_surface import HalfGathered
@@ -148,7 +148,7 @@ def test_offloaded_as_they_are_gathered(rank: int, world_size: int, monkeypatch:
     names = [name for name, _ in model.named_parameters()]
     events: list[str] = []
 
-    def noted(kind: type, method: str) -> None:
+    def noted(kind: Any, method: str) -> None:
         original = getattr(kind, method)
 
         def call(tensor: Any) -> Any:
@@ -157,16 +157,16 @@ def test_offloaded_as_they_are_gathered(rank: int, world_size: int, monkeypatch:
 
         monkeypatch.setattr(kind, method, call)
 
-    noted(DTensor, "full_tensor")
+    noted(offload, "full_of")
     noted(torch.Tensor, "cpu")
     with sw.unsharded(model, offload_to_cpu=True, with_grads=True), torch.no_grad():
-        assert events == ["full_tensor", "cpu"] * 2 * len(names)
+        assert events == ["full_of", "cpu"] * 2 * len(names)
         model.head.weight.fill_(2.0)
         model.head.weight.grad = None
         model.norm.weight.grad.fill_(3.0)
     events.clear()
     with sw.unsharded(model, offload_to_cpu=True, rank0_only=True, writeback=False):
-        assert events == ["full_tensor", *(["cpu"] if rank == 0 else [])] * len(names)
+        assert events == ["full_of", *(["cpu"] if rank == 0 else [])] * len(names)
         with (
             pytest.raises(ValueError, match="offload_to_cpu=True"),
             sw.unsharded(model, rank0_only=True, writeback=False),

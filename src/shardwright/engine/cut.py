@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright._torch import dtensor_of, local_of
 from shardwright.engine import ragged
+from shardwright.engine.gathering import full_of
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.ragged_spec import RaggedSpec
 from shardwright.engine.ranks import Ranks
@@ -73,7 +74,7 @@ class RowCut:
             if source.device_mesh == self._mesh and source.placements == self._placements:
                 return local_of(source)
             if self.parallel is None:
-                source = source.full_tensor()
+                source = full_of(source)
         elif isinstance(source, RaggedTensor):
             source = source.full_tensor()
         return self.of_full(source if self.parallel is None else self.parallel.part_of(source))

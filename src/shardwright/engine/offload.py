@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright._torch import dtensor_of, foreach_copy_, local_of
 from shardwright.comm import Streams
+from shardwright.engine.gathering import full_of
 from shardwright.engine.gradients import GradientShard, Reduction
 from shardwright.memory import Owner, Slab
 
@@ -105,8 +106,8 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
         if local.device.type != mesh.device_type and not local.is_meta:
             there = local.to(torch.device(mesh.device_type))
             moved = dtensor_of(there, mesh, tensor.placements, tensor.shape, tensor.stride())
-            return moved.full_tensor().to(local.device)
-    return tensor.full_tensor()  # type: ignore[no-any-return]
+            return full_of(moved).to(local.device)
+    return full_of(tensor)
 
 
 class HostSlab(Slab):

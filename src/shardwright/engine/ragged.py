@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwright._torch import disabled_torch_function, dtensor_of, is_traced
+from shardwright.engine.gathering import full_of
 from shardwright.engine.ragged_spec import RaggedSpec
 from shardwright.engine.unset import begin_edit, unmark
 
@@ -106,7 +107,7 @@ class RaggedTensor(torch.Tensor):
         if self._local_tensor.is_meta:
             return self._local_tensor.new_empty(spec.global_shape)
         part = self._gathered()
-        return part if spec.parallel is None else spec.parallel.wrap(part).full_tensor()
+        return part if spec.parallel is None else full_of(spec.parallel.wrap(part))
 
     def _gathered(self) -> torch.Tensor:
         """The tensor of ``spec.shape``, from the ranks that cut it."""
@@ -346,7 +347,7 @@ def part_of(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
         if source.device_mesh == spec.mesh and source.placements == by_rows and spec.cuts_last:
             local = _exchange(source.to_local(), spec, _ranges_by_rows(spec), spec.ranges)
             return local.view(spec.local_shape(rank))
-        source = source.full_tensor() if spec.parallel is None else source
+        source = full_of(source) if spec.parallel is None else source
     if spec.parallel is not None:
         source = spec.parallel.part_of(source)
     start, stop = spec.ranges[rank]

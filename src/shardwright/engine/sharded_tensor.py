@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwright._torch import dtensor_of, increment_version, local_of, waited
+from shardwright.engine.gathering import full_of, gathers_plainly, replicated, whole
 from shardwright.engine.reading import agree_to_read
 from shardwright.engine.through_whole import (
     BY_POSITION,
@@ -129,8 +130,20 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
         """As torch.compile traces with it, which expects tensors of this class again when the graph runs."""
         return as_sharded(DTensor.__tensor_unflatten__(*parts))
 
-    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        return as_sharded(super().redistribute(*args, **kwargs))
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole tensor on every rank, with graph, as of a DTensor. Every rank of the mesh must call it."""
+        if grad_placements is None and gathers_plainly(self):
+            return whole(self)
+        return super().full_tensor(grad_placements=grad_placements)
+
+    def redistribute(
+        self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **kwargs: Any
+    ) -> DTensor:
+        everywhere = placements is not None and all(p.is_replicate() for p in placements)
+        own = device_mesh is None or device_mesh == self.device_mesh
+        if everywhere and own and not kwargs and gathers_plainly(self) and not self.requires_grad:
+            return as_sharded(replicated(self))
+        return as_sharded(super().redistribute(device_mesh, placements, **kwargs))
 
     def tolist(self) -> Any:
         return _whole(self).tolist()
@@ -338,7 +351,7 @@ def _whole(tensor: ShardedTensor) -> torch.Tensor:
     there = torch.device(tensor.device_mesh.device_type)
     local = local_of(tensor).detach().to(there)  # it may have been offloaded, and communicates on the device
     plain = dtensor_of(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-    return plain.full_tensor()
+    return full_of(plain)
 
 
 def _agree(tensor: DTensor) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwright._torch import DataParallelMeshDims, StridedShard, concatenated, flattened, local_of, waited
+from shardwright.engine.gathering import full_of, gathers_plainly
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -107,9 +108,11 @@ class TensorParallel:
     def part_of(self, source: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor, whole or a DTensor; of the latter a view if it lies like this one."""
         if isinstance(source, DTensor):
-            if source.device_mesh == self.mesh:
+            if source.device_mesh == self.mesh and (
+                source.placements == self.placements or not gathers_plainly(source)
+            ):
                 return waited(local_of(source.redistribute(placements=self.placements)))
-            source = source.full_tensor()
+            source = full_of(source)
         for dim, (first, size) in enumerate(zip(*self.box, strict=True)):
             source = source.narrow(dim, first, size)
         return source

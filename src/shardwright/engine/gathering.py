@@ -1,0 +1,109 @@
+"""The whole of a sharded tensor, by plain all-gathers along its mesh.
+
+torch's ``DTensor.full_tensor`` gathers with an operation whose name has more than 15 characters. On gloo such names
+race with one another and corrupt the heap (see ``comm/collectives.py``), so the engine gathers its tensors itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardwright._torch import all_gather_single, dtensor_of, local_of
+
+
+def gathers_plainly(tensor: DTensor) -> bool:
+    """Whether :func:`whole` can gather this tensor: it has memory where its groups communicate, and no partial sums."""
+    local = local_of(tensor)
+    return (
+        type(local) is torch.Tensor
+        and not local.is_meta
+        and local.device.type == tensor.device_mesh.device_type
+        and all(type(p) in (Shard, Replicate) for p in tensor.placements)
+    )
+
+
+def whole(tensor: DTensor) -> torch.Tensor:
+    """All of a tensor that :func:`gathers_plainly` allows, with graph. Every rank of its mesh must call it."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return _Whole.apply(tensor)  # type: ignore[no-any-return]
+    return _gather(tensor)
+
+
+def full_of(tensor: Any) -> torch.Tensor:
+    """``tensor.full_tensor()`` of any sharded tensor, gathered plainly where that can be."""
+    if isinstance(tensor, DTensor) and gathers_plainly(tensor):
+        return whole(tensor)
+    return tensor.full_tensor()  # type: ignore[no-any-return]
+
+
+def replicated(tensor: DTensor) -> DTensor:
+    """The same as a DTensor that each rank has whole, without graph."""
+    mesh, full = tensor.device_mesh, _gather(tensor)
+    return dtensor_of(full, mesh, (Replicate(),) * mesh.ndim, tensor.shape, full.stride())
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.mesh, ctx.placements = tensor.device_mesh, tensor.placements
+        return _gather(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:  # type: ignore[override]
+        mesh: DeviceMesh = ctx.mesh
+        everywhere = (Replicate(),) * mesh.ndim
+        # Each rank cuts its part off. Nothing is communicated.
+        return DTensor.from_local(gradient, mesh, everywhere, run_check=False).redistribute(
+            placements=ctx.placements
+        )
+
+
+@torch.no_grad()
+def _gather(tensor: DTensor) -> torch.Tensor:
+    mesh, local = tensor.device_mesh, local_of(tensor).detach()
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return local
+    sizes = _sizes_before(tensor, coordinate)
+    for axis in reversed(range(mesh.ndim)):
+        placement = tensor.placements[axis]
+        if isinstance(placement, Shard):
+            local = _gather_axis(local, placement.dim, sizes[axis], mesh, axis)
+    return local
+
+
+def _sizes_before(tensor: DTensor, coordinate: Sequence[int]) -> list[int]:
+    """For each mesh axis, how large its sharded dimension is on this rank once the axes on its left have cut it."""
+    shape, sizes = list(tensor.shape), []
+    for axis, placement in enumerate(tensor.placements):
+        if not isinstance(placement, Shard):
+            sizes.append(0)
+            continue
+        size = shape[placement.dim]
+        sizes.append(size)
+        chunk = -(-size // tensor.device_mesh.size(axis))
+        first = min(coordinate[axis] * chunk, size)
+        shape[placement.dim] = min(first + chunk, size) - first
+    return sizes
+
+
+def _gather_axis(local: torch.Tensor, dim: int, size: int, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    """Join the ranks' parts along ``dim``, of which torch.chunk made them."""
+    ranks = mesh.size(axis)
+    if ranks == 1:
+        return local
+    rows = local.movedim(dim, 0)
+    chunk = -(-size // ranks)
+    mine = rows.contiguous() if rows.shape[0] == chunk else rows.new_zeros(chunk, *rows.shape[1:])
+    if rows.shape[0] != chunk:
+        mine[: rows.shape[0]].copy_(rows)
+    gathered = mine.new_empty(ranks * chunk, *rows.shape[1:])
+    # As bytes: backends do not know every dtype.
+    flat = gathered.view(-1).view(torch.uint8), mine.view(-1).view(torch.uint8)
+    all_gather_single(*flat, group=mesh.get_group(axis))
+    return gathered[:size].movedim(0, dim).contiguous()
