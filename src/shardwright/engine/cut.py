@@ -41,6 +41,13 @@ class Cut(Protocol):
     def local_view(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
         """This rank's part as a view of its flat shard, whose segment begins at ``offset``."""
 
+    def packed_view(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
+        """The same as a view of what is gathered or was reduced, where its segment begins at ``offset``."""
+
+    @property
+    def repacks(self) -> bool:
+        """Whether elements lie in another order in the shard than in what is gathered and reduced."""
+
     def full_view(self, slab: Slab, run: Run) -> torch.Tensor:
         """The full parameter as a view of the slab."""
 
@@ -83,12 +90,23 @@ class RowCut:
         return full if self.spec.replicated else full.narrow(self.spec.dim, *self._rows)
 
     def local_view(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
+        if not self.repacks:
+            return self.packed_view(flat, offset)
+        shape = list(self.spec.shape)
+        shape[self.spec.dim] = self._rows[1]
+        return flat[offset : offset + math.prod(shape)].view(shape)
+
+    def packed_view(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
         spec = self.spec
         if spec.replicated:
             return flat[offset : offset + 1].view(())
         rows = self._rows[1]
         view = flat[offset : offset + rows * math.prod(spec.row_shape)].view(rows, *spec.row_shape)
         return view if spec.is_natural else view.permute(spec.inverse)
+
+    @property
+    def repacks(self) -> bool:
+        return self.spec.dim != 0  # the shard is contiguous, and in the slab its dimension is outermost
 
     def full_view(self, slab: Slab, run: Run) -> torch.Tensor:
         spec, dtype = self.spec, run.compute_dtype
@@ -146,6 +164,13 @@ class RaggedCut:
         start, stop = self._range
         offset += self._behind
         return flat[offset : offset + stop - start].view(self._ragged.local_shape(self._ragged.rank))
+
+    def packed_view(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
+        return self.local_view(flat, offset)
+
+    @property
+    def repacks(self) -> bool:
+        return False
 
     def full_view(self, slab: Slab, run: Run) -> torch.Tensor:
         offset = run.slab_bytes // run.compute_dtype.itemsize + self._slab_offset

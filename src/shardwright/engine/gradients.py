@@ -50,6 +50,9 @@ class GradientShard:
         self.flats: list[torch.Tensor] = []
         #: Whether the collective can write here without a cast.
         self.direct = len(packing.spans) == 1 and packing.spans[0].grad_dtype == packing.reduce_dtype
+        #: Numbers of the parameters whose gradients are reduced in another order than they lie here.
+        self.repacked = [i for i, p in enumerate(parameters) if p.cut.repacks]
+        self.direct = self.direct and not self.repacked
         for span in packing.spans:
             numel = packing.numel if self.direct else span.stop - span.start
             nbytes = numel * span.grad_dtype.itemsize
@@ -516,7 +519,7 @@ class Reduction:
         elif self._fresh and self._has_no_gradients():
             with quick_attributes():
                 self._hand_over(output, used)
-        elif self._ours() and used is None:
+        elif self._ours() and used is None and not (self._shard is not None and self._shard.repacked):
             assert self._shard is not None
             for flat, span in zip(self._shard.flats, self.packing.spans, strict=True):
                 flat[: span.stop - span.start].add_(output[span.start : span.stop])
@@ -550,6 +553,8 @@ class Reduction:
         if not shard.direct:
             for flat, span in zip(shard.flats, self.packing.spans, strict=True):
                 flat.copy_(output[span.start : span.stop])
+        for i in shard.repacked:
+            shard.locals[i].copy_(self._parameters[i].cut.packed_view(output, self.packing.parts[i].offset))
         for i, (parameter, gradient) in enumerate(zip(self._shardeds, shard.dtensors, strict=True)):
             if used is None or used[i]:
                 parameter.grad = gradient
@@ -568,10 +573,10 @@ class Reduction:
             for i, (parameter, part) in enumerate(self._pairs()):
                 if used is not None and not used[i]:
                     continue
-                local = parameter.cut.local_view(output, part.offset)
-                new: torch.Tensor = parameter.cut.wrap(
-                    local.to(self.packing.spans[part.span].grad_dtype, copy=True)
-                )
+                local = parameter.cut.packed_view(output, part.offset)
+                form = torch.contiguous_format if parameter.cut.repacks else torch.preserve_format
+                dtype = self.packing.spans[part.span].grad_dtype
+                new: torch.Tensor = parameter.cut.wrap(local.to(dtype, copy=True, memory_format=form))
                 for hook in list((gradient_hooks(parameter.sharded) or {}).values()):
                     changed = hook(new)
                     new = new if changed is None else changed

@@ -92,6 +92,9 @@ class RaggedTensor(torch.Tensor):
         """
         return cls(part_of(source, spec).clone(memory_format=torch.contiguous_format), spec)
 
+    def data_ptr(self) -> int:
+        return self._local_tensor.data_ptr()
+
     @property
     def device_mesh(self) -> DeviceMesh:
         return self.spec.mesh

@@ -145,6 +145,9 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
             return as_sharded(replicated(self))
         return as_sharded(super().redistribute(device_mesh, placements, **kwargs))
 
+    def data_ptr(self) -> int:
+        return local_of(self).data_ptr()
+
     def tolist(self) -> Any:
         return _whole(self).tolist()
 

@@ -180,8 +180,12 @@ class Weights:
     def _prepare_gather(self) -> None:
         """Make, once, every view that a gather needs: of the shards (or their cast), the slab and what lies between."""
         layout, device = self.layout_gathered, self.ranks.device
+        cuts = {i: p.cut for i, p in enumerate(self.parameters) if p.cut.repacks}
+        staged = [
+            r for r in layout.runs if r.is_cast or any(m.index in cuts for s in r.segments for m in s.members)
+        ]
         self._cast = Slab(
-            sum(r.shard_numel * r.compute_dtype.itemsize for r in layout.runs if r.is_cast),
+            sum(r.shard_numel * r.compute_dtype.itemsize for r in staged),
             device,
             "cast shard",
             self.owner,
@@ -217,16 +221,22 @@ class Weights:
                     self._uploads[0].append(target)
                     self._uploads[1].append(payload)
                     payload = target
-                if run.is_cast:
+                repacked = cuts.get(s.members[0].index) if cuts else None
+                if run.is_cast or repacked is not None:
                     offset = cast_bytes // size + s.shard_offset
                     target = self._cast.view(run.compute_dtype, offset, (s.chunk,))
-                    self._casts[0].append(target)
-                    self._casts[1].append(payload)
+                    if repacked is None:
+                        self._casts[0].append(target)
+                        self._casts[1].append(payload)
+                    else:
+                        own = repacked.local_view(payload, 0)
+                        self._casts[0].extend([repacked.packed_view(target, 0), target[own.numel() :]])
+                        self._casts[1].extend([own, payload[own.numel() :]])  # and the padding
                     payload = target
                 pieces.append(payload.view(torch.uint8))
                 dtypes.append(run.compute_dtype)
                 places.append((run.slab_bytes + s.slab_offset * size, s.chunk * size))
-            if run.is_cast:
+            if run in staged:
                 cast_bytes += run.shard_numel * size
             upload_bytes += run.shard_numel * run.storage_dtype.itemsize if not run.extended else 0
         self._cast.release()
