@@ -193,6 +193,13 @@ REFUSED = [
         "cannot step a torch.float32 parameter of shape .* with a torch.bfloat16 gradient",
     ),
     Rule(("tensor", "optimizer"), lambda t, o: t != "" and o == "muon", "cannot be stepped whole"),
+    Rule(
+        ("place", "memory"),
+        lambda place, memory: (
+            place.strategy in ("zero1", "zero2") and memory in ("double_buffer", "max_pool")
+        ),
+        "keeps the full parameters of unit .* until the optimizer's step, so no slot ever becomes free",
+    ),
 ]
 #: What tests here do not do, or what torch itself does not.
 NOT_A_CASE = [

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
 from shardwright.comm import Communicator
-from tests.engine.models import Model, build, loss_of, tokens
+from tests.engine.custom import Gathers, Scatters
+from tests.engine.models import Model, build, loss_of, shard, tokens
 from tests.engine.test_strategies import On, on, on_meshes, units_of
 from tests.support import multirank
 from tests.support.replay import CpuGraphs
@@ -34,7 +35,11 @@ SETTINGS: list[dict[str, Any]] = [
     {"layout": sw.Ragged("element"), "prefetch": 2, "hold": True},
 ]
 CASES = [
-    (at, MEMORY[(i + j) % 3], j)
+    (
+        at,
+        "arena" if max(at.stages) in (1, 2) and (i + j) % 3 == 1 else MEMORY[(i + j) % 3],
+        j,
+    )  # no pool there
     for (i, at), j in itertools.product(enumerate(PLACES), range(len(SETTINGS)))
     if (i + j) % 2 == 0
 ]
@@ -196,8 +201,26 @@ def divide(model: Model) -> None:
     model.blocks[0].set_gradient_divide_factor(3.0)
 
 
+def compress(model: Model) -> None:
+    model.set_gradient_comm_hook(sw.comm_hooks.Compressed(sw.comm_hooks.Cast(torch.bfloat16)))
+
+
+def separate(model: Model) -> None:
+    model.set_separate_reduce_scatter_group()
+
+
 @multirank(2)
-@pytest.mark.parametrize("change, anew", [(freeze, True), (assign, True), (load, False), (divide, True)])
+@pytest.mark.parametrize(
+    "change, anew",
+    [
+        (freeze, True),
+        (assign, True),
+        (load, False),
+        (divide, True),
+        (compress, True),
+        (separate, True),
+    ],
+)
 def test_a_change_between_steps_counts(rank: int, world_size: int, change: Any, anew: bool) -> None:
     plain, graphed = both(rank)
     assert graphed.train(4) == plain.train(4)
@@ -206,6 +229,22 @@ def test_a_change_between_steps_counts(rank: int, world_size: int, change: Any, 
         change(run.model)
     assert graphed.train(3) == plain.train(3)
     assert (graphed.step._captured is not first) == anew
+
+
+@multirank(2)
+def test_another_way_of_gathering_is_captured_again(rank: int, world_size: int) -> None:
+    """What a graph is compared by: the CPU's stand-in for graphs takes no gathers of other classes."""
+    model = shard(build())
+    step = sw.GraphedStep(model, lambda batch: loss_of(model(batch), batch))
+    states = [step._state(step._root())]
+    for change in (
+        lambda: model.set_all_gather_codec(sw.comm_hooks.Int8Blocks()),
+        lambda: model.set_custom_all_gather(Gathers()),
+        lambda: model.set_custom_reduce_scatter(Scatters()),
+    ):
+        change()
+        states.append(step._state(step._root()))
+    assert all(one != other for one, other in itertools.pairwise(states))
 
 
 @multirank(2)

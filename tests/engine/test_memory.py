@@ -112,8 +112,12 @@ WHERE = [
 ]
 LAYOUTS = {"per_parameter": "per_parameter", "row": "ragged"}
 ROWS = select(
-    itertools.product(
-        WHERE, MEMORIES, LAYOUTS, [("fp32", 1), ("bf16", 2), ("bf16", 0), ("fp32", "1 KiB"), ("fp32", 3)]
+    (
+        (at, memory, *rest)
+        for at, memory, *rest in itertools.product(
+            WHERE, MEMORIES, LAYOUTS, [("fp32", 1), ("bf16", 2), ("bf16", 0), ("fp32", "1 KiB"), ("fp32", 3)]
+        )
+        if max(at.stages) == 3 or memory in ("arena", "own")  # pools are refused where parameters stay
     ),
     lambda row, strength: together(strength, *row),
 )
@@ -146,8 +150,7 @@ def test_the_same_bits_and_no_lease_outside_the_plan(
         assert planned.made
     else:
         assert isinstance(planned, Planned) and planned.dynamic == 0
-        # zero1 and zero2 keep parameters, so their pools have nothing to hold.
-        assert planned.planned > 0 or (memory != "arena" and max(at.stages) < 3)
+        assert planned.planned > 0
     if memory == "arena":
         assert pools(model).plan.nbytes <= 1.02 * pools(model).plan.lower_bound
 

@@ -130,7 +130,11 @@ def test_wrong_offload_is_found(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_shards_are_not_written_while_they_are_read(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gathers_anew", [False, True])
+def test_shards_are_not_written_while_they_are_read(
+    gathers_anew: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the way of gathering was changed while they were being read."""
     if not waits:
         monkeypatch.setattr(Weights, "host_may_write", forget)
     with fake_ranks(2), Simulator() as simulator:
@@ -139,6 +143,8 @@ def test_shards_are_not_written_while_they_are_read(waits: bool, monkeypatch: py
         for p in training.model.parameters():
             p.grad = torch.zeros_like(p)
         training.model.blocks[1].unshard(async_op=True)
+        if gathers_anew:
+            training.model.blocks[1].set_all_gather_codec(None)
         training.optimizer.step()
     told = ("read by aten::_foreach_copy_ on 'upload'", "on 'host'")
     assert any(all(part in race for part in told) for race in simulator.races) is not waits

@@ -74,6 +74,8 @@ class Case(NamedTuple):
 
     @property
     def legal(self) -> bool:
+        if self.memory == "max_pool" and 3 not in self.on.stages and any(self.on.stages):
+            return False  # parameters stay, so pools are refused
         return self.layout != "columns" or self.on.sharded_axes < 2
 
     def __str__(self) -> str:

@@ -43,6 +43,9 @@ class Site:
     asynchronous: bool
     matrices: tuple[tuple[int, int], ...]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Site:
+        return self  # a copied hook works at the same places, and groups cannot be copied
+
     @property
     def numel(self) -> int:
         """Elements of a row."""

@@ -1,7 +1,8 @@
 """``deepcopy`` of sharded models, and conversions such as ``.to(dtype)`` of them.
 
 Both make units' memory anew through ``construct.py``. A copy shares nothing with its original and has, as copies of
-plain models, no gradients; the settings of its units are carried over.
+plain models, no gradients; the settings of its units are carried over. Its gradient hook is a copy, with the state of
+the original's; codecs and the user's own collectives serve both.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import local_of, unmark_fully_sharded
+from shardwright.comm import GradientHook
 from shardwright.engine.construct import (
     UNIT,
     ShardPlacementFn,
@@ -142,11 +144,24 @@ def _like(old: Unit, modules: list[nn.Module], memo: dict[Any, Any]) -> Unit:
     )
     for name in _SETTINGS:
         setattr(new, name, getattr(old, name))
+    new.all_reduce_hook = copy.deepcopy(old.all_reduce_hook, memo)
+    new.travel_as(old, _copy_hook(old, memo))
     memo[id(old)] = new
     for name in ("forward_prefetch", "backward_prefetch"):
         wanted = [memo.get(id(u), u) for ref in getattr(old, name) if (u := ref()) is not None]
         setattr(new, name, [weakref.ref(u) for u in wanted])
     return new
+
+
+def _copy_hook(old: Unit, memo: dict[Any, Any]) -> GradientHook | None:
+    """One for all units of the copy, which goes on from the state of the original's."""
+    try:
+        return copy.deepcopy(old.gradient_hook, memo)
+    except Exception as error:
+        raise RuntimeError(
+            f"Unit {old.name!r} cannot be copied, since its gradient hook {type(old.gradient_hook).__name__} cannot: "
+            f"{error}. Give its class a __deepcopy__, or call set_gradient_comm_hook(None) for the copy."
+        ) from error
 
 
 # -- conversions -------------------------------------------------------------------------------------------------------

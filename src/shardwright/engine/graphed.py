@@ -160,6 +160,7 @@ class GraphedStep:
             [
                 (
                     each.build,
+                    each.transport,
                     tuple(p.sharded.requires_grad for p in each.parameters),
                     each.divide_factor,
                     each.force_sum,

@@ -68,6 +68,8 @@ class Pools:
     def join(self, units: Iterable[Unit]) -> None:
         """These units are the model's."""
         self._refs = [weakref.ref(unit) for unit in units]
+        if self.memory in ("double_buffer", "max_pool"):
+            self._check_pooled()
         if self.memory == "double_buffer":
             self._check_equal()
         self._record()
@@ -90,7 +92,13 @@ class Pools:
         """A root call begins, and of the step before nothing is leased but what the user keeps."""
         if self._recorder is not None:
             if self._stepped or self._recorder.ticks > LONGEST:
-                self._end_recording(self._recorder)
+                if self.planned and not self._recorder.continued and self._recorder.leases("gradients"):
+                    # They were not dropped with the optimizer's step, as later steps will find them and this one
+                    # did not: sums are added to them, or they go when this forward is over.
+                    self._stepped = self.trained = False
+                    self._recorder.next_step()
+                else:
+                    self._end_recording(self._recorder)
             elif not self.trained:
                 self._recorder.restart()  # a call without backward is no part of a step
         elif isinstance(self.allocator, Planned) and self.allocator.dynamic and self._left:
@@ -155,6 +163,16 @@ class Pools:
             and u.reshard_after_backward
             and not u.ranks.keeps_full
         ]
+
+    def _check_pooled(self) -> None:
+        """Raise if no unit would ever give its place back for another one."""
+        keeping = next((u for u in self._units if u.parameters and u.ranks.keeps_full), None)
+        if keeping is not None and not self._pooled():
+            raise ValueError(
+                f"memory={self.memory!r} lets units take turns in a few slots, but {keeping.ranks.strategy} keeps the "
+                f"full parameters of unit {keeping.name!r} and of all others until the optimizer's step, so no slot "
+                'ever becomes free. Use memory="arena", which plans all memory of a step, or "dynamic".'
+            )
 
     def _check_equal(self) -> None:
         sizes: dict[int, list[str]] = {}

@@ -294,7 +294,8 @@ class Unit(Weights):
             self.parameters,
             self.scatter_ranks,
             self.owner,
-            self.gradient_hook,
+            # It keeps what it knows by the names of units, which the root gives.
+            self.gradient_hook if self.root is not None else None,
             self.name,
         )
         return Reduction(*given) if self.host is None else HostReduction(*given, host=self.host)
@@ -394,6 +395,10 @@ class Unit(Weights):
         self.finish_reduction()
         for name, value in changes.items():
             setattr(self, name, value)
+        self.transport += 1
+        self._plan_anew()
+
+    def _plan_anew(self) -> None:
         ranks = self.ranks.with_scatters(separate) if self.separates else self.ranks
         if self.custom_scatters is not None:
             ranks = ranks.with_scatters(functools.partial(with_scatters, custom=self.custom_scatters))
@@ -401,6 +406,19 @@ class Unit(Weights):
         self._trainable = None
         self.reductions = []
         self.follow_requires_grad()
+
+    def travel_as(self, other: Unit, hook: GradientHook | None) -> None:
+        """Gather and reduce as ``other`` does, gradients by ``hook``. Before the unit owns parameters."""
+        self.custom_gather, self.gather_codec = other.custom_gather, other.gather_codec
+        self.separates, self.custom_scatters = other.separates, other.custom_scatters
+        self.gradient_hook = hook
+        self._plan_anew()
+
+    def join_root(self, root: Root, number: int, name: str, headers: torch.Tensor) -> None:
+        unnamed = self.root is None
+        super().join_root(root, number, name, headers)
+        if unnamed and self.gradient_hook is not None and self.parameters:
+            self._plan_anew()
 
     @property
     def _fills(self) -> bool:

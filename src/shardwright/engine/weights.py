@@ -76,6 +76,9 @@ class Weights:
         self.gather_codec: Codec | None = None  #: how weights are encoded for gathers
         self._unset: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
         self._header = torch.zeros(HEADER, dtype=torch.int64, device=ranks.device)
+        #: The mark after the last upload: the host writes to the shards only after it.
+        self._uploaded: Any = None
+        self.transport = 0  #: how often the ways of gathering and reducing were changed
         self.hold_memory(plan_unit([], ranks.parts), [], Slab(0, ranks.device), [])
 
     def hold_memory(
@@ -202,7 +205,6 @@ class Weights:
         )
         self._upload.lease()
         self._uploads: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # destinations and sources
-        self._uploaded: Any = None  #: the mark after the last upload
         self._casts: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # destinations and sources
         pieces: list[torch.Tensor] = []  #: this rank's, as bytes
         dtypes: list[torch.dtype] = []
@@ -274,6 +276,7 @@ class Weights:
         self.compute_as(False)
         self.release()
         self.custom_gather, self.gather_codec, self._other = custom, codec, None
+        self.transport += 1
         self._prepare_gather()
         self.rejoin_root()
 

@@ -17,11 +17,13 @@ class Recorder:
     Attributes:
         inner: where the memory comes from.
         ticks: leases and releases so far; the time of a trace.
+        continued: whether this is a second step, of which what the first one left is known.
     """
 
     def __init__(self, inner: Allocator = DYNAMIC) -> None:
         self.ticks = 0
         self.inner = inner
+        self.continued = False
         self._open: weakref.WeakKeyDictionary[Slab, int] = weakref.WeakKeyDictionary()
         self._spans: weakref.WeakKeyDictionary[Slab, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
 
@@ -41,9 +43,25 @@ class Recorder:
         """Forget what was leased and released, not what is leased."""
         self._spans.clear()
 
+    def leases(self, kind: str) -> bool:
+        """Whether a slab of this kind is leased now."""
+        return any(slab.kind == kind for slab in self._open)
+
+    def next_step(self) -> None:
+        """Record the step after this one instead. What is leased now was leased before it began."""
+        self.ticks = 0
+        self.continued = True
+        self._spans.clear()
+        for slab in list(self._open):
+            self._open[slab] = 0
+
     def finish(self) -> tuple[list[Item], list[Slab]]:
-        """What was recorded of the slabs that there are still. What is leased is taken to be so until the end."""
+        """What was recorded of the slabs that there are still. What is leased is taken to be so until the end.
+
+        A slab that the step before had leased, and that this one did not release, needs no place: it has its memory.
+        """
         for slab, start in list(self._open.items()):
-            self._spans.setdefault(slab, []).append((start, self.ticks + 1))
+            if not (self.continued and start == 0):
+                self._spans.setdefault(slab, []).append((start, self.ticks + 1))
         spans = {slab: tuple(spans) for slab, spans in self._spans.items() if slab.nbytes}
         return [Item(s.unit, s.kind, s.nbytes, found) for s, found in spans.items()], list(spans)

@@ -51,6 +51,11 @@ class Sharding:
     stages: tuple[tuple[int, int], ...] = ((0, 3),)  #: of the outer and the inner axis; on a line the second
     layouts: tuple[str, ...] = ("per_parameter",)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether some units may keep full parameters until the optimizer's step, so that pools are refused."""
+        return any(3 not in stages for stages in self.stages)
+
     def shape(self, world_size: int) -> tuple[int, ...]:
         side = round(world_size**0.5)
         if self.mesh == "square" and side * side == world_size:

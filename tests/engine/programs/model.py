@@ -219,7 +219,8 @@ def shard(net: Net, spec: Model, world_size: int) -> Net:
         gathered = 1 if not any(stages) else [n for n, stage in zip(shape, stages, strict=True) if stage][-1]
         if reshard == 2 and gathered % 2:
             reshard = True
-        options = {"memory": spec.memory, "prefetch": spec.prefetch} if module is net else {}
+        memory = "arena" if spec.memory == "max_pool" and spec.sharding.keeps else spec.memory
+        options = {"memory": memory, "prefetch": spec.prefetch} if module is net else {}
         return sw.fully_shard(
             module,
             mesh=mesh,
