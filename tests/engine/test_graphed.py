@@ -205,10 +205,6 @@ def compress(model: Model) -> None:
     model.set_gradient_comm_hook(sw.comm_hooks.Compressed(sw.comm_hooks.Cast(torch.bfloat16)))
 
 
-def separate(model: Model) -> None:
-    model.set_separate_reduce_scatter_group()
-
-
 @multirank(2)
 @pytest.mark.parametrize(
     "change, anew",
@@ -218,7 +214,6 @@ def separate(model: Model) -> None:
         (load, False),
         (divide, True),
         (compress, True),
-        (separate, True),
     ],
 )
 def test_a_change_between_steps_counts(rank: int, world_size: int, change: Any, anew: bool) -> None:
@@ -233,14 +228,16 @@ def test_a_change_between_steps_counts(rank: int, world_size: int, change: Any, 
 
 @multirank(2)
 def test_another_way_of_gathering_is_captured_again(rank: int, world_size: int) -> None:
-    """What a graph is compared by: the CPU's stand-in for graphs takes no gathers of other classes."""
+    """What a graph is compared by: the CPU's stand-in for graphs knows no communicators made later."""
     model = shard(build())
-    step = sw.GraphedStep(model, lambda batch: loss_of(model(batch), batch))
+    with graphs(model):
+        step = sw.GraphedStep(model, lambda batch: loss_of(model(batch), batch))
     states = [step._state(step._root())]
     for change in (
         lambda: model.set_all_gather_codec(sw.comm_hooks.Int8Blocks()),
         lambda: model.set_custom_all_gather(Gathers()),
         lambda: model.set_custom_reduce_scatter(Scatters()),
+        lambda: model.set_separate_reduce_scatter_group(),
     ):
         change()
         states.append(step._state(step._root()))
