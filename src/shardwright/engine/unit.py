@@ -414,9 +414,9 @@ class Unit(Weights):
         self.gradient_hook = hook
         self._plan_anew()
 
-    def join_root(self, root: Root, number: int, name: str, headers: torch.Tensor) -> None:
+    def join_root(self, root: Root, *place: Any) -> None:
         unnamed = self.root is None
-        super().join_root(root, number, name, headers)
+        super().join_root(root, *place)
         if unnamed and self.gradient_hook is not None and self.parameters:
             self._plan_anew()
 
