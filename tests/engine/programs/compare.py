@@ -118,7 +118,7 @@ def stale_states(model: nn.Module, turn: int) -> list[str]:
         mine = local_of(p).detach().reshape(-1)
         if not same_values(mine, local_of(p.detach()).reshape(-1)):
             found.append(f"{name}: detach() has other values than the parameter")
-        shown = local_of(state[name]).reshape(-1)
+        shown = local_of(local_of(state[name])).reshape(-1)  # a ragged tensor is inside its DTensor
         if shown.numel() == mine.numel() and not same_values(mine, shown):
             found.append(f"{name}: the state dict has other values than the parameter")
         if i % 4 == turn % 4:
