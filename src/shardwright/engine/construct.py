@@ -374,7 +374,7 @@ def own_parameters(unit: Unit, found: Found) -> None:
     ref = weakref.ref(unit)
     for parameter, (_, original, _, _) in zip(parameters, owned, strict=True):
         setattr(parameter.sharded, UNIT_OF, ref)
-        NAMED[id(parameter.local)] = parameter.sharded
+        NAMED[id(parameter.local)] = unit
         if original is not parameter.sharded:
             setattr(original, TAKEN, Taken(f"{parameter.name} of {unit.name}", parameter.sharded))
         parameter.show(parameter.sharded)

@@ -392,19 +392,18 @@ def _filled(tensor: Any, value: float) -> Any:
     return dtensor_of(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
 
-#: Sharded parameters by the id of their local tensor, to name them in messages.
+#: Units by the id of a parameter's local tensor, to name the parameter in messages. A weak reference to the parameter
+#: itself would keep ``torch.utils.swap_tensors`` from it, which ``Module._apply`` calls.
 NAMED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def _refuse_mixed(func: Any, arguments: list[Any], error: RuntimeError) -> NoReturn:
     """A sharded parameter met a plain tensor: mostly a module was called outside the forward of its unit."""
-    from shardwright.engine.parameter import unit_of
-
     tensor = next(t for t in arguments if isinstance(t, ShardedTensor))
     local = tensor.__dict__.get(EDITED, local_of(tensor))
-    parameter = NAMED.get(id(local))
-    unit: Any = unit_of(parameter) if parameter is not None and local_of(parameter) is local else None
-    managed = unit.managed(parameter) if unit is not None else None
+    unit: Any = NAMED.get(id(local))
+    parameters = unit.parameters if unit is not None else []
+    managed = next((p for p in parameters if p.local is local), None)
     label = (
         f"Parameter {managed.name!r} of unit {unit.name!r}" if managed is not None else "A sharded parameter"
     )
