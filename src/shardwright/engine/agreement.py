@@ -80,9 +80,13 @@ class Agreement:
         """What goes with each unit's gathers and a place for every rank's, so that one call compares them all."""
         device = self._ranks.device
         rows = [[number, 0] for number in range(len(comms))]
-        self._header = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
-        places = [header.repeat(comm.world_size) for header, comm in zip(self._header, comms, strict=True)]
-        self._headers = torch.cat(places)
+        places = [
+            torch.tensor(row * comm.world_size, dtype=torch.int64, device="cpu")
+            for row, comm in zip(rows, comms, strict=True)
+        ]
+        self._headers = torch.cat(places).to(device)
+        with self._streams.fork("gather"):  # where alone it is read, written and given back
+            self._header = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
         self._places = self._headers.split([len(place) for place in places])
         own: list[int] = []  # where this rank's own word is
         for comm in comms:
@@ -101,7 +105,8 @@ class Agreement:
     def set_age(self, age: int) -> None:
         if age != self.age:
             self.age = age
-            with self._streams.fork("gather"):  # after gathers that are under way
+            # After gathers that are under way; what the optimizer does elsewhere is not waited for.
+            with self._streams.beside("gather"):
                 self._header[:, 1] = age
 
     def forget_backward(self) -> None:
