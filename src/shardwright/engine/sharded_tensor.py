@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwright._torch import dtensor_of, increment_version, local_of, waited
+from shardwright._torch import dtensor_of, increment_version, local_of, subclasses_dispatch, waited
 from shardwright.engine.gathering import full_of, gathers_plainly, replicated, whole
 from shardwright.engine.reading import agree_to_read
 from shardwright.engine.through_whole import (
@@ -334,8 +334,12 @@ def as_class(kind: type[Any], tensor: Any) -> Any:
 
 
 def as_sharded(tensor: DTensor) -> DTensor:
-    """The same tensor, of which numbers are global and edits are noticed."""
-    if type(tensor) is DTensor:
+    """The same tensor, of which numbers are global and edits are noticed.
+
+    On torch 2.11, which asks no subclass of DTensor about operations on it, it stays what it is: there numbers are
+    those of DTensors, and ``detach`` gives no subclass, so that none could become a parameter.
+    """
+    if subclasses_dispatch and type(tensor) is DTensor:
         tensor.__class__ = ShardedTensor
     return tensor
 
