@@ -54,7 +54,8 @@ class Sharding:
     @property
     def keeps(self) -> bool:
         """Whether some units may keep full parameters until the optimizer's step, so that pools are refused."""
-        return any(3 not in stages for stages in self.stages)
+        # Whatever the mesh: an axis may have one rank, or not be there.
+        return any(3 not in stages or not {1, 2}.isdisjoint(stages) for stages in self.stages)
 
     def shape(self, world_size: int) -> tuple[int, ...]:
         side = round(world_size**0.5)

@@ -73,9 +73,14 @@ class Interpreter(Training):
         write_part(plain, how)
 
     def is_tied(self, name: str) -> bool:
-        parameter = self.reference.model.get_parameter(name)
-        everything = self.reference.model.named_parameters(remove_duplicate=False)
-        return sum(p is parameter for _, p in everything) > 1
+        return any(name in names for names in self.tied_names())
+
+    def tied_names(self) -> list[list[str]]:
+        """Names of one parameter each, where it has several."""
+        names: dict[int, list[str]] = {}
+        for name, p in self.reference.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(p), []).append(name)
+        return [each for each in names.values() if len(each) > 1]
 
     def do_transform(self, transform: Transform) -> None:
         forward = replace(transform.forward, input_grad=False)
@@ -112,8 +117,8 @@ class Interpreter(Training):
                 layer.loss = None  # a value of the transform, of which nothing is left
 
     def do_uneven(self, uneven: Uneven) -> None:
-        if not self.sharded:
-            return
+        if not self.sharded or max(self.spec.sharding.shape(self.world_size)) < self.world_size:
+            return  # on two axes the ranks of a group raise, and other groups wait for them
         self.clear("model")
         trained = [q for q in self.reference.parameters if q.requires_grad]
         if not any(q is p for q in trained for p in self.reference.model.head.parameters()):
@@ -233,6 +238,9 @@ class Interpreter(Training):
             name: (torch.randn(value.shape, generator=generator) / 3).to(value.dtype)
             for name, value in self.reference.model.state_dict().items()
         }
+        tied = self.tied_names() if load.how == "assign" else []
+        for first, *others in tied:  # different values for one parameter are refused
+            values.update({name: values[first].clone() for name in others})
         if load.how == "part":
             values = {name: v for i, (name, v) in enumerate(values.items()) if i % 2 == load.seed % 2}
         if load.how == "assign own":
@@ -248,6 +256,8 @@ class Interpreter(Training):
                 lambda m: m.load_state_dict(values, strict=load.how != "part", assign=load.how == "assign")
             )
         if load.how == "assign":
+            for model in (self.reference.model, *(() if self.sharded else (self.model,))):
+                tie_again(model, tied)  # torch unties them
             self.start_anew()
 
     def do_copy(self, instruction: Copy) -> None:
@@ -296,6 +306,13 @@ def fresh(like: torch.Tensor) -> torch.Tensor:
     """A whole tensor, the same on every rank, of a size that keeps layers well-conditioned."""
     generator = torch.Generator().manual_seed(like.numel())
     return (torch.randn(like.shape, generator=generator) / 3).to(like.dtype)
+
+
+def tie_again(model: Net, tied: list[list[str]]) -> None:
+    for first, *others in tied:
+        for name in others:
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, model.get_parameter(first))
 
 
 def edit_structure(model: Net, name: str, how: str) -> None:
