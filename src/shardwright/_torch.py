@@ -370,6 +370,15 @@ def called_by_parameter() -> bool:
     return sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__
 
 
+def called_by_stager() -> bool:
+    """Whether the caller was called by the stager of asynchronous checkpoints.
+
+    To it an address that is not 0 says that the tensor itself has the memory, not a tensor inside it.
+    """
+    name = sys._getframe(2).f_globals.get("__name__")
+    return name == "torch.distributed.checkpoint._state_dict_stager"
+
+
 _SPLIT_BACKWARD = "torch.distributed.pipelining._backward"
 
 

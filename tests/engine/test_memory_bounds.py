@@ -233,8 +233,12 @@ def activations_of(program: Program, dtype: torch.dtype) -> int:
 
 
 def label(frame: FrameType | None) -> str:
-    """Who makes storages in this frame, ``kind: place``. The class of sharded modules calls forward: it is passed."""
-    while frame is not None and frame.f_code.co_filename == f"{SOURCES}/engine/module.py":
+    """Who makes storages in this frame, ``kind: place``.
+
+    The class of sharded modules calls forward, and the entry to backward calls autograd: they are passed.
+    """
+    passed = (f"{SOURCES}/engine/module.py", f"{SOURCES}/engine/selected.py", f"{SOURCES}/_torch.py")
+    while frame is not None and frame.f_code.co_filename in passed:
         frame = frame.f_back
     if frame is None:
         return "model: autograd"
@@ -361,9 +365,15 @@ PAIRS = [
     *itertools.product([LLAMA, HYBRID], ["dynamic", "max_pool", "arena"]),
 ]
 CASES = [
-    (program, memory, SETTINGS[(3 * i + j) % len(SETTINGS)])
+    # Pools are refused where parameters stay.
+    (
+        program,
+        "arena" if memory in ("double_buffer", "max_pool") and setting.strategy == "zero2" else memory,
+        setting,
+    )
     for i, (program, memory) in enumerate(PAIRS)
     for j in range(len(SETTINGS) if everything() else 1)
+    for setting in [SETTINGS[(3 * i + j) % len(SETTINGS)]]
 ]
 
 

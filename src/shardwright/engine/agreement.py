@@ -107,7 +107,7 @@ class Agreement:
             self.age = age
             # After gathers that are under way; what the optimizer does elsewhere is not waited for.
             with self._streams.beside("gather"):
-                self._header[:, 1] = age
+                self._header.select(1, 1).fill_(age)  # an assignment would make a tensor of the number
 
     def forget_backward(self) -> None:
         """A backward has failed: the next one begins its order anew."""

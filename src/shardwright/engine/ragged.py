@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardwright._torch import disabled_torch_function, dtensor_of, is_traced
+from shardwright._torch import called_by_stager, disabled_torch_function, dtensor_of, is_traced
 from shardwright.engine.gathering import full_of
 from shardwright.engine.ragged_spec import RaggedSpec
 from shardwright.engine.unset import begin_edit, unmark
@@ -93,7 +93,7 @@ class RaggedTensor(torch.Tensor):
         return cls(part_of(source, spec).clone(memory_format=torch.contiguous_format), spec)
 
     def data_ptr(self) -> int:
-        return self._local_tensor.data_ptr()
+        return 0 if called_by_stager() else self._local_tensor.data_ptr()
 
     @property
     def device_mesh(self) -> DeviceMesh:

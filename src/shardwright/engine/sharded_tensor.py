@@ -14,7 +14,14 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwright._torch import dtensor_of, increment_version, local_of, subclasses_dispatch, waited
+from shardwright._torch import (
+    called_by_stager,
+    dtensor_of,
+    increment_version,
+    local_of,
+    subclasses_dispatch,
+    waited,
+)
 from shardwright.engine.gathering import full_of, gathers_plainly, replicated, whole
 from shardwright.engine.reading import agree_to_read
 from shardwright.engine.through_whole import (
@@ -146,7 +153,7 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
         return as_sharded(super().redistribute(device_mesh, placements, **kwargs))
 
     def data_ptr(self) -> int:
-        return local_of(self).data_ptr()
+        return 0 if called_by_stager() else local_of(self).data_ptr()
 
     def tolist(self) -> Any:
         return _whole(self).tolist()
