@@ -60,7 +60,8 @@ def _agree(comm: Communicator, what: str) -> None:
     if readers != comm.ranks:
         for refuse in refuse_divergence:
             refuse(comm, records)
+    rest = "not all the same" if readers == comm.ranks else "the others run a unit of a model"
     raise RuntimeError(
         f"The ranks have diverged: ranks {readers} of {comm.ranks} read a number of a sharded tensor (norm, sum, item, "
-        "float), and not all the same. Every rank must read the same numbers in the same order."
+        f"float), and {rest}. Every rank must read the same numbers in the same order."
     )

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwright._torch import (
+    StridedShard,
     called_by_stager,
     dtensor_of,
     increment_version,
@@ -265,9 +266,9 @@ def _as_views(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         if not isinstance(each, DTensor):
             continue
         made: Any = each
-        local = made._local_tensor = waited(local_of(made))
+        made._local_tensor = waited(local_of(made))
         made._edited = base.__dict__.get(EDITED, viewed)
-        if type(base) is not ShardedCopy and (not _real(made) or _shares(local, viewed)):
+        if type(base) is not ShardedCopy and (not _real(made) or _shares_order(made, base)):
             made.__class__ = ShardedTensor
             if func is _detach:
                 made._local_tensor = viewed  # the very same: below autograd counters are not shared
@@ -291,8 +292,14 @@ def _alias(tensor: ShardedTensor) -> ShardedTensor:
     return alias  # type: ignore[no-any-return]
 
 
-def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+def _shares_order(view: DTensor, base: DTensor) -> bool:
+    """Whether a view has the memory of what it is a view of, and this rank's part of it is one run of elements.
+
+    Newer versions of torch flatten a tensor that is cut along an inner dimension into one that is cut in stripes.
+    """
+    if any(isinstance(p, StridedShard) and p not in base.placements for p in view.placements):
+        return False
+    return local_of(view).untyped_storage()._cdata == local_of(base).untyped_storage()._cdata
 
 
 def _real(tensor: Any) -> bool:

@@ -6,6 +6,7 @@ the whole tensor. So nothing is communicated, except for arguments that are shar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -93,6 +94,10 @@ def _with_part(base: Any, func: Any) -> tuple[torch.Tensor, torch.Tensor]:
     axes = sorted(range(mesh.ndim), key=lambda axis: isinstance(base.placements[axis], StridedShard))
     for axis in axes:
         placement = base.placements[axis]
+        if isinstance(placement, StridedShard):
+            later = [a for a in range(axis + 1, mesh.ndim) if base.placements[a] == Shard(placement.dim)]
+            if math.prod(mesh.size(a) for a in later) != placement.split_factor:
+                refuse(func, base)
         if isinstance(placement, (Shard, StridedShard)):
             parts = own.chunk(mesh.size(axis), placement.dim)
             own = parts[here[axis]] if here[axis] < len(parts) else own.narrow(placement.dim, 0, 0)
