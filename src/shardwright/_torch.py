@@ -64,6 +64,7 @@ ReduceScatterOptions = _probe(_c10d, "ReduceScatterOptions")
 #: ``chunk_cat(tensors, dim, num_chunks, out=)``: pads, cuts, casts and packs rank-major in one pass.
 chunk_cat: Callable[..., torch.Tensor] = _probe(torch, "_chunk_cat")
 
+_default_store = _probe(_c10d, "_get_default_store")
 _engine = _probe(torch.autograd.Variable, "_execution_engine")
 _is_functorch = _probe(torch._C, "_functorch", "is_functorch_wrapped_tensor")
 _is_batched = _probe(torch._C, "_functorch", "is_legacy_batchedtensor")
@@ -484,6 +485,11 @@ def use_one_gloo_thread() -> None:
             return original(store, rank, size, options)
 
     vars(_c10d)["ProcessGroupGloo"] = OneThread("ProcessGroupGloo", (original,), {})
+
+
+def default_store() -> Any:
+    """The key-value store in which the ranks of this job have met; None without process groups."""
+    return _default_store() if dist.is_initialized() else None
 
 
 def local_of(dtensor: Any) -> torch.Tensor:

@@ -4,6 +4,7 @@ from shardwright.comm.codecs import Cast, Codec, Int8Blocks
 from shardwright.comm.collectives import Communicator, Division, Pending, neighbours, plan_division, separate
 from shardwright.comm.custom import with_gathers, with_scatters
 from shardwright.comm.gradient_hooks import Compressed, GradientHook, PowerSGD, Site
+from shardwright.comm.meeting import Meeting, Unreached
 from shardwright.comm.memory import RegisteredMemory, SymmetricMemory
 from shardwright.comm.streams import DeviceStreams, HostStreams, Streams
 
@@ -17,12 +18,14 @@ __all__ = [
     "GradientHook",
     "HostStreams",
     "Int8Blocks",
+    "Meeting",
     "Pending",
     "PowerSGD",
     "RegisteredMemory",
     "Site",
     "Streams",
     "SymmetricMemory",
+    "Unreached",
     "neighbours",
     "plan_division",
     "separate",

@@ -24,6 +24,7 @@ from shardwright._torch import (
     backend_for,
     foreach_copy_,
 )
+from shardwright.comm.meeting import Meeting
 from shardwright.comm.streams import Streams, streams_for
 
 
@@ -103,8 +104,6 @@ class Pending:
 #: the same time on every rank.
 _models: Counter[str] = Counter()
 
-RECORD = 6  #: integers that ranks show each other before a collective
-
 
 class Communicator:
     """Collectives of one process group. Makes no communicator: the group's own is created at its first collective.
@@ -132,8 +131,8 @@ class Communicator:
             options.asyncOp = self.streams.asynchronous
         #: Whether :meth:`exchange` does anything: where unequal sizes would abort the process.
         self.exchanges = self._gloo and self.world_size > 1
-        self._mine = torch.zeros(self.world_size, RECORD, dtype=torch.int64, device="cpu")
-        self._theirs = torch.zeros_like(self._mine)
+        #: Where they exchange what they are about to do; copies of a communicator have the same one.
+        self.meeting = Meeting(group, device) if self.exchanges and group is not None else None
 
     def number_of_model(self) -> int:
         """A number for one more model over this group, the same on every rank if all make theirs in one order."""
@@ -142,18 +141,15 @@ class Communicator:
         return _models[name]
 
     def exchange(self, record: tuple[int, ...], limit: timedelta | None = None) -> list[list[int]] | None:
-        """Show every rank ``record`` (at most RECORD integers); return all ranks' if they are not the same.
+        """Show every rank ``record``; return all ranks' if they are not the same. See :meth:`Meeting.show`."""
+        assert self.meeting is not None
+        return self.meeting.show(record, limit)
 
-        Waits for the other ranks, at most for ``limit`` (default: the group's timeout). It does not pass through
-        torch's dispatcher, so modes that count collectives see those of the step only, and it is an all-to-all, which
-        pairs with none of the collectives that users call.
-        """
-        self._mine.zero_()
-        self._mine[:, : len(record)] = torch.tensor(record, device="cpu")
-        backend = backend_for(self.group, self.device)
-        work = backend.alltoall_base(self._theirs, self._mine, [], [], AllToAllOptions())
-        work.wait() if limit is None else work.wait(limit)
-        return None if torch.equal(self._theirs, self._mine) else self._theirs.tolist()
+    def begin(self, announce: Callable[[], None] | None, collective: Callable[[], Any]) -> Any:
+        """Announce, if there is anything to announce, and begin a collective; returns what to wait for."""
+        if announce is None or self.meeting is None:
+            return collective()
+        return self.meeting.begin(announce, collective)
 
     def gather_row(self, mine: torch.Tensor) -> torch.Tensor:
         """Every rank's flat ``mine``, a row for each, on the device and the current stream. Modes do not see it."""
@@ -204,10 +200,9 @@ class Communicator:
         """
         flat = torch.cat(inputs)
         gathered = torch.empty(self.world_size * flat.numel(), dtype=torch.uint8, device=self.device)
-        if announce is not None:
-            announce()
         assert self.group is not None
-        work = self.group._allgather_base(gathered, flat, self._gather_options)
+        gather = functools.partial(self.group._allgather_base, gathered, flat, self._gather_options)
+        work = self.begin(announce, gather)
 
         def finish() -> None:
             rows = gathered.view(self.world_size, -1).split([t.numel() for t in inputs], dim=1)
@@ -259,12 +254,10 @@ class Communicator:
         with streams.fork("all_reduce") if after is None else streams.beside("all_reduce", after.mark):
             if division.before != 1.0:
                 tensor.div_(division.before)
-            if announce is not None:
-                announce()
             options = AllreduceOptions()
             options.reduceOp = dist.ReduceOp.AVG if division.average else dist.ReduceOp.SUM
             options.asyncOp = streams.asynchronous
-            work = self.group.allreduce([tensor], options)
+            work = self.begin(announce, functools.partial(self.group.allreduce, [tensor], options))
             return self._divided(work, "all_reduce", [tensor], division, None)
 
     def _divided(
@@ -291,9 +284,11 @@ class Communicator:
         n = self.world_size
         packed = inputs[0].view(n, -1) if len(inputs) == 1 else torch.cat([t.view(n, -1) for t in inputs], 1)
         received = torch.empty_like(packed)
-        if announce is not None:
-            announce()
-        work = dist.all_to_all_single(received, packed, group=self.group, async_op=True)
+        assert self.group is not None
+        options = AllToAllOptions()
+        options.asyncOp = True
+        scatter = functools.partial(self.group.alltoall_base, received, packed, [], [], options)
+        work = self.begin(announce, scatter)
 
         def finish() -> None:
             parts = received.split([t.numel() for t in outputs], dim=1) if len(outputs) > 1 else (received,)

@@ -7,6 +7,7 @@ memory that the collective reads and writes, a call runs it.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,12 +54,14 @@ class FlatGathers(Communicator):
             numel = sum(t.numel() for t in coded)
             flat, gathered = self._memory(numel), self._memory(self.world_size * numel)
             torch.cat(coded, out=flat)
-            if announce is not None:
-                announce()
-            if self.custom is not None:
-                work = self.custom(gathered, flat, self.group, async_op=self.streams.asynchronous)
-            else:
-                work = self.group._allgather_base(gathered, flat, self._gather_options)
+            gather = (
+                functools.partial(self.group._allgather_base, gathered, flat, self._gather_options)
+                if self.custom is None
+                else functools.partial(
+                    self.custom, gathered, flat, self.group, async_op=self.streams.asynchronous
+                )
+            )
+            work = self.begin(announce, gather)
 
             def decode() -> None:
                 rows = gathered.view(self.world_size, -1).split([t.numel() for t in coded], dim=1)
@@ -135,10 +138,11 @@ class CustomScatters(Communicator):
             torch.cat([t.view(n, -1) for t in inputs], 1, out=given.view(n, -1))
             if division.before != 1.0:
                 given.div_(division.before)
-            if announce is not None:
-                announce()
             op = dist.ReduceOp.AVG if division.average else dist.ReduceOp.SUM
-            work = self.custom(taken, given, self.group, op, async_op=streams.asynchronous)
+            scatter = functools.partial(
+                self.custom, taken, given, self.group, op, async_op=streams.asynchronous
+            )
+            work = self.begin(announce, scatter)
 
             def finish() -> None:
                 if division.after != 1.0:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
-from shardwright.comm import Communicator
+from shardwright.comm import Communicator, Meeting, Unreached, notices
 from shardwright.engine.reading import READ, refuse_divergence
 
 if TYPE_CHECKING:
@@ -30,7 +30,16 @@ _DOING = (
     ("shows the full parameters of", "show the full parameters of"),
     ("has no values for", "have no values for"),
     ("reads a number of", "read a number of"),
+    ("has left", "have left"),
 )
+LEFT = READ + 1
+#: What a rank has left by an exception, by what would have ended it.
+_LEFT = {
+    END_FORWARD: "the forward of",
+    END_BACKWARD: "the backward of",
+    CLIP: "the clipping of gradients of",
+    UNSHARD: "the gathering of full parameters of",
+}
 HEADER = 2  #: int64 words that travel with every gather: the unit's number, and the age of the rank's weights
 
 _agreements: weakref.WeakSet[Agreement] = weakref.WeakSet()
@@ -42,7 +51,7 @@ class Record(NamedTuple):
     event: int
     number: int  #: of the unit
     nbytes: int
-    detail: int  #: which parameters
+    detail: int  #: which parameters, or what was left
     model: int
     age: int
 
@@ -69,6 +78,8 @@ class Agreement:
         self._reduced = 0  #: stands for the reductions of the backward under way, in their order
         #: For each axis, what every rank has sent at the end of the last backward: that number, and its age.
         self._orders: dict[Communicator, torch.Tensor] = {}
+        #: Where the ranks meet, and how often they had met when the forward or backward under way began.
+        self._met: dict[Meeting, int] = {}
         self._make_headers([unit.comm for unit in units])
 
     def begin(self) -> None:
@@ -137,19 +148,22 @@ class Agreement:
 
     def agree_all(self, event: int, number: int) -> None:
         """Agree with every rank of the meshes, axis by axis."""
-        for comm in self.every:
-            if comm.exchanges:
-                self._agree(comm, event, number)
+        for i, comm in enumerate(self.every):
+            try:
+                if comm.exchanges:
+                    self._agree(comm, event, number)
+            except BaseException as error:
+                # The others come to those axes that are left, and nowhere else.
+                self._leave(event, error, [c.meeting for c in self.every[i + 1 :] if c.exchanges])
+                raise
 
     def _agree(self, comm: Communicator, event: int, number: int, nbytes: int = 0, detail: int = 0) -> None:
         """Raise if another rank is about to do something else."""
         try:
             records = comm.exchange(Record(event, number, nbytes, detail, self._model, self.age))
-        except RuntimeError as error:
+        except Unreached as error:
             raise RuntimeError(
-                f"Rank {comm.ranks[comm.rank]} {_DOING[event][0]} {self.name_of(number)} and another rank did not "
-                "come: it ended, or waits in another collective, or is later than the group's timeout. "
-                f"({type(error).__name__}: {error})"
+                f"Rank {comm.ranks[comm.rank]} {_DOING[event][0]} {self.name_of(number)}, and {error}"
             ) from error
         if records is not None:
             self.refuse(comm, records)
@@ -173,6 +187,44 @@ class Agreement:
             "sharded deferred or on the meta device. Every rank must give its part values: call "
             "shardwright.materialize(model), load a checkpoint, or fill to_local() on each."
         )
+
+    # -- leaving by an exception ---------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """A forward or backward of the model begins."""
+        if any(comm.exchanges for comm in self.every):
+            self._met = {meeting: meeting.number for meeting in self._meetings()}
+
+    def leave(self, event: int, error: BaseException, known: set[Meeting]) -> None:
+        """This rank leaves what ``event`` ends: show it where the others come next.
+
+        If ranks have met since it began, all are in it, and come to its end on every axis. Else they may have no part
+        in it, and this rank's next meeting tells. ``known`` are meetings where it was shown already.
+        """
+        met, self._met = self._met, {}
+        for meeting in met:
+            meeting.settle()
+        again = {m for m, number in met.items() if m.agreed() and m.number > number}
+        if any(m.number > number for m, number in met.items()):
+            again.update(comm.meeting for comm in self.every if comm.exchanges and comm.meeting is not None)
+        left = [m for m in met if m in again and m not in known]
+        known.update(left)
+        self._leave(event, error, left)
+
+    def _leave(self, event: int, error: BaseException, meetings: Iterable[Meeting | None]) -> None:
+        left = [meeting for meeting in meetings if meeting is not None and meeting.agreed()]
+        if not left:
+            return
+        notices.post(f"has left {_LEFT[event]} {self.name_of(0)} by {notices.describe(error)}")
+        for meeting in left:
+            meeting.leave(Record(LEFT, 0, 0, event, self._model, self.age))
+
+    def _meetings(self) -> list[Meeting]:
+        """Of all groups over which units communicate."""
+        units = [unit for ref in self._units if (unit := ref()) is not None]
+        comms = [*self.every, *(comm for unit in units for comm in unit.communicators())]
+        found = {comm.meeting: None for comm in comms if comm.exchanges and comm.meeting is not None}
+        return list(found)
 
     # -- on an accelerator ---------------------------------------------------------------------------------------
 
@@ -237,16 +289,18 @@ class Agreement:
                 f"The ranks have diverged: they reduce gradients of different parameters of "
                 f"{self.name_of(first.number)}. requires_grad must be the same on every rank."
             )
-        doing = _grouped({rank: self._describe(r, records.values()) for rank, r in records.items()})
+        doing = _grouped({rank: self._describe(rank, r, records.values()) for rank, r in records.items()})
         text = "; ".join(f"{_ranks(ranks)} {verbs[len(ranks) > 1]} {what}" for (verbs, what), ranks in doing)
         unit = self._units[first.number]() if same_place and not same_size else None
         if unit is not None and first.event == REDUCE:
             text += " (of other parameters: requires_grad must be the same on every rank)"
         elif unit is not None and unit.extended_kinds:
             text += f" (fsdp_pre_all_gather of {unit.extended_kinds} must return equal sizes on every rank)"
-        raise RuntimeError(f"The ranks have diverged: {text}. {_WAY_OUT if one_age else _WAY_OUT_OF_AGES}")
+        left = any(r.event == LEFT for r in records.values())
+        way_out = _WAY_OUT_OF_LEAVING if left else _WAY_OUT if one_age else _WAY_OUT_OF_AGES
+        raise RuntimeError(f"The ranks have diverged: {text}. {way_out}")
 
-    def _describe(self, record: Record, among: Collection[Record]) -> tuple[tuple[str, str], str]:
+    def _describe(self, rank: int, record: Record, among: Collection[Record]) -> tuple[tuple[str, str], str]:
         """What a rank is about to do, in the singular and in the plural, and with what."""
         if record.event == READ:
             return _DOING[READ], "a sharded tensor (norm, sum, item, float)"
@@ -254,6 +308,10 @@ class Agreement:
         places, sizes = {(r.event, r.number, r.model) for r in among}, {r.nbytes for r in among}
         agreement = next((a for a in _agreements if a._is_model(record.model, self)), self)
         what = agreement.name_of(record.number)
+        if record.event == LEFT:
+            said = notices.read([rank]).get(rank, "")
+            reason = said.rpartition(f"{what} by ")[2] if f"{what} by " in said else "an exception"
+            return _DOING[LEFT], f"{_LEFT[record.detail]} {what} by {reason}"
         what += f" of the group's model {record.model} ({agreement._names[0]!r})" if len(models) > 1 else ""
         what += f" of {record.nbytes} bytes" if len(places) == 1 and len(sizes) > 1 else ""
         what += f" after {_steps(record.age)}" if len(ages) > 1 else ""
@@ -264,6 +322,7 @@ class Agreement:
 
 
 _WAY_OUT = "Every rank must run the same units, of the same sizes, in the same order in each step."
+_WAY_OUT_OF_LEAVING = "The others cannot go on without it: where one rank leaves a step, all must."
 _WAY_OUT_OF_AGES = (
     "Their weights are of different ages. Every rank must make the same steps of optimizers: where one skips a step (a "
     "loss that is not finite, another number of micro-batches), all must. Load a state dict into the model on every "

@@ -72,13 +72,11 @@ class Carrier:
         streams = self._comm.streams
         name = "reduce" if self._scatters else "all_reduce"
         with streams.fork(name) if after is None else streams.beside(name, after.mark):
-            if announce is not None:
-                announce()
             steps = self._steps(inputs, output, division)
             if streams.asynchronous:
-                first = next(steps, None)
+                first = self._comm.begin(announce, lambda: next(steps, None))
                 return Pending(streams, first, None, keep=inputs, finish=lambda: _run(steps))
-            _run(steps)
+            self._comm.begin(announce, lambda: _run(steps))
         return Pending(streams, None, streams.mark(name), keep=(inputs, output))
 
     def _steps(

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shardwright.comm import Communicator
+from shardwright.comm import Communicator, Unreached
 
 #: How long a rank waits for the others. Ranks leave a backward together, so it is longer than they can be apart.
 LIMIT = timedelta(seconds=30)
@@ -46,7 +46,7 @@ def agree_to_read(groups: Iterable[dist.ProcessGroup], device: torch.device, wha
 def _agree(comm: Communicator, what: str) -> None:
     try:
         records = comm.exchange((READ, 0, 0, zlib.crc32(what.encode())), LIMIT)
-    except RuntimeError as error:
+    except Unreached as error:
         raise RuntimeError(
             f"Rank {comm.ranks[comm.rank]} reads a number (norm, sum, item, float) of a tensor that is sharded over "
             f"ranks {comm.ranks}, and another of them did not come: it has ended, or waits in another collective, or "

@@ -7,6 +7,7 @@ the next. A guess moves a gather earlier and nothing else: every unit still chec
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,7 +17,15 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwright._torch import alone, annotate, increment_version, queue_callback, subclasses_dispatch
+from shardwright._torch import (
+    alone,
+    annotate,
+    in_backward,
+    increment_version,
+    queue_callback,
+    subclasses_dispatch,
+)
+from shardwright.comm import Meeting
 from shardwright.engine.agreement import END_BACKWARD, END_FORWARD, Agreement
 from shardwright.engine.construct import UNIT, own_modules
 from shardwright.engine.full_precision import check_agree, wanted
@@ -139,6 +148,7 @@ class Root:
         self.recover_if_failed()
         if self.full_precision_in_eval:
             self.compute_as(wanted(module))
+        self.agreement.enter()
         self.generation += 1
         self.calls_begun += 1
         self.caller = unit
@@ -228,6 +238,9 @@ class Root:
 
     def abandon(self) -> None:
         """The outermost call has failed: nothing of it is kept, and its order is no guess for the next."""
+        error = sys.exc_info()[1]
+        if error is not None:
+            self.agreement.leave(END_FORWARD, error, set())
         self.caller = None
         self.frames.clear()
         self._visits = {}
@@ -266,6 +279,8 @@ class Root:
             queue_callback(task)
             self._task = weakref.ref(task)
             self.backward = True
+            if self.caller is None:
+                self.agreement.enter()
             if self.caller is None:
                 self.compute_as(False)
             self.generation += 1
@@ -468,6 +483,14 @@ def _check_meshes(units: list[Unit], names: list[str]) -> None:
                     "Shard both over the same ranks, or parallelize the module over those that are missing first, as "
                     "for expert parallelism."
                 )
+
+
+def backward_failed(error: BaseException) -> None:
+    """An exception has left a backward: the ranks that go on with it hear of that."""
+    known: set[Meeting] = set()
+    for root in list(_roots) if not in_backward() else ():
+        if root.backward and not root.in_backward and root.caller is None:
+            root.agreement.leave(END_BACKWARD, error, known)
 
 
 @contextmanager

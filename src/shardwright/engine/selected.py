@@ -21,7 +21,7 @@ from shardwright._torch import (
     watch_backward,
 )
 from shardwright.engine.parameter import Managed, unit_of
-from shardwright.engine.root import selecting
+from shardwright.engine.root import backward_failed, selecting
 from shardwright.engine.unit import Unit
 
 Run = Callable[..., Any]
@@ -36,10 +36,14 @@ def hook_backward() -> None:
 
 
 def _run(original: Run, *given: Any, **options: Any) -> Any:
-    if not given[4]:  # inputs
-        return original(*given, **options)
-    with selecting():
-        return _run_selected(original, *given, **options)
+    try:
+        if not given[4]:  # inputs
+            return original(*given, **options)
+        with selecting():
+            return _run_selected(original, *given, **options)
+    except BaseException as error:
+        backward_failed(error)
+        raise
 
 
 def _run_selected(original: Run, *given: Any, **options: Any) -> Any:

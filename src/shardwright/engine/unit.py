@@ -29,7 +29,7 @@ from shardwright._torch import (
     next_sequence_number,
     quick_attributes,
 )
-from shardwright.comm import GradientHook, neighbours, separate, with_scatters
+from shardwright.comm import Communicator, GradientHook, neighbours, separate, with_scatters
 from shardwright.engine import construct
 from shardwright.engine.construct import ShardPlacementFn
 from shardwright.engine.extension import any_attached
@@ -365,6 +365,12 @@ class Unit(Weights):
         if self.stepping is not None:
             last_backward = self.requires_sync and self.requires_all_reduce and root.is_last_backward
             self.stepping.expect(self, last_backward, root.calls_begun)
+
+    def communicators(self) -> list[Communicator]:
+        """All over which it gathers and reduces."""
+        ranks, scatters = self.ranks, self.scatter_ranks
+        found = [*ranks.once, *ranks.gathers, *scatters.scatters, *scatters.late, *scatters.replicas]
+        return found if self.neighbours is None else [*found, self.neighbours]
 
     def separate_scatters(self, enable: bool) -> None:
         """Reduce-scatter in process groups of their own, or in those of the gathers."""

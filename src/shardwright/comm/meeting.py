@@ -1,0 +1,182 @@
+"""How the ranks of a gloo group meet before each collective: what each is about to do, and who has left.
+
+A wrong pairing of collectives aborts the process or hangs, so the ranks show each other a record first. What they have
+agreed on is begun on every rank, even where a signal's handler raises in between. A rank that leaves by an exception
+shows that where the others come next, and does not wait for them. So the collectives of the group stay in order.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright._torch import AllToAllOptions, backend_for
+from shardwright.comm import notices
+
+RECORD = 6  #: integers that ranks show each other
+#: How long a rank that has left stays reachable for the others. Then its connections close, and theirs fail.
+LEFT = timedelta(seconds=60)
+
+_call: Callable[[Any], Any] = operator.call
+_meetings: weakref.WeakSet[Meeting] = weakref.WeakSet()
+
+
+class Unreached(RuntimeError):
+    """Another rank has not come. The message says which one and why, where that is known."""
+
+
+class Begun:
+    """A collective that the ranks have agreed on, known here until somebody has waited for it."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self.works: list[Any] = []
+
+    def wait(self) -> None:
+        for work in self.works:
+            if work is not None:
+                try:
+                    self._meeting.wait_for(work)
+                except Unreached as error:
+                    text = f"Rank {dist.get_rank()} waits for the end of a collective, and {error}"
+                    raise Unreached(text) from error.__cause__
+        self._meeting.begun.discard(self)
+
+    def is_over(self) -> bool:
+        return all(work is None or getattr(work, "is_completed", bool)() for work in self.works)
+
+
+class Meeting:
+    """That of the ranks of one group.
+
+    Attributes:
+        number: how often they have met and agreed.
+        begun: collectives that nobody has waited for yet.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._ranks = dist.get_process_group_ranks(group)
+        self._mine = torch.zeros(len(self._ranks), RECORD, dtype=torch.int64, device="cpu")
+        self._theirs = torch.zeros_like(self._mine)
+        self._works: list[Any] = []  #: of a meeting that is under way, or where the ranks did not agree
+        self._left: list[tuple[Any, Any]] = []  #: what was shown in leaving, with its memory
+        self.number = 0
+        self.begun: set[Begun] = set()
+        _meetings.add(self)
+
+    def show(self, record: Sequence[int], limit: timedelta | None = None) -> list[list[int]] | None:
+        """Show every rank ``record`` (at most RECORD integers); return all ranks' if they are not the same.
+
+        Waits for the other ranks, at most for ``limit`` (default: the group's timeout). It does not pass through
+        torch's dispatcher, so modes that count collectives see those of the step only, and it is an all-to-all, which
+        pairs with none of the collectives that users call.
+
+        Raises:
+            Unreached: another rank does not come.
+        """
+        self._works.clear()
+        self._mine.zero_()
+        self._mine[:, : len(record)] = torch.tensor(record, device="cpu")
+        self._begin(self._works, self._theirs, self._mine, AllToAllOptions())
+        self.wait_for(self._works[0], limit)
+        if not torch.equal(self._theirs, self._mine):
+            return self._theirs.tolist()  # type: ignore[no-any-return]
+        self.number += 1
+        self._works.clear()
+        return None
+
+    def begin(self, announce: Callable[[], None], collective: Callable[[], Any]) -> Begun:
+        """Call ``announce``, which shows a record here, then ``collective``, which returns a work or None.
+
+        Once the ranks have agreed, all begin it: a signal's handler that raises on this one does so after that.
+        """
+        self._works.clear()
+        self.begun -= {each for each in self.begun if each.is_over()}
+        number, begun, calls = self.number, Begun(self), list[Any]()
+        try:
+            announce()
+            self.begun.add(begun)
+            # No Python runs between the two, so a collective that is no Python has begun if the first was called.
+            begun.works.extend(map(_call, (functools.partial(calls.append, True), collective)))
+        except BaseException:
+            if not calls and self.agreed() and self.number > number:
+                with suppress(Exception):
+                    begun.works.append(collective())
+                    begun.wait()
+            raise
+        return begun
+
+    def agreed(self) -> bool:
+        """Whether the ranks agreed when they met last. Where that was interrupted, it is waited for."""
+        if self._works:
+            try:
+                self.wait_for(self._works[0])
+            except Exception:
+                return False
+            if not torch.equal(self._theirs, self._mine):
+                return False
+            self.number += 1
+            self._works.clear()
+        return True
+
+    def settle(self) -> None:
+        """Wait for collectives that have begun and may have been forgotten. Their memory is about to be used again."""
+        for begun in list(self.begun):
+            with suppress(Exception):
+                begun.wait()
+            self.begun.discard(begun)
+
+    def leave(self, record: Sequence[int]) -> None:
+        """Show ``record`` where the others come next, without waiting for them."""
+        self._left = [each for each in self._left if not each[0].is_completed()]
+        mine = torch.zeros_like(self._mine)
+        mine[:, : len(record)] = torch.tensor(record, device="cpu")
+        theirs = torch.zeros_like(mine)
+        options = AllToAllOptions()
+        options.timeout = LEFT
+        works: list[Any] = []
+        self._begin(works, theirs, mine, options)
+        self._left.append((works[0], (mine, theirs)))
+
+    def _begin(self, works: list[Any], theirs: torch.Tensor, mine: torch.Tensor, options: Any) -> None:
+        """Issue the all-to-all; no Python runs between its begin and its place in ``works``."""
+        backend = backend_for(self._group, self._device)
+        works.extend(map(backend.alltoall_base, (theirs,), (mine,), ([],), ([],), (options,)))
+
+    def wait_for(self, work: Any, limit: timedelta | None = None) -> None:
+        """Wait for a collective of the group. What a signal's handler raises meanwhile is raised as it is."""
+        try:
+            work.wait() if limit is None else work.wait(limit)
+        except RuntimeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise
+            raise Unreached(f"{self._who_is_missing()} ({type(error).__name__}: {error})") from error
+
+    def notices(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Why those of the ranks have left that have said so since the ranks met last."""
+        return notices.read(ranks, self._group.group_name, self.number)
+
+    def _who_is_missing(self) -> str:
+        others = [rank for rank in self._ranks if rank != dist.get_rank()]
+        known = self.notices(others)
+        if known:
+            return "; ".join(f"rank {rank} {what}" for rank, what in known.items())
+        who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(map(str, others))}"
+        return f"{who} did not come: it ended, or waits in another collective, or is later than the group's timeout"
+
+
+def _numbers() -> dict[str, int]:
+    return {meeting._group.group_name: meeting.number for meeting in _meetings}
+
+
+notices.count_by(_numbers)
