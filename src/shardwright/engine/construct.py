@@ -213,11 +213,12 @@ def _check_parameter(
             f"{where}, a DTensor over a {type(local_of(parameter)).__name__}, decides itself what is gathered of it, "
             "which cannot be combined with tensor parallelism. Pass it in ignored_params, or leave it whole."
         )
-    if has_no_values(parameter) and is_extended(parameter):
+    if has_no_values(parameter) and not parameter.is_meta and is_extended(parameter):
         raise NotImplementedError(
-            f"{where}, a {type(parameter).__name__}, decides itself what is gathered of it, so it must hold values "
-            "when it is sharded. Build it on a device, outside of deferred_init."
+            f"{where}, a {type(parameter).__name__}, decides itself what is gathered of it, and deferred_init cannot "
+            "replay what made it. Build it on a device, or on the meta device."
         )
+    _refuse_composite(where, plain_of(parameter))
     if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return
     if module.max_norm is not None:
@@ -228,6 +229,19 @@ def _check_parameter(
     if module.sparse:
         raise ValueError(
             f"{where}: sparse gradients cannot be reduced. Build the embedding with sparse=False."
+        )
+
+
+def _refuse_composite(where: str, plain: Any) -> None:
+    """Raise if the tensor is made of others, such as quantised rows and scales, and does not say how to cut it."""
+    kind = type(plain)
+    if not hasattr(kind, "__tensor_flatten__") or isinstance(plain, (DTensor, RaggedTensor)):
+        return
+    if not is_extended(plain):
+        raise ValueError(
+            f"{where} is a {kind.__name__}, made of other tensors ({', '.join(plain.__tensor_flatten__()[0])}), and "
+            "has no fsdp_pre_all_gather, so it cannot be cut. Shard the ordinary weight and leave it one. Or convert "
+            "it before fully_shard, freeze it and pass it in ignored_params of every call: each rank keeps all of it."
         )
 
 
@@ -385,6 +399,8 @@ def _extended_local(unit: Unit, cut: Cut, original: nn.Parameter) -> torch.Tenso
     if isinstance(original, Managed) and is_attached(local_of(original)):
         return local_of(original)  # the methods are bound to this object
     part = cut.part_of(original)
+    if part.is_meta:  # memory, whose values come later
+        return torch.empty_like(part, device=unit.ranks.device if unit.host is None else "cpu")
     return part.to(unit.ranks.device, copy=True) if unit.host is None else unit.host.copy_of(part)
 
 
