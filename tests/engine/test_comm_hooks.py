@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import shardwright as sw
+from shardwright.comm import Communicator
 from shardwright.comm_hooks import Cast, Compressed, GradientHook, Int8Blocks, PowerSGD, Site
 from tests.engine.custom import Gathers, Scatters
 from tests.engine.models import Reference, build, full, loss_of, shard, tokens
@@ -138,6 +139,10 @@ def test_what_is_lost_comes_later(rank: int, world_size: int, hook: str, layout:
 def bytes_sent() -> Iterator[list[int]]:
     """Bytes that this rank hands to all-to-alls and all-reduces."""
     sent: list[int] = []
+    reduce = Communicator._reduce_by_all_to_all  # without a hook; hooks call torch's own
+    Communicator._reduce_by_all_to_all = lambda self, outputs, given, *a: (  # type: ignore[method-assign]
+        sent.append(sum(t.nbytes for t in given)), reduce(self, outputs, given, *a)
+    )[1]  # fmt: skip
     originals = {name: getattr(dist, name) for name in ("all_to_all_single", "all_reduce")}
     dist.all_to_all_single = lambda out, given, **k: (
         sent.append(given.nbytes), originals["all_to_all_single"](out, given, **k)
@@ -146,6 +151,7 @@ def bytes_sent() -> Iterator[list[int]]:
     try:
         yield sent
     finally:
+        Communicator._reduce_by_all_to_all = reduce  # type: ignore[method-assign]
         for name, original in originals.items():
             setattr(dist, name, original)
 

@@ -22,11 +22,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
@@ -35,6 +33,7 @@ from shardwright.train.models.hybrid import HYBRID_PRESETS, Hybrid
 from shardwright.train.models.llama import PRESETS, Llama
 from tests.engine.test_strategies import units_of
 from tests.support import multirank, world_mesh
+from tests.support.fake import fake_ranks
 from tests.support.matrix import everything
 from tests.support.storages import Storages
 
@@ -248,7 +247,7 @@ def label(frame: FrameType | None) -> str:
         kind = "model"
     elif path == f"{SOURCES}/engine/pools.py":
         kind = "block"
-    elif path == f"{SOURCES}/comm/collectives.py":
+    elif path in (f"{SOURCES}/comm/collectives.py", f"{SOURCES}/comm/meeting.py"):
         kind = "transport"
     return f"{kind}: {os.path.basename(path)}:{frame.f_lineno} {frame.f_code.co_name}"
 
@@ -326,13 +325,10 @@ def released_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def fake_ranks(count: int) -> Iterator[DeviceMesh]:
+def fake_mesh(count: int) -> Iterator[DeviceMesh]:
     """A mesh of this many ranks, of which this process is the first and the others do not exist."""
-    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
-    try:
+    with fake_ranks(count):
         yield init_device_mesh("cpu", (count,))
-    finally:
-        dist.destroy_process_group()
 
 
 # -- tests -------------------------------------------------------------------------------------------------------------
@@ -385,7 +381,7 @@ def skip_without_planned_memory(memory: str) -> None:
 @pytest.mark.parametrize(("program", "memory", "setting"), CASES, ids=str)
 def test_a_step_stays_within_the_bounds(program: Program, memory: str, setting: Setting) -> None:
     skip_without_planned_memory(memory)
-    with fake_ranks(setting.ranks) as mesh:
+    with fake_mesh(setting.ranks) as mesh:
         check(program, setting, memory, mesh)
 
 
@@ -402,7 +398,7 @@ def test_a_step_stays_within_the_bounds(program: Program, memory: str, setting: 
 def test_with_an_arena_the_engine_allocates_once(program: Program, setting: Setting) -> None:
     """The block, when the second step begins; nothing in any step after, the optimizer's part included."""
     skip_without_planned_memory("arena")
-    with fake_ranks(setting.ranks) as mesh:
+    with fake_mesh(setting.ranks) as mesh:
         second, third = check(program, setting, "arena", mesh)
     assert [maker.partition(":")[0] for maker in second] == ["block"] and sum(second.values()) == 1
     assert third == {}
@@ -424,7 +420,7 @@ def test_with_an_arena_the_engine_allocates_once(program: Program, setting: Sett
 def test_the_arena_is_as_small_as_any_could_be(program: Program, setting: Setting) -> None:
     """Where units are equal; else within 2%. What is leased at once, for which there must be room, is in the bounds."""
     skip_without_planned_memory("arena")
-    with fake_ranks(setting.ranks) as mesh:
+    with fake_mesh(setting.ranks) as mesh:
         step = shard(program, setting, "arena", mesh)
         model = step()
         program.loss(model, setting.compute)  # the second forward makes the plan

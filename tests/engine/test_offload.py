@@ -23,8 +23,8 @@ from shardwright.engine.offload import Arrivals, HostReduction, HostSlab
 from shardwright.memory import Slab
 from tests.engine.models import Model, build, full, loss_of, shard, tokens
 from tests.engine.test_strategies import On, on, on_meshes, units_of
-from tests.engine.test_streams import fake_ranks
 from tests.support import multirank
+from tests.support.fake import fake_ranks
 from tests.support.matrix import select, together
 from tests.support.stand_in import stand_in_device
 

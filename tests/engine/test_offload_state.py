@@ -31,8 +31,8 @@ from tests.engine import test_streams
 from tests.engine.models import Model, build, loss_of, shard, tokens
 from tests.engine.test_offload import adamw, assert_same, counted, set_more
 from tests.engine.test_strategies import On, on, on_meshes, units_of
-from tests.engine.test_streams import fake_ranks
 from tests.support import multirank
+from tests.support.fake import fake_ranks
 from tests.support.matrix import select, together
 from tests.support.races import Simulator
 from tests.support.stand_in import stand_in_device

@@ -15,7 +15,8 @@ from shardwright._torch import memory_can_be_swapped
 from shardwright.comm import DeviceStreams
 from shardwright.engine.offload import Host, HostReduction
 from shardwright.engine.weights import Weights
-from tests.engine.test_streams import BF16, EVENTS, FP16, FP32, Case, On, Training, fake_ranks, run
+from tests.engine.test_streams import BF16, EVENTS, FP16, FP32, Case, On, Training, run
+from tests.support.fake import fake_ranks
 from tests.support.matrix import covering, together
 from tests.support.races import Simulator
 

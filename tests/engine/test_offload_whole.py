@@ -25,8 +25,8 @@ from tests.engine.models import Model, build, shard
 from tests.engine.test_offload import assert_same, counted
 from tests.engine.test_offload_state import STATE, assert_equal, train, unawaited
 from tests.engine.test_strategies import On, on, on_meshes
-from tests.engine.test_streams import fake_ranks
 from tests.support import multirank
+from tests.support.fake import fake_ranks
 from tests.support.races import Simulator
 from tests.support.stand_in import stand_in_device
 

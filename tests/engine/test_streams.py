@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
@@ -33,6 +32,7 @@ from shardwright.engine.weights import Weights
 from shardwright.layout import resolve
 from tests.engine.custom import Gathers, Scatters
 from tests.engine.models import Model, loss_of, tokens
+from tests.support.fake import fake_ranks
 from tests.support.races import NoMemoryError, RaceError, Simulator
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*outside the plan:RuntimeWarning")
@@ -111,15 +111,6 @@ class Fails(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         raise ValueError("this backward fails")
-
-
-@contextmanager
-def fake_ranks(count: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def build(case: Case) -> Net:

@@ -58,11 +58,8 @@ def test_damage_is_one_error_on_every_rank(rank: int, world_size: int, tmp_path:
             with pytest.raises((ValueError, RuntimeError, FileNotFoundError), match=r"checkpoint") as caught:
                 fabric.load(folder, state)
             text = str(caught.value)
-            assert name in text or (name == "checksums.json" and "SHA-256 differs" in text), (
-                name,
-                kind,
-                text,
-            )
+            # Checksums of another step fit none of the files: the first that differs is named.
+            assert any(each in text for each in (names if name == "checksums.json" else [name])), (kind, text)
             on_first_rank(lambda: restored(folder, tmp_path / "pristine"))
     assert not any(full(p).any() for p in model.parameters())  # nothing was changed before all was compared
     on_first_rank(

@@ -287,7 +287,9 @@ class Communicator:
         assert self.group is not None
         options = AllToAllOptions()
         options.asyncOp = True
-        scatter = functools.partial(self.group.alltoall_base, received, packed, [], [], options)
+        # gloo knows no complex numbers.
+        arriving, sent = (torch.view_as_real(t) if t.is_complex() else t for t in (received, packed))
+        scatter = functools.partial(self.group.alltoall_base, arriving, sent, [], [], options)
         work = self.begin(announce, scatter)
 
         def finish() -> None:

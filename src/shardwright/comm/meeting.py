@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,6 +25,9 @@ from shardwright.comm import notices
 RECORD = 6  #: integers that ranks show each other
 #: How long a rank that has left stays reachable for the others. Then its connections close, and theirs fail.
 LEFT = timedelta(seconds=60)
+
+#: What gloo says where another rank does not come, or its connection has ended.
+_OF_CONNECTIONS = re.compile(r"gloo/|time|connection|closed|reset|peer", re.IGNORECASE)
 
 _call: Callable[[Any], Any] = operator.call
 _meetings: weakref.WeakSet[Meeting] = weakref.WeakSet()
@@ -160,6 +164,8 @@ class Meeting:
         except RuntimeError as error:
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise
+            if not _OF_CONNECTIONS.search(str(error)):
+                raise  # this rank's own: a number or a size that gloo does not take
             raise Unreached(f"{self._who_is_missing()} ({type(error).__name__}: {error})") from error
 
     def notices(self, ranks: Sequence[int]) -> dict[int, str]:
