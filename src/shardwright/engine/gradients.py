@@ -27,6 +27,7 @@ from shardwright.engine.carried import carriers
 from shardwright.engine.parameter import ManagedParameter
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.ranks import Ranks
+from shardwright.engine.summed import only_cut
 from shardwright.layout import GradientPart, Packing, UnitLayout
 from shardwright.memory import Owner, Slab
 
@@ -514,7 +515,7 @@ class Reduction:
         with quick_attributes():
             hooked = any([gradient_hooks(p) for p in self._shardeds])
             listeners = [post_accumulate_grad_hooks(p) for p in self._shardeds]
-        if hooked:
+        if hooked and not all(only_cut(gradient_hooks(p)) for p in self._shardeds):
             self._add_one_by_one(output, used)
         elif self._fresh and self._has_no_gradients():
             with quick_attributes():

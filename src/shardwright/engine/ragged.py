@@ -354,6 +354,10 @@ def part_of(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
     if spec.parallel is not None:
         source = spec.parallel.part_of(source)
     start, stop = spec.ranges[rank]
+    if source.numel() and not any(
+        source.stride()
+    ):  # one number everywhere, of which flattening would make a copy
+        return source.detach().as_strided((), ()).expand(spec.local_shape(rank))
     return source.detach().reshape(-1)[start:stop].view(spec.local_shape(rank))
 
 

@@ -13,10 +13,17 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from shardwright._torch import all_reduce_traced, foreach_norm, increment_version, is_traced
+from shardwright._torch import (
+    all_reduce_traced,
+    foreach_norm,
+    in_backward,
+    increment_version,
+    is_traced,
+)
 from shardwright.engine.ragged import HANDLERS, Handler, RaggedTensor, device_of, part_of, refuse
 from shardwright.engine.ragged_spec import RaggedSpec
 from shardwright.engine.reading import agree_to_read
+from shardwright.engine.summed import cut_gradient
 from shardwright.engine.through_whole import BY_POSITION, edit
 
 aten = torch.ops.aten
@@ -39,7 +46,16 @@ def _unwrap(func: Any, spec: RaggedSpec | None, arg: Any) -> Any:
             return arg._local_tensor
     elif not isinstance(arg, torch.Tensor) or spec is None or arg.dim() == 0:
         return arg
+    elif _adds_gradients(func, spec, arg):
+        return part_of(arg, spec)
     return _mixed(func, spec, arg)
+
+
+def _adds_gradients(func: Any, spec: RaggedSpec, other: torch.Tensor) -> bool:
+    """Whether autograd adds the whole gradient of a sum or mean to a ragged one of the same tensor."""
+    return (
+        func in _SUMS and in_backward() and type(other) is torch.Tensor and other.shape == spec.global_shape
+    )
 
 
 def _spec_of(args: Sequence[Any]) -> RaggedSpec | None:
@@ -66,7 +82,10 @@ def _pointwise_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """In place, or into ``out``."""
     target = kwargs.get("out", args[0])
     if not isinstance(target, RaggedTensor):
-        _mixed(func, None, _first_ragged(args))
+        other = _first_ragged(args)
+        if target is args[0] and _adds_gradients(func, other.spec, target):
+            return func(target, other.full_tensor(), *args[2:], **kwargs)
+        _mixed(func, None, other)
     spec = target.spec
     func(
         *[_unwrap(func, spec, arg) for arg in args],
@@ -198,9 +217,24 @@ def _everything(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rag
     return tensor
 
 
+def _cut_again(spec: RaggedSpec, gradient: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the gradient of a tensor that was summed up."""
+    if isinstance(gradient, RaggedTensor):
+        return gradient
+    if torch.is_grad_enabled() and gradient.requires_grad:
+        raise NotImplementedError(
+            f"A gradient of shape {tuple(gradient.shape)} through a sum or mean of a ragged tensor has a graph of its "
+            "own (create_graph=True), which is not supported. Compute with the full parameters inside "
+            '`with shardwright.unsharded(model):`, or shard with layout="per_parameter".'
+        )
+    return RaggedTensor.from_full(gradient, spec)
+
+
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     tensor = _everything(func, args, kwargs)
     local = tensor._local_tensor
+    if not is_traced(local):
+        cut_gradient(tensor, functools.partial(_cut_again, tensor.spec))
     floating = local.dtype.is_floating_point or local.dtype.is_complex
     dtype = kwargs.get("dtype") or (local.dtype if floating else torch.int64)
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
@@ -306,6 +340,7 @@ _ELEMENTWISE = """
     clone _to_copy empty_like zeros_like ones_like full_like _pin_memory
 """
 _FUSED = "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
+_SUMS = {aten.add.Tensor, aten.add_.Tensor}
 _MEANS = {aten.mean.default, aten.mean.dim}
 _LARGEST = {aten.max.default, aten.amax.default}
 

@@ -5,6 +5,7 @@ Units and modules are not known here.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from shardwright._torch import (
 )
 from shardwright.engine.gathering import full_of, gathers_plainly, replicated, whole
 from shardwright.engine.reading import agree_to_read
+from shardwright.engine.summed import cut_gradient
 from shardwright.engine.through_whole import (
     BY_POSITION,
     Step,
@@ -55,7 +57,9 @@ _LINEAR = {
     _aten.full_like,
 }  # fmt: skip
 
-
+_SUMS = {_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.sub_.Tensor}
+#: Autograd makes their gradients of a number, which is the same on every rank.
+_SUMMED = {_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim}
 _READS_BY_POSITION = {_aten.index, _aten.index_select, _aten.gather, _aten.take, _aten.masked_select}
 
 
@@ -84,6 +88,8 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default:
             return _whole(args[0]).item()
+        if func in _SUMS and _joins_loss(args):
+            return func(*[_number_of(t) if isinstance(t, ShardedTensor) else t for t in args], **kwargs)
         given = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
         if _RANDOM in func.tags and func._schema.is_mutable and isinstance(args[0], DTensor):
             result = _draw_whole(func, args, kwargs)
@@ -99,6 +105,8 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
 
     @classmethod
     def _operate(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func in _SUMMED and _real(args[0]):
+            cut_gradient(args[0], functools.partial(_cut_again, args[0].placements))
         if func in _EXTREMES or func in _NORMS:
             args = _with_neutral(func, args)
         elif func.overloadpacket not in _LINEAR:
@@ -307,6 +315,39 @@ def _real(tensor: Any) -> bool:
     return (
         isinstance(tensor, DTensor) and type(waited(local_of(tensor))) is torch.Tensor and not tensor.is_meta
     )
+
+
+def _cut_again(placements: Sequence[Placement], gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of a tensor of these placements that was summed up."""
+    if any(p.is_partial() for p in placements) or not isinstance(gradient, DTensor):
+        return gradient
+    return gradient.redistribute(placements=placements)
+
+
+def _joins_loss(args: Any) -> bool:
+    """Whether a loss, plain, and a number of sharded tensors (a regulariser) are added up, to be differentiated."""
+    plain = [t for t in args[:2] if type(t) is torch.Tensor]
+    return bool(
+        plain
+        and not plain[0].dim()
+        and plain[0].requires_grad
+        and torch.is_grad_enabled()
+        and all(_real(t) and not t.dim() for t in args[:2] if t is not plain[0])
+    )
+
+
+def _number_of(tensor: ShardedTensor) -> torch.Tensor:
+    """The number as a plain one, which autograd takes for the tensor's own."""
+    if tensor.requires_grad and not tensor.is_leaf:
+        mesh = tensor.device_mesh
+
+        def sharded(gradient: torch.Tensor) -> torch.Tensor:
+            if isinstance(gradient, DTensor):
+                return gradient
+            return DTensor.from_local(gradient, mesh, (Replicate(),) * mesh.ndim, run_check=False)
+
+        tensor.register_hook(sharded)
+    return _whole(tensor)
 
 
 @torch.no_grad()
