@@ -339,6 +339,7 @@ class Unit(Weights):
         assert root is not None
         if self.stepping is not None:
             forget_stepped(self._shardeds)
+            self.stepping.due = False  # a reduction under way is stepped together with what comes now
         last = now or self._reduces_all
         if not now and not (self.requires_sync and (last or ranks.finishes_late)):
             self.holds = self._holds_whole = True
