@@ -259,11 +259,11 @@ def test_use_inside_and_in_the_wrong_place_is_refused(rank: int, world_size: int
         refused(optimizer.step, "An optimizer's step of unit")
     refused(lambda: sw.unsharded(model, rank0_only=True).__enter__(), "Pass writeback=False", ValueError)
 
-    def reshaped() -> None:
+    def recast() -> None:
         with sw.unsharded(model):
-            model.head.bias.data = torch.zeros(3)
+            model.head.bias.data = torch.zeros(11, dtype=torch.float64)
 
-    refused(reshaped, r"'1.bias' of \(11,\) and torch.float32 is \(3,\)", ValueError)
+    refused(recast, r"'1.bias' of \(11,\) and torch.float32 is \(11,\) and torch.float64", ValueError)
     model.zero_grad()
 
     class Peeks(nn.Module):

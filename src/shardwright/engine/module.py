@@ -31,6 +31,7 @@ from shardwright.engine.lending import lends
 from shardwright.engine.parameter import Managed, ShardedParameter, unit_of
 from shardwright.engine.precision import restore_buffers
 from shardwright.engine.ragged import RaggedTensor
+from shardwright.engine.resizing import resizes
 from shardwright.engine.root import Root
 from shardwright.engine.ties import load_of
 from shardwright.engine.unit import Unit
@@ -69,7 +70,8 @@ def fsdp_class(cls: type, reads_own: bool) -> type:
     key = (cls, reads_own)
     if key not in _classes:
         bases = (FSDPModule, cls, TorchFSDPModule)
-        _classes[key] = type(f"FSDP{cls.__name__}", bases, lends(cls) if reads_own else {})
+        own = {**resizes(cls), **(lends(cls) if reads_own else {})}
+        _classes[key] = type(f"FSDP{cls.__name__}", bases, own)
         fsdp_classes.setdefault(cls, _classes[key])
     return _classes[key]
 

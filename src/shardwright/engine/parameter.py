@@ -138,7 +138,7 @@ def become(sharded: Any, new: Any) -> None:
     # A parameter that was made of a view of another one has its own local tensor from now on.
     sharded.__dict__.pop(EDITED, None)
     if isinstance(new, RaggedTensor):
-        RaggedTensor.data.fset(sharded, new)  # type: ignore[attr-defined]
+        sharded.become(new)
     else:
         rebind(sharded, new)
 

@@ -181,8 +181,12 @@ class RaggedTensor(torch.Tensor):
                 f"The data of a ragged tensor of shape {tuple(self.shape)} can be set to a RaggedTensor of that shape, "
                 f"not to a {type(value).__name__} of shape {tuple(value.shape)}. Use copy_, under no_grad."
             )
-        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # this is the outside only
-        self._local_tensor, self.spec = value._local_tensor, value.spec
+        self.become(value)
+
+    def become(self, other: RaggedTensor) -> None:
+        """Make this object what ``other`` is: shape, dtype, local tensor and spec."""
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # this is the outside only
+        self._local_tensor, self.spec = other._local_tensor, other.spec
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedTensor:
         if id(self) in memo:

@@ -469,7 +469,8 @@ def _refuse_mixed(func: Any, arguments: list[Any], error: RuntimeError) -> NoRet
     raise RuntimeError(
         f"{label} met a plain tensor in {func} while it is sharded ({error}). Either its module was called outside the "
         "forward of its unit: call it inside, or in a method that sw.register_fsdp_forward_method(unit, name) names, "
-        "or apply fully_shard to it before the outer module. Or make the plain tensor a DTensor."
+        "or apply fully_shard to it before the outer module. Or make the plain tensor a DTensor, or edit full "
+        "parameters inside `with shardwright.unsharded(model):`."
     ) from error
 
 

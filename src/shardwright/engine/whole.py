@@ -6,7 +6,7 @@ memory and their schedule know nothing of them but that they must not be used me
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -18,7 +18,7 @@ from shardwright._torch import in_backward, local_of
 from shardwright.engine.agreement import UNSHARD
 from shardwright.engine.construct import UNIT, own_modules
 from shardwright.engine.offload import whole_of
-from shardwright.engine.parameter import STANDS_FOR, Managed, ManagedParameter, unit_of
+from shardwright.engine.parameter import STANDS_FOR, Managed, ManagedParameter, Slot, unit_of
 from shardwright.engine.root import reduce_held
 from shardwright.engine.states import digest
 from shardwright.engine.unit import Unit
@@ -34,7 +34,7 @@ class Options(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Shown:
+class Shown:
     """A parameter and, where there is one, the full tensor in its place, with hashes of what was gathered."""
 
     unit: Unit
@@ -69,7 +69,8 @@ def unsharded(
         module: a sharded model or any module inside one.
         recurse: also the parameters of units inside ``module``.
         writeback: keep what was changed, also when an exception leaves the context. False: the parameters are what
-            they were. Parameters that were replaced are taken over by the next forward, or, with False, put back.
+            they were. Parameters that were replaced, or have another shape (and then no gradient), are taken over by
+            the next forward, or, with False, put back.
         rank0_only: only the first rank of the mesh gets full tensors and keeps them; on the others the parameters stay
             sharded, and each is there in full for the moment in which it is gathered. Needs ``writeback=False``.
         offload_to_cpu: the full parameters (and gradients) are on the CPU. The device holds one of them at a time. Each
@@ -80,25 +81,43 @@ def unsharded(
     Raises:
         RuntimeError: a forward or backward is under way, or the parameters hold no values yet.
         ValueError: ``rank0_only`` with ``writeback``, other options than those of a context around this one, or a full
-            tensor that has another shape or dtype in the end.
+            tensor that has another dtype in the end, or, if it is tensor-parallel, another shape.
         NotImplementedError: parameters whose tensors decide themselves what is gathered of them.
     """
     options = Options(writeback, rank0_only, offload_to_cpu, with_grads)
+    modules = list(module.modules()) if recurse else [m for _, m in own_modules(module)]
     if writeback and rank0_only:
         raise ValueError(
             "unsharded(rank0_only=True) gives the full parameters to one rank, which cannot write the others' shards. "
             "Pass writeback=False."
         )
-    shown = _show(module, recurse, options)
-    try:
+    with showing(module, modules, options):
         yield module
+
+
+@contextmanager
+def showing(
+    top: nn.Module,
+    modules: list[nn.Module],
+    options: Options,
+    check: Callable[[list[Shown]], None] | None = None,
+) -> Iterator[None]:
+    """Show the full parameters of ``modules``, all of them in ``top``, for a while.
+
+    ``check`` is called before the body, with what is shown. If it raises, nothing has changed.
+    """
+    shown = _show(modules, options)
+    try:
+        if check is not None:
+            check(shown)
+        yield
     finally:
-        _restore(shown, options)
+        _restore(top, shown, options)
 
 
 @torch.no_grad()
-def _show(module: nn.Module, recurse: bool, options: Options) -> list[_Shown]:
-    found = _find(module, recurse, options)
+def _show(modules: list[nn.Module], options: Options) -> list[Shown]:
+    found = _find(modules, options)
     units = list(dict.fromkeys(unit for unit, _ in found))
     for root in dict.fromkeys(unit.root for unit in units):
         if root is not None:
@@ -120,9 +139,8 @@ def _show(module: nn.Module, recurse: bool, options: Options) -> list[_Shown]:
     return shown
 
 
-def _find(module: nn.Module, recurse: bool, options: Options) -> list[tuple[Unit, ManagedParameter]]:
+def _find(modules: list[nn.Module], options: Options) -> list[tuple[Unit, ManagedParameter]]:
     """The sharded parameters that are to be shown and are not yet, each once."""
-    modules = list(module.modules()) if recurse else [m for _, m in own_modules(module)]
     units: list[Unit | None] = [m.__dict__.get(UNIT) for m in modules]
     units += [unit_of(p) for m in modules for p in _held(m)]
     for unit in dict.fromkeys(u for u in units if u is not None):
@@ -181,21 +199,21 @@ def _told(options: Options) -> str:
     return ", ".join(f"{name}={value}" for name, value in options._asdict().items())
 
 
-def _gather(unit: Unit, p: ManagedParameter, options: Options, wanted: bool) -> _Shown:
+def _gather(unit: Unit, p: ManagedParameter, options: Options, wanted: bool) -> Shown:
     """Every rank takes part."""
     to_cpu = wanted and options.offload_to_cpu
     whole = _whole(p.sharded.detach(), to_cpu)
     gradient = p.sharded.grad if options.with_grads else None
     whole_gradient = _whole(gradient, to_cpu) if gradient is not None else None
     if not wanted:
-        return _Shown(unit, p, None)
+        return Shown(unit, p, None)
     full = nn.Parameter(whole, requires_grad=p.sharded.requires_grad)
     for key, value in p.full.__dict__.items():  # what the user has put on the parameter
         if not key.startswith("_shardwright"):
             full.__dict__.setdefault(key, value)
     full.__dict__[STANDS_FOR] = p.sharded
     full.grad = whole_gradient
-    shown = _Shown(unit, p, full)
+    shown = Shown(unit, p, full)
     if options.writeback:
         shown.value = int(digest(full.detach()))
         shown.gradient = None if full.grad is None else int(digest(full.grad))
@@ -212,9 +230,14 @@ def _whole(tensor: Any, to_cpu: bool) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _restore(shown: list[_Shown], options: Options) -> None:
+def _restore(top: nn.Module, shown: list[Shown], options: Options) -> None:
     """Put the sharded parameters back, and the edits into them. Does not communicate: an exception may have come."""
     refused: list[str] = []
+    sharded = {id(each.full): each.p.sharded for each in shown if each.full is not None}
+    for module in top.modules():
+        for name, p in module._parameters.items():
+            if id(p) in sharded:  # also under names that were tied to it meanwhile
+                Slot.of(module, name).show(sharded[id(p)])
     for each in shown:
         each.unit.unsharded.pop(each.p.sharded, None)
         if each.full is None:
@@ -227,19 +250,28 @@ def _restore(shown: list[_Shown], options: Options) -> None:
         del each.full.__dict__[STANDS_FOR]
     if refused:
         raise ValueError(
-            f"Full parameters have another shape or dtype than before: {'; '.join(refused)}. These were not written "
-            "back. Replace the parameter by another nn.Parameter instead, or change it after the context."
+            f"Full parameters cannot be cut as they are now: {'; '.join(refused)}. These were not written back. "
+            "Replace the parameter by another nn.Parameter instead, or change it after the context."
         )
 
 
-def _write_back(shown: _Shown, options: Options) -> list[str]:
+def _write_back(shown: Shown, options: Options) -> list[str]:
     """Whether something has changed is asked of the whole, so that the answer is the same on every rank."""
     p, full = shown.p, shown.full
     assert full is not None
-    if full.shape != p.sharded.shape or full.dtype != p.local.dtype:
+    resized = full.shape != p.sharded.shape
+    if full.dtype != p.local.dtype or (resized and p.cut.parallel is not None):
+        kind = "tensor-parallel " if p.cut.parallel is not None else ""
         return [
-            f"{p.name!r} of {tuple(p.sharded.shape)} and {p.local.dtype} is {tuple(full.shape)} and {full.dtype}"
+            f"{kind}{p.name!r} of {tuple(p.sharded.shape)} and {p.local.dtype} is {tuple(full.shape)} and {full.dtype}"
         ]
+    if resized:
+        try:
+            p.sharded.data = full.detach()
+        except ValueError as error:  # as by a shard_placement_fn
+            return [str(error)]
+        p.sharded.grad = None
+        return []
     if int(digest(full.detach())) != shown.value:
         p.local.copy_(p.cut.part_of(full))
     if options.with_grads:
