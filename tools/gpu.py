@@ -34,7 +34,7 @@ import torch.distributed as dist  # noqa: E402
 from shardwright._torch import memory_can_be_swapped  # noqa: E402
 
 #: Files with tests that need a GPU. Others may need packages that such a machine does not have.
-TESTS = ["tests/engine/test_gpu.py", "tests/init/test_devices.py"]
+TESTS = ["tests/engine/test_gpu.py", "tests/engine/test_sharing_a_device.py", "tests/init/test_devices.py"]
 ENGINES = ["plain", "fsdp2", "shardwright", *(["shardwright arena"] if memory_can_be_swapped else [])]
 SECONDS = {"tests": 300, "engine": 50}  # 300 + 4 * 50 s is the most that this takes
 LOSSES_AGREE = 2e-2  # bfloat16 forwards: ranks sum gradients in another order than one process does

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from shardwright.comm import Communicator, Division, plan_division
 from shardwright.comm.streams import DeviceStreams
 from tests.support import multirank
+from tests.support.stand_in import stand_in_device
 
 
 def communicator() -> Communicator:
@@ -137,3 +138,26 @@ def test_side_streams_follow_the_computation_and_are_joined_by_events(
     with streams.beside("reduce"):
         api.log.append(f"on {api.stack[-1]}")
     assert api.log == ["on side1"]
+
+
+@multirank(1, 2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_gloo_over_the_memory_of_an_accelerator(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    """gloo queues nothing on a stream, so all is there when the call returns, and ``on_done`` still waits."""
+    with stand_in_device():
+        comm = Communicator(dist.group.WORLD, torch.device("cpu"))
+        gathered, done = torch.zeros(3 * world_size, dtype=torch.uint8), []
+        mine = torch.full((3,), rank + 1, dtype=torch.uint8)
+        gather = comm.all_gather([gathered], [mine], on_done=lambda: done.append(True))
+        assert gathered.view(world_size, 3)[:, 0].tolist() == list(range(1, world_size + 1)) and not done
+        gather.wait()
+        assert done
+        division = plan_division(dtype, world_size, None)
+        pieces = torch.arange(world_size, dtype=dtype).repeat_interleave(2) + rank
+        mean = torch.empty(2, dtype=dtype)
+        comm.reduce_scatter([mean], [pieces.clone()], division)
+        expected = rank + (world_size - 1) / 2
+        assert mean.tolist() == pytest.approx([expected] * 2, rel=1e-3)
+        both = torch.full((2,), float(rank), dtype=dtype)
+        comm.all_reduce(both, division)
+        assert both.tolist() == pytest.approx([(world_size - 1) / 2] * 2, rel=1e-3)

@@ -7,14 +7,13 @@ Nothing runs beside anything; what comes out are real numbers. What must wait fo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from shardwright.comm import Communicator, HostStreams, Pending, collectives
-from shardwright.comm.custom import FlatGathers
+from shardwright.comm import HostStreams, collectives
 from shardwright.engine import api
 
 
@@ -45,40 +44,6 @@ def stand_in_device() -> Iterator[StandIn]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "streams_for", lambda device: streams)
         patch.setattr(api, "_communicators", weakref.WeakValueDictionary())
-        for name in ("all_gather", "reduce_scatter", "all_reduce"):
-            patch.setattr(Communicator, name, _at_once(getattr(Communicator, name), name == "all_gather"))
-        patch.setattr(FlatGathers, "all_gather", _at_once(FlatGathers.all_gather, True))
-        divided = Communicator._divided
-
-        def divided_after(comm: Communicator, work: Any, *given: Any) -> Pending:
-            work.wait()
-            return divided(comm, None, *given)
-
-        patch.setattr(Communicator, "_divided", divided_after)
         for cache in ("_separate", "_neighbours"):
             patch.setattr(collectives, cache, weakref.WeakKeyDictionary())
         yield streams
-
-
-def _at_once(collective: Callable[..., Pending], gathers: bool) -> Callable[..., Pending]:
-    """On a stream, what comes later may read a collective's result without that the host has waited for it."""
-
-    def call(comm: Communicator, outputs: Any, inputs: Any, casts: Any = None, on_done: Any = None,
-             announce: Any = None) -> Pending:  # fmt: skip
-        streams: Any = comm.streams
-        before = streams.asynchronous
-        streams.asynchronous = (
-            True  # gloo has no collective that is over when it returns: wait before decoding, too
-        )
-        try:
-            pending = collective(comm, outputs, inputs, casts or ([], []), None, announce)
-        finally:
-            streams.asynchronous = before
-        pending.wait()
-        return Pending(comm.streams, None, "mark", finish=on_done)
-
-    def reduce(comm: Communicator, *given: Any) -> Pending:
-        collective(comm, *given).wait()
-        return Pending(comm.streams, None, "mark")
-
-    return call if gathers else reduce

@@ -120,9 +120,7 @@ class Communicator:
         self.streams = streams_for(device)
         # gloo's reduce-scatter is slow: an all-to-all and a local sum took 0.33 / 0.48 / 5.5 ms where it took
         # 0.66 / 3.8 / 12 ms for 64 KiB / 1 MiB / 12 MiB on two ranks; the local sum also rounds only once.
-        self._gloo = (
-            group is not None and device.type == "cpu" and backend_for(group, device).name() == "gloo"
-        )
+        self._gloo = group is not None and backend_for(group, device).name() == "gloo"
         self._gather_options = AllgatherOptions()
         self._gather_options.asyncOp = self.streams.asynchronous
         self._scatter_options = ReduceScatterOptions(), ReduceScatterOptions()  #: for sums, for averages
@@ -148,8 +146,12 @@ class Communicator:
     def begin(self, announce: Callable[[], None] | None, collective: Callable[[], Any]) -> Any:
         """Announce, if there is anything to announce, and begin a collective; returns what to wait for."""
         if announce is None or self.meeting is None:
-            return collective()
-        return self.meeting.begin(announce, collective)
+            work = collective()
+        else:
+            work = self.meeting.begin(announce, collective)
+        if self._gloo and not self.streams.asynchronous and work is not None:
+            work.wait()  # over an accelerator's memory: gloo queues nothing on the stream, the host copies
+        return work
 
     def gather_row(self, mine: torch.Tensor) -> torch.Tensor:
         """Every rank's flat ``mine``, a row for each, on the device and the current stream. Modes do not see it."""
@@ -204,13 +206,21 @@ class Communicator:
         gather = functools.partial(self.group._allgather_base, gathered, flat, self._gather_options)
         work = self.begin(announce, gather)
 
-        def finish() -> None:
+        def unpack() -> None:
             rows = gathered.view(self.world_size, -1).split([t.numel() for t in inputs], dim=1)
             foreach_copy_([t.view(self.world_size, -1) for t in outputs], rows)
+
+        def finish() -> None:
+            unpack()
             if on_done is not None:
                 on_done()
 
-        return Pending(self.streams, work, None, keep=(flat, gathered), finish=finish)
+        if self.streams.asynchronous:
+            return Pending(self.streams, work, None, keep=(flat, gathered), finish=finish)
+        unpack()
+        return Pending(
+            self.streams, None, self.streams.mark("gather"), keep=(outputs, inputs), finish=on_done
+        )
 
     def reduce_scatter(
         self,
@@ -301,7 +311,10 @@ class Communicator:
                     torch.sum(part, dim=0, out=output)
             _divide([] if division.average else outputs, division.after)
 
-        return Pending(self.streams, work, None, keep=(packed, received), finish=finish)
+        if self.streams.asynchronous:
+            return Pending(self.streams, work, None, keep=(packed, received), finish=finish)
+        finish()
+        return Pending(self.streams, None, self.streams.mark("reduce"), keep=(outputs, inputs))
 
 
 _separate: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
