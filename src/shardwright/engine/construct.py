@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwright._torch import local_of, untransformed
 from shardwright.engine.cut import Cut, cut_alone, make_cut
 from shardwright.engine.extension import Extension, is_attached, is_extended
+from shardwright.engine.naming import remember
 from shardwright.engine.parameter import (
     TAKEN,
     UNIT_OF,
@@ -35,7 +36,6 @@ from shardwright.engine.parameter import (
 from shardwright.engine.precision import gradient_dtypes, policy_for
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.ranks import Ranks
-from shardwright.engine.sharded_tensor import NAMED
 from shardwright.engine.tensor_parallel import TensorParallel, cut_dim, parallel_of
 from shardwright.engine.unset import carry_mark
 from shardwright.layout import TensorSpec, plan_unit
@@ -135,7 +135,7 @@ def find_parameters(
                         continue
                 parallel = _parallel_of(full_name, parameter, ranks)
                 if unit_of(parameter) is not unit or unit is None:
-                    _check_parameter(full_name, module, parameter, parallel)
+                    _check_parameter(full_name, module, parameter, parallel, unit)
                 known = owned.setdefault(id(parameter), Owned(full_name, parameter, [], parallel))
                 known.slots.append(slot)
     return Found(list(owned.values()), borrowed)
@@ -198,11 +198,16 @@ def _holds(owner: Unit, sharded: nn.Parameter) -> bool:
 
 
 def _check_parameter(
-    name: str, module: nn.Module, parameter: nn.Parameter, parallel: TensorParallel | None
+    name: str,
+    module: nn.Module,
+    parameter: nn.Parameter,
+    parallel: TensorParallel | None,
+    unit: Unit | None,
 ) -> None:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ValueError(f"parameter {name!r} is not initialised. Run one forward of the lazy module first.")
-    where = f"parameter {name!r} of shape {tuple(parameter.shape)}"
+    owner = f" of unit {unit.name!r}" if unit is not None else ""
+    where = f"parameter {name!r}{owner} of shape {tuple(parameter.shape)}"
     if is_attached(parameter):
         raise ValueError(
             f"{where}: fsdp_pre_all_gather was attached to this object, and each rank's part is another one. Define it "
@@ -388,7 +393,7 @@ def own_parameters(unit: Unit, found: Found) -> None:
     ref = weakref.ref(unit)
     for parameter, (_, original, _, _) in zip(parameters, owned, strict=True):
         setattr(parameter.sharded, UNIT_OF, ref)
-        NAMED[id(parameter.local)] = unit
+        remember(unit, parameter.sharded)
         if original is not parameter.sharded:
             setattr(original, TAKEN, Taken(f"{parameter.name} of {unit.name}", parameter.sharded))
         parameter.show(parameter.sharded)

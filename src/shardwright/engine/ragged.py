@@ -18,9 +18,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils._pytree import tree_leaves
 
 from shardwright._torch import called_by_stager, disabled_torch_function, dtensor_of, is_traced
 from shardwright.engine.gathering import full_of
+from shardwright.engine.naming import parameter_of
 from shardwright.engine.ragged_spec import RaggedSpec
 from shardwright.engine.unset import begin_edit, unmark
 
@@ -178,8 +180,8 @@ class RaggedTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, RaggedTensor) or value.shape != self.shape:
             raise NotImplementedError(
-                f"The data of a ragged tensor of shape {tuple(self.shape)} can be set to a RaggedTensor of that shape, "
-                f"not to a {type(value).__name__} of shape {tuple(value.shape)}. Use copy_, under no_grad."
+                f"The data of {described(self)} can be set to a RaggedTensor of that shape, not to a "
+                f"{type(value).__name__} of shape {tuple(value.shape)}. Use copy_, under no_grad."
             )
         self.become(value)
 
@@ -216,25 +218,27 @@ class RaggedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         # Gathering would hang where only rank 0 saves, which is how torch.save is mostly called.
         raise NotImplementedError(
-            f"A ragged tensor of shape {tuple(self.shape)} cannot be pickled or given to torch.save: this rank has a "
-            "piece of it. Save .full_tensor(), called on every rank, or the state dict with "
+            f"pickle and torch.save do not take {described(self)}: this rank has a piece of it. Save "
+            ".full_tensor(), called on every rank, or the state dict with "
             'torch.distributed.checkpoint, or shard with layout="per_parameter".'
         )
 
     def numpy(self, *, force: bool = False) -> NoReturn:
-        refuse("numpy")
+        refuse("numpy", self)
 
     def __array__(self, dtype: Any = None) -> NoReturn:
-        refuse("numpy")
+        refuse("numpy", self)
 
     def tolist(self) -> NoReturn:
-        refuse("tolist")
+        refuse("tolist", self)
 
     def share_memory_(self) -> NoReturn:
-        refuse("share_memory_")  # there is no memory behind the wrapper: torch's own crashes the process
+        refuse(
+            "share_memory_", self
+        )  # there is no memory behind the wrapper: torch's own crashes the process
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        refuse("__dlpack__")
+        refuse("__dlpack__", self)
 
     # -- torch.distributed.checkpoint: this rank's rectangles ----------------------------------------------------------
 
@@ -415,10 +419,22 @@ def refuse_traced(local: torch.Tensor) -> None:
         )
 
 
-def refuse(name: Any) -> NoReturn:
+def described(tensor: RaggedTensor) -> str:
+    """For messages: which parameter it is, or which it is cut like."""
+    shape = tuple(tensor.shape)
+    if parameter := parameter_of(tensor._local_tensor):
+        return f"a ragged tensor (parameter {parameter}, of shape {shape})"
+    parameter = parameter_of(tensor.spec)
+    return f"a ragged tensor of shape {shape}" + (f" (cut as parameter {parameter})" if parameter else "")
+
+
+def refuse(name: Any, arguments: Any) -> NoReturn:
+    """Raise for an operation on ``arguments``, among which a ragged tensor is."""
+    tensors = [each for each in tree_leaves(arguments) if isinstance(each, RaggedTensor)]
+    label = described(tensors[0]) if tensors else "a ragged tensor"
     raise NotImplementedError(
-        f"{name} is not supported on a ragged tensor, of which each rank has a range of elements: it would give a "
-        "result of this rank's alone. Use .full_tensor(), called on every rank, or the full parameters inside "
+        f"{name} is not supported on {label}, of which each rank has a range of elements: it would give a result of "
+        "this rank's alone. Use .full_tensor(), called on every rank, or the full parameters inside "
         '`with shardwright.unsharded(model):`, or shard with layout="per_parameter". If a module was called outside '
         "the forward of its unit, call it inside, or apply fully_shard to it before the outer module."
     )
@@ -428,7 +444,7 @@ def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # In inference mode operations arrive that are made of others.
     with torch.no_grad():
         result = func.decompose(*args, **kwargs)
-    return result if result is not NotImplemented else refuse(func)
+    return result if result is not NotImplemented else refuse(func, (args, kwargs))
 
 
 import shardwright.engine.ragged_ops  # noqa: E402,F401  # fills HANDLERS

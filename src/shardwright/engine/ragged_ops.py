@@ -20,7 +20,8 @@ from shardwright._torch import (
     increment_version,
     is_traced,
 )
-from shardwright.engine.ragged import HANDLERS, Handler, RaggedTensor, device_of, part_of, refuse
+from shardwright.engine.naming import parameter_of
+from shardwright.engine.ragged import HANDLERS, Handler, RaggedTensor, described, device_of, part_of, refuse
 from shardwright.engine.ragged_spec import RaggedSpec
 from shardwright.engine.reading import agree_to_read
 from shardwright.engine.summed import cut_gradient
@@ -31,11 +32,14 @@ aten = torch.ops.aten
 
 def _mixed(func: Any, spec: RaggedSpec | None, found: torch.Tensor) -> NoReturn:
     what = f"a {type(found).__name__} of shape {tuple(found.shape)}"
-    if isinstance(found, RaggedTensor) and spec is not None:
-        what += f" and {found.spec}"
+    if isinstance(found, RaggedTensor):
+        what = described(found) + (f" and {found.spec}" if spec is not None else "")
+    beside = "plain tensors" if spec is None else str(spec)
+    if spec is not None and (parameter := parameter_of(spec)):
+        beside += f", the cut of parameter {parameter}"
     raise NotImplementedError(
         f"{func} expects ragged tensors that are all cut alike, 0-d tensors and numbers, found {what} beside "
-        f"{spec or 'plain tensors'}. Bring it into the same cut with RaggedTensor.from_full(tensor, like.spec), "
+        f"{beside}. Bring it into the same cut with RaggedTensor.from_full(tensor, like.spec), "
         "or use .full_tensor() of both."
     )
 
@@ -68,7 +72,7 @@ def _spec_of(args: Sequence[Any]) -> RaggedSpec | None:
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     spec = _spec_of(args)
     if spec is None:
-        refuse(func)
+        refuse(func, (args, kwargs))
     return RaggedTensor(
         func(
             *[_unwrap(func, spec, arg) for arg in args],
@@ -133,7 +137,7 @@ def _foreach_copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if not isinstance(target, RaggedTensor):
-        refuse(f"{func} into a {type(target).__name__} of shape {tuple(target.shape)}")
+        refuse(f"{func} into a {type(target).__name__} of shape {tuple(target.shape)}", args)
     func(target._local_tensor, part_of(source, target.spec), *args[2:], **kwargs)
     _edited([target])
     return target
@@ -142,7 +146,7 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, size = args
     if list(size) != list(tensor.shape):
-        refuse(f"{func} to {list(size)}")
+        refuse(f"{func} to {list(size)}", tensor)
     return RaggedTensor(tensor._local_tensor, tensor.spec)
 
 
@@ -179,7 +183,7 @@ def _masked_assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _by_position(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """In place, with arguments that say where in the whole tensor."""
     if not isinstance(args[0], RaggedTensor) or "out" in kwargs:
-        refuse(func)
+        refuse(func, (args, kwargs))
     edit(args[0], (), func, args, kwargs)
     return args[0]
 
@@ -213,7 +217,7 @@ def _everything(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rag
         or args[2:]
         or kwargs.get("keepdim")
     ):
-        refuse(func)
+        refuse(func, (args, kwargs))
     return tensor
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -25,6 +24,7 @@ from shardwright._torch import (
     waited,
 )
 from shardwright.engine.gathering import full_of, gathers_plainly, replicated, whole
+from shardwright.engine.naming import parameter_of
 from shardwright.engine.reading import agree_to_read
 from shardwright.engine.summed import cut_gradient
 from shardwright.engine.through_whole import (
@@ -451,21 +451,11 @@ def _filled(tensor: Any, value: float) -> Any:
     return dtensor_of(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
 
-#: Units by the id of a parameter's local tensor, to name the parameter in messages. A weak reference to the parameter
-#: itself would keep ``torch.utils.swap_tensors`` from it, which ``Module._apply`` calls.
-NAMED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-
 def _refuse_mixed(func: Any, arguments: list[Any], error: RuntimeError) -> NoReturn:
     """A sharded parameter met a plain tensor: mostly a module was called outside the forward of its unit."""
     tensor = next(t for t in arguments if isinstance(t, ShardedTensor))
-    local = tensor.__dict__.get(EDITED, local_of(tensor))
-    unit: Any = NAMED.get(id(local))
-    parameters = unit.parameters if unit is not None else []
-    managed = next((p for p in parameters if p.local is local), None)
-    label = (
-        f"Parameter {managed.name!r} of unit {unit.name!r}" if managed is not None else "A sharded parameter"
-    )
+    name = parameter_of(tensor.__dict__.get(EDITED, local_of(tensor)))
+    label = f"Parameter {name}" if name else "A sharded parameter"
     raise RuntimeError(
         f"{label} met a plain tensor in {func} while it is sharded ({error}). Either its module was called outside the "
         "forward of its unit: call it inside, or in a method that sw.register_fsdp_forward_method(unit, name) names, "

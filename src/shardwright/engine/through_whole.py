@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
 from shardwright._torch import StridedShard, increment_version, local_of
+from shardwright.engine.naming import parameter_of
 from shardwright.engine.ragged import RaggedTensor
 
 _aten = torch.ops.aten
@@ -114,8 +115,13 @@ def whole_of(value: Any) -> Any:
 
 
 def refuse(func: Any, tensor: Any) -> NoReturn:
+    tensor = getattr(tensor, "_viewed", tensor)
+    local = getattr(tensor, "_local_tensor", None)
+    parameter = parameter_of(getattr(tensor, "_edited", local))
+    label = f"parameter {parameter}, a" if parameter else "a"
     raise NotImplementedError(
-        f"{func} changes a part of a sharded tensor of shape {tuple(tensor.shape)} (an index, slice or strided view), "
-        "whose elements are on several ranks, and it is not known how to carry it out on each rank's own. Do it inside "
-        "`with shardwright.unsharded(model):`, which shows full parameters, or on .full_tensor() followed by copy_."
+        f"{func} changes a part of {label} sharded tensor of shape {tuple(tensor.shape)} (an index, slice or strided "
+        "view), whose elements are on several ranks, and it is not known how to carry it out on each rank's own. Do it "
+        "inside `with shardwright.unsharded(model):`, which shows full parameters, or on .full_tensor() followed by "
+        "copy_."
     )
