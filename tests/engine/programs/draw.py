@@ -111,12 +111,13 @@ def programs(parallel: bool = True) -> st.SearchStrategy[Program]:
         st.sampled_from(("no", "no", "yes", "yes", "open", *(HOLDS if parallel else ()))),
     )
     number = st.integers(0, 40)
+    cleared = st.sampled_from(("optimizer", "model", "none", "no"))
     instruction = st.one_of(
         train,
         train,
         train,
-        st.builds(Update, boolean, st.sampled_from(("optimizer", "model", "none", "no"))),
-        st.builds(Update, boolean, st.sampled_from(("optimizer", "model", "none", "no"))),
+        st.builds(Update, boolean, cleared),
+        st.builds(Update, boolean, cleared, st.integers(0, 7).map(lambda i: i == 7)),
         st.builds(Evaluate, forward, boolean, st.integers(1, 2)),
         st.builds(Transform, st.sampled_from(TRANSFORMS), forward),
         st.builds(Uneven, st.integers(0, 3)),

@@ -189,6 +189,7 @@ class Update:
 
     clip: bool = False
     zero: str = "optimizer"
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -254,12 +255,14 @@ EPILOGUE: tuple[Instruction, ...] = (
 def has_newer_operations(program: Program) -> bool:
     """Whether it does what programs did not do at first.
 
-    Aliases, writes by position, chosen gradients, zeros of unused parameters, transforms, numbers that are read.
+    Aliases, writes by position, chosen gradients, zeros of unused parameters, transforms, numbers that are read,
+    compiled steps of optimizers.
     """
     return program.model.zeros or any(
         isinstance(step, Transform | Read | Uneven)
         or (isinstance(step, Edit) and step.how in (*ALIASES, *WRITES))
         or (isinstance(step, Load) and step.how == "assign own")
+        or (isinstance(step, Update) and step.compiled)
         or (isinstance(step, Train) and any(micro.pattern in CHOSEN for micro in step.micros))
         for step in program.steps
     )
