@@ -44,7 +44,7 @@ class Words(nn.Module):
     def get_output_embeddings(self) -> nn.Module:
         return self.head
 
-    def resize_token_embeddings(self, size: int, fails: bool = False) -> nn.Module:
+    def resize_token_embeddings(self, size: int, fails: Any = False) -> nn.Module:
         """As the model of another library has it."""
         rows = min(size, self.embed.num_embeddings)
         new = nn.Embedding(size, 4)
@@ -201,6 +201,17 @@ def test_what_cannot_be_resized_is_refused_before_anything_changes(rank: int, wo
         model.resize_token_embeddings(9)
     model.zero_grad()
     train(model, plain, 1, 1, rank, world_size)
+    sw.optim.in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match=r"'weight' of unit 'embed' is stepped in backward.*Resize before"):
+        model.resize_token_embeddings(9)
+    compare(model, plain)
+
+    model = shard(Words(False, "data"), "zero3", (2,), "per_parameter", "embed")
+    error, message = (
+        (OSError, "no more words") if rank else (RuntimeError, "failed on rank 1 .*no more words")
+    )
+    with pytest.raises(error, match=message):
+        model.resize_token_embeddings(9, fails=[0] * rank)
 
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     parallel: Any = parallelize_module(

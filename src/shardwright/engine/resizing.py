@@ -28,7 +28,7 @@ def resizes(cls: type) -> dict[str, Any]:
 
     @functools.wraps(original)
     def resize_token_embeddings(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _resize(self, original, args, kwargs)
+        return _resize(self, getattr(cls, _METHOD), args, kwargs)
 
     return {_METHOD: resize_token_embeddings}
 
@@ -44,7 +44,12 @@ def _resize(model: nn.Module, original: Any, args: tuple[Any, ...], kwargs: dict
     modules = list(dict.fromkeys(m for top in embeddings for m in top.modules()))
     with showing(model, modules, Options(True, False, False, False), _refuse_unfit):
         known = {id(p) for _, p in _parameters(embeddings)}
-        result = original(model, *args, **kwargs)
+        failure: Exception | None = None
+        try:
+            result = original(model, *args, **kwargs)
+        except Exception as error:
+            failure = error
+        _raise_everywhere(unit, failure)
         after = _parameters(_embeddings(model))
         # New rows are drawn, on each rank from a generator of its own.
         made = [State(name, p) for name, p in after if STANDS_FOR in p.__dict__ or id(p) not in known]
@@ -88,7 +93,20 @@ def _refuse_different_sizes(unit: Unit, args: tuple[Any, ...], kwargs: dict[str,
         if theirs != sizes[0]:
             raise ValueError(
                 f"{_METHOD} of {unit.name!r} was called with {sizes[0]} on rank {unit.mesh.mesh.flatten()[0]} and with "
-                f"{theirs} on rank {rank}. Give the same size on every rank."
+                f"{theirs} on rank {rank}. Give the same arguments on every rank."
+            )
+
+
+def _raise_everywhere(unit: Unit, failure: Exception | None) -> None:
+    """Let a rank whose call has failed keep its exception, and the others name that rank."""
+    failures = everywhere(unit.mesh, None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    for rank, text in zip(unit.mesh.mesh.flatten().tolist(), failures, strict=True):
+        if text is not None:
+            raise RuntimeError(
+                f"{_METHOD} of {unit.name!r} failed on rank {rank} ({text}), so embeddings differ by rank now. Load "
+                "the model again."
             )
 
 
@@ -104,4 +122,8 @@ def _refuse_unfit(shown: list[Shown]) -> None:
             raise RuntimeError(
                 f"{where} has a gradient, which would be of another shape than the parameter. Call zero_grad() before, "
                 "and build the optimizer after."
+            )
+        if each.unit.stepping is not None:
+            raise RuntimeError(
+                f"{where} is stepped in backward by an optimizer of sw.optim.in_backward. Resize before that is built."
             )
