@@ -230,7 +230,8 @@ class Interpreter(Training):
         step = self.optimizer.step
         if update.compiled:
             torch._dynamo.reset()
-            step = torch.compile(step, backend="eager")  # what edits the weights is one graph, without kernels
+            # What edits the weights is one graph, without kernels.
+            step = torch.compile(step, backend="eager")
         step()
         self.expected.step()
         if update.zero != "no":
