@@ -15,6 +15,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.engine import offload
+from shardwright.engine.construct import UNIT
 from tests.engine.models import Model, Reference, build, full, loss_of, shard, tokens
 from tests.engine.test_strategies import On, backward, on, on_meshes, set_micro, units_of
 from tests.engine.test_surface import HalfGathered
@@ -429,7 +430,9 @@ def test_full_parameters_take_memory_where_they_are_shown(rank: int, world_size:
     plain = build(dim=32, hidden=128, vocab=64)
     sizes = [p.nbytes for p in plain.parameters()]
     model = shard(plain, mesh=world_mesh(2), layout="ragged")
+    meeting = getattr(model, UNIT).ranks.every[0].meeting
     locals_ = [p.to_local() for p in model.parameters()]
+    locals_ += [meeting._mine, meeting._theirs]  # in which the ranks agree
 
     def settles(seen: Storages, nbytes: int) -> bool:
         """gloo's threads may hold the last ones for a moment."""

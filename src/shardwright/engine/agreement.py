@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 
 from shardwright.comm import Communicator, Meeting, Unreached, notices
-from shardwright.engine.reading import READ, refuse_divergence
+from shardwright.engine import reading
+from shardwright.engine.reading import FULL, READ, refuse_divergence
 
 if TYPE_CHECKING:
     from shardwright.engine.unit import Unit
@@ -160,10 +161,12 @@ class Agreement:
     def _agree(self, comm: Communicator, event: int, number: int, nbytes: int = 0, detail: int = 0) -> None:
         """Raise if another rank is about to do something else."""
         try:
-            records = comm.exchange(Record(event, number, nbytes, detail, self._model, self.age))
+            record = Record(event, number, nbytes, detail, self._model, self.age)
+            records = comm.exchange(record, reading.LIMIT_OF_FULL if event == UNSHARD else None)
         except Unreached as error:
+            way_out = f" {reading.way_out(FULL)}" if event == UNSHARD else ""
             raise RuntimeError(
-                f"Rank {comm.ranks[comm.rank]} {_DOING[event][0]} {self.name_of(number)}, and {error}"
+                f"Rank {comm.ranks[comm.rank]} {_DOING[event][0]} {self.name_of(number)}, and {error}{way_out}"
             ) from error
         if records is not None:
             self.refuse(comm, records)
@@ -302,6 +305,8 @@ class Agreement:
 
     def _describe(self, rank: int, record: Record, among: Collection[Record]) -> tuple[tuple[str, str], str]:
         """What a rank is about to do, in the singular and in the plural, and with what."""
+        if record.event == READ and record.number == FULL:
+            return ("gathers", "gather"), "full parameters (unsharded)"
         if record.event == READ:
             return _DOING[READ], "a sharded tensor (norm, sum, item, float)"
         models, ages = ({r[place] for r in among if r.event != READ} for place in (-2, -1))

@@ -1,6 +1,6 @@
-"""Before ranks sum up a number of a sharded tensor: all of them come, or an error says what they do instead.
+"""Before ranks read what is sharded between steps: all of them come, or an error says what they do instead.
 
-``norm().item()`` and ``max() > 3`` look like calls of one rank. Tensors and units are not known here.
+``norm().item()``, ``max() > 3`` and ``unsharded`` look like calls of one rank. Tensors and units are not known here.
 """
 
 from __future__ import annotations
@@ -19,6 +19,17 @@ from shardwright.comm import Communicator, Unreached
 LIMIT = timedelta(seconds=30)
 #: What a rank that reads shows the others in the place of the event. Those of ``agreement.py`` are smaller.
 READ = 7
+#: What is read, in the place of a unit's number: a number of a tensor, or the full parameters of a model.
+NUMBER, FULL = range(2)
+#: How long a rank waits for the others where it shows full parameters: one of them may have saved or evaluated before.
+LIMIT_OF_FULL = timedelta(minutes=2)
+_TEXTS = (
+    (
+        "a number (norm, sum, item, float) of a tensor that is sharded",
+        "Read it on every rank, and print it on one.",
+    ),
+    ("the full parameters (sw.unsharded) of a model that is sharded", "Enter unsharded on every rank."),
+)
 
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
 #: Called where some ranks read and others do not, to raise in the words of who knows what these do (``agreement.py``).
@@ -39,20 +50,20 @@ def agree_to_read(groups: Iterable[dist.ProcessGroup], device: torch.device, wha
     for group in groups:
         if group not in _comms:
             _comms[group] = Communicator(group, device)
-        if _comms[group].exchanges:
-            _agree(_comms[group], what)
+        agree_to_read_over(_comms[group], NUMBER, what)
 
 
-def _agree(comm: Communicator, what: str) -> None:
+def agree_to_read_over(comm: Communicator, kind: int, what: str = "") -> None:
+    """Come together with the ranks of ``comm`` to read a NUMBER or FULL parameters. Raises as :func:`agree_to_read`."""
+    if not comm.exchanges:
+        return
     try:
-        records = comm.exchange((READ, 0, 0, zlib.crc32(what.encode())), LIMIT)
+        records = comm.exchange((READ, kind, 0, zlib.crc32(what.encode())), _limit(kind))
     except Unreached as error:
         raise RuntimeError(
-            f"Rank {comm.ranks[comm.rank]} reads a number (norm, sum, item, float) of a tensor that is sharded over "
-            f"ranks {comm.ranks}, and another of them did not come: it has ended, or waits in another collective, or "
-            f"comes more than {LIMIT.total_seconds():.0f} s later. Read it on every rank, and print it on one. Where "
-            "ranks are further apart, as after work of one rank alone, call torch.distributed.barrier() before. "
-            f"({type(error).__name__}: {error})"
+            f"Rank {comm.ranks[comm.rank]} reads {_TEXTS[kind][0]} over ranks {comm.ranks}, and another of them did "
+            "not come: it has ended, or waits in another collective, or comes later. "
+            f"{way_out(kind)} ({type(error).__name__}: {error})"
         ) from error
     if records is None:
         return
@@ -60,8 +71,21 @@ def _agree(comm: Communicator, what: str) -> None:
     if readers != comm.ranks:
         for refuse in refuse_divergence:
             refuse(comm, records)
-    rest = "not all the same" if readers == comm.ranks else "the others run a unit of a model"
+    others = [rank for rank in comm.ranks if rank not in readers]
+    rest = f"ranks {others} run a unit of a model" if others else "not all the same"
     raise RuntimeError(
         f"The ranks have diverged: ranks {readers} of {comm.ranks} read a number of a sharded tensor (norm, sum, item, "
-        f"float), and {rest}. Every rank must read the same numbers in the same order."
+        f"float) or full parameters (unsharded), and {rest}. Every rank must read the same in the same order."
     )
+
+
+def way_out(kind: int) -> str:
+    """What a user can do where a rank has waited in vain."""
+    return (
+        f"{_TEXTS[kind][1]} Where ranks are more than {_limit(kind).total_seconds():.0f} s apart, as after work of one "
+        "rank alone, call torch.distributed.barrier() before."
+    )
+
+
+def _limit(kind: int) -> timedelta:
+    return LIMIT_OF_FULL if kind == FULL else LIMIT

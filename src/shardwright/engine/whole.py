@@ -19,6 +19,7 @@ from shardwright.engine.agreement import UNSHARD
 from shardwright.engine.construct import UNIT, own_modules
 from shardwright.engine.offload import whole_of
 from shardwright.engine.parameter import STANDS_FOR, Managed, ManagedParameter, Slot, unit_of
+from shardwright.engine.reading import FULL, agree_to_read_over
 from shardwright.engine.root import reduce_held
 from shardwright.engine.states import digest
 from shardwright.engine.unit import Unit
@@ -119,9 +120,7 @@ def showing(
 def _show(modules: list[nn.Module], options: Options) -> list[Shown]:
     found = _find(modules, options)
     units = list(dict.fromkeys(unit for unit, _ in found))
-    for root in dict.fromkeys(unit.root for unit in units):
-        if root is not None:
-            root.agreement.agree_all(UNSHARD, 0)
+    _meet(units)
     if options.with_grads:
         reduce_held([p.sharded for _, p in found])
     first = [not any(unit.mesh.get_coordinate() or ()) for unit, _ in found]
@@ -137,6 +136,16 @@ def _show(modules: list[nn.Module], options: Options) -> list[Shown]:
         if each.full is not None:
             each.p.show(each.full)
     return shown
+
+
+def _meet(units: list[Unit]) -> None:
+    """Every rank is about to gather, or an error names those that are not."""
+    for root in dict.fromkeys(unit.root for unit in units):
+        if root is not None:
+            root.agreement.agree_all(UNSHARD, 0)
+    # Models that were not called yet have no agreement.
+    for comm in dict.fromkeys(comm for unit in units if unit.root is None for comm in unit.ranks.every):
+        agree_to_read_over(comm, FULL)
 
 
 def _find(modules: list[nn.Module], options: Options) -> list[tuple[Unit, ManagedParameter]]:
