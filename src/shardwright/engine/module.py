@@ -22,6 +22,7 @@ from shardwright._torch import (
     called_by_torchs_fully_shard,
     fsdp_classes,
     hide_from_dynamo,
+    local_of,
 )
 from shardwright.comm import Codec, GradientHook, RegisteredMemory, SymmetricMemory
 from shardwright.engine.composable import ModuleState, introduce, state_of
@@ -162,7 +163,12 @@ class _CutToShards(_UnitHook):
             p = owner.managed(parameter) if owner is not None else None
             if owner is None or p is None or not isinstance(value, torch.Tensor):
                 continue
-            if value.shape != p.cut.shape or value is parameter:
+            if value.shape != p.cut.shape:
+                continue
+            if p.sharded in owner.without_values() and _same_memory(value, p.local):
+                del state[key]  # the parameter itself, which torch puts where a state dict lacks it
+                continue
+            if value is parameter:
                 continue
             # A parameter that is cut in rows takes a DTensor as it is.
             if not value.is_meta and not (
@@ -171,6 +177,16 @@ class _CutToShards(_UnitHook):
                 state[key] = p.cut.wrap(p.cut.part_of(value).to(p.local.device))
             if load is not None and len(p.slots) > 1:
                 state[key] = load.begin(p, owner.mesh, key, state[key])
+
+
+def _same_memory(value: Any, local: torch.Tensor) -> bool:
+    while isinstance(value, (DTensor, RaggedTensor)):
+        value = local_of(value)
+    return (
+        type(value) is type(local) is torch.Tensor
+        and value.untyped_storage()._cdata == local.untyped_storage()._cdata
+        and value.storage_offset() == local.storage_offset()
+    )
 
 
 class UnshardHandle:
