@@ -133,6 +133,10 @@ class Meeting:
             self._works.clear()
         return True
 
+    def disagreed(self) -> bool:
+        """Whether all ranks came when they met last, and showed different records."""
+        return bool(self._works) and self._works[0].is_completed() and not self.agreed()
+
     def settle(self) -> None:
         """Wait for collectives that have begun and may have been forgotten. Their memory is about to be used again."""
         for begun in list(self.begun):

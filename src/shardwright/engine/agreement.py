@@ -201,14 +201,15 @@ class Agreement:
     def leave(self, event: int, error: BaseException, known: set[Meeting]) -> None:
         """This rank leaves what ``event`` ends: show it where the others come next.
 
-        If ranks have met since it began, all are in it, and come to its end on every axis. Else they may have no part
-        in it, and this rank's next meeting tells. ``known`` are meetings where it was shown already.
+        If ranks have met since it began, all are in it, and come to its end on every axis; also if they did not agree,
+        as ranks whose weights are of different ages. Else they may have no part in it, and this rank's next meeting
+        shows it. ``known`` are meetings where it was shown already.
         """
         met, self._met = self._met, {}
         for meeting in met:
             meeting.settle()
         again = {m for m, number in met.items() if m.agreed() and m.number > number}
-        if any(m.number > number for m, number in met.items()):
+        if any(m.number > number or m.disagreed() for m, number in met.items()):
             again.update(comm.meeting for comm in self.every if comm.exchanges and comm.meeting is not None)
         left = [m for m in met if m in again and m not in known]
         known.update(left)
