@@ -325,6 +325,15 @@ def _norms(tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None 
     return [n.to((dtype or t.dtype).to_real()) for n, t in zip(norms, tensors, strict=True)]
 
 
+def _weight_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Weight norm and its backward, whose norms are over rows or columns: of the whole tensors, on every rank."""
+    likes = args[:2] if func is aten._weight_norm_interface.default else args[1:3]
+    if not all(isinstance(like, RaggedTensor) for like in likes):
+        refuse(func, args)
+    results = func(*[arg.full_tensor() if isinstance(arg, RaggedTensor) else arg for arg in args], **kwargs)
+    return tuple(RaggedTensor.from_full(made, like.spec) for made, like in zip(results, likes, strict=True))
+
+
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """GradScaler: what one rank finds not to be finite, all ranks must know."""
     tensors, found, scale = args
@@ -390,6 +399,8 @@ def _table() -> dict[Any, Handler]:
         aten.equal.default: _equal,
         aten.allclose.default: _equal,
         aten.linalg_vector_norm.default: _vector_norm,
+        aten._weight_norm_interface.default: _weight_norm,
+        aten._weight_norm_interface_backward.default: _weight_norm,
         aten._foreach_norm.Scalar: _foreach_norm,
         aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     }
