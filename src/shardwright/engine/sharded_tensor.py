@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -60,6 +60,11 @@ _LINEAR = {
 _SUMS = {_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.sub_.Tensor}
 #: Autograd makes their gradients of a number, which is the same on every rank.
 _SUMMED = {_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim}
+#: They compute with a rank's own data. Torch takes a plain tensor of one element for the same on every rank.
+_ON_DATA = {
+    _aten.embedding.default, _aten._embedding_bag.default, _aten.mm.default, _aten.addmm.default,
+    _aten.convolution.default,
+}  # fmt: skip
 _READS_BY_POSITION = {_aten.index, _aten.index_select, _aten.gather, _aten.take, _aten.masked_select}
 
 
@@ -105,6 +110,8 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
 
     @classmethod
     def _operate(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func in _ON_DATA and any(type(t) is torch.Tensor for t in args):
+            _refuse_mixed(func, args, RuntimeError("each rank may have another one"))
         if func in _SUMMED and _real(args[0]):
             cut_gradient(args[0], functools.partial(_cut_again, args[0].placements))
         if func in _EXTREMES or func in _NORMS:
@@ -451,7 +458,7 @@ def _filled(tensor: Any, value: float) -> Any:
     return dtensor_of(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
 
-def _refuse_mixed(func: Any, arguments: list[Any], error: RuntimeError) -> NoReturn:
+def _refuse_mixed(func: Any, arguments: Iterable[Any], error: RuntimeError) -> NoReturn:
     """A sharded parameter met a plain tensor: mostly a module was called outside the forward of its unit."""
     tensor = next(t for t in arguments if isinstance(t, ShardedTensor))
     name = parameter_of(tensor.__dict__.get(EDITED, local_of(tensor)))
