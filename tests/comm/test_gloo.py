@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,22 @@ def test_groups_of_the_trainer_have_one_worker_thread_and_end_with_failures() ->
 def test_programs_destroy_their_groups_also_after_failures(program: Path) -> None:
     text = program.read_text()
     assert "atexit.register(dist.destroy_process_group)" in text or '"fake"' in text
+
+
+EXITS = """
+import atexit, time
+import torch.distributed as dist
+import torch
+time.sleep = lambda seconds: print("rests", seconds)
+from shardwright.comm.meeting import Meeting
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+Meeting(dist.group.WORLD, torch.device("cpu"))
+Meeting(dist.group.WORLD, torch.device("cpu"))
+atexit.register(lambda: (dist.destroy_process_group(), print("destroyed")))
+"""
+
+
+def test_workers_come_to_rest_before_the_interpreter_ends() -> None:
+    """One that still gives tensors back would abort the process, in some of many runs on a busy machine."""
+    done = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["destroyed", "rests 0.1"], done.stderr

@@ -7,9 +7,11 @@ shows that where the others come next, and does not wait for them. So the collec
 
 from __future__ import annotations
 
+import atexit
 import functools
 import operator
 import re
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -77,6 +79,7 @@ class Meeting:
         self.number = 0
         self.begun: set[Begun] = set()
         _meetings.add(self)
+        _wait_for_workers_at_exit()
 
     def show(self, record: Sequence[int], limit: timedelta | None = None) -> list[list[int]] | None:
         """Show every rank ``record`` (at most RECORD integers); return all ranks' if they are not the same.
@@ -190,3 +193,14 @@ def _numbers() -> dict[str, int]:
 
 
 notices.count_by(_numbers)
+
+
+@functools.cache
+def _wait_for_workers_at_exit() -> None:
+    """Let gloo's worker threads come to rest before the interpreter ends; destroyed groups have them, too.
+
+    After a collective its worker gives the tensors back, for which it needs the interpreter. One that asks for it
+    while it ends makes the process abort ("terminate called without an active exception"). Nothing says when a worker
+    is through, and sleeping lets it have the interpreter.
+    """
+    atexit.register(time.sleep, 0.1)
