@@ -64,9 +64,7 @@ def test_one_rank_shows_full_parameters_and_another_waits_elsewhere(rank: int, w
         if rank == 0:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(reading, "LIMIT_OF_FULL", timedelta(milliseconds=200))
-                with pytest.raises(
-                    RuntimeError, match=r"full parameters .*did not come.*Enter unsharded on every"
-                ):
+                with pytest.raises(RuntimeError, match=r"full parameters .*Enter unsharded on every"):
                     sw.unsharded(model).__enter__()
             store.set("failed", "yes")
             store.wait(["taken"])
