@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardwright as sw
-from shardwright._torch import subclasses_dispatch
+from shardwright._torch import gradient_hooks, subclasses_dispatch
+from shardwright.engine.parameter import become
+from shardwright.engine.sharded_tensor import as_sharded
 from tests.engine.models import full
-from tests.support import multirank
+from tests.support import multirank, world_mesh
 
 PENALTIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "L1": lambda p: p.abs().sum(),
@@ -114,3 +117,84 @@ def test_a_gradient_of_a_gradient_is_refused_where_parameters_are_ragged(rank: i
     with pytest.raises(NotImplementedError, match="create_graph=True"):
         total = (weight**2).sum()
         torch.autograd.grad((total**2), weight, create_graph=True)
+
+
+class Scaled(nn.Module):
+    """With a parameter that has no dimensions, which forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.scale = nn.Linear(5, 3), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+#: Of a loss and a parameter without dimensions, the loss with that parameter added.
+SUMS_WITH_LOSS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
+    lambda loss, s: loss + s,
+    lambda loss, s: s + loss,
+    lambda loss, s: loss - 2 * s,
+    lambda loss, s: torch.add(loss, s**2, alpha=3) + s,
+    lambda loss, s: (loss * 1).add_(s.abs()),
+    lambda loss, s: s.square() - loss + s.sum(),
+]
+
+
+@pytest.mark.skipif(not subclasses_dispatch, reason="sums of sharded parameters are torch's own there")
+@multirank(2)
+def test_parameters_without_dimensions_are_added_to_losses(rank: int, world_size: int) -> None:
+    for options in SETTINGS:
+        options = {k: v for k, v in options.items() if k != "memory"}
+        plain = Scaled()
+        model: Any = sw.fully_shard(copy.deepcopy(plain), **options)
+        twins = [(plain, range(world_size)), (model, range(rank, rank + 1))]
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each, _ in twins]
+        for step, added in enumerate(SUMS_WITH_LOSS):
+            for (each, ranks), optimizer in zip(twins, optimizers, strict=True):
+                optimizer.zero_grad()
+                total = added(loss_of(each, ranks, step), each.scale)
+                assert type(total) is torch.Tensor
+                total.backward()
+            assert type(model.scale.grad).__name__ != "Tensor", f"{options}, sum {step}"
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(full(one.grad), other.grad, msg=f"{options}, sum {step}")
+            for optimizer in optimizers:
+                optimizer.step()
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(full(one.detach()), other.detach(), msg=f"{options}, sum {step}")
+
+
+@pytest.mark.skipif(not subclasses_dispatch, reason="sums of sharded parameters are torch's own there")
+@multirank(2)
+def test_a_loss_is_not_added_into_a_sharded_penalty(rank: int, world_size: int) -> None:
+    for layout in ("per_parameter", "ragged"):
+        model: Any = sw.fully_shard(Scaled(), layout=layout)
+        penalties = [2 * model.scale]
+        penalties += [model.linear.weight.abs().sum()] if layout == "per_parameter" else []
+        for penalty in penalties:
+            with pytest.raises(NotImplementedError, match=r"Write `loss = loss \+ penalty`"):
+                penalty += loss_of(model, range(rank, rank + 1), 0)
+
+
+@pytest.mark.skipif(not subclasses_dispatch, reason="sums of sharded parameters are torch's own there")
+@multirank(2)
+def test_gradients_follow_a_parameter_that_is_cut_along_another_dimension(rank: int, world_size: int) -> None:
+    """A sum before leaves nothing behind that would cut gradients as the parameter was cut then."""
+    mesh, values = world_mesh(2), torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    weight: Any = nn.Parameter(as_sharded(distribute_tensor(values, mesh, [Shard(0)])))
+    seen: list[Any] = []
+    weight.register_hook(lambda gradient: seen.append(gradient))
+    weight.sum().backward()
+    assert weight.grad.placements == (Shard(0),)
+    weight.grad = None
+    become(weight, distribute_tensor(values, mesh, [Shard(1)]))
+    assert len(gradient_hooks(weight) or {}) == 1  # the user's
+    factor = as_sharded(distribute_tensor(values, mesh, [Shard(1)]))
+    torch.autograd.backward(weight * weight, factor)
+    assert weight.grad.placements == (Shard(1),) and len(seen) == 2
+    torch.testing.assert_close(weight.grad.full_tensor(), 2 * values * values)
+    weight.grad = None
+    weight.sum().backward()
+    assert weight.grad.placements == (Shard(1),)

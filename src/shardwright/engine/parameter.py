@@ -28,6 +28,7 @@ from shardwright.engine.cut import Cut
 from shardwright.engine.extension import Extension, is_attached, is_extended
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.sharded_tensor import EDITED, ShardedCopy, ShardedTensor, as_class
+from shardwright.engine.summed import forget_cut
 from shardwright.engine.unset import unmark
 
 #: Set on a parameter that a unit has taken over, so that tied weights and optimizers built too early are noticed.
@@ -140,6 +141,8 @@ def become(sharded: Any, new: Any) -> None:
     if isinstance(new, RaggedTensor):
         sharded.become(new)
     else:
+        if new.placements != sharded.placements:
+            forget_cut(sharded)
         rebind(sharded, new)
 
 
@@ -371,6 +374,7 @@ def build(
         become(original, sharded)
         sharded = original
     else:
+        forget_cut(original)  # which made gradients as this one was sharded
         share_gradient_hooks(original, sharded)
     sharded.__class__ = kind
     if is_extended(local):  # this object, or its class, of which making a parameter takes an alias

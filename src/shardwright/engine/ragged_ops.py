@@ -24,7 +24,7 @@ from shardwright.engine.naming import parameter_of
 from shardwright.engine.ragged import HANDLERS, Handler, RaggedTensor, described, device_of, part_of, refuse
 from shardwright.engine.ragged_spec import RaggedSpec
 from shardwright.engine.reading import agree_to_read
-from shardwright.engine.summed import cut_gradient
+from shardwright.engine.summed import cut_gradient, joins_loss
 from shardwright.engine.through_whole import BY_POSITION, edit
 
 aten = torch.ops.aten
@@ -97,6 +97,19 @@ def _pointwise_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     )
     _edited([target])
     return target
+
+
+def _add(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Addition and subtraction. A plain loss and a ragged tensor without dimensions give a plain loss."""
+    traced = any(is_traced(t._local_tensor) for t in args if isinstance(t, RaggedTensor))
+    if not traced and joins_loss(func, args):
+        return func(*[_number_of(t) if isinstance(t, RaggedTensor) else t for t in args], **kwargs)
+    return (_pointwise_into if func._schema.is_mutable else _pointwise)(func, args, kwargs)
+
+
+def _number_of(tensor: RaggedTensor) -> torch.Tensor:
+    cut_gradient(tensor, functools.partial(_cut_again, tensor.spec))
+    return tensor.full_tensor()
 
 
 def _edited(targets: Sequence[Any]) -> None:
@@ -222,7 +235,7 @@ def _everything(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rag
 
 
 def _cut_again(spec: RaggedSpec, gradient: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the gradient of a tensor that was summed up."""
+    """This rank's part of the gradient of a tensor that was summed up or added to a plain loss."""
     if isinstance(gradient, RaggedTensor):
         return gradient
     if torch.is_grad_enabled() and gradient.requires_grad:
@@ -326,7 +339,10 @@ def _norms(tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None 
 
 
 def _weight_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Weight norm and its backward, whose norms are over rows or columns: of the whole tensors, on every rank."""
+    """Weight norm and its backward. Every rank gathers the whole tensors, computes, and keeps its own part.
+
+    The norms are over rows or columns, and a rank's part may end within one.
+    """
     likes = args[:2] if func is aten._weight_norm_interface.default else args[1:3]
     if not all(isinstance(like, RaggedTensor) for like in likes):
         refuse(func, args)
@@ -372,6 +388,7 @@ def _table() -> dict[Any, Handler]:
             table[func] = _foreach
     for name in _FUSED.split():
         table.update(dict.fromkeys(_overloads(name), _foreach))
+    table.update(dict.fromkeys(_SUMS | {aten.sub.Tensor, aten.sub_.Tensor}, _add))
     table.pop(aten.where.default, None)  # this one gives indices
     for packet in BY_POSITION:
         places = [getattr(packet, overload) for overload in packet.overloads()]

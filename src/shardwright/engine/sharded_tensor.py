@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -26,7 +27,7 @@ from shardwright._torch import (
 from shardwright.engine.gathering import full_of, gathers_plainly, replicated, whole
 from shardwright.engine.naming import parameter_of
 from shardwright.engine.reading import agree_to_read
-from shardwright.engine.summed import cut_gradient
+from shardwright.engine.summed import cut_gradient, joins_loss
 from shardwright.engine.through_whole import (
     BY_POSITION,
     Step,
@@ -93,7 +94,11 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default:
             return _whole(args[0]).item()
-        if func in _SUMS and _joins_loss(args):
+        if (
+            func in _SUMS
+            and all(_real(t) for t in args[:2] if isinstance(t, DTensor))
+            and joins_loss(func, args)
+        ):
             return func(*[_number_of(t) if isinstance(t, ShardedTensor) else t for t in args], **kwargs)
         given = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
         if _RANDOM in func.tags and func._schema.is_mutable and isinstance(args[0], DTensor):
@@ -111,9 +116,9 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
     @classmethod
     def _operate(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func in _ON_DATA and any(type(t) is torch.Tensor for t in args):
-            _refuse_mixed(func, args, RuntimeError("each rank may have another one"))
+            _refuse_mixed(func, args, RuntimeError("each rank may have another value"))
         if func in _SUMMED and _real(args[0]):
-            cut_gradient(args[0], functools.partial(_cut_again, args[0].placements))
+            _cut_gradient(args[0])
         if func in _EXTREMES or func in _NORMS:
             args = _with_neutral(func, args)
         elif func.overloadpacket not in _LINEAR:
@@ -324,36 +329,22 @@ def _real(tensor: Any) -> bool:
     )
 
 
-def _cut_again(placements: Sequence[Placement], gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient of a tensor of these placements that was summed up."""
-    if any(p.is_partial() for p in placements) or not isinstance(gradient, DTensor):
+def _cut_again(mesh: DeviceMesh, placements: Sequence[Placement], gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of a tensor of these placements that was summed up or added to a plain loss."""
+    if not isinstance(gradient, DTensor):
+        gradient = DTensor.from_local(gradient, mesh, (Replicate(),) * mesh.ndim, run_check=False)
+    if any(p.is_partial() for p in placements):
         return gradient
     return gradient.redistribute(placements=placements)
 
 
-def _joins_loss(args: Any) -> bool:
-    """Whether a loss, plain, and a number of sharded tensors (a regulariser) are added up, to be differentiated."""
-    plain = [t for t in args[:2] if type(t) is torch.Tensor]
-    return bool(
-        plain
-        and not plain[0].dim()
-        and plain[0].requires_grad
-        and torch.is_grad_enabled()
-        and all(_real(t) and not t.dim() for t in args[:2] if t is not plain[0])
-    )
+def _cut_gradient(tensor: DTensor) -> None:
+    cut_gradient(tensor, functools.partial(_cut_again, tensor.device_mesh, tensor.placements))
 
 
 def _number_of(tensor: ShardedTensor) -> torch.Tensor:
     """The number as a plain one, which autograd takes for the tensor's own."""
-    if tensor.requires_grad and not tensor.is_leaf:
-        mesh = tensor.device_mesh
-
-        def sharded(gradient: torch.Tensor) -> torch.Tensor:
-            if isinstance(gradient, DTensor):
-                return gradient
-            return DTensor.from_local(gradient, mesh, (Replicate(),) * mesh.ndim, run_check=False)
-
-        tensor.register_hook(sharded)
+    _cut_gradient(tensor)
     return _whole(tensor)
 
 

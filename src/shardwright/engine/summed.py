@@ -1,11 +1,12 @@
-"""Gradients of sharded tensors that were summed up: autograd makes them whole on every rank, here they are cut again.
+"""Gradients of sharded tensors that were summed up or added to a plain loss: autograd makes them plain or whole.
 
-A parameter's own gradient would else not be sharded as the parameter is. Units and optimizers are not known here.
+Here they are cut again, so that a parameter's gradient is sharded as the parameter is. Units and optimizers are not
+known here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
 class CutGradient:
-    """A gradient hook of a tensor that was summed up."""
+    """A gradient hook of a tensor that was summed up or added to a plain loss."""
 
     def __init__(self, cut: Cut) -> None:
         self.cut = cut
@@ -26,7 +27,7 @@ class CutGradient:
 
 
 def cut_gradient(tensor: torch.Tensor, cut: Cut) -> None:
-    """Let ``cut`` make this rank's part of the gradient of ``tensor``, which is about to be summed up.
+    """Let ``cut`` make this rank's part of the gradient of ``tensor``, which is about to be summed up or added.
 
     ``cut`` may not refer to the tensor, and leaves a gradient as it is that is cut already.
     """
@@ -37,6 +38,37 @@ def cut_gradient(tensor: torch.Tensor, cut: Cut) -> None:
             hook.cut = cut  # a parameter may have been cut in another way since
             return
     tensor.register_hook(CutGradient(cut))
+
+
+def forget_cut(tensor: torch.Tensor) -> None:
+    """Remove the hook of :func:`cut_gradient`: ``tensor`` is sharded in another way from now on."""
+    hooks = gradient_hooks(tensor) or {}
+    for number in [number for number, hook in hooks.items() if type(hook) is CutGradient]:
+        del hooks[number]
+
+
+def joins_loss(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a plain loss and another tensor without dimensions are added, to be differentiated.
+
+    ``func`` is an addition or subtraction, and one of ``args`` at least is a sharded tensor.
+
+    Raises:
+        NotImplementedError: the loss would be added in place, into a sharded tensor.
+    """
+    plain = [t for t in args[:2] if type(t) is torch.Tensor]
+    joins = bool(
+        plain
+        and torch.is_grad_enabled()
+        and plain[0].requires_grad
+        and all(isinstance(t, torch.Tensor) and not t.dim() for t in args[:2])
+    )
+    if joins and func._schema.is_mutable and plain[0] is not args[0]:
+        raise NotImplementedError(
+            f"{func} adds a plain tensor, such as a loss, in place into a sharded tensor without dimensions, such as "
+            "a penalty. The plain tensor may have another value on each rank, and a sharded one may not. Write "
+            "`loss = loss + penalty`, or `loss += penalty`."
+        )
+    return joins
 
 
 def only_cut(hooks: dict[int, Any] | None) -> bool:
