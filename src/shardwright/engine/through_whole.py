@@ -121,7 +121,6 @@ def refuse(func: Any, tensor: Any) -> NoReturn:
     label = f"parameter {parameter}, a" if parameter else "a"
     raise NotImplementedError(
         f"{func} changes a part of {label} sharded tensor of shape {tuple(tensor.shape)} (an index, slice or strided "
-        "view), whose elements are on several ranks, and it is not known how to carry it out on each rank's own. Do it "
-        "inside `with shardwright.unsharded(model):`, which shows full parameters, or on .full_tensor() followed by "
-        "copy_."
+        "view), whose elements are on several ranks, and shardwright cannot carry it out. Do it inside "
+        "`with shardwright.unsharded(model):`, which shows full parameters, or on .full_tensor() followed by copy_."
     )

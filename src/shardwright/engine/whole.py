@@ -265,7 +265,11 @@ def _restore(top: nn.Module, shown: list[Shown], options: Options) -> None:
 
 
 def _write_back(shown: Shown, options: Options) -> list[str]:
-    """Whether something has changed is asked of the whole, so that the answer is the same on every rank."""
+    """Copy this rank's part of an edited full parameter, and of its gradient, into the sharded one.
+
+    Whether it was edited is decided by a digest of the full tensor, so that all ranks decide alike. Returns a
+    description of each parameter that cannot be cut as it is now.
+    """
     p, full = shown.p, shown.full
     assert full is not None
     resized = full.shape != p.sharded.shape
