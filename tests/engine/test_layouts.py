@@ -757,7 +757,13 @@ def test_saving_a_part_is_refused(rank: int, world_size: int, on: On, layout: st
     for what in (model.head.weight, model.state_dict(), {"weight": model.head.weight.detach()}):
         with pytest.raises(NotImplementedError) as caught:
             torch.save(what, io.BytesIO())
-        for part in ("ragged tensor of shape", "torch.save", "full_tensor()", "torch.distributed.checkpoint"):
+        for part in (
+            "ragged tensor",
+            "of shape",
+            "torch.save",
+            "full_tensor()",
+            "torch.distributed.checkpoint",
+        ):
             assert part in str(caught.value)
     with pytest.raises(TypeError, match=r"sharded Model cannot be pickled.*state_dict\(\)"):
         torch.save(model, io.BytesIO())

@@ -24,7 +24,7 @@ from shardwright._torch import (
     backend_for,
     foreach_copy_,
 )
-from shardwright.comm.meeting import Meeting
+from shardwright.comm.meeting import meeting_of
 from shardwright.comm.streams import Streams, streams_for
 
 
@@ -89,6 +89,11 @@ class Pending:
         """What others on the device may be ordered after."""
         return self._mark
 
+    def drop(self) -> None:
+        """Wait until it is over, and leave out what would follow it: nobody uses its results."""
+        self._finish = None
+        self.wait()
+
     def wait(self) -> None:
         # Forgotten only after success: an interrupted wait can be repeated, and buffers outlive the collective.
         if self._work is not None:
@@ -130,7 +135,7 @@ class Communicator:
         #: Whether :meth:`exchange` does anything: where unequal sizes would abort the process.
         self.exchanges = self._gloo and self.world_size > 1
         #: Where they exchange what they are about to do; copies of a communicator have the same one.
-        self.meeting = Meeting(group, device) if self.exchanges and group is not None else None
+        self.meeting = meeting_of(group, device) if self.exchanges and group is not None else None
 
     def number_of_model(self) -> int:
         """A number for one more model over this group, the same on every rank if all make theirs in one order."""
@@ -197,7 +202,7 @@ class Communicator:
         """One plain gather, then one copy into the outputs; gloo's coalesced gather makes the same copies inside.
 
         After a collective each worker thread of a gloo group writes the operation's name into one string without a
-        lock. ``ALLGATHER_COALESCED`` has more than 15 characters, so it lies on the heap, which two such writes
+        lock. ``ALLGATHER_COALESCED`` has more than 15 characters, so it is on the heap, which two such writes
         corrupt. ``_ALLGATHER_BASE`` fits into the string itself. The engine issues short names only.
         """
         flat = torch.cat(inputs)

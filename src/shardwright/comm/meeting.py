@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import operator
 import re
 import time
 import weakref
+import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -25,14 +28,20 @@ from shardwright._torch import AllToAllOptions, backend_for
 from shardwright.comm import notices
 
 RECORD = 6  #: integers that ranks show each other
+LEFT = -1  #: the first of a record by which a rank says that it has left
+_FAILURE = 2  #: where such a record has the number of the failure
 #: How long a rank that has left stays reachable for the others. Then its connections close, and theirs fail.
-LEFT = timedelta(seconds=60)
+REACHABLE = timedelta(seconds=60)
 
 #: What gloo says where another rank does not come, or its connection has ended.
 _OF_CONNECTIONS = re.compile(r"gloo/|time|connection|closed|reset|peer", re.IGNORECASE)
 
 _call: Callable[[Any], Any] = operator.call
-_meetings: weakref.WeakSet[Meeting] = weakref.WeakSet()
+#: One for each group and device, by the group's name: ranks come to a group in one order, whoever asks.
+_meetings: weakref.WeakValueDictionary[tuple[str, torch.device], Meeting] = weakref.WeakValueDictionary()
+#: Failures that this rank knows of, the newest last. Who has left by one of these has left for nobody here.
+_known_failures: deque[int] = deque(maxlen=64)
+_failures = itertools.count(1)
 
 
 class Unreached(RuntimeError):
@@ -60,12 +69,35 @@ class Begun:
         return all(work is None or getattr(work, "is_completed", bool)() for work in self.works)
 
 
+def meeting_of(group: dist.ProcessGroup, device: torch.device) -> Meeting:
+    """Where the ranks of a group meet."""
+    key = (group.group_name, device)
+    meeting = _meetings.get(key)
+    if (
+        meeting is None or meeting._group is not group
+    ):  # a group made later may have the name of one destroyed
+        meeting = _meetings[key] = Meeting(group, device)
+    return meeting
+
+
+def new_failure() -> int:
+    """A number for a failure of this rank's own; no other failure of any rank has it."""
+    failure = dist.get_rank() << 32 | next(_failures)
+    _known_failures.append(failure)
+    return failure
+
+
 class Meeting:
-    """That of the ranks of one group.
+    """Where the ranks of one group meet. See :func:`meeting_of`.
+
+    A rank may leave by one failure more often than the others come, so each failure has a number: who knows of it takes
+    a further record of it for nothing and shows the own one again.
 
     Attributes:
         number: how often they have met and agreed.
         begun: collectives that nobody has waited for yet.
+        failure: by which they did not agree when they met last.
+        left_by: the failure by which this rank has left since it last entered a model.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -78,7 +110,8 @@ class Meeting:
         self._left: list[tuple[Any, Any]] = []  #: what was shown in leaving, with its memory
         self.number = 0
         self.begun: set[Begun] = set()
-        _meetings.add(self)
+        self.failure = self.left_by = 0
+        self._disagreements = 0
         _wait_for_workers_at_exit()
 
     def show(self, record: Sequence[int], limit: timedelta | None = None) -> list[list[int]] | None:
@@ -91,16 +124,28 @@ class Meeting:
         Raises:
             Unreached: another rank does not come.
         """
-        self._works.clear()
         self._mine.zero_()
         self._mine[:, : len(record)] = torch.tensor(record, device="cpu")
-        self._begin(self._works, self._theirs, self._mine, AllToAllOptions())
-        self.wait_for(self._works[0], limit)
-        if not torch.equal(self._theirs, self._mine):
-            return self._theirs.tolist()  # type: ignore[no-any-return]
-        self.number += 1
-        self._works.clear()
-        return None
+        while True:
+            self._works.clear()
+            self._begin(self._works, self._theirs, self._mine, AllToAllOptions())
+            self.wait_for(self._works[0], limit)
+            if torch.equal(self._theirs, self._mine):
+                self.number += 1
+                self._works.clear()
+                return None
+            rows: list[list[int]] = self._theirs.tolist()
+            failures = {row[_FAILURE] for row in rows if row[0] == LEFT}
+            if not failures or not failures.issubset(_known_failures):
+                self._note_failure(failures)
+                return rows
+
+    def _note_failure(self, failures: set[int]) -> None:
+        """They do not agree. Without a failure of one rank's it is one of all, and has one number on all of them."""
+        self._disagreements += 1
+        name = f"{self._group.group_name} {self.number} {self._disagreements}"
+        self.failure = min(failures, default=1 << 62 | zlib.crc32(name.encode()))
+        _known_failures.extend(failures or [self.failure])
 
     def begin(self, announce: Callable[[], None], collective: Callable[[], Any]) -> Begun:
         """Call ``announce``, which shows a record here, then ``collective``, which returns a work or None.
@@ -147,14 +192,23 @@ class Meeting:
                 begun.wait()
             self.begun.discard(begun)
 
-    def leave(self, record: Sequence[int]) -> None:
-        """Show ``record`` where the others come next, without waiting for them."""
+    def leave(self, failure: int, record: Sequence[int]) -> None:
+        """Show that this rank has left where the others come next, without waiting for them; once for each failure.
+
+        Args:
+            failure: by which it has left.
+            record: the rest of what they see, after the failure's number.
+        """
+        if self.left_by == failure:
+            return
+        self.left_by = failure
         self._left = [each for each in self._left if not each[0].is_completed()]
         mine = torch.zeros_like(self._mine)
-        mine[:, : len(record)] = torch.tensor(record, device="cpu")
+        shown = [LEFT, 0, failure, *record]
+        mine[:, : len(shown)] = torch.tensor(shown, device="cpu")
         theirs = torch.zeros_like(mine)
         options = AllToAllOptions()
-        options.timeout = LEFT
+        options.timeout = REACHABLE
         works: list[Any] = []
         self._begin(works, theirs, mine, options)
         self._left.append((works[0], (mine, theirs)))
@@ -176,7 +230,7 @@ class Meeting:
             raise Unreached(f"{self._who_is_missing()} ({type(error).__name__}: {error})") from error
 
     def notices(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Why those of the ranks have left that have said so since the ranks met last."""
+        """Reasons of those ranks that have left since the group met last, by rank."""
         return notices.read(ranks, self._group.group_name, self.number)
 
     def _who_is_missing(self) -> str:
@@ -189,7 +243,7 @@ class Meeting:
 
 
 def _numbers() -> dict[str, int]:
-    return {meeting._group.group_name: meeting.number for meeting in _meetings}
+    return {meeting._group.group_name: meeting.number for meeting in _meetings.values()}
 
 
 notices.count_by(_numbers)

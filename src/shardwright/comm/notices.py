@@ -34,7 +34,7 @@ def post(what: str) -> None:
 
 
 def read(ranks: Iterable[int], group: str = "", number: int = 0) -> dict[int, str]:
-    """What those of the ranks have said that have left, after at least so many meetings of the group if it is named."""
+    """Reasons of those ranks that have left, by rank; with ``group`` only after ``number`` of its meetings or later."""
     notices: dict[int, str] = {}
     try:
         store = default_store()
@@ -68,5 +68,5 @@ def count_by(meetings: Callable[[], dict[str, int]]) -> None:
 
 def _post_at_exit() -> None:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if numbers():
+    if dist.is_initialized() and numbers():
         post("has ended" if error is None else f"has ended by {describe(error)}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
-from shardwright.comm import Communicator, Meeting, Unreached, notices
+from shardwright.comm import LEFT, Communicator, Meeting, Unreached, new_failure, notices
 from shardwright.engine import reading
 from shardwright.engine.reading import FULL, READ, refuse_divergence
 
@@ -33,7 +33,6 @@ _DOING = (
     ("reads a number of", "read a number of"),
     ("has left", "have left"),
 )
-LEFT = READ + 1
 #: What a rank has left by an exception, by what would have ended it.
 _LEFT = {
     END_FORWARD: "the forward of",
@@ -122,7 +121,7 @@ class Agreement:
                 self._header.select(1, 1).fill_(age)  # an assignment would make a tensor of the number
 
     def forget_backward(self) -> None:
-        """A backward has failed: the next one begins its order anew."""
+        """A backward has failed: the order of reductions begins again with the next one."""
         self._reduced = 0
 
     # -- before a collective -------------------------------------------------------------------------------------
@@ -155,7 +154,8 @@ class Agreement:
                     self._agree(comm, event, number)
             except BaseException as error:
                 # The others come to those axes that are left, and nowhere else.
-                self._leave(event, error, [c.meeting for c in self.every[i + 1 :] if c.exchanges])
+                rest = [c.meeting for c in self.every[i + 1 :] if c.meeting is not None]
+                self._leave(event, error, rest, self._failure([c.meeting for c in self.every if c.meeting]))
                 raise
 
     def _agree(self, comm: Communicator, event: int, number: int, nbytes: int = 0, detail: int = 0) -> None:
@@ -197,31 +197,39 @@ class Agreement:
         """A forward or backward of the model begins."""
         if any(comm.exchanges for comm in self.every):
             self._met = {meeting: meeting.number for meeting in self._meetings()}
+            for meeting in self._met:
+                meeting.left_by = 0
 
-    def leave(self, event: int, error: BaseException, known: set[Meeting]) -> None:
-        """This rank leaves what ``event`` ends: show it where the others come next.
+    def leave(self, event: int, error: BaseException) -> bool:
+        """This rank leaves what ``event`` ends: show it where the others come next, and return whether they come.
 
         If ranks have met since it began, all are in it, and come to its end on every axis; also if they did not agree,
         as ranks whose weights are of different ages. Else they may have no part in it, and this rank's next meeting
-        shows it. ``known`` are meetings where it was shown already.
+        shows it.
         """
         met, self._met = self._met, {}
         for meeting in met:
             meeting.settle()
-        again = {m for m, number in met.items() if m.agreed() and m.number > number}
-        if any(m.number > number or m.disagreed() for m, number in met.items()):
-            again.update(comm.meeting for comm in self.every if comm.exchanges and comm.meeting is not None)
-        left = [m for m in met if m in again and m not in known]
-        known.update(left)
-        self._leave(event, error, left)
+            meeting.agreed()
+        if not any(m.number > number or m.disagreed() for m, number in met.items()):
+            return False
+        self._leave(event, error, list(met), self._failure(list(met)))
+        return True
 
-    def _leave(self, event: int, error: BaseException, meetings: Iterable[Meeting | None]) -> None:
-        left = [meeting for meeting in meetings if meeting is not None and meeting.agreed()]
+    def _failure(self, meetings: list[Meeting]) -> int:
+        """That by which this rank leaves: the others', if it has heard of one, or one that it has left by already."""
+        for meeting in meetings:
+            if meeting.disagreed():
+                return meeting.failure
+        return next((m.left_by for m in meetings if m.left_by), 0) or new_failure()
+
+    def _leave(self, event: int, error: BaseException, meetings: list[Meeting], failure: int) -> None:
+        left = [meeting for meeting in meetings if meeting.agreed()]
         if not left:
             return
         notices.post(f"has left {_LEFT[event]} {self.name_of(0)} by {notices.describe(error)}")
         for meeting in left:
-            meeting.leave(Record(LEFT, 0, 0, event, self._model, self.age))
+            meeting.leave(failure, (event, self._model, self.age))
 
     def _meetings(self) -> list[Meeting]:
         """Of all groups over which units communicate."""

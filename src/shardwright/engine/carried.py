@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
@@ -75,9 +76,16 @@ class Carrier:
             steps = self._steps(inputs, output, division)
             if streams.asynchronous:
                 first = self._comm.begin(announce, lambda: next(steps, None))
-                return Pending(streams, first, None, keep=inputs, finish=lambda: _run(steps))
+                return Pending(streams, first, None, keep=inputs, finish=lambda: self._go_on(steps, announce))
             self._comm.begin(announce, lambda: _run(steps))
         return Pending(streams, None, streams.mark(name), keep=(inputs, output))
+
+    def _go_on(self, steps: Generator[Any, None, None], announce: Callable[[], None] | None) -> None:
+        """Issue the hook's further collectives. The ranks meet before each: one of them may have left meanwhile."""
+        while inspect.getgeneratorstate(steps) != inspect.GEN_CLOSED:
+            work = self._comm.begin(announce, lambda: next(steps, None))
+            if work is not None:
+                work.wait()
 
     def _steps(
         self, inputs: list[torch.Tensor], output: torch.Tensor, division: Division

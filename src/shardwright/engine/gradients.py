@@ -334,7 +334,7 @@ class Reduction:
         for parameter in self._parameters:
             parameter.full.grad = None
         if self._pending is not None:
-            self._pending.wait()
+            self._pending.drop()
             self._pending = self._output = None
             self._announcer = _nothing
             self._todo.clear()

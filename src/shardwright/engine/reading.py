@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -31,7 +30,6 @@ _TEXTS = (
     ("the full parameters (sw.unsharded) of a model that is sharded", "Enter unsharded on every rank."),
 )
 
-_comms: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
 #: Called where some ranks read and others do not, to raise in the words of who knows what these do (``agreement.py``).
 refuse_divergence: list[Callable[[Communicator, list[list[int]]], None]] = []
 
@@ -48,9 +46,7 @@ def agree_to_read(groups: Iterable[dist.ProcessGroup], device: torch.device, wha
         RuntimeError: another rank is about to do something else, has ended, or does not come in time.
     """
     for group in groups:
-        if group not in _comms:
-            _comms[group] = Communicator(group, device)
-        agree_to_read_over(_comms[group], NUMBER, what)
+        agree_to_read_over(Communicator(group, device), NUMBER, what)
 
 
 def agree_to_read_over(comm: Communicator, kind: int, what: str = "") -> None:

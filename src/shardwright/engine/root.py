@@ -25,7 +25,6 @@ from shardwright._torch import (
     queue_callback,
     subclasses_dispatch,
 )
-from shardwright.comm import Meeting
 from shardwright.engine.agreement import END_BACKWARD, END_FORWARD, Agreement
 from shardwright.engine.construct import UNIT, own_modules
 from shardwright.engine.full_precision import check_agree, wanted
@@ -233,14 +232,14 @@ class Root:
                 unit.leave_forward()
             elif unit.number not in used and not unit.kept:
                 unit.release()
-        self._orders[caller.number] = self._seen
         self.agreement.agree_all(END_FORWARD, caller.number)
+        self._orders[caller.number] = self._seen
 
     def abandon(self) -> None:
         """The outermost call has failed: nothing of it is kept, and its order is no guess for the next."""
         error = sys.exc_info()[1]
         if error is not None:
-            self.agreement.leave(END_FORWARD, error, set())
+            self.leave(END_FORWARD, error)
         self.caller = None
         self.frames.clear()
         self._visits = {}
@@ -249,6 +248,11 @@ class Root:
             unit.drop_secondary()
         for unit in self._gathered_units():
             unit.release()
+
+    def leave(self, event: int, error: BaseException) -> None:
+        """An exception ends the forward or backward. Where the others hear of it, the ranks guess no order from it."""
+        if self.agreement.leave(event, error):
+            self._orders.clear()
 
     def _gathered_units(self) -> list[Unit]:
         return [
@@ -487,10 +491,9 @@ def _check_meshes(units: list[Unit], names: list[str]) -> None:
 
 def backward_failed(error: BaseException) -> None:
     """An exception has left a backward: the ranks that go on with it hear of that."""
-    known: set[Meeting] = set()
     for root in list(_roots) if not in_backward() else ():
         if root.backward and not root.in_backward and root.caller is None:
-            root.agreement.leave(END_BACKWARD, error, known)
+            root.leave(END_BACKWARD, error)
 
 
 @contextmanager
