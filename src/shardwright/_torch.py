@@ -276,7 +276,7 @@ def mark_fully_sharded(module: torch.nn.Module, state: Any) -> None:
 
 
 def mark_managed(module: torch.nn.Module) -> None:
-    """The module is sharded, or lies in one that is."""
+    """The module is sharded, or inside a sharded one."""
     module.__dict__.update(dict.fromkeys(_MANAGED, True))
 
 
@@ -457,9 +457,9 @@ def use_one_gloo_thread() -> None:
     """Give each gloo group that this process makes from now on one worker thread instead of two.
 
     After every collective the worker threads of a group write its name into one string that no lock guards. A name of
-    16 characters or more lies on the heap, and two threads that write such names corrupt it. torch's Python ignores
-    the option for the number of threads, so its class is replaced by one that sets it. A torch without that option
-    is left as it is.
+    16 characters or more is stored on the heap, and two threads that write such names corrupt it. torch's Python
+    ignores the option for the number of threads, so its class is replaced by one that sets it. A torch without that
+    option is left as it is.
     """
     original: Any = getattr(_c10d, "ProcessGroupGloo", None)
     if not hasattr(original, "_Options") or getattr(original, "one_thread", False):
@@ -667,6 +667,12 @@ def next_sequence_number() -> int:
     return _peek_sequence_number()
 
 
+def storage_key(memory: torch.Tensor | torch.UntypedStorage) -> int:
+    """The same for every tensor over one storage, as long as one of them is alive; also where it has no memory."""
+    storage = memory.untyped_storage() if isinstance(memory, torch.Tensor) else memory
+    return storage._cdata
+
+
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """How many tensors and storage handles refer to this memory."""
-    return _use_count(storage._cdata)
+    return _use_count(storage_key(storage))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright._torch import increment_version, is_persistent
+from shardwright._torch import increment_version, is_persistent, storage_key
 from shardwright.engine.parameter import Slot, has_no_values, unit_of
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.states import everywhere
@@ -149,7 +149,7 @@ def aliases_of(model: nn.Module, tensors: list[Held]) -> dict[str, str]:
                 viewers.append((f"{prefix}.{key}".lstrip("."), value))
     by_memory: dict[int, list[str]] = {}
     for name, tensor in viewers:
-        by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+        by_memory.setdefault(storage_key(tensor), []).append(name)
     return {
         name: next(other for other in names if other != name)
         for names in by_memory.values()

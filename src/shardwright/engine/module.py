@@ -23,6 +23,7 @@ from shardwright._torch import (
     fsdp_classes,
     hide_from_dynamo,
     local_of,
+    storage_key,
 )
 from shardwright.comm import Codec, GradientHook, RegisteredMemory, SymmetricMemory
 from shardwright.engine.composable import ModuleState, introduce, state_of
@@ -184,7 +185,7 @@ def _same_memory(value: Any, local: torch.Tensor) -> bool:
         value = local_of(value)
     return (
         type(value) is type(local) is torch.Tensor
-        and value.untyped_storage()._cdata == local.untyped_storage()._cdata
+        and storage_key(value) == storage_key(local)
         and value.storage_offset() == local.storage_offset()
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwright._torch import local_of
+from shardwright._torch import local_of, storage_key
 from shardwright.engine.construct import units_of
 from shardwright.engine.parameter import unit_of
 from shardwright.engine.stepping import SteppedGradient
@@ -149,7 +149,7 @@ def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
         storage = (
             local_of(tensor).untyped_storage() if hasattr(tensor, "to_local") else tensor.untyped_storage()
         )
-        storages[storage._cdata] = storage.nbytes()
+        storages[storage_key(storage)] = storage.nbytes()
     return sum(storages.values())
 
 

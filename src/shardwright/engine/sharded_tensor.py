@@ -21,6 +21,7 @@ from shardwright._torch import (
     dtensor_of,
     increment_version,
     local_of,
+    storage_key,
     subclasses_dispatch,
     waited,
 )
@@ -319,7 +320,7 @@ def _shares_order(view: DTensor, base: DTensor) -> bool:
     """
     if any(isinstance(p, StridedShard) and p not in base.placements for p in view.placements):
         return False
-    return local_of(view).untyped_storage()._cdata == local_of(base).untyped_storage()._cdata
+    return storage_key(local_of(view)) == storage_key(local_of(base))
 
 
 def _real(tensor: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from shardwright._torch import local_of
+from shardwright._torch import local_of, storage_key
 
 _aten = torch.ops.aten
 #: They write every element of their first argument and read none of it.
@@ -125,7 +125,7 @@ def begin_edit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
                     "yet, since it was sharded deferred or on the meta device. Call shardwright.materialize(model) "
                     "or load_pretrained first, or overwrite all of it (zero_, copy_, normal_)."
                 )
-            if local_of(tensor).untyped_storage()._cdata != local.untyped_storage()._cdata:
+            if storage_key(local_of(tensor)) != storage_key(local):
                 continue  # a view that is a copy
             if tensor.numel() == unset.numel:
                 given.append(local)

@@ -15,7 +15,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from shardwright._torch import disabled_torch_function, set_data, storage_use_count, tensor_without_memory
+from shardwright._torch import (
+    disabled_torch_function,
+    set_data,
+    storage_key,
+    storage_use_count,
+    tensor_without_memory,
+)
 from shardwright.engine.parameter import DEFERRED
 from shardwright.engine.unset import FILLING
 from shardwright.init.captured import Captured
@@ -120,9 +126,9 @@ class Recorder:
 
     def memory_of(self, tensor: torch.Tensor) -> Memory:
         storage = tensor.untyped_storage()
-        memory = self._memories.get(storage._cdata)
+        memory = self._memories.get(storage_key(storage))
         if memory is None:  # the registry keeps the storage, so that no other one gets its address
-            memory = self._memories[storage._cdata] = Memory(storage, None)
+            memory = self._memories[storage_key(storage)] = Memory(storage, None)
         return memory
 
     def view_of(self, tensor: torch.Tensor) -> View:
@@ -141,8 +147,8 @@ class Recorder:
     def wrap(self, meta: torch.Tensor, device: torch.device | None = None) -> DeferredTensor:
         """A deferred tensor over the memory that ``meta`` views, which is at ``device`` if it is a new one."""
         storage = meta.untyped_storage()
-        if storage._cdata not in self._memories:
-            self._memories[storage._cdata] = Memory(storage, device)
+        if storage_key(storage) not in self._memories:
+            self._memories[storage_key(storage)] = Memory(storage, device)
         with torch.no_grad():
             return tensor_without_memory(DeferredTensor, meta, self.memory_of(meta).device or UNNAMED)  # type: ignore[no-any-return]
 
@@ -165,7 +171,7 @@ class Recorder:
     def live(self) -> list[Memory]:
         """Memories that some tensor still views and that were not materialised; the others are forgotten."""
         found = [m for m in self._memories.values() if storage_use_count(m.storage) > 1]
-        self._memories = {m.storage._cdata: m for m in found}
+        self._memories = {storage_key(m.storage): m for m in found}
         self._moved = {m: self._moved[m] for m in found if m in self._moved}
         return [m for m in found if not m.gone]
 
@@ -256,7 +262,7 @@ class Recorder:
             written = []
         where = self._where(device, deferred)
         outputs, out_spec = tree_flatten(result)
-        known = {m.untyped_storage()._cdata for m in metas.values()}
+        known = {storage_key(m) for m in metas.values()}
         originals = {id(metas[id(t)]): t for t in deferred}
         results: list[tuple[int, View]] = []
         for position, out in enumerate(outputs):
@@ -265,7 +271,7 @@ class Recorder:
             original = originals.get(id(out))
             if original is None:
                 outputs[position] = wrapped = self.wrap(out, where)
-                if out.untyped_storage()._cdata not in known:
+                if storage_key(out) not in known:
                     results.append((position, self.view_of(wrapped)))
             else:
                 outputs[position] = original
@@ -461,7 +467,7 @@ def _nothing(*_: Any) -> None:
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.untyped_storage()._cdata, tensor.shape, tensor.stride(), tensor.storage_offset()
+    return storage_key(tensor), tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _as_meta(tensor: torch.Tensor) -> torch.Tensor:

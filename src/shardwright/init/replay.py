@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+from shardwright._torch import storage_key
 from shardwright.init.captured import Captured
 from shardwright.init.log import Entry, Memory, View, plan, schedule, touched
 from shardwright.init.streams import Stream
@@ -94,13 +95,13 @@ class _Replay:
             draw.after, draw.state = None, stream.generator.get_state()
 
     def _keep_results(self, entry: Entry, outputs: list[Any]) -> None:
-        known = {s._cdata for s in self.storages.values()}
+        known = {storage_key(s) for s in self.storages.values()}
         for position, view in entry.results:
             out = outputs[position]
             same = (
                 out.shape == view.size and out.stride() == view.stride and out.storage_offset() == view.offset
             )
-            own = out.untyped_storage()._cdata not in known and type(out) is torch.Tensor
+            own = storage_key(out) not in known and type(out) is torch.Tensor
             if not (
                 same and own and out.dtype == view.dtype
             ):  # meta kernels foretell strides, real ones differ
