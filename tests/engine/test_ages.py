@@ -119,7 +119,7 @@ def test_on_a_mesh_of_two_dimensions(rank: int, world_size: int) -> None:
 
 @multirank(2)
 def test_steps_in_backward(rank: int, world_size: int) -> None:
-    """That of sw.optim.in_backward counts at the end of backward, that of hooks of parameters, too."""
+    """A step of sw.optim.in_backward counts at the end of backward; so does a step in parameters' hooks."""
     model = shard(build())
     optimizer = sw.optim.in_backward(torch.optim.SGD(model.parameters(), lr=1e-2))
     extra = nn.Parameter(torch.ones(2))  # a plain one, of which only one rank has a gradient
@@ -169,7 +169,7 @@ def test_a_step_that_fails_does_not_count(rank: int, world_size: int) -> None:
 
 @multirank(2)
 def test_a_state_dict_makes_ranks_equal_again(rank: int, world_size: int) -> None:
-    """Training goes on from it, as that of the plain model does."""
+    """Training goes on from it as the plain model's training does."""
     plain = build()
     model = shard(plain)
     optimizer = OPTIMIZERS["torch's"](model)

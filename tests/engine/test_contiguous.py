@@ -23,7 +23,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 class Net(nn.Module):
-    """Sizes divide evenly and unevenly; a third dimension lies in the middle of one weight."""
+    """Sizes divide evenly and unevenly; one weight has its third size in the middle dimension."""
 
     def __init__(self) -> None:
         super().__init__()

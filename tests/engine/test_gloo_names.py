@@ -1,4 +1,4 @@
-"""The engine issues no collective on gloo whose name lies on the heap, where gloo's threads would race for it."""
+"""The engine issues no collective on gloo whose name is stored on the heap, where gloo's threads would race for it."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def compress(model: Model) -> None:
 
 @multirank(2)
 @pytest.mark.parametrize(
-    "change, anew",
+    "change, again",
     [
         (freeze, True),
         (assign, True),
@@ -216,14 +216,14 @@ def compress(model: Model) -> None:
         (compress, True),
     ],
 )
-def test_a_change_between_steps_counts(rank: int, world_size: int, change: Any, anew: bool) -> None:
+def test_a_change_between_steps_counts(rank: int, world_size: int, change: Any, again: bool) -> None:
     plain, graphed = both(rank)
     assert graphed.train(4) == plain.train(4)
     first = graphed.step._captured
     for run in (plain, graphed):
         change(run.model)
     assert graphed.train(3) == plain.train(3)
-    assert (graphed.step._captured is not first) == anew
+    assert (graphed.step._captured is not first) == again
 
 
 @multirank(2)

@@ -41,7 +41,7 @@ def loss_of(model: Any, rank: int) -> torch.Tensor:
 
 
 def check_step(model: Any, plain: Any, rank: int, world_size: int, what: Any = "") -> None:
-    """The next step is exact, and a collective of the user's pairs with that of the others."""
+    """The next step is exact, and a collective of the user's pairs with the others' collective."""
     model.zero_grad()
     loss_of(model, rank).backward()
     plain.zero_grad()

@@ -59,13 +59,13 @@ def test_modules_that_came_before_are_listed(monkeypatch: pytest.MonkeyPatch) ->
     exec("from torch.distributed.fsdp import FSDPModule", sharp.__dict__)
     monkeypatch.setitem(sys.modules, "early_framework", early)
     monkeypatch.setitem(sys.modules, "sharp_eyed", sharp)
-    with pytest.warns(UserWarning, match=r"imported torch's fully_shard before .*early_framework") as told:
+    with pytest.warns(UserWarning, match=r"imported torch's fully_shard before .*early_framework") as caught:
         replaced = sw.replace_torch()
     with replaced:
         assert replaced.bound["early_framework"] == ["FSDPModule", "fully_shard"]
         assert replaced.bound["sharp_eyed"] == ["FSDPModule"]
         assert not any(name.startswith(("torch.", "shardwright")) for name in replaced.bound)
-        assert "sharp_eyed" not in str(told[0].message)
+        assert "sharp_eyed" not in str(caught[0].message)
         monkeypatch.delitem(sys.modules, "early_framework")
         with warnings.catch_warnings(record=True) as others:  # of modules that other tests have loaded
             warnings.simplefilter("always")

@@ -99,7 +99,7 @@ def data(step: int, rank: int) -> torch.Tensor:
 
 
 def check_training(model: Any, plain: Tied, where: str, steps: int = 2) -> None:
-    """One parameter has three names, and trains as that of the plain model on all ranks' data does."""
+    """One parameter has three names, and trains as the plain model's does on all ranks' data."""
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()], where
     assert model.embed.weight is model.head.weight is model.middle[1].weight, where
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]

@@ -35,7 +35,7 @@ def total(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A gradient of a gradient: that of the parameters comes through the inner backward's own graph."""
+    """A gradient of a gradient: the parameters' gradients come through the inner backward's own graph."""
     slope = grad(total(model))(x)
     slope.square().sum().backward()
     return slope

@@ -148,7 +148,7 @@ def test_code_in_checkpoints_does_not_run(rank: int, world_size: int, tmp_path: 
 
 @multirank(2, timeout=TIMEOUT)
 def test_folders_of_torch_itself_are_read(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Saved without us, read without pickle: parameters by name, also with values that are no tensors."""
+    """Saved without us, read without pickle: parameters under their names, also with values that are no tensors."""
     from tests.integrations.fabrics import assert_same_model, fabric_of, plain_model, set_up
 
     fabric = fabric_of(layout="ragged")

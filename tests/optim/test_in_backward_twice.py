@@ -19,7 +19,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 class Twin(nn.Module):
-    """Its inner unit is the last to reduce in the backward of one call and the first in that of another."""
+    """Its inner unit is the last to reduce in the backward of one call and the first in the backward of another."""
 
     def __init__(self) -> None:
         super().__init__()

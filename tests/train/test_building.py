@@ -1,4 +1,4 @@
-"""The trainer builds its model in shards: values are those of one process, memory is not that of a whole copy."""
+"""The trainer builds its model in shards: values equal those of one process, memory stays below a whole copy."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FOUR_RANKS: list[dict[str, Any]] = [
 
 
 def check_values(rank: int, world_size: int, model: dict[str, Any], options: dict[str, Any]) -> None:
-    """Every parameter and buffer of the trainer's model, bit by bit, is that of the model built at once."""
+    """Every parameter and buffer of the trainer's model, equals bit by bit the one of the model built at once."""
     config = tiny(
         model={**model, **options.get("model", {})},
         train={"micro_batch": 1},
@@ -97,7 +97,7 @@ def test_nothing_is_whole_before_it_is_sharded(rank: int, world_size: int) -> No
 
 
 def test_8b_parameters_as_one_of_1024_ranks() -> None:
-    # In a process of its own: its process group is not that of the pool, and its peak is its own. Large pages save
+    # In a process of its own: it does not use the pool's process group, and its peak is its own. Large pages save
     # most of the time in which the system clears memory.
     command = [sys.executable, "-m", "tests.train.eight_billion"]
     variables = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "THP_MEM_ALLOC_ENABLE": "1"}

@@ -312,7 +312,7 @@ def planted(folder: Path, evidence: Path) -> None:
 
 
 def replaced(folder: Path, evidence: Path) -> None:
-    """Code in place of the metadata, and in that of a single rank, which torch falls back to."""
+    """Code in place of the metadata, and in the metadata of a single rank, which torch falls back to."""
     for name in (".metadata", "__0.metadata"):
         (folder / name).write_bytes(code_of_the_system(evidence))
 

@@ -123,7 +123,7 @@ def fully_shard(
         ValueError: an argument, module or parameter that cannot be sharded, named. Then nothing has changed.
         NotImplementedError: an option that this version does not honour yet, named.
 
-    The signature is that of ``torch.distributed.fsdp.fully_shard`` in torch 2.13. As there,
+    The parameters are the same as of ``torch.distributed.fsdp.fully_shard`` in torch 2.13. As there,
     ``fully_shard.state(module)`` is what torch's own code looks at.
     """
     refuse_while_deferring("fully_shard")

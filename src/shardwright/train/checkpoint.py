@@ -247,7 +247,7 @@ def _sync(path: Path) -> None:
 
 
 def _write_failure(failure: CheckpointException) -> BaseException | None:
-    """The failure to write behind that of a save, or None where it is something else."""
+    """The failure to write for which a save failed, or None where it failed for another reason."""
     chain: list[BaseException] = []
     for error, _ in failure.failures.values():
         step: BaseException | None = error

@@ -23,7 +23,7 @@ from shardwright.train.runs import RunFolder, mark_failed
 LOG_TAIL = 12
 """Lines of a failed rank's log that are shown."""
 STOPPED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM))
-"""Statuses of a rank that saved and left because it was told to."""
+"""Statuses of a rank that saved and left because a signal asked it to."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Ending:
     killed: set[int]
     """Ranks the launcher killed because they did not end with the others."""
     complaints: list[Complaint]
-    told: int | None
-    """The signal the launcher got first."""
+    first_signal: int | None
+    """The signal that the launcher got first, or None."""
 
 
 def complaints_in(store: dist.Store, ranks: int) -> list[Complaint]:
@@ -68,13 +68,13 @@ def conclude(ending: Ending, debug: bool) -> int:
         if debug:
             print(user.trace, file=sys.stderr)
         raise UserError(user.message)
-    if ending.told is not None and (not ending.folder.exists() or _all_interrupted(ending)):
-        return stopped_early(ending.told)
+    if ending.first_signal is not None and (not ending.folder.exists() or _all_interrupted(ending)):
+        return stopped_early(ending.first_signal)
     nonfinite = next((complaint for complaint in ending.complaints if complaint.kind == "nonfinite"), None)
     if nonfinite is not None:
         return fail(nonfinite.message)
-    if ending.told is not None and all(rank in ending.killed for rank in ending.statuses):
-        return stopped_early(ending.told)
+    if ending.first_signal is not None and all(rank in ending.killed for rank in ending.statuses):
+        return stopped_early(ending.first_signal)
     print(f"error: {_diagnosis(ending)}", file=sys.stderr, flush=True)
     return 1
 

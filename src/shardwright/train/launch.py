@@ -366,10 +366,12 @@ def _launch(config: Config, folder: RunFolder, ranks: int, argv: list[str]) -> i
     statuses = watch.until_all_ended()
     if all(status == 0 for status in statuses.values()):
         return 0
-    if watch.told is not None and not store.check([SPEAKING]):
-        return stopped_early(watch.told)
+    if watch.first_signal is not None and not store.check([SPEAKING]):
+        return stopped_early(watch.first_signal)
     complaints = complaints_in(store, ranks)
-    return conclude(Ending(folder, logs, statuses, watch.killed, complaints, watch.told), "--debug" in argv)
+    return conclude(
+        Ending(folder, logs, statuses, watch.killed, complaints, watch.first_signal), "--debug" in argv
+    )
 
 
 def without_nproc(argv: list[str]) -> list[str]:
@@ -415,9 +417,9 @@ class Watch:
 
     def __init__(self, processes: SubprocessContext, first_rank_speaks: Callable[[], bool]) -> None:
         self.processes, self.first_rank_speaks = processes, first_rank_speaks
-        self.told: int | None = None
+        self.first_signal: int | None = None
         self.killed: set[int] = set()
-        self._told_at = 0.0
+        self._signalled_at = 0.0
 
     def until_all_ended(self) -> dict[int, int]:
         """Exit statuses by rank, negative for signals."""
@@ -452,11 +454,11 @@ class Watch:
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         running = [rank for rank, status in self._poll().items() if status is None]
-        if self.told is not None and time.monotonic() - self._told_at > 1.0:
+        if self.first_signal is not None and time.monotonic() - self._signalled_at > 1.0:
             self._kill(running)  # asked twice: at once
             return
-        if self.told is None:
-            self.told, self._told_at = number, time.monotonic()
+        if self.first_signal is None:
+            self.first_signal, self._signalled_at = number, time.monotonic()
         forwarded = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
         for rank in running:
             self.processes.subprocess_handlers[rank].proc.send_signal(forwarded)

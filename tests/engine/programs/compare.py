@@ -25,8 +25,8 @@ def whole(
     Each rank adds its part, where torch's chunks say that it belongs, to zeros; the sum, over the number of replicas,
     is the same on all ranks. The last result counts, for each parameter, the ranks that have a gradient; its last item
     the ranks with a complaint in ``wrong``. So every rank comes to the same verdict, and none goes on alone. Where
-    ranks hold copies of each other's parts, a second collective tells whether those are equal to the last bit; what is
-    not becomes not a number.
+    ranks hold copies of each other's parts, a second collective compares those to the last bit; elements that
+    differ become not a number.
     """
     parameters = list(model.parameters())
     parameters_twice = [p for p in parameters for _ in range(2)]

@@ -124,7 +124,7 @@ class Micro:
 class Train:
     micros: tuple[Micro, ...] = (Micro(),)
     #: Which micro-batches leave reductions undone. "yes", "late", "no all-reduce", "one holds", "mixed": all but the
-    #: last; "open", "late open" and "one waits": the last, too. The switches are told in `Interpreter.switch`.
+    #: last; "open", "late open" and "one waits": the last, too. See `Interpreter.switch`.
     hold: str = "no"
 
 

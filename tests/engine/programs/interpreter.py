@@ -47,17 +47,17 @@ class Interpreter(Training):
         mode = torch.inference_mode if evaluate.inference else torch.no_grad
         for model, cast in ((self.reference.work(), self.reference.x), (self.model, lambda x: x)):
             model.eval()
-            told = []
+            outputs = []
             for time_ in range(evaluate.times):
                 with mode():
-                    told += self.call(
+                    outputs += self.call(
                         model, forward, cast(Place(self.step, time_, self.rank).x()), self.rank
                     )[1]
             model.train()
             if model is not self.model:
-                wanted = told
+                expected = outputs
         with torch.no_grad():
-            self.expect([t.clone() for t in told], [t.clone() for t in wanted], "evaluation")
+            self.expect([t.clone() for t in outputs], [t.clone() for t in expected], "evaluation")
 
     def write(self, name: str, how: str) -> None:
         """By position: right, or an error on every rank that changes nothing."""
@@ -138,7 +138,7 @@ class Interpreter(Training):
             if "diverged" not in str(error) or str(error).count("rank") < 2:
                 raise
         self.model.load_state_dict(self.reference.model.state_dict())
-        self.start_anew()
+        self.start_again()
 
     def do_read(self, reading: Read) -> None:
         number = reading.which % len(self.reference.parameters)
@@ -170,7 +170,7 @@ class Interpreter(Training):
                 return  # torch's parameter shares memory with the tied one then, and is another
             self.clear("model")
             self.both(lambda model: edit_structure(model, name, edit.how))
-            self.start_anew()
+            self.start_again()
             return
 
         if edit.how in WRITES:
@@ -253,7 +253,7 @@ class Interpreter(Training):
             if any(self.is_tied(name) for name, _ in self.reference.model.named_parameters()):
                 return  # torch unties them
             self.both(lambda m: m.load_state_dict(m.state_dict(), assign=True))
-            self.start_anew()
+            self.start_again()
         elif load.how == "own":
             self.both(lambda m: m.load_state_dict({k: v.clone() * 0.9 for k, v in m.state_dict().items()}))
         else:
@@ -263,7 +263,7 @@ class Interpreter(Training):
         if load.how == "assign":
             for model in (self.reference.model, *(() if self.sharded else (self.model,))):
                 tie_again(model, tied)  # torch unties them
-            self.start_anew()
+            self.start_again()
 
     def do_copy(self, instruction: Copy) -> None:
         self.clear(
@@ -276,7 +276,7 @@ class Interpreter(Training):
         if instruction.go_on_with_copy:
             twin, self.model = self.model, twin
             self.reference.model = copy.deepcopy(self.reference.model)
-            self.start_anew()
+            self.start_again()
         loss, _ = self.call(twin, Forward(), Place(self.step, 0, self.rank).x(), self.rank)
         if loss.requires_grad:
             loss.backward()

@@ -213,7 +213,7 @@ def shard(net: Net, spec: Model, world_size: int) -> Net:
 
     def unit(module: Any, reshard: bool | int | None = None) -> Any:
         stages, layout = spec.sharding.of_unit(next(numbers))
-        # What is refused by name, see docs/strategies.md and docs/layouts.md.
+        # What raises an error, see docs/strategies.md and docs/layouts.md.
         rows_only = layout != "per_parameter" or sum(stage > 0 for stage in stages) > 1
         keeps = 3 not in stages and any(stages)
         gathered = 1 if not any(stages) else [n for n, stage in zip(shape, stages, strict=True) if stage][-1]

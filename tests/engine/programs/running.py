@@ -134,7 +134,7 @@ class Running:
         return loss, [*hidden, *parts, *extra]
 
     def chosen(self, model: Net, pattern: str) -> list[torch.Tensor]:
-        """Parameters that a backward is told to reach: all, or every second."""
+        """The parameters in ``inputs`` of a backward: all, or every second."""
         trained: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
         return trained if pattern == "all inputs" else trained[self.step % 2 :: 2] or trained
 
@@ -162,7 +162,7 @@ class Running:
             elif micro.pattern != "dropped":
                 losses = [first, second]
         between()
-        told = [p.detach().clone() for p in [*parts, *losses]]
+        outputs = [p.detach().clone() for p in [*parts, *losses]]
         order = list(enumerate(losses))
         for number, loss in reversed(order) if micro.pattern == "each reversed" else order:
             if not go(number, loss):
@@ -179,10 +179,10 @@ class Running:
             else:
                 loss.backward()
             after()
-        return told
+        return outputs
 
-    def start_anew(self) -> None:
-        """Parameters may be other objects now, as the plain model's are: gradients and optimizers start anew."""
+    def start_again(self) -> None:
+        """Parameters may be other objects now, as the plain model's are: gradients and optimizers start again."""
         self.reference.renew()
         for model in (self.model, self.reference.model):
             for p in model.parameters():

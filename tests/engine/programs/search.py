@@ -20,7 +20,8 @@ def failure_of(pools: WorkerPools, program: Program, world_size: int) -> str | N
     """Run a program on the ranks of a pool."""
     try:
         return next(
-            (told for told in pools.run(run_program, world_size, timeout=60.0, program=program) if told), None
+            (wrong for wrong in pools.run(run_program, world_size, timeout=60.0, program=program) if wrong),
+            None,
         )
     except CaseFailed as failure:
         return str(failure)

@@ -87,7 +87,7 @@ class Training(Running):
         names = [n for n, p in reference.model.named_parameters() if any(p is q for q in frozen)]
         backwards: list[list[Gradients]] = []  # by rank and backward
         goes: list[dict[int, bool]] = []
-        told: list[torch.Tensor] = []
+        expected: list[torch.Tensor] = []
         their_chosen: list[Gradients] = []
         my_chosen: list[Gradients] = []
         for rank in range(self.world_size):
@@ -117,7 +117,7 @@ class Training(Running):
                 their_chosen.append,
             )
             if rank == self.rank:
-                told = result
+                expected = result
         if len({tuple(sorted(does.items())) for does in goes}) > 1:
             return  # backward on some ranks only: that is for the ranks to refuse
         self.switch(off, False)
@@ -137,7 +137,7 @@ class Training(Running):
             my_chosen.append,
         )
         self.switch(off, True)
-        self.expect(result, told, f"micro-batch {number}: output")
+        self.expect(result, expected, f"micro-batch {number}: output")
         if my_chosen:
             self.compare_chosen(my_chosen[0], their_chosen, number)
         for harvests in zip(*backwards, strict=True):

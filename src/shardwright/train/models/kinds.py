@@ -49,7 +49,7 @@ class Kind:
 
     Attributes:
         shape: the class of its shapes.
-        presets: shapes by name.
+        presets: the shapes that have a name, with that name as the key.
         depth: the key that says how many layers there are.
         load: imports what the kind offers.
     """
