@@ -23,6 +23,7 @@ from shardwright._torch import (
     in_backward,
     increment_version,
     queue_callback,
+    storage_key,
     subclasses_dispatch,
 )
 from shardwright.engine.agreement import END_BACKWARD, END_FORWARD, Agreement
@@ -530,7 +531,7 @@ COUNTS_STEPS = "_shardwright_counts_steps"
 
 
 def count_step(roots: Iterable[Root]) -> None:
-    """An optimizer has made its step, that of parameters of these models."""
+    """An optimizer has made a step with parameters of these models."""
     for root in roots:
         root.count_step()
 
@@ -620,9 +621,9 @@ def _units_of(parameters: list[torch.Tensor], kinds: set[type]) -> Iterable[Unit
     refs = {id(ref): ref for p in parameters if (ref := p.__dict__.get(UNIT_OF)) is not None}  # one for many
     units = {id(u): u for ref in refs.values() if (u := ref()) is not None}
     if not kinds.isdisjoint((torch.Tensor, nn.Parameter)):
-        plain = {p.untyped_storage()._cdata for p in parameters if type(p) in (torch.Tensor, nn.Parameter)}
+        plain = {storage_key(p) for p in parameters if type(p) in (torch.Tensor, nn.Parameter)}
         for unit in (unit for root in list(_roots) for unit in root.units() if id(unit) not in units):
-            if any(shard.untyped_storage()._cdata in plain for shard in unit.shards):
+            if any(storage_key(shard) in plain for shard in unit.shards):
                 units[id(unit)] = unit
     return units.values()
 
