@@ -337,3 +337,27 @@ def test_an_order_of_one_rank_alone_is_forgotten(rank: int, world_size: int) -> 
             check_step(model, plain, rank, world_size, number)
         model.zero_grad()
         dist.barrier()
+
+
+@multirank(2)
+def test_orders_are_forgotten_on_all_ranks_wherever_they_hear_of_a_failure(
+    rank: int, world_size: int
+) -> None:
+    """One is at the end of a forward, the other in the middle. Then a forward in which a unit is left out."""
+    plain = build()
+    model = shard(plain, strategy="zero2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    check_step(model, plain, rank, world_size)
+    loss_of(model, rank).backward()
+    with pytest.raises(RuntimeError, match="diverged"):
+        if rank == 0:
+            optimizer.step()
+        loss_of(model, rank).backward()
+        loss_of(model, rank).backward()
+    model.zero_grad()
+    model.load_state_dict(model.state_dict())
+    unit, model._modules["2"] = model[2], nn.Identity()
+    with torch.no_grad():
+        loss_of(model, rank)
+    model._modules["2"] = unit
+    check_step(model, plain, rank, world_size)

@@ -81,7 +81,7 @@ class Pending:
 
     def __del__(self) -> None:
         # A model may go while this is under way: its memory must not be used again before that is over.
-        if self._keep is not None:
+        if getattr(self, "_keep", None) is not None:  # an interrupt may come while it is made
             self._streams.join(self._mark)
 
     @property

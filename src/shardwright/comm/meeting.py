@@ -97,6 +97,7 @@ class Meeting:
         number: how often they have met and agreed.
         begun: collectives that nobody has waited for yet.
         failure: by which they did not agree when they met last.
+        failures: how many this rank has heard of or shown here; as many on every rank of the group.
         left_by: the failure by which this rank has left since it last entered a model.
     """
 
@@ -110,7 +111,7 @@ class Meeting:
         self._left: list[tuple[Any, Any]] = []  #: what was shown in leaving, with its memory
         self.number = 0
         self.begun: set[Begun] = set()
-        self.failure = self.left_by = 0
+        self.failure = self.left_by = self.failures = 0
         self._disagreements = 0
         _wait_for_workers_at_exit()
 
@@ -143,6 +144,7 @@ class Meeting:
     def _note_failure(self, failures: set[int]) -> None:
         """They do not agree. Without a failure of one rank's it is one of all, and has one number on all of them."""
         self._disagreements += 1
+        self.failures += 1
         name = f"{self._group.group_name} {self.number} {self._disagreements}"
         self.failure = min(failures, default=1 << 62 | zlib.crc32(name.encode()))
         _known_failures.extend(failures or [self.failure])
@@ -202,6 +204,7 @@ class Meeting:
         if self.left_by == failure:
             return
         self.left_by = failure
+        self.failures += 1
         self._left = [each for each in self._left if not each[0].is_completed()]
         mine = torch.zeros_like(self._mine)
         shown = [LEFT, 0, failure, *record]

@@ -193,15 +193,16 @@ class Agreement:
 
     # -- leaving by an exception ---------------------------------------------------------------------------------
 
-    def enter(self) -> None:
-        """A forward or backward of the model begins."""
+    def enter(self) -> int:
+        """A forward or backward begins. Returns how many failures there have been in the model's groups."""
         if any(comm.exchanges for comm in self.every):
             self._met = {meeting: meeting.number for meeting in self._meetings()}
             for meeting in self._met:
                 meeting.left_by = 0
+        return sum(meeting.failures for meeting in self._met)
 
-    def leave(self, event: int, error: BaseException) -> bool:
-        """This rank leaves what ``event`` ends: show it where the others come next, and return whether they come.
+    def leave(self, event: int, error: BaseException) -> None:
+        """This rank leaves what ``event`` ends: show it where the others come next.
 
         If ranks have met since it began, all are in it, and come to its end on every axis; also if they did not agree,
         as ranks whose weights are of different ages. Else they may have no part in it, and this rank's next meeting
@@ -211,10 +212,8 @@ class Agreement:
         for meeting in met:
             meeting.settle()
             meeting.agreed()
-        if not any(m.number > number or m.disagreed() for m, number in met.items()):
-            return False
-        self._leave(event, error, list(met), self._failure(list(met)))
-        return True
+        if any(m.number > number or m.disagreed() for m, number in met.items()):
+            self._leave(event, error, list(met), self._failure(list(met)))
 
     def _failure(self, meetings: list[Meeting]) -> int:
         """That by which this rank leaves: the others', if it has heard of one, or one that it has left by already."""

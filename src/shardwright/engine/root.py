@@ -72,6 +72,7 @@ class Root:
         self._summing: list[int] = []  #: units whose gradients are being summed over the replicas
         self.arrivals = Arrivals()
         self.observer: Callable[[str, Weights], None] | None = None
+        self._failures = 0  # in the groups of the model, when a forward or backward began last
         self._orders: dict[int, list[int]] = {}  # by caller: units in the order of its last root call
         self._expected: list[int] = []  # that of the caller of the root call under way
         self._place = 0
@@ -148,7 +149,7 @@ class Root:
         self.recover_if_failed()
         if self.full_precision_in_eval:
             self.compute_as(wanted(module))
-        self.agreement.enter()
+        self.enter()
         self.generation += 1
         self.calls_begun += 1
         self.caller = unit
@@ -240,7 +241,7 @@ class Root:
         """The outermost call has failed: nothing of it is kept, and its order is no guess for the next."""
         error = sys.exc_info()[1]
         if error is not None:
-            self.leave(END_FORWARD, error)
+            self.agreement.leave(END_FORWARD, error)
         self.caller = None
         self.frames.clear()
         self._visits = {}
@@ -250,10 +251,12 @@ class Root:
         for unit in self._gathered_units():
             unit.release()
 
-    def leave(self, event: int, error: BaseException) -> None:
-        """An exception ends the forward or backward. Where the others hear of it, the ranks guess no order from it."""
-        if self.agreement.leave(event, error):
+    def enter(self) -> None:
+        """A forward or backward begins. After a failure the ranks guess no order: each may know of other calls."""
+        failures = self.agreement.enter()
+        if failures != self._failures:
             self._orders.clear()
+            self._failures = failures
 
     def _gathered_units(self) -> list[Unit]:
         return [
@@ -285,7 +288,7 @@ class Root:
             self._task = weakref.ref(task)
             self.backward = True
             if self.caller is None:
-                self.agreement.enter()
+                self.enter()
             if self.caller is None:
                 self.compute_as(False)
             self.generation += 1
@@ -494,7 +497,7 @@ def backward_failed(error: BaseException) -> None:
     """An exception has left a backward: the ranks that go on with it hear of that."""
     for root in list(_roots) if not in_backward() else ():
         if root.backward and not root.in_backward and root.caller is None:
-            root.leave(END_BACKWARD, error)
+            root.agreement.leave(END_BACKWARD, error)
 
 
 @contextmanager
