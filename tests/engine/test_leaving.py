@@ -346,7 +346,8 @@ def test_orders_are_forgotten_on_all_ranks_wherever_they_hear_of_a_failure(
     """One is at the end of a forward, the other in the middle. Then a forward in which a unit is left out."""
     plain = build()
     model = shard(plain, strategy="zero2")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = copy.deepcopy(model.state_dict())
     check_step(model, plain, rank, world_size)
     loss_of(model, rank).backward()
     with pytest.raises(RuntimeError, match="diverged"):
@@ -355,7 +356,7 @@ def test_orders_are_forgotten_on_all_ranks_wherever_they_hear_of_a_failure(
         loss_of(model, rank).backward()
         loss_of(model, rank).backward()
     model.zero_grad()
-    model.load_state_dict(model.state_dict())
+    model.load_state_dict(before)  # the ranks are of one age again
     unit, model._modules["2"] = model[2], nn.Identity()
     with torch.no_grad():
         loss_of(model, rank)
