@@ -79,8 +79,10 @@ _profiler_enabled = _probe(torch.autograd, "_profiler_enabled")
 #: While it is entered, attributes of tensors of our classes are read as quickly as those of plain ones.
 quick_attributes = _probe(torch._C, "DisableTorchFunctionSubclass")
 
-#: The interpreter of the innermost transform of torch.func under way, or None.
-_transform = _probe(torch._C, "_functorch", "peek_interpreter_stack")
+#: Whether a transform of torch.func (grad, jvp, vmap, functionalize) is under way. To read the stack of transforms
+#: instead would make that stack, which autograd then copies with every node of a graph.
+transformed: Callable[[], bool] = _probe(torch._C, "_are_functorch_transforms_active")
+_any_autocast = _probe(torch._C, "_is_any_autocast_enabled")
 _pop_transform = _probe(torch._C, "_functorch", "pop_dynamic_layer_stack")
 _push_transform = _probe(torch._C, "_functorch", "push_dynamic_layer_stack")
 _unwrap_transformed = _probe(torch._C, "_functorch", "get_unwrapped")
@@ -178,11 +180,6 @@ def annotate(name: str, unit: str = "") -> AbstractContextManager[Any]:
 NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
-def transformed() -> bool:
-    """Whether a transform of torch.func (grad, jvp, vmap, functionalize) is under way."""
-    return _transform() is not None
-
-
 def untransformed(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that all transforms of torch.func have wrapped."""
     while _is_functorch(tensor):
@@ -200,21 +197,16 @@ def mutation_allowed() -> bool:
     return _graph._allow_mutation_on_saved_tensors_enabled  # type: ignore[no-any-return]
 
 
-def alone(device: str) -> AbstractContextManager[Any]:
+def alone(device: torch.device) -> AbstractContextManager[Any]:
     """Inside, operations run outside of whatever the caller has around them that would change what they do.
 
     Those are transforms of torch.func, function modes, autocast on ``device``, and dispatch modes that trace, fake or
     copy. Other dispatch modes stay: they count operations and collectives, and are to see these, too. Mostly nothing is
     around, and that is all that is looked at then.
     """
-    if (
-        _transform() is None
-        and not _function_modes()
-        and not torch.is_autocast_enabled(device)
-        and not (_dispatch_modes() and any(map(_changes_results, _dispatch_mode_stack())))
-    ):
+    if not (_dispatch_modes() or transformed() or _function_modes() or _any_autocast()):
         return NOTHING
-    return _alone(device)
+    return _alone(device.type)
 
 
 def _traces(mode: Any) -> bool:
@@ -228,7 +220,7 @@ def _changes_results(mode: Any) -> bool:
 @contextmanager
 def _alone(device: str) -> Iterator[None]:
     with ExitStack() as stack:
-        while _transform() is not None:
+        while transformed():
             stack.callback(_push_transform, _pop_transform())
         while _function_modes():
             stack.callback(_push_function_mode, _pop_function_mode())

@@ -10,7 +10,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -81,6 +81,7 @@ class Root:
         self._visits: dict[int, Visit] = {}
         self._clock = 0
         self.ranks = units[0].ranks
+        self.device = self.ranks.device
         self.streams = self.ranks.comm.streams
         top = units[0]
         self.prefetch, self.prefetch_bytes = prefetch_budget(top.prefetch)
@@ -364,10 +365,6 @@ class Root:
         self.finish_reductions()
         self.arrivals.end_backward()
 
-    def alone(self) -> AbstractContextManager[Any]:
-        """In which the engine's own operations run: outside of transforms and modes around the call."""
-        return alone(self.ranks.device.type)
-
     def _end_backward(self) -> None:
         """Backward is over: reduce what is left, in one order on all ranks, and leave everything sharded."""
         self.close_visits_begun_after(-1)
@@ -424,7 +421,7 @@ class _Task:
 
     def __call__(self) -> None:
         try:
-            with annotate("root_post_backward_callback"), self._root.alone():
+            with annotate("root_post_backward_callback"), alone(self._root.device):
                 self._root._end_backward()
         except BaseException:
             self._root._task = None  # whoever handles the exception keeps this alive, and may call the model

@@ -542,7 +542,7 @@ class Unit(Weights):
         if recomputing:
             root.enter_backward()
         elif root.caller is None:
-            with root.alone():
+            with alone(root.device):
                 root.begin(self, module)
             device = self.comm.device
             if device.type != "cpu":
@@ -554,7 +554,7 @@ class Unit(Weights):
         if dtype is not None and self.policy.cast_forward_inputs and not root.full_precision:
             args, kwargs = map_arguments(lambda t: t.to(dtype) if t.is_floating_point() else t, args, kwargs)
         lasting = lasting_kind()
-        with root.alone():
+        with alone(root.device):
             if (self.lenders or not self.parameters) and not recomputing:
                 self.settle()
             if self.parameters:
@@ -566,7 +566,7 @@ class Unit(Weights):
         return args, kwargs
 
     def _join(self, module: nn.Module) -> Root:
-        with alone(self.comm.device.type):
+        with alone(self.comm.device):
             return self.attach(module)
 
     def _mark(self, root: Root, frame: Frame, args: Any, kwargs: Any, recomputing: bool) -> tuple[Any, Any]:
@@ -633,7 +633,7 @@ class Unit(Weights):
             return
         root = self.root if self.root is not None else self._join(self.living_modules()[0])
         lasting = lasting_kind()
-        with root.alone():
+        with alone(root.device):
             self._lend(root, frame, lasting)
 
     def _lend(self, root: Root, frame: Frame, lasting: type[Lasting] | None) -> None:
@@ -697,7 +697,7 @@ class Unit(Weights):
             for stay in visit.guests:
                 stay.end = visit.end
         recomputing = in_backward()
-        with root.alone():
+        with alone(root.device):
             root.frames.pop()
             for guest in frame.guests:
                 guest.leave(root, None, recomputing)
@@ -720,7 +720,7 @@ class Unit(Weights):
     def forward_failed(self, depth: int) -> None:
         """An exception passes through a call that began when ``depth`` others were under way: leave all in order."""
         if self.root is not None:
-            with self.root.alone():
+            with alone(self.root.device):
                 self._leave_failed(self.root, depth)
 
     def _leave_failed(self, root: Root, depth: int) -> None:
@@ -802,7 +802,7 @@ class Unit(Weights):
         """Backward has reached an output of a visit: gather the weights that it will read."""
         if visit not in self.visits:
             assert self.root is not None
-            with annotate("pre_backward", self.range_name), self.root.alone():
+            with annotate("pre_backward", self.range_name), alone(self.root.device):
                 self._enter_backward(visit)
 
     def _enter_backward(self, visit: Visit) -> None:
@@ -847,7 +847,7 @@ class Unit(Weights):
         visit.open -= 1
         if visit.open == 0 and not visit.endless:
             assert self.root is not None
-            with self.root.alone():
+            with alone(self.root.device):
                 self.close(visit)
 
     def close(self, visit: Visit) -> None:
