@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,6 +49,19 @@ def shard(model: Model, head_unit: bool = False, **options: object) -> Model:
         sw.fully_shard(block, **options)
     if head_unit:
         sw.fully_shard([model.norm, model.head], **options)
+    return sw.fully_shard(model, **options)
+
+
+def three_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def shard_layers(plain: nn.Sequential, **options: Any) -> Any:
+    """A sharded copy of the three layers: two units and the root, which has the last layer."""
+    model = copy.deepcopy(plain)
+    for i in (0, 2):
+        sw.fully_shard(model[i], **options)
     return sw.fully_shard(model, **options)
 
 

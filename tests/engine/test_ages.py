@@ -13,23 +13,11 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.engine.construct import UNIT
-from tests.engine.models import full
+from tests.engine.models import full, shard_layers, three_layers
 from tests.support import multirank, world_mesh
 from tests.support.stand_in import stand_in_device
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3"]
-
-
-def build() -> Any:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
-
-
-def shard(plain: Any, **options: Any) -> Any:
-    model = copy.deepcopy(plain)
-    for i in (0, 2):
-        sw.fully_shard(model[i], **options)
-    return sw.fully_shard(model, **options)
 
 
 def batch(rank: int, number: int) -> torch.Tensor:
@@ -64,7 +52,7 @@ def test_a_rank_that_skips_a_step(rank: int, world_size: int, strategy: str) -> 
     last = world_size - 1
     others = "rank 0" if world_size == 2 else "ranks 0, 1"
     for make in OPTIMIZERS.values():
-        model = shard(build(), strategy=strategy)
+        model = shard_layers(three_layers(), strategy=strategy)
         optimizer = make(model)
         for number in range(4):
             backward(model, rank, number)
@@ -81,7 +69,7 @@ def test_a_rank_that_skips_a_step(rank: int, world_size: int, strategy: str) -> 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_other_numbers_of_micro_batches(rank: int, world_size: int, strategy: str) -> None:
     """All make as many forwards and backwards; their steps fall between others."""
-    model = shard(build(), strategy=strategy)
+    model = shard_layers(three_layers(), strategy=strategy)
     optimizer = OPTIMIZERS["wrapped"](model)
     with ages(1, 0):
         for number in range(1, 7):
@@ -96,7 +84,7 @@ def test_other_numbers_of_micro_batches(rank: int, world_size: int, strategy: st
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_micro_batch_more_before_the_same_step(rank: int, world_size: int, strategy: str) -> None:
     """Rank 1 holds one micro-batch less: it reduces where rank 0 goes on. The error says what each does."""
-    model = shard(build(), strategy=strategy)
+    model = shard_layers(three_layers(), strategy=strategy)
     with pytest.raises(RuntimeError, match=r"diverged: .*rank"):
         for number in range(3 - rank):
             model.set_requires_gradient_sync(number == 2 - rank)
@@ -107,7 +95,7 @@ def test_a_micro_batch_more_before_the_same_step(rank: int, world_size: int, str
 @multirank(4)
 def test_on_a_mesh_of_two_dimensions(rank: int, world_size: int) -> None:
     """The replicas agree among themselves, and not with each other."""
-    model = shard(build(), strategy="hsdp", mesh=world_mesh(2, 2))
+    model = shard_layers(three_layers(), strategy="hsdp", mesh=world_mesh(2, 2))
     optimizer = OPTIMIZERS["wrapped"](model)
     backward(model, rank, 0)
     if rank < 2:
@@ -120,7 +108,7 @@ def test_on_a_mesh_of_two_dimensions(rank: int, world_size: int) -> None:
 @multirank(2)
 def test_steps_in_backward(rank: int, world_size: int) -> None:
     """A step of sw.optim.in_backward counts at the end of backward; so does a step in parameters' hooks."""
-    model = shard(build())
+    model = shard_layers(three_layers())
     optimizer = sw.optim.in_backward(torch.optim.SGD(model.parameters(), lr=1e-2))
     extra = nn.Parameter(torch.ones(2))  # a plain one, of which only one rank has a gradient
     optimizer.add_param_group({"params": [extra]})
@@ -132,7 +120,7 @@ def test_steps_in_backward(rank: int, world_size: int) -> None:
     with ages(4, 3):
         backward(model, rank, 3)
 
-    model = shard(build())
+    model = shard_layers(three_layers())
     skips: list[bool] = []
     for p in model.parameters():
         alone = torch.optim.SGD([p], lr=1e-2)
@@ -155,7 +143,7 @@ def test_a_step_that_fails_does_not_count(rank: int, world_size: int) -> None:
 
     for make in (lambda o: o, lambda o: sw.fully_shard_optimizer(o, needs=1)):
         failing = False
-        model = shard(build())
+        model = shard_layers(three_layers())
         optimizer = make(Fails(model.parameters(), lr=1e-2))
         backward(model, rank, 0)
         failing = rank == 0
@@ -170,8 +158,8 @@ def test_a_step_that_fails_does_not_count(rank: int, world_size: int) -> None:
 @multirank(2)
 def test_a_state_dict_makes_ranks_equal_again(rank: int, world_size: int) -> None:
     """Training goes on from it as the plain model's training does."""
-    plain = build()
-    model = shard(plain)
+    plain = three_layers()
+    model = shard_layers(plain)
     optimizer = OPTIMIZERS["torch's"](model)
     backward(model, rank, 0)
     if rank:
@@ -195,8 +183,8 @@ def test_a_state_dict_makes_ranks_equal_again(rank: int, world_size: int) -> Non
 @multirank(2)
 def test_what_ranks_may_do_alike(rank: int, world_size: int) -> None:
     """Nothing here is a divergence: no step at all, several optimizers, a scaler that skips, edits, another state."""
-    plain = build()
-    model = shard(plain)
+    plain = three_layers()
+    model = shard_layers(plain)
     for number in range(2):
         backward(model, rank, number)
     model.zero_grad()
@@ -239,7 +227,7 @@ def test_what_ranks_may_do_alike(rank: int, world_size: int) -> None:
 def accelerator(**options: Any) -> Iterator[Any]:
     """A model that takes the CPU for an accelerator, where no record is exchanged before a collective."""
     with stand_in_device():
-        model = shard(build(), **options)
+        model = shard_layers(three_layers(), **options)
         for module in (model, model[0], model[2]):
             unit = getattr(module, UNIT)
             for comm in (*unit.ranks.every, unit.comm):

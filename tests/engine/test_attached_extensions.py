@@ -17,25 +17,11 @@ from torch import nn
 
 import shardwright as sw
 from shardwright._torch import subclasses_dispatch
+from tests.engine.bfloat16_gathers import post_all_gather, pre_all_gather
 from tests.engine.models import full
 from tests.support import multirank, world_mesh
 
 Calls = list[str]
-
-
-def pre_all_gather(local: torch.Tensor, mesh: Any, size: torch.Size, *_: Any) -> Any:
-    padded = local.new_zeros(-(-size[0] // mesh.size()), *size[1:])
-    padded[: local.size(0)] = local
-    return (padded.bfloat16(),), None
-
-
-def post_all_gather(outputs: Any, dtype: torch.dtype, out: torch.Tensor | None) -> Any:
-    if out is not None:
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
-            out.copy_(outputs[0][: out.size(0)])
-        return None
-    whole = outputs[0].to(dtype)
-    return whole, (whole,)
 
 
 def attach(model: nn.Module, calls: Calls) -> None:

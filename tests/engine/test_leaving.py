@@ -16,23 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import shardwright as sw
 from shardwright.comm_hooks import PowerSGD
 from shardwright.engine.construct import UNIT
-from tests.engine.models import full
+from tests.engine.models import full, shard_layers, three_layers
 from tests.support import multirank, world_mesh
-
-
-def build() -> Any:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
-
-
-def shard(plain: Any, **options: Any) -> Any:
-    model = copy.deepcopy(plain)
-    for i in (0, 2):
-        sw.fully_shard(model[i], **options)
-    return sw.fully_shard(model, **options)
 
 
 def loss_of(model: Any, rank: int) -> torch.Tensor:
@@ -77,8 +64,8 @@ def failing(module: nn.Module, where: str, error: BaseException) -> Iterator[Non
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_the_others_hear_whose_error_it_was(rank: int, world_size: int, strategy: str) -> None:
     """Where ranks meet before it: in forward if weights are gathered there."""
-    plain = build()
-    model = shard(plain, strategy=strategy)
+    plain = three_layers()
+    model = shard_layers(plain, strategy=strategy)
     check_step(model, plain, rank, world_size)
     last = world_size - 1
     for error in (ValueError("this batch is bad"), KeyboardInterrupt(), RuntimeError("shapes do not fit")):
@@ -100,8 +87,8 @@ def test_the_others_hear_whose_error_it_was(rank: int, world_size: int, strategy
 @multirank(4)
 def test_on_a_mesh_of_two_dimensions(rank: int, world_size: int) -> None:
     """Those that share no axis with the rank that left hear of it from those that do."""
-    plain = build()
-    model = shard(plain, strategy="hsdp", mesh=world_mesh(2, 2))
+    plain = three_layers()
+    model = shard_layers(plain, strategy="hsdp", mesh=world_mesh(2, 2))
     check_step(model, plain, rank, world_size)
     if rank == 3:
         with failing(model[0], "backward", ValueError("bad")), pytest.raises(ValueError, match="bad"):
@@ -114,8 +101,8 @@ def test_on_a_mesh_of_two_dimensions(rank: int, world_size: int) -> None:
 
 @multirank(2)
 def test_errors_that_all_ranks_raise_alike_are_their_own(rank: int, world_size: int) -> None:
-    plain = build()
-    model = shard(plain)
+    plain = three_layers()
+    model = shard_layers(plain)
     for where, module in (("forward", model[4]), ("backward", model[0])):
         with failing(module, where, ValueError("bad")), pytest.raises(ValueError, match="bad"):
             loss_of(model, rank).backward()
@@ -129,8 +116,8 @@ def test_what_a_signals_handler_raises_is_not_taken_for_a_lost_rank(rank: int, w
     def handler(*_: Any) -> None:
         raise RuntimeError("a worker was killed")
 
-    plain = build()
-    model = shard(plain)
+    plain = three_layers()
+    model = shard_layers(plain)
     check_step(model, plain, rank, world_size)
     before = signal.signal(signal.SIGUSR1, handler)
     try:
@@ -190,8 +177,8 @@ def test_an_interrupt_anywhere_in_a_step_leaves_the_ranks_in_order(
     rank: int, world_size: int, strategy: str
 ) -> None:
     """Between the agreement and the collective above all: the others count on it."""
-    plain = build()
-    model = shard(plain, strategy=strategy)
+    plain = three_layers()
+    model = shard_layers(plain, strategy=strategy)
     check_step(model, plain, rank, world_size)
     (comm,) = getattr(model, UNIT).ranks.every
     meeting = comm.meeting
@@ -253,7 +240,7 @@ def failing_on_demand(module: nn.Module, where: str) -> list[bool]:
 @pytest.mark.parametrize("place", [0, 2])
 def test_reductions_in_a_group_of_their_own(rank: int, world_size: int, place: int) -> None:
     """The others may wait there, where none has met since the step began."""
-    model = shard(build())
+    model = shard_layers(three_layers())
     model.set_separate_reduce_scatter_group(True)
     steps_with_one_failure(model, rank, failing_on_demand(model[place], "backward"))
 
@@ -262,7 +249,7 @@ def test_reductions_in_a_group_of_their_own(rank: int, world_size: int, place: i
 @pytest.mark.parametrize(("strategy", "place"), [("ddp", 0), ("zero3", 0), ("zero3", 2)])
 def test_gradient_hooks_of_several_collectives(rank: int, world_size: int, strategy: str, place: int) -> None:
     """One may be in the middle of them while another leaves."""
-    model = shard(build(), strategy=strategy)
+    model = shard_layers(three_layers(), strategy=strategy)
     model.set_gradient_comm_hook(PowerSGD(1))
     steps_with_one_failure(model, rank, failing_on_demand(model[place], "backward"))
     loss_of(model, rank).backward()
@@ -275,8 +262,8 @@ def test_gradient_hooks_of_several_collectives(rank: int, world_size: int, strat
 @multirank(2)
 def test_one_exception_through_several_models(rank: int, world_size: int) -> None:
     """A teacher inside the student's forward: the others hear of it once."""
-    plain = build()
-    teacher, student = shard(build()), shard(plain)
+    plain = three_layers()
+    teacher, student = shard_layers(three_layers()), shard_layers(plain)
     fail = failing_on_demand(teacher[2], "forward")
 
     def step(model: Any, rank: int) -> torch.Tensor:
@@ -294,40 +281,22 @@ def test_one_exception_through_several_models(rank: int, world_size: int) -> Non
 
 
 @multirank(2)
-def test_one_rank_reads_a_number_within_a_forward(rank: int, world_size: int) -> None:
-    """All raise in that step, and the next is in order, also where the ranks had another order in it."""
-    plain = build()
-    model = shard(plain)
+@pytest.mark.parametrize("what", ["reads a number", "calls a unit"])
+def test_one_rank_does_more_within_a_forward(rank: int, world_size: int, what: str) -> None:
+    """All raise in that step, and the next is in order: the guess of its order is not made of that step."""
+    plain = three_layers()
+    model = shard_layers(plain)
     alone = [False]
 
-    def read(_: Any, args: Any) -> None:
-        if alone[0]:
+    def more(_: Any, args: Any) -> None:
+        if not alone[0]:
+            return
+        if what == "calls a unit":
+            model[2](args[0])
+        else:
             model[2].weight.norm().item()
 
-    model[0].register_forward_pre_hook(read)
-    for number in range(4):
-        alone[0] = number == 1 and rank == 0
-        if number == 1:
-            with pytest.raises(RuntimeError, match="diverged"):
-                loss_of(model, rank).backward()
-        else:
-            check_step(model, plain, rank, world_size, number)
-        model.zero_grad()
-        dist.barrier()
-
-
-@multirank(2)
-def test_an_order_of_one_rank_alone_is_forgotten(rank: int, world_size: int) -> None:
-    """A unit called earlier on one rank, in one step: the guess of the next order is not made of that step."""
-    plain = build()
-    model = shard(plain)
-    alone = [False]
-
-    def call(_: Any, args: Any) -> None:
-        if alone[0]:
-            model[2](args[0])
-
-    model[0].register_forward_pre_hook(call)
+    model[0].register_forward_pre_hook(more)
     for number in range(4):
         alone[0] = number == 1 and rank == 0
         if number == 1:
@@ -344,8 +313,8 @@ def test_orders_are_forgotten_on_all_ranks_wherever_they_hear_of_a_failure(
     rank: int, world_size: int
 ) -> None:
     """One is at the end of a forward, the other in the middle. Then a forward in which a unit is left out."""
-    plain = build()
-    model = shard(plain, strategy="zero2")
+    plain = three_layers()
+    model = shard_layers(plain, strategy="zero2")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = copy.deepcopy(model.state_dict())
     check_step(model, plain, rank, world_size)

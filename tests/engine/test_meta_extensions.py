@@ -17,6 +17,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 import shardwright as sw
+from tests.engine.bfloat16_gathers import post_all_gather, pre_all_gather
 from tests.support import multirank, world_mesh
 
 _aten = torch.ops.aten
@@ -49,17 +50,10 @@ class Rounded(torch.Tensor):
         return tree_map_only(torch.Tensor, cls, out) if func.overloadpacket in cls.KEEPS else out
 
     def fsdp_pre_all_gather(self, mesh: Any, size: torch.Size, stride: Any, module: Any, policy: Any) -> Any:
-        padded = self.inner.new_zeros(-(-size[0] // mesh.size()), *size[1:])
-        padded[: self.inner.size(0)] = self.inner
-        return (padded.bfloat16(),), None
+        return pre_all_gather(self.inner, mesh, size)
 
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
-        if out is not None:
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
-                out.copy_(outputs[0][: out.size(0)])
-            return None
-        whole = outputs[0].to(dtype)
-        return whole, (whole,)
+        return post_all_gather(outputs, dtype, out)
 
 
 def make() -> nn.Sequential:
