@@ -241,8 +241,9 @@ def hide_from_dynamo(*modules: str) -> None:
     """Let torch.compile neither trace nor inline code of these modules: it breaks its graph there and goes on after."""
     from torch._dynamo import trace_rules  # heavy, but the first optimizer of a process imports it anyway
 
-    for name in modules:
-        trace_rules.add(name)
+    # trace_rules.add() takes one module and compiles the expression of all that are hidden, in 7 ms each.
+    trace_rules.SKIP_DIRS.extend(file for name in modules if (file := sys.modules[name].__file__))
+    trace_rules._recompile_re()
 
 
 # -- torch's own fully_shard, whose place this engine takes

@@ -7,6 +7,8 @@ thread, because threads do not survive a fork.
 from __future__ import annotations
 
 import gc
+import importlib
+from contextlib import suppress
 
 import pytest
 import torch._dynamo
@@ -17,6 +19,11 @@ import torch.distributed.tensor
 from tests.support import pool
 
 __all__ = ["pool", "pytest", "torch"]
+
+# What the trainer uses, where it is installed.
+for name in ("matplotlib.backends.backend_agg", "matplotlib.figure", "psutil", "pydantic", "rich.progress", "rich.table"):
+    with suppress(ImportError):
+        importlib.import_module(name)
 
 # A collection in a worker would otherwise write to every object here, and so copy the whole heap.
 gc.collect()
