@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from shardwright import cli
-from tests.train.jobs import TINY, config_file, run
+from tests.train.jobs import TINY, config_file
 
 TEXT = "wie schön, 5 € für ein ☕ — naïve\n" * 300
 JOB = ("--train.steps", "2", "--validation.every", "0", "--parallel.engine", "shardwright")
@@ -48,18 +51,35 @@ def test_commands_print_on_any_terminal(
         assert "Traceback" not in shown and "UnicodeEncodeError" not in shown
 
 
+SCRIPT = """
+import itertools, sys
+from shardwright import cli
+for is_end, arguments in itertools.groupby(sys.argv[1:], ";".__eq__):
+    if not is_end:
+        print("status", cli.main(list(arguments)), flush=True)
+"""
+
+
 def test_a_locale_without_utf8(tmp_path: Path) -> None:
-    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    """In a process that starts with it: Python decides then how it names files."""
     config = config_file(tmp_path, TINY)
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    job = ("train", config, "--data.source", tmp_path / "text.txt", *JOB, "--nproc", "1")
-    status, out, err = run(*job, "--run.dir", tmp_path / "run", environment=locale)
-    assert (status, err) == (0, "") and "done: 2 steps" in out and "sch\\xf6n" in out
-    status, out, err = run(
-        "generate", tmp_path / "run", "--prompt", "schön", "--tokens", "5", environment=locale
+    job = ("train", config, "--data.source", tmp_path / "text.txt", *JOB, "--nproc", "1", "--run.dir")
+    commands = [
+        *(*job, tmp_path / "run", ";"),
+        *("generate", tmp_path / "run", "--prompt", "schön", "--tokens", "5", ";"),
+        *(*job, tmp_path / "schön"),
+    ]
+    variables = {
+        **os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(cli.__file__).parents[1]),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *commands], env=variables, capture_output=True, text=True, timeout=240
     )
-    assert (status, err) == (0, "") and out.startswith("sch\\xf6n")
-    status, _, err = run(*job, "--run.dir", tmp_path / "schön", environment=locale)
-    assert (
-        status == 2 and err.count("\n") == 1 and "run.dir: expected a folder whose name is UTF-8 text" in err
-    )
+    trained, generated, refused, _ = re.split(r"status \d\n", done.stdout)
+    assert re.findall(r"^status (\d)$", done.stdout, re.MULTILINE) == ["0", "0", "2"], done.stderr
+    assert "done: 2 steps" in trained and "sch\\xf6n" in trained
+    assert generated.startswith("sch\\xf6n")
+    assert refused == "" and done.stderr.count("\n") == 1
+    assert "run.dir: expected a folder whose name is UTF-8 text" in done.stderr
