@@ -290,7 +290,7 @@ def test_everything_else_is_refused_with_the_way_out(rank: int, world_size: int)
         lambda: torch.stack([t, t]), lambda: torch.cat([t, t]), lambda: t + full, lambda: full + t,
         lambda: full.add_(t), lambda: full.copy_(t), lambda: torch.ones(()).add_(t), lambda: t.normal_(),
         lambda: torch.rand_like(t), lambda: nn.functional.linear(full, t), lambda: t.share_memory_(),
-        lambda: t + RaggedTensor.from_full(full, spec(cut.mesh, (5, 5), 0)), lambda: t.cumsum(0), lambda: t.std(),
+        lambda: t + RaggedTensor.from_full(full, spec(cut.mesh, (5, 5), 0)), lambda: t.cumsum(0), lambda: t.std(0),
         lambda: torch._foreach_add([full], [t]), lambda: torch._foreach_mul_([t, t], [full, full]),
         lambda: torch.save(t, io.BytesIO()), lambda: pickle.dumps(nn.Parameter(t)), lambda: copy.copy(t),
         lambda: torch.save({"p": t.as_dtensor()}, io.BytesIO()), lambda: t.as_dtensor()[0], lambda: t.softmax(-1),

@@ -114,6 +114,7 @@ class Meeting:
         self.failure = self.left_by = self.failures = 0
         self._disagreements = 0
         _wait_for_workers_at_exit()
+        notices.post_at_exit()
 
     def show(self, record: Sequence[int], limit: timedelta | None = None) -> list[list[int]] | None:
         """Show every rank ``record`` (at most RECORD integers); return all ranks' if they are not the same.

@@ -61,8 +61,16 @@ def numbers() -> dict[str, int]:
 
 
 def count_by(meetings: Callable[[], dict[str, int]]) -> None:
-    """Ask ``meetings`` for these numbers; and when the process ends, say so, and by which exception."""
+    """Ask ``meetings`` for these numbers."""
     _meetings.append(meetings)
+
+
+def post_at_exit() -> None:
+    """When the process ends, say so, and by which exception.
+
+    What is registered last is called first: before a ``destroy_process_group`` that was registered until now.
+    """
+    atexit.unregister(_post_at_exit)
     atexit.register(_post_at_exit)
 
 

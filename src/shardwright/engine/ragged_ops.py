@@ -259,6 +259,25 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     return (total / tensor.numel() if func in _MEANS else total).to(dtype)
 
 
+def _spread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The variance or the standard deviation of all elements, about the mean of all."""
+    tensor = _everything(func, args, kwargs)
+    local = tensor._local_tensor
+    if not local.dtype.is_floating_point:
+        refuse(func, (args, kwargs))
+    local_wide = local.to(torch.promote_types(local.dtype, torch.float32))
+    mean = _reduce(local_wide.sum(), dist.ReduceOp.SUM, tensor.spec) / tensor.numel()
+    squares = _reduce((local_wide - mean).square_().sum(), dist.ReduceOp.SUM, tensor.spec)
+    correction = kwargs.get("correction")
+    variance = squares / max(tensor.numel() - (1 if correction is None else correction), 0)
+    return (variance.sqrt() if func is aten.std.correction else variance).to(local.dtype)
+
+
+def _count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    tensor: RaggedTensor = args[0]
+    return _reduce(tensor._local_tensor.count_nonzero(), dist.ReduceOp.SUM, tensor.spec)
+
+
 def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     tensor = _everything(func, args, kwargs)
     local, largest = tensor._local_tensor, func in _LARGEST
@@ -407,6 +426,9 @@ def _table() -> dict[Any, Handler]:
         aten.sum.dim_IntList: _sum,
         aten.mean.default: _sum,
         aten.mean.dim: _sum,
+        aten.count_nonzero.default: _count,
+        aten.std.correction: _spread,
+        aten.var.correction: _spread,
         aten.max.default: _extreme,
         aten.min.default: _extreme,
         aten.amax.default: _extreme,

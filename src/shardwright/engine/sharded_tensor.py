@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwright._torch import (
@@ -62,6 +62,9 @@ _LINEAR = {
 _SUMS = {_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.sub_.Tensor}
 #: Autograd makes their gradients of a number, which is the same on every rank.
 _SUMMED = {_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim}
+#: Torch sums up what each rank has of norms and extremes that were not reduced yet, as if those added up.
+_LINEAR_BY_TORCH = _SUMMED | {_aten.nansum.default}
+_JOINS = {_aten.stack.default, _aten.cat.default}
 #: They compute with a rank's own data. Torch takes a plain tensor of one element for the same on every rank.
 _ON_DATA = {
     _aten.embedding.default, _aten._embedding_bag.default, _aten.mm.default, _aten.addmm.default,
@@ -122,6 +125,10 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
             _cut_gradient(args[0])
         if func in _EXTREMES or func in _NORMS:
             args = _with_neutral(func, args)
+        elif func in _LINEAR_BY_TORCH:
+            args = (_reduced(args[0]), *args[1:])
+        elif func in _JOINS:
+            args = (_alike(args[0]), *args[1:])
         elif func.overloadpacket not in _LINEAR:
             for t in args[:2]:
                 if isinstance(t, DTensor) and not t.dim() and any(p.is_partial() for p in t.placements):
@@ -422,6 +429,28 @@ def _agree(tensor: DTensor) -> None:
         axes = [a for a, p in enumerate(tensor.placements) if not p.is_replicate() and mesh.size(a) > 1]
         device = torch.device(mesh.device_type)
         agree_to_read(map(mesh.get_group, axes), device, f"{tensor.placements} {tensor.dtype} {tensor.shape}")
+
+
+def _adds_up(placement: Placement) -> bool:
+    return type(placement) is Partial and placement.reduce_op in ("sum", "avg")
+
+
+@torch.no_grad()
+def _reduced(tensor: Any, keeps: Callable[[Placement], bool] = _adds_up) -> Any:
+    """The tensor, reduced over the ranks where it is Partial, but for those placements that ``keeps`` keeps."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = [Replicate() if p.is_partial() and not keeps(p) else p for p in tensor.placements]
+    if placements == list(tensor.placements):
+        return tensor
+    _agree(tensor)
+    return DTensor.redistribute(tensor, placements=placements)
+
+
+def _alike(tensors: Sequence[Any]) -> Sequence[Any]:
+    """Tensors to be joined: reduced, if they are Partial in different ways, from which torch finds no common one."""
+    kinds = {p for t in tensors if isinstance(t, DTensor) for p in t.placements if p.is_partial()}
+    return tensors if len(kinds) < 2 else [_reduced(t, lambda p: False) for t in tensors]
 
 
 def _with_neutral(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
