@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -121,3 +122,32 @@ def test_split_backward_needs_the_whole_stage_sharded(rank: int, world_size: int
     y = stage(x)
     with pytest.raises(RuntimeError, match="the stage's own module is not sharded"):
         stage_backward_input([y], [torch.ones_like(y)], [x], stage.parameters())
+
+
+@multirank(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_what_is_held_is_reduced_by_finalize_backward(rank: int, world_size: int, strategy: str) -> None:
+    """As torch 2.15's stages call it."""
+    plain = stages(1)[0]
+    model: Any = sw.fully_shard(copy.deepcopy(plain), strategy=strategy)
+    model.finalize_backward()  # before the first forward
+    for step in range(2):
+        model.zero_grad()
+        plain.zero_grad()
+        model.set_manual_backward_finalization(True)
+        model.set_reshard_after_backward(strategy == "ddp")
+        model.set_requires_gradient_sync(False)
+        for micro in range(2):
+            loss_of(model(data(10 * step + micro, rank)[0]), data(10 * step + micro, rank)[1]).backward()
+            for r in range(world_size):
+                x, y = data(10 * step + micro, r)
+                (loss_of(plain(x), y) / world_size).backward()
+        assert all(p.grad is None for p in model.parameters())
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
+        handle = model.finalize_backward(async_op=bool(step))
+        if step:
+            handle.wait()
+        model.set_manual_backward_finalization(False)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full(p.grad), q.grad)

@@ -317,6 +317,35 @@ class FSDPModule(TorchFSDPModule):
         """
         self._root().is_last_backward = is_last_backward
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether :meth:`finalize_backward` ends a step, as in torch 2.15. Here it may be called in any case.
+
+        A backward that communicates has reduced its gradients when it returns. What backwards without gradient sync
+        have left waits for a backward with it, or for :meth:`finalize_backward`.
+        """
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReduction | None:
+        """Reduce what backwards without gradient sync have left, and release weights that they have kept.
+
+        Args:
+            async_op: return a handle, as torch does. The reductions are over when this returns, in any case.
+
+        Raises:
+            RuntimeError: a backward is under way.
+        """
+        state = state_of(cast(nn.Module, self))
+        root = self._fsdp_unit().root
+        if root is not None and root.in_backward:
+            raise RuntimeError(
+                "finalize_backward was called in the middle of a backward. Call it after that."
+            )
+        if root is not None and state is not None:
+            for each in state._state_ctx.all_states:
+                for group in each._fsdp_param_groups:
+                    group.post_backward()
+            state._root_post_backward_final_callback()
+        return GradientReduction() if async_op else None
+
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With False, gradients are summed over the ranks that shard them and not yet over the replicas.
 
@@ -551,6 +580,13 @@ class FSDPModule(TorchFSDPModule):
         units = [u for u in self._fsdp_units(recurse) if u.parameters]
         convert(cast(nn.Module, self), units, fn, recurse)
         return self
+
+
+class GradientReduction:
+    """What :meth:`FSDPModule.finalize_backward` returns with ``async_op=True``."""
+
+    def wait(self) -> None:
+        """Nothing is left to be waited for."""
 
 
 def _refuse_inherited() -> None:

@@ -123,6 +123,8 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
             _refuse_mixed(func, args, RuntimeError("each rank may have another value"))
         if func in _SUMMED and _real(args[0]):
             _cut_gradient(args[0])
+        if func is _detach and any(p.is_partial() for p in args[0].placements):
+            return _detached(args[0])
         if func in _EXTREMES or func in _NORMS:
             args = _with_neutral(func, args)
         elif func in _LINEAR_BY_TORCH:
@@ -283,6 +285,12 @@ def _refresh(arguments: Any) -> None:
             fresh: Any = views(view._viewed, view._steps)
             view._local_tensor, view._spec = local_of(fresh), fresh._spec
             view._seen = _version(view._viewed)
+
+
+def _detached(number: DTensor) -> DTensor:
+    """A Partial tensor without its graph. Torch 2.15 would reduce a norm for that, as autograd does to keep it."""
+    local = local_of(number).detach()
+    return as_sharded(dtensor_of(local, number.device_mesh, number.placements, number.shape, number.stride()))
 
 
 def _as_views(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
