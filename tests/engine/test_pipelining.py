@@ -68,6 +68,8 @@ def reductions(modules: Iterable[nn.Module]) -> list[int]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_torchs_schedules(rank: int, world_size: int, name: str, layout: str) -> None:
     """As for FSDP2: nothing is said of the schedule, which reduces each unit once, after the last micro-batch."""
+    if SCHEDULES[name][2] and torch.__version__ < (2, 12):
+        pytest.skip("torch 2.11 sends to itself over gloo where two stages of one rank follow each other")
     ways = {
         "per_parameter": [("zero3", True), ("zero3", False)],
         "ragged": [("zero3", None), ("zero1", None)],
