@@ -29,8 +29,8 @@ from shardwright.comm_hooks import Cast, Compressed, Int8Blocks, PowerSGD
 from shardwright.train.config import load_config
 from shardwright.train.data.corpus import load_corpus
 from shardwright.train.loop import Trainer
-from shardwright.train.parallel import World, make_mesh
 from shardwright.train.stop import StopRequest
+from shardwright.train.world import World, make_mesh
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "llama_debug.toml"
 #: By name: what carries gradients, and what encodes weights for gathers.

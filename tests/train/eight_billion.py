@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwright.train import parallel
 from shardwright.train.config import Config
 from shardwright.train.data import Corpus
 from shardwright.train.loop import Trainer
+from shardwright.train.world import World, make_mesh
 
 RANKS = 1024
 
@@ -37,8 +37,8 @@ def main() -> None:
     }
     config = Config.model_validate(sections)
     shape = config.model.shape()
-    mesh = parallel.make_mesh(config.parallel, "cpu", RANKS)
-    world = parallel.World(3, RANKS, torch.device("cpu"), mesh)
+    mesh = make_mesh(config.parallel, "cpu", RANKS)
+    world = World(3, RANKS, torch.device("cpu"), mesh)
     text = torch.zeros(4000, dtype=torch.uint8)
     before = peak()
     trainer = Trainer(config, world, Corpus(text, text, "zeros"))

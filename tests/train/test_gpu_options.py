@@ -9,14 +9,14 @@ import pytest
 
 from shardwright.comm import collectives
 from shardwright.engine import api
-from shardwright.train import launch, loop, metrics, parallel
+from shardwright.train import launch, loop, metrics, world
 from tests.support.replay import CpuGraphs
 from tests.train.jobs import config_file, train_here
 
 
 @pytest.fixture(autouse=True)
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (launch, parallel):
+    for module in (launch, world):
         monkeypatch.setattr(module, "check_device", lambda config, kind: None)
 
 

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwright as sw
-from shardwright.train import parallel
 from shardwright.train.config import Config, ModelConfig, load_config
 from shardwright.train.data import Corpus
 from shardwright.train.data import batch as batch_of
@@ -34,6 +33,7 @@ from shardwright.train.models.hybrid import (
 )
 from shardwright.train.models.scan import selective_scan
 from shardwright.train.stop import StopRequest
+from shardwright.train.world import World, make_mesh
 from tests.support import multirank, world_mesh
 from tests.train import jobs
 
@@ -444,8 +444,8 @@ def test_sharded_training_equals_the_plain_model(
 
 def trainer(config: Config, rank: int, world_size: int) -> Trainer:
     text = torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
-    mesh = parallel.make_mesh(config.parallel, "cpu", world_size)
-    world = parallel.World(rank, world_size, torch.device("cpu"), mesh)
+    mesh = make_mesh(config.parallel, "cpu", world_size)
+    world = World(rank, world_size, torch.device("cpu"), mesh)
     return Trainer(config, world, Corpus(text[:3000], text[3000:], "random"))
 
 

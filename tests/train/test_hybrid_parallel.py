@@ -14,6 +14,7 @@ import torch
 import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
 from shardwright.train import checkpoint, parallel
+from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
 from shardwright.train.data import batch
 from shardwright.train.errors import UserError
@@ -144,7 +145,7 @@ def test_training_equals_the_plain_model(
         train={"accumulate": accumulate, "micro_batch": tensor},  # two of them
         activations={"checkpoint": "ops" if layout == "ragged" else "none"},
     )
-    parallel.check_ranks(config, world_size)
+    check_ranks(config, world_size)
     mine = trainer(config, rank, world_size)
     # bf16 has 8 bits, and tokens between two experts may fall to either, which are few to each.
     narrow = dtype == "bfloat16"
@@ -165,7 +166,7 @@ def test_training_equals_the_plain_model(
 )
 def test_other_strategies(rank: int, world_size: int, options: dict[str, Any]) -> None:
     config = job(**options)
-    parallel.check_ranks(config, world_size)
+    check_ranks(config, world_size)
     check_gradients(trainer(config, rank, world_size), torch.float32, 2e-5)
 
 
@@ -287,18 +288,18 @@ def test_every_row_of_a_projection_is_computed_with(groups: int, ranks: int) -> 
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(ranks: int, sections: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
-        parallel.check_ranks(job(**sections), ranks)
+        check_ranks(job(**sections), ranks)
 
 
 def test_sizes_of_layers_that_there_are_none_of_do_not_matter() -> None:
-    parallel.check_ranks(job(tensor=2, model={"pattern": "M", "mtp_pattern": "", "ffn_dim": 63}), 2)
+    check_ranks(job(tensor=2, model={"pattern": "M", "mtp_pattern": "", "ffn_dim": 63}), 2)
 
 
 def test_other_engines_and_models_have_no_experts_to_spread() -> None:
     with pytest.raises(ValueError, match="expert: expected 1 with engine 'fsdp2', found 2"):
         job(expert=2, engine="fsdp2")
     with pytest.raises(UserError, match="expert: expected 1 for a model without experts"):
-        parallel.check_ranks(tiny(parallel={"engine": "shardwright", "expert": 2}), 2)
+        check_ranks(tiny(parallel={"engine": "shardwright", "expert": 2}), 2)
 
 
 @multirank(1)

@@ -14,13 +14,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 import shardwright as sw
-from shardwright.train import checkpoint, parallel
+from shardwright.train import checkpoint
+from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
 from shardwright.train.data import Corpus
 from shardwright.train.errors import UserError
 from shardwright.train.loop import Trainer
 from shardwright.train.models.build import build_model
 from shardwright.train.stop import StopRequest
+from shardwright.train.world import World, make_mesh
 from tests.support.matrix import select, together
 from tests.support.pool import multirank
 from tests.train.jobs import tiny
@@ -36,8 +38,8 @@ def corpus() -> Corpus:
 
 
 def trainer(config: Config, rank: int, world_size: int) -> Trainer:
-    mesh = parallel.make_mesh(config.parallel, "cpu", world_size)
-    return Trainer(config, parallel.World(rank, world_size, torch.device("cpu"), mesh), corpus())
+    mesh = make_mesh(config.parallel, "cpu", world_size)
+    return Trainer(config, World(rank, world_size, torch.device("cpu"), mesh), corpus())
 
 
 def take_steps(job: Trainer, count: int) -> list[tuple[float, float]]:
@@ -257,7 +259,7 @@ def test_options_an_engine_cannot_honour_are_refused() -> None:
         ({"engine": "ddp", "reshard_after_forward": "always"}, "engine ddp shards nothing"),
     ):
         with pytest.raises(UserError, match=message):
-            parallel.check_ranks(tiny(parallel=options), 2)
+            check_ranks(tiny(parallel=options), 2)
 
 
 @multirank(2)

@@ -17,8 +17,8 @@ from shardwright import cli
 from shardwright.train import lock, patience
 from shardwright.train.agreement import Statement, agree, facts_of, is_to_report
 from shardwright.train.ending import Complaint, Ending, conclude
+from shardwright.train.environment import collective_timeout
 from shardwright.train.errors import UserError
-from shardwright.train.parallel import collective_timeout
 from shardwright.train.runs import RunFolder
 from shardwright.train.starting import Start
 from tests.train.jobs import TINY, config_file, losses, ranks, run, tiny, train_here

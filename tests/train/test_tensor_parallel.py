@@ -9,13 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwright.train import checkpoint, parallel
+from shardwright.train import checkpoint
+from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
 from shardwright.train.data import Corpus, batch
 from shardwright.train.errors import UserError
 from shardwright.train.generate import sample
 from shardwright.train.loop import Trainer
 from shardwright.train.models.build import build_model
+from shardwright.train.world import World, make_mesh
 from tests.support.pool import multirank
 from tests.train.jobs import tiny
 from tests.train.test_parallel import corpus, plain_steps, take_steps
@@ -24,8 +26,8 @@ STEPS = 3
 
 
 def trainer(config: Config, rank: int, world_size: int, text: Corpus | None = None) -> Trainer:
-    mesh = parallel.make_mesh(config.parallel, "cpu", world_size)
-    world = parallel.World(rank, world_size, torch.device("cpu"), mesh, config.parallel.tensor)
+    mesh = make_mesh(config.parallel, "cpu", world_size)
+    world = World(rank, world_size, torch.device("cpu"), mesh, config.parallel.tensor)
     return Trainer(config, world, text or corpus())
 
 
@@ -145,7 +147,7 @@ def test_what_does_not_fit_is_refused(ranks: int, sections: dict[str, Any], told
     for name, section in sections.items():
         given[name] = {**given.get(name, {}), **section}
     with pytest.raises(UserError, match=told):
-        parallel.check_ranks(tiny(**given), ranks)
+        check_ranks(tiny(**given), ranks)
 
 
 def test_engines_without_it_refuse() -> None:

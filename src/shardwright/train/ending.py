@@ -15,7 +15,6 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from shardwright.train import checkpoint
 from shardwright.train.errors import UserError
 from shardwright.train.resuming import resume_command
 from shardwright.train.runs import RunFolder, mark_failed
@@ -96,15 +95,17 @@ def stopped_early(number: int) -> int:
 
 def _diagnosis(ending: Ending) -> str:
     """The rank that failed first, how, the end of its log, and how to go on."""
+    from shardwright.train.stored import saved_steps  # beside an engine: seconds that only a failure costs
+
     rank, how = culprit(ending)
     lines = [f"rank {rank} of {len(ending.statuses)} {how}; the job has ended"]
     tail = _tail(log_of(ending.logs, rank))
     if tail:
         lines += [f"the end of its log {log_of(ending.logs, rank)}:", *("  " + line for line in tail)]
-    if checkpoint.saved_steps(ending.folder.checkpoints):
-        step = checkpoint.saved_steps(ending.folder.checkpoints)[0]
+    steps = saved_steps(ending.folder.checkpoints)
+    if steps:
         lines += [
-            f"step {step} is saved; to go on:",
+            f"step {steps[0]} is saved; to go on:",
             f"  {resume_command(ending.folder, len(ending.statuses))}",
         ]
     return "\n".join(lines)

@@ -10,69 +10,35 @@ and the same 30 s to ranks that wait in a collective for one that died. The envi
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
-from typing import Any, Literal, NoReturn
+from types import FrameType, ModuleType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext, start_processes
 
 import shardwright
-from shardwright.train.agreement import PATIENCE, Statement, agree, facts_of, is_to_report
+from shardwright.train.checks import check_device, check_ranks
 from shardwright.train.config import Config
-from shardwright.train.data import Corpus, load_corpus
-from shardwright.train.ending import (
-    STOPPED,
-    Complaint,
-    Ending,
-    complaints_in,
-    conclude,
-    fail,
-    log_of,
-    stopped_early,
-)
-from shardwright.train.errors import UserError
-from shardwright.train.lock import FolderLock, claim, share
-from shardwright.train.loop import NonFiniteError, train
-from shardwright.train.parallel import (
-    World,
-    check_device,
+from shardwright.train.ending import STOPPED, Ending, complaints_in, conclude, log_of, stopped_early
+from shardwright.train.environment import (
+    FOLDER_VARIABLE,
+    LAUNCHER_VARIABLE,
+    SPEAKING,
     check_environment,
-    check_ranks,
     choose_device,
-    collective_timeout,
-    join_world,
-    pick_device,
-    rank_and_size,
     under_launcher,
 )
-from shardwright.train.runs import (
-    RunFolder,
-    check_same_job,
-    create_run,
-    find_run,
-    holds_a_run,
-    now,
-    writing,
-)
+from shardwright.train.errors import UserError
+from shardwright.train.runs import RunFolder, discard_if_unused, now, open_folder, writing
 from shardwright.train.starting import START
 
-SPEAKING = "first rank speaks"
-"""Key in the launcher's store: from then on the first rank says what is being done at the start."""
-FOLDER_VARIABLE = "SHARDWRIGHT_RUN_FOLDER"
-LAUNCHER_VARIABLE = "SHARDWRIGHT_LAUNCHER"
 GRACE_SECONDS = 4.0
 """From the first failure to the killing of the other ranks: long enough for them to say what they saw of it."""
 
@@ -85,25 +51,37 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
     """
     check_environment()
     if under_launcher():
-        return _run_rank(lambda: config, resume, "--debug" in argv)
+        return _rank().run_rank(lambda: config, resume, "--debug" in argv)
     ranks = _ranks_wanted(config, nproc)
     check_ranks(config, ranks)
     check_device(config, choose_device(config))
-    folder, lock = _open_folder(config, resume)
+    folder, lock = open_folder(config, resume)
     with lock:
         try:
+            _stay_local()
             if ranks > 1:
                 return _launch(config, folder, ranks, argv)
-            _stay_local()
-            START.doing("reading the text")
-            corpus = load_corpus(config.data)
-            with join_world(config) as world:
-                return train(config, folder, corpus, world, resume is not None)
+            return _rank().train_alone(config, folder, resume is not None)
         except (UserError, KeyboardInterrupt):
-            _discard_if_unused(folder, lock)
+            discard_if_unused(folder, lock)
             raise
-        except NonFiniteError as error:
-            return fail(str(error))
+
+
+def refuse_config(error: UserError, debug: bool) -> int:
+    """As a rank that could not read its configuration: let the other ranks know, and return the exit status."""
+    check_environment()
+
+    def unreadable() -> NoReturn:
+        raise error
+
+    return _rank().run_rank(unreadable, None, debug)
+
+
+def _rank() -> ModuleType:
+    """What a rank does. It imports an engine: seconds, which the launcher and those who wait for its ranks save."""
+    from shardwright.train import rank
+
+    return rank
 
 
 def _ranks_wanted(config: Config, nproc: int | None) -> int:
@@ -115,209 +93,9 @@ def _ranks_wanted(config: Config, nproc: int | None) -> int:
     return max(1, gpus) if config.parallel.engine != "none" else 1
 
 
-def _open_folder(config: Config, resume: str | None) -> tuple[RunFolder, FolderLock]:
-    """The folder of the run, which no other run may use until the lock is released."""
-    if resume is None:
-        folder = create_run(config)
-        with writing(folder.path):
-            lock = claim(folder.path)
-        if folder.exists():  # another run began and ended here between our look and the lock
-            lock.release()
-            raise UserError(holds_a_run(folder))
-        return folder, lock
-    folder = find_run(config, resume)
-    check_same_job(folder, config, "--resume")
-    with writing(folder.path):
-        return folder, claim(folder.path)
-
-
-def _discard_if_unused(folder: RunFolder, lock: FolderLock) -> None:
-    """Remove a folder in which no run began, so that correcting the mistake does not meet its remains."""
-    if folder.exists():
-        return
-    try:
-        lock.remove()
-        for log in sorted(folder.logs.rglob("*"), reverse=True):
-            log.rmdir() if log.is_dir() else log.unlink()
-        if folder.logs.exists():
-            folder.logs.rmdir()
-        folder.path.rmdir()
-    except OSError:
-        pass  # Not ours alone, or gone: leave it.
-
-
 def _stay_local() -> None:
     """Ranks of one machine talk over the loopback: gloo else looks the machine's name up, which may lead nowhere."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# One rank of several
-
-
-def refuse_config(error: UserError, debug: bool) -> int:
-    """As a rank that could not read its configuration: let the other ranks know, and return the exit status."""
-    check_environment()
-
-    def unreadable() -> NoReturn:
-        raise error
-
-    return _run_rank(unreadable, None, debug)
-
-
-def _run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) -> int:
-    """Train as one rank. Errors go to the launcher where there is one; under plain torchrun one rank prints them."""
-    launcher = os.environ.get(LAUNCHER_VARIABLE)
-    if launcher:
-        threading.Thread(target=_leave_with, args=(int(launcher),), daemon=True).start()
-    store: dist.Store | None = None
-    try:
-        rank, size = rank_and_size()
-        if rank == 0:
-            if launcher:
-                _contact().set(SPEAKING, "")
-            START.begin("waiting for the other ranks")
-        # The store must hear of what this rank cannot do, so it is there first.
-        store, _, _ = next(iter(dist.rendezvous("env://", timeout=max(collective_timeout(), PATIENCE))))
-        config, corpus = _start_together(configured, resume, store, rank, size)
-        with join_world(config, store) as world:
-            folder, lock = _agree_on_folder(config, resume, world)
-            with lock:
-                return train(config, folder, corpus, world, resume is not None)
-    except BaseException as error:
-        complaint = _complaint(error)
-        START.end()
-        if launcher:
-            _send(complaint)
-            status = 2 if complaint.kind == "user" else 1
-        else:
-            status = _report_alone(complaint, store, debug)
-        if launcher or debug:  # Of our launcher stderr is a log.
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.exit: destructors of process groups may wait for ranks that will never come.
-        os._exit(status)
-
-
-def _start_together(
-    configured: Callable[[], Config], resume: str | None, store: dist.Store, rank: int, size: int
-) -> tuple[Config, Corpus]:
-    """The configuration and the text, once all ranks have the same. Where one cannot start, all raise its UserError."""
-    try:
-        config = configured()
-        device = pick_device(config)
-        START.doing("reading the text")
-        corpus = load_corpus(config.data)
-        statement = Statement(facts_of(config, corpus.sha256, resume, device.type))
-    except UserError as error:
-        agree(store, rank, size, Statement({}, str(error)), collective_timeout())
-        raise
-    START.doing("waiting for the other ranks")
-    agree(store, rank, size, statement, collective_timeout())
-    store.set_timeout(collective_timeout())
-    return config, corpus
-
-
-def _report_alone(complaint: Complaint, store: dist.Store | None, debug: bool) -> int:
-    """Print what ended this rank, with its number unless that is 0; once, where all ranks met the same."""
-    statuses = {"user": 2, "interrupted": 128 + signal.SIGINT}
-    shared = complaint.kind in ("user", "nonfinite", "interrupted")
-    if not shared or store is None or is_to_report(store, complaint.rank, complaint.message):
-        hint = "" if debug or shared else " (add --debug to see the traceback)"
-        where = f"rank {complaint.rank}: " if complaint.rank or not shared else ""
-        print(f"error: {where}{' '.join(complaint.message.split())}{hint}", file=sys.stderr, flush=True)
-    if complaint.rank == 0 and shared:
-        time.sleep(1.0)  # It may host the store, which the others ask whether this was said.
-    return statuses.get(complaint.kind, 1)
-
-
-def _agree_on_folder(
-    config: Config, resume: str | None, world: World
-) -> tuple[RunFolder, AbstractContextManager[object]]:
-    """The folder the launcher chose; without our launcher the one rank 0 chooses. Rank 0 has the lock."""
-    chosen = os.environ.get(FOLDER_VARIABLE)
-    if chosen:
-        folder = RunFolder(Path(chosen))
-        return folder, share(folder.path) if world.is_first else nullcontext()
-    outcome: list[Any] = [None, None]
-    lock: AbstractContextManager[object] = nullcontext()
-    if world.is_first:
-        try:
-            folder, lock = _open_folder(config, resume)
-            outcome = [str(folder.path), None]
-        except UserError as error:
-            outcome = [None, str(error)]
-    dist.broadcast_object_list(outcome, src=0)
-    path, problem = outcome
-    if problem is not None:
-        raise UserError(problem)
-    return RunFolder(Path(path)), lock
-
-
-def _complaint(error: BaseException) -> Complaint:
-    kind: Literal["user", "nonfinite", "lost contact", "interrupted", "error"] = "error"
-    if isinstance(error, UserError):
-        kind = "user"
-    elif isinstance(error, NonFiniteError):
-        kind = "nonfinite"
-    elif isinstance(error, KeyboardInterrupt):
-        kind = "interrupted"
-    elif _is_lost_contact(error):
-        kind = "lost contact"
-    message = str(error) if kind in ("user", "nonfinite") else f"{type(error).__name__}: {error}"
-    if kind == "interrupted":
-        message = "interrupted"
-    return Complaint(int(os.environ["RANK"]), 0, kind, message, traceback.format_exc())
-
-
-def _is_lost_contact(error: BaseException) -> bool:
-    """Whether this is a collective that failed because of another rank."""
-    if isinstance(error, dist.DistError):
-        return True
-    if not isinstance(error, RuntimeError):
-        return False
-    frames = traceback.extract_tb(error.__traceback__)
-    return frames[-1].filename == c10d.__file__ or any(sign in str(error) for sign in LOST_CONTACT)
-
-
-LOST_CONTACT = (
-    "Connection closed",
-    "Connection reset",
-    "Broken pipe",
-    "imed out",
-    "timeout",
-    "[c10d]",
-    "gloo/",
-)
-"""Parts of messages of collectives that fail inside autograd or an engine, where no frame tells. gloo has no class
-of its own for them."""
-
-
-def _send(complaint: Complaint) -> None:
-    """Pass a complaint to the launcher through its store: disks may be full."""
-    try:
-        store = _contact()
-        order = store.add("complaints", 1)
-        store.set(f"complaint/{complaint.rank}", json.dumps({**asdict(complaint), "order": order}))
-    except RuntimeError:
-        pass  # The launcher is gone; the log has it all.
-
-
-def _contact() -> dist.TCPStore:
-    """The launcher's store."""
-    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-
-
-def _leave_with(launcher: int) -> None:
-    """End this rank when the launcher is killed: nobody else would."""
-    while os.getppid() == launcher:
-        time.sleep(1.0)
-    os._exit(1)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# The launcher
 
 
 class RankLogs(LogsSpecs):
@@ -345,7 +123,6 @@ def _launch(config: Config, folder: RunFolder, ranks: int, argv: list[str]) -> i
     logs = folder.logs / now().replace(":", "")
     with writing(logs):
         logs.mkdir(parents=True, exist_ok=True)
-    _stay_local()
     # The store lives here, so it outlives every rank, and its port is the system's choice: no two jobs collide.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # -P: a random.py in the folder where the user works must not take the place of Python's own.

@@ -27,12 +27,12 @@ from shardwright._torch import dump_memory_history, record_memory_history
 from shardwright.engine.report import in_units
 from shardwright.train import checkpoint, float8, metrics, parallel, report
 from shardwright.train.activations import Recompiles, prepare_blocks
+from shardwright.train.checks import check_batch_fits
 from shardwright.train.config import Config, OptimizerConfig
 from shardwright.train.data import Corpus, batch, decode
 from shardwright.train.data.corpus import encode
 from shardwright.train.errors import UserError
 from shardwright.train.generate import sample
-from shardwright.train.parallel import World
 from shardwright.train.resuming import changes_in_words, resume_command
 from shardwright.train.runs import (
     RunFolder,
@@ -47,6 +47,7 @@ from shardwright.train.runs import (
 )
 from shardwright.train.starting import START
 from shardwright.train.stop import StopRequest
+from shardwright.train.world import World
 
 SAMPLE_TOKENS = 160
 PROMPT_BYTES = 48
@@ -99,7 +100,7 @@ class Trainer:
     def __init__(self, config: Config, world: World, corpus: Corpus) -> None:
         self.config, self.world, self.corpus = config, world, corpus
         self.micro_batches = config.train.accumulation_steps(world.data_size)
-        parallel.check_batch_fits(config.train, corpus.windows(config.train.seq_len))
+        check_batch_fits(config.train, corpus.windows(config.train.seq_len))
         if config.validation.every:
             corpus.windows(config.train.seq_len, "validation")
         torch.manual_seed(config.run.seed)  # equal on all ranks, which is what makes their models equal

@@ -1,4 +1,4 @@
-"""How a model becomes parallel: the ranks, the engine's recipe, and the calls in which engines differ.
+"""How a model becomes parallel: the engine's recipe, and the calls in which engines differ.
 
 Everything that depends on `[parallel] engine` is in this file, so that the loop reads as if there were one engine.
 The recipe cuts a model into units, its blocks and its head; the model itself knows nothing of it.
@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
@@ -29,286 +25,19 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwright as sw
-from shardwright._torch import use_one_gloo_thread
 from shardwright.engine.parameter import has_no_values
-from shardwright.train.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
+from shardwright.train.config import Config, OptimizerConfig, ParallelConfig
 from shardwright.train.errors import UserError
-from shardwright.train.float8 import check_float8
-from shardwright.train.host_memory import builds_deferred, check_model_fits, ranks_of_host
+from shardwright.train.host_memory import builds_deferred
 from shardwright.train.models.build import build_model
 from shardwright.train.models.decoder import Decoder
-from shardwright.train.models.hybrid import Hybrid, HybridConfig, MixtureOfExperts
-from shardwright.train.models.plans import expert_layers, tensor_plan, uneven
+from shardwright.train.models.hybrid import Hybrid, MixtureOfExperts
+from shardwright.train.models.plans import expert_layers, tensor_plan
 from shardwright.train.models.styles import spread_experts
 from shardwright.train.precision import dtype_of, engine_policy
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others before it gives them up. SHARDWRIGHT_TIMEOUT (seconds) replaces it."""
-EPOCHS_PER_STEP = 1000
-"""Passes over the training text in one step from which on a global batch is taken for a mistake."""
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# The ranks
-
-
-@dataclass(frozen=True)
-class World:
-    """The processes of a job, as one of them sees them."""
-
-    rank: int
-    size: int
-    device: torch.device
-    mesh: DeviceMesh
-    tensor: int = 1  #: ranks that have the same data, next to one another
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def data_rank(self) -> int:
-        return self.rank // self.tensor
-
-    @property
-    def data_size(self) -> int:
-        """Ranks, or groups of them, that have data of their own."""
-        return self.size // self.tensor
-
-
-def under_launcher() -> bool:
-    """Whether this process is one rank of a job that torchrun, SLURM or our own launcher has started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def check_environment() -> None:
-    """Refuse variables of a launcher, or of ours, that no job can run with. Needs no process group."""
-    collective_timeout()
-    if not under_launcher():
-        return
-    size = _whole_number("WORLD_SIZE", 1)
-    _whole_number("RANK", 0, size - 1)
-    _whole_number("LOCAL_RANK", 0)
-    _whole_number("LOCAL_WORLD_SIZE", 1)
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not os.environ.get(name):
-            raise UserError(
-                f"{name}: expected it beside RANK and WORLD_SIZE, found none; set it, or unset those two"
-            )
-    _whole_number("MASTER_PORT", 0, 65535)
-
-
-def _whole_number(name: str, least: int, most: int | None = None) -> int:
-    text = os.environ.get(name, str(least))
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if value < least or (most is not None and value > most):
-        limits = f">= {least}" if most is None else f"from {least} to {most}"
-        raise UserError(
-            f"{name}: expected an integer {limits}, found {text!r}; unset it to train without a launcher"
-        )
-    return value
-
-
-def collective_timeout() -> timedelta:
-    """How long to wait for other ranks. Raises UserError where SHARDWRIGHT_TIMEOUT is no such time."""
-    text = os.environ.get("SHARDWRIGHT_TIMEOUT")
-    if not text:
-        return COLLECTIVE_TIMEOUT
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 1e-3 <= seconds <= 1e9:  # What the backends can count.
-        raise UserError(f"SHARDWRIGHT_TIMEOUT: expected seconds from 0.001 to 1e9, found {text!r}")
-    return timedelta(seconds=seconds)
-
-
-def choose_device(config: Config) -> str:
-    """cpu or cuda. Raises UserError where cuda is asked for and there is none."""
-    if config.run.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("run.device: expected a CUDA device, found none; set run.device to cpu or auto")
-    return "cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu"
-
-
-def check_device(config: Config, kind: str) -> None:
-    """Refuse what only a GPU, or some GPUs, can do on another device."""
-    check_float8(config, kind)
-    for key, wanted in (
-        ("cuda_graph", config.train.cuda_graph),
-        ("memory_snapshot", config.train.memory_snapshot),
-    ):
-        if wanted and kind != "cuda":
-            raise UserError(
-                f"train.{key}: expected none on the {kind.upper()}, found {wanted}; it needs a CUDA device"
-            )
-
-
-def check_ranks(config: Config, ranks: int) -> None:
-    """Refuse a job that this many ranks cannot run, or an option its engine cannot honour. Needs no process group."""
-    parallel, world = config.parallel, ranks
-    if parallel.engine == "none" and ranks != 1:
-        raise UserError(
-            f"parallel.engine: none runs on exactly 1 rank, found {ranks}; give --nproc 1 or another engine"
-        )
-    if parallel.engine == "ddp" and parallel.reduce_dtype != "float32":
-        raise UserError(
-            f"parallel.reduce_dtype: engine ddp reduces in float32, found {parallel.reduce_dtype}"
-        )
-    if parallel.engine in ("ddp", "none") and parallel.reshard_after_forward != "default":
-        raise UserError(
-            f"parallel.reshard_after_forward: engine {parallel.engine} shards nothing, found "
-            f"{parallel.reshard_after_forward}; leave it at default"
-        )
-    if ranks % parallel.tensor:
-        raise UserError(
-            f"parallel.tensor: expected a divisor of the number of ranks, {ranks}, found {parallel.tensor}"
-        )
-    if parallel.tensor > 1:
-        _check_tensor_parallel(config)
-        ranks //= parallel.tensor
-    if ranks % parallel.replicas:
-        raise UserError(
-            f"parallel.replicas: expected a divisor of the number of ranks, {ranks}, found {parallel.replicas}"
-        )
-    gathered = ranks // parallel.replicas
-    if isinstance(parallel.reshard_after_forward, int) and gathered % parallel.reshard_after_forward:
-        raise UserError(
-            f"parallel.reshard_after_forward: expected a divisor of the number of ranks that shard parameters, "
-            f"{gathered}, found {parallel.reshard_after_forward}"
-        )
-    if parallel.expert > 1:
-        _check_expert_parallel(config, gathered)
-    config.train.accumulation_steps(ranks)
-    check_model_fits(config, world, ranks_of_host(world, under_launcher()), choose_device(config))
-
-
-def _check_tensor_parallel(config: Config) -> None:
-    """Refuse what tensor parallelism cannot be combined with, or does not divide."""
-    ranks, shape = config.parallel.tensor, config.model.shape()
-    if config.optimizer.name != "adamw":
-        raise UserError(
-            f"parallel.tensor: optimizer {config.optimizer.name!r} needs tensors or blocks that are not cut; expected "
-            f'1, found {ranks}, or optimizer.name = "adamw"'
-        )
-    if config.train.cuda_graph:
-        raise UserError(
-            f"parallel.tensor: expected 1 with train.cuda_graph, found {ranks}; leave train.cuda_graph at its default"
-        )
-    for key, size, multiple in uneven(shape, config.train.seq_len, ranks):
-        of_what = (
-            f"parallel.tensor = {ranks}"
-            if multiple == ranks
-            else f"{multiple // ranks} x parallel.tensor = {multiple}"
-        )
-        raise UserError(f"{key}: expected a multiple of {of_what}, found {size}")
-
-
-def _check_expert_parallel(config: Config, ranks: int) -> None:
-    """Refuse what expert parallelism cannot be combined with, or does not divide. `ranks` share a replica's data."""
-    parallel, shape = config.parallel, config.model.shape()
-    if not isinstance(shape, HybridConfig) or "E" not in shape.pattern + shape.mtp_pattern:
-        raise UserError(f"parallel.expert: expected 1 for a model without experts, found {parallel.expert}")
-    found = {
-        "optimizer.name": (config.optimizer.name, "adamw", "others need tensors or blocks that are not cut"),
-        "train.cuda_graph": (config.train.cuda_graph, False, "sizes depend on the routing"),
-        "train.compile": (config.train.compile, "none", "sizes depend on the routing"),
-    }
-    for key, (value, wanted, why) in found.items():
-        if value != wanted:
-            raise UserError(
-                f"{key}: expected {wanted!r} with parallel.expert = {parallel.expert}, found {value!r}; {why}"
-            )
-    for what, size in (
-        ("the number of ranks that share a replica", ranks),
-        ("model.n_experts", shape.n_experts),
-    ):
-        if size % parallel.expert:
-            raise UserError(f"parallel.expert: expected a divisor of {what}, {size}, found {parallel.expert}")
-    same = ranks // parallel.expert
-    if isinstance(parallel.reshard_after_forward, int) and same % parallel.reshard_after_forward:
-        raise UserError(
-            f"parallel.reshard_after_forward: expected a divisor of the number of ranks that have the same experts, "
-            f"{same}, found {parallel.reshard_after_forward}"
-        )
-
-
-def check_batch_fits(train: TrainConfig, windows: int) -> None:
-    """Refuse a global batch that no step would ever get through. `windows` is the sequences of the training text."""
-    if train.global_batch > EPOCHS_PER_STEP * windows:
-        raise UserError(
-            f"train.global_batch: expected at most {EPOCHS_PER_STEP} times the {windows} sequences of the training "
-            f"text (that is {EPOCHS_PER_STEP * windows}), found {train.global_batch}"
-        )
-
-
-def rank_and_size() -> tuple[int, int]:
-    # Of one variable without the other nothing follows: some systems leave RANK behind.
-    return (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if under_launcher() else (0, 1)
-
-
-def pick_device(config: Config) -> torch.device:
-    """The device of this rank. Raises UserError for what this rank, or every rank, cannot run. Waits for nobody."""
-    _, size = rank_and_size()
-    check_ranks(config, size)
-    kind = choose_device(config)
-    check_device(config, kind)
-    device = torch.device(kind)
-    if kind == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", 0))
-        if local >= torch.cuda.device_count():
-            raise UserError(
-                f"expected a GPU for each rank of this machine, found {torch.cuda.device_count()} for at least "
-                f"{local + 1} ranks; give a smaller --nproc"
-            )
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-    return device
-
-
-@contextmanager
-def join_world(config: Config, store: dist.Store | None = None) -> Iterator[World]:
-    """Become a rank: pick the device, set up the process group (also for one rank), take it down again at the end.
-
-    `store` is where the ranks of a launched job have met.
-    """
-    (rank, size), device = rank_and_size(), pick_device(config)
-    kind = device.type
-    options: dict[str, Any] = {"timeout": collective_timeout()}
-    if store is not None or not under_launcher():
-        meeting = dist.HashStore() if store is None else dist.PrefixStore("default_pg", store)
-        options |= {"store": meeting, "rank": rank, "world_size": size}
-    if kind == "cuda":
-        options["device_id"] = device
-    use_one_gloo_thread()
-    # gloo beside NCCL: checkpoints exchange plain objects, which need not pass through the GPU.
-    dist.init_process_group("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", **options)
-    try:
-        yield World(rank, size, device, make_mesh(config.parallel, kind, size), config.parallel.tensor)
-        dist.barrier()  # Nobody leaves while another still works: a rank that is gone looks like one that died.
-    except BaseException:
-        # The other ranks may be anywhere: taking NCCL down could wait for them for ever.
-        if kind == "cpu" or size == 1:
-            dist.destroy_process_group()
-        raise
-    dist.destroy_process_group()
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # The recipe
-
-
-def make_mesh(config: ParallelConfig, kind: str, size: int) -> DeviceMesh:
-    """All ranks, or with `replicas` a mesh of them outside and of shards inside; tensor-parallel ranks innermost."""
-    data = size // config.tensor
-    axes = {"data": data}
-    if config.replicas > 1:
-        axes = {"replicate": config.replicas, "shard": data // config.replicas}
-    if config.tensor > 1:
-        axes["tensor"] = config.tensor
-    return init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def make_expert_mesh(config: ParallelConfig, mesh: DeviceMesh) -> DeviceMesh:

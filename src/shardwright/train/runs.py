@@ -23,6 +23,7 @@ import torch
 import shardwright
 from shardwright.train.config import Config, load_config
 from shardwright.train.errors import UserError
+from shardwright.train.lock import FolderLock, claim
 
 RUNS = Path("runs")
 """Where runs go that name no folder."""
@@ -332,3 +333,34 @@ def mark_failed(folder: RunFolder) -> None:
         write_json(folder.record_file, record)
     except (UserError, LookupError, TypeError):
         pass  # Nothing was recorded yet, or the disk is full: the error that ended the job is the one to report.
+
+
+def open_folder(config: Config, resume: str | None) -> tuple[RunFolder, FolderLock]:
+    """The folder of the run, which no other run may use until the lock is released."""
+    if resume is None:
+        folder = create_run(config)
+        with writing(folder.path):
+            lock = claim(folder.path)
+        if folder.exists():  # another run began and ended here between our look and the lock
+            lock.release()
+            raise UserError(holds_a_run(folder))
+        return folder, lock
+    folder = find_run(config, resume)
+    check_same_job(folder, config, "--resume")
+    with writing(folder.path):
+        return folder, claim(folder.path)
+
+
+def discard_if_unused(folder: RunFolder, lock: FolderLock) -> None:
+    """Remove a folder in which no run began, so that correcting the mistake does not meet its remains."""
+    if folder.exists():
+        return
+    try:
+        lock.remove()
+        for log in sorted(folder.logs.rglob("*"), reverse=True):
+            log.rmdir() if log.is_dir() else log.unlink()
+        if folder.logs.exists():
+            folder.logs.rmdir()
+        folder.path.rmdir()
+    except OSError:
+        pass  # Not ours alone, or gone: leave it.

@@ -1,0 +1,131 @@
+"""What is refused before any rank starts: numbers of ranks, devices and batches that the configuration cannot have.
+
+Nothing here needs a process group. Nothing imports an engine, see `environment.py`.
+"""
+
+from __future__ import annotations
+
+from shardwright.train.config import Config, TrainConfig
+from shardwright.train.environment import choose_device, under_launcher
+from shardwright.train.errors import UserError
+from shardwright.train.host_memory import check_model_fits, ranks_of_host
+from shardwright.train.models.presets import HybridConfig
+
+EPOCHS_PER_STEP = 1000
+"""Passes over the training text in one step from which on a global batch is taken for a mistake."""
+
+
+def check_device(config: Config, kind: str) -> None:
+    """Refuse what only a GPU, or some GPUs, can do on another device."""
+    if config.train.float8 != "none":
+        from shardwright.train.float8 import check_float8
+
+        check_float8(config, kind)
+    for key, wanted in (
+        ("cuda_graph", config.train.cuda_graph),
+        ("memory_snapshot", config.train.memory_snapshot),
+    ):
+        if wanted and kind != "cuda":
+            raise UserError(
+                f"train.{key}: expected none on the {kind.upper()}, found {wanted}; it needs a CUDA device"
+            )
+
+
+def check_ranks(config: Config, ranks: int) -> None:
+    """Refuse a job that this many ranks cannot run, or an option its engine cannot honour. Needs no process group."""
+    parallel, world = config.parallel, ranks
+    if parallel.engine == "none" and ranks != 1:
+        raise UserError(
+            f"parallel.engine: none runs on exactly 1 rank, found {ranks}; give --nproc 1 or another engine"
+        )
+    if parallel.engine == "ddp" and parallel.reduce_dtype != "float32":
+        raise UserError(
+            f"parallel.reduce_dtype: engine ddp reduces in float32, found {parallel.reduce_dtype}"
+        )
+    if parallel.engine in ("ddp", "none") and parallel.reshard_after_forward != "default":
+        raise UserError(
+            f"parallel.reshard_after_forward: engine {parallel.engine} shards nothing, found "
+            f"{parallel.reshard_after_forward}; leave it at default"
+        )
+    if ranks % parallel.tensor:
+        raise UserError(
+            f"parallel.tensor: expected a divisor of the number of ranks, {ranks}, found {parallel.tensor}"
+        )
+    if parallel.tensor > 1:
+        _check_tensor_parallel(config)
+        ranks //= parallel.tensor
+    if ranks % parallel.replicas:
+        raise UserError(
+            f"parallel.replicas: expected a divisor of the number of ranks, {ranks}, found {parallel.replicas}"
+        )
+    gathered = ranks // parallel.replicas
+    if isinstance(parallel.reshard_after_forward, int) and gathered % parallel.reshard_after_forward:
+        raise UserError(
+            f"parallel.reshard_after_forward: expected a divisor of the number of ranks that shard parameters, "
+            f"{gathered}, found {parallel.reshard_after_forward}"
+        )
+    if parallel.expert > 1:
+        _check_expert_parallel(config, gathered)
+    config.train.accumulation_steps(ranks)
+    check_model_fits(config, world, ranks_of_host(world, under_launcher()), choose_device(config))
+
+
+def _check_tensor_parallel(config: Config) -> None:
+    """Refuse what tensor parallelism cannot be combined with, or does not divide."""
+    from shardwright.train.models.plans import uneven
+
+    ranks, shape = config.parallel.tensor, config.model.shape()
+    if config.optimizer.name != "adamw":
+        raise UserError(
+            f"parallel.tensor: optimizer {config.optimizer.name!r} needs tensors or blocks that are not cut; expected "
+            f'1, found {ranks}, or optimizer.name = "adamw"'
+        )
+    if config.train.cuda_graph:
+        raise UserError(
+            f"parallel.tensor: expected 1 with train.cuda_graph, found {ranks}; leave train.cuda_graph at its default"
+        )
+    for key, size, multiple in uneven(shape, config.train.seq_len, ranks):
+        of_what = (
+            f"parallel.tensor = {ranks}"
+            if multiple == ranks
+            else f"{multiple // ranks} x parallel.tensor = {multiple}"
+        )
+        raise UserError(f"{key}: expected a multiple of {of_what}, found {size}")
+
+
+def _check_expert_parallel(config: Config, ranks: int) -> None:
+    """Refuse what expert parallelism cannot be combined with, or does not divide. `ranks` share a replica's data."""
+    parallel, shape = config.parallel, config.model.shape()
+    if not isinstance(shape, HybridConfig) or "E" not in shape.pattern + shape.mtp_pattern:
+        raise UserError(f"parallel.expert: expected 1 for a model without experts, found {parallel.expert}")
+    found = {
+        "optimizer.name": (config.optimizer.name, "adamw", "others need tensors or blocks that are not cut"),
+        "train.cuda_graph": (config.train.cuda_graph, False, "sizes depend on the routing"),
+        "train.compile": (config.train.compile, "none", "sizes depend on the routing"),
+    }
+    for key, (value, wanted, why) in found.items():
+        if value != wanted:
+            raise UserError(
+                f"{key}: expected {wanted!r} with parallel.expert = {parallel.expert}, found {value!r}; {why}"
+            )
+    for what, size in (
+        ("the number of ranks that share a replica", ranks),
+        ("model.n_experts", shape.n_experts),
+    ):
+        if size % parallel.expert:
+            raise UserError(f"parallel.expert: expected a divisor of {what}, {size}, found {parallel.expert}")
+    same = ranks // parallel.expert
+    if isinstance(parallel.reshard_after_forward, int) and same % parallel.reshard_after_forward:
+        raise UserError(
+            f"parallel.reshard_after_forward: expected a divisor of the number of ranks that have the same experts, "
+            f"{same}, found {parallel.reshard_after_forward}"
+        )
+
+
+def check_batch_fits(train: TrainConfig, windows: int) -> None:
+    """Refuse a global batch that no step would ever get through. `windows` is the sequences of the training text."""
+    if train.global_batch > EPOCHS_PER_STEP * windows:
+        raise UserError(
+            f"train.global_batch: expected at most {EPOCHS_PER_STEP} times the {windows} sequences of the training "
+            f"text (that is {EPOCHS_PER_STEP * windows}), found {train.global_batch}"
+        )

@@ -1,0 +1,83 @@
+"""What a process can know of its job before it meets the others: launcher, rank, number of ranks, device, patience.
+
+The launcher imports this and `checks.py` before it starts the ranks, so neither imports an engine: that takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+
+from shardwright.train.config import Config
+from shardwright.train.errors import UserError
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for the others before it gives them up. SHARDWRIGHT_TIMEOUT (seconds) replaces it."""
+SPEAKING = "first rank speaks"
+"""Key in the launcher's store: from then on the first rank says what is being done at the start."""
+FOLDER_VARIABLE = "SHARDWRIGHT_RUN_FOLDER"
+LAUNCHER_VARIABLE = "SHARDWRIGHT_LAUNCHER"
+
+
+def under_launcher() -> bool:
+    """Whether this process is one rank of a job that torchrun, SLURM or our own launcher has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def check_environment() -> None:
+    """Refuse variables of a launcher, or of ours, that no job can run with. Needs no process group."""
+    collective_timeout()
+    if not under_launcher():
+        return
+    size = _whole_number("WORLD_SIZE", 1)
+    _whole_number("RANK", 0, size - 1)
+    _whole_number("LOCAL_RANK", 0)
+    _whole_number("LOCAL_WORLD_SIZE", 1)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise UserError(
+                f"{name}: expected it beside RANK and WORLD_SIZE, found none; set it, or unset those two"
+            )
+    _whole_number("MASTER_PORT", 0, 65535)
+
+
+def _whole_number(name: str, least: int, most: int | None = None) -> int:
+    text = os.environ.get(name, str(least))
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least or (most is not None and value > most):
+        limits = f">= {least}" if most is None else f"from {least} to {most}"
+        raise UserError(
+            f"{name}: expected an integer {limits}, found {text!r}; unset it to train without a launcher"
+        )
+    return value
+
+
+def collective_timeout() -> timedelta:
+    """How long to wait for other ranks. Raises UserError where SHARDWRIGHT_TIMEOUT is no such time."""
+    text = os.environ.get("SHARDWRIGHT_TIMEOUT")
+    if not text:
+        return COLLECTIVE_TIMEOUT
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1e-3 <= seconds <= 1e9:  # What the backends can count.
+        raise UserError(f"SHARDWRIGHT_TIMEOUT: expected seconds from 0.001 to 1e9, found {text!r}")
+    return timedelta(seconds=seconds)
+
+
+def choose_device(config: Config) -> str:
+    """cpu or cuda. Raises UserError where cuda is asked for and there is none."""
+    if config.run.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("run.device: expected a CUDA device, found none; set run.device to cpu or auto")
+    return "cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def rank_and_size() -> tuple[int, int]:
+    # Of one variable without the other nothing follows: some systems leave RANK behind.
+    return (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if under_launcher() else (0, 1)
