@@ -29,7 +29,7 @@ for step in range(3):
 
 
 def test_the_exception_by_which_a_rank_has_ended_reaches_the_others() -> None:
-    # The store outlives the ranks, as that of torchrun does.
+    # The store outlives the ranks, as the store of torchrun does.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(shardwright.__file__).parents[1]),
