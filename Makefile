@@ -26,8 +26,11 @@ $(STAMP): pyproject.toml tools/setup.sh tools/environment.py
 train: $(STAMP)
 	.venv/bin/shardwright train $(CONFIG) --nproc $(NPROC) $(ARGS)
 
+# Each rank is a process that imports the tests and the package: compiled once, not by each.
+TESTING := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile
+
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(TESTING) $(ARGS)
 
 # What a change to the engine breaks first: pure tests of layout and memory, and short ones of training on two ranks.
 QUICK ?= tests/layout tests/memory tests/checkpoint/test_metadata.py tests/engine/test_behaviour.py \
@@ -35,7 +38,7 @@ QUICK ?= tests/layout tests/memory tests/checkpoint/test_metadata.py tests/engin
 	tests/engine/test_states.py
 
 quick: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile -k "not 3ranks and not 4ranks" $(QUICK) $(ARGS)
+	$(TESTING) -k "not 3ranks and not 4ranks" $(QUICK) $(ARGS)
 
 guard: $(STAMP)
 	PY=$(PY) sh tools/guard.sh $(ARGS)

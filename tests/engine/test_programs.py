@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.engine.programs import Program, failure_of, programs, run_plain, show_program
 from tests.support import WorkerPools
 
-COUNT = int(os.environ.get("SHARDWRIGHT_PROGRAMS", "30"))
+COUNT = int(os.environ.get("SHARDWRIGHT_PROGRAMS", "20"))
 SEED = os.environ.get("SHARDWRIGHT_PROGRAMS_SEED")
 
 draw_alike = settings(
