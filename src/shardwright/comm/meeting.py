@@ -12,6 +12,7 @@ import functools
 import itertools
 import operator
 import re
+import struct
 import time
 import weakref
 import zlib
@@ -87,6 +88,27 @@ def new_failure() -> int:
     return failure
 
 
+class _Records:
+    """A record for each rank of a group, in memory of Python's: no operation of torch's reads or writes it.
+
+    Attributes:
+        memory: the bytes of all.
+        tensor: the same memory, for collectives; of shape (ranks * RECORD,) and dtype int64.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self.memory = bytearray(8 * RECORD * ranks)
+        self.tensor = torch.frombuffer(self.memory, dtype=torch.int64)
+
+    def write(self, record: Sequence[int]) -> None:
+        """One record, at most RECORD integers, for every rank."""
+        self.memory[:] = struct.pack(f"={RECORD}q", *record, *[0] * (RECORD - len(record))) * self._ranks
+
+    def rows(self) -> list[list[int]]:
+        return [list(row) for row in struct.iter_unpack(f"={RECORD}q", self.memory)]
+
+
 class Meeting:
     """Where the ranks of one group meet. See :func:`meeting_of`.
 
@@ -105,8 +127,7 @@ class Meeting:
         self._group = group
         self._device = device
         self._ranks = dist.get_process_group_ranks(group)
-        self._mine = torch.zeros(len(self._ranks), RECORD, dtype=torch.int64, device="cpu")
-        self._theirs = torch.zeros_like(self._mine)
+        self._mine, self._theirs = _Records(len(self._ranks)), _Records(len(self._ranks))
         self._works: list[Any] = []  #: of a meeting that is under way, or where the ranks did not agree
         self._left: list[tuple[Any, Any]] = []  #: what was shown in leaving, with its memory
         self.number = 0
@@ -126,17 +147,16 @@ class Meeting:
         Raises:
             Unreached: another rank does not come.
         """
-        self._mine.zero_()
-        self._mine[:, : len(record)] = torch.tensor(record, device="cpu")
+        self._mine.write(record)
         while True:
             self._works.clear()
             self._begin(self._works, self._theirs, self._mine, AllToAllOptions())
             self.wait_for(self._works[0], limit)
-            if torch.equal(self._theirs, self._mine):
+            if self._theirs.memory == self._mine.memory:
                 self.number += 1
                 self._works.clear()
                 return None
-            rows: list[list[int]] = self._theirs.tolist()
+            rows = self._theirs.rows()
             failures = {row[_FAILURE] for row in rows if row[0] == LEFT}
             if not failures or not failures.issubset(_known_failures):
                 self._note_failure(failures)
@@ -178,7 +198,7 @@ class Meeting:
                 self.wait_for(self._works[0])
             except Exception:
                 return False
-            if not torch.equal(self._theirs, self._mine):
+            if self._theirs.memory != self._mine.memory:
                 return False
             self.number += 1
             self._works.clear()
@@ -207,20 +227,18 @@ class Meeting:
         self.left_by = failure
         self.failures += 1
         self._left = [each for each in self._left if not each[0].is_completed()]
-        mine = torch.zeros_like(self._mine)
-        shown = [LEFT, 0, failure, *record]
-        mine[:, : len(shown)] = torch.tensor(shown, device="cpu")
-        theirs = torch.zeros_like(mine)
+        mine, theirs = _Records(len(self._ranks)), _Records(len(self._ranks))
+        mine.write([LEFT, 0, failure, *record])
         options = AllToAllOptions()
         options.timeout = REACHABLE
         works: list[Any] = []
         self._begin(works, theirs, mine, options)
         self._left.append((works[0], (mine, theirs)))
 
-    def _begin(self, works: list[Any], theirs: torch.Tensor, mine: torch.Tensor, options: Any) -> None:
+    def _begin(self, works: list[Any], theirs: _Records, mine: _Records, options: Any) -> None:
         """Issue the all-to-all; no Python runs between its begin and its place in ``works``."""
         backend = backend_for(self._group, self._device)
-        works.extend(map(backend.alltoall_base, (theirs,), (mine,), ([],), ([],), (options,)))
+        works.extend(map(backend.alltoall_base, (theirs.tensor,), (mine.tensor,), ([],), ([],), (options,)))
 
     def wait_for(self, work: Any, limit: timedelta | None = None) -> None:
         """Wait for a collective of the group. What a signal's handler raises meanwhile is raised as it is."""
