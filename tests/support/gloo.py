@@ -1,14 +1,18 @@
-"""gloo groups with one worker thread for the tests: two of them race in torch and corrupt the heap in rare runs.
+"""gloo groups for the tests: with one worker thread each, since two of them race in torch and corrupt the heap in rare
+runs, and with one device for all groups of a process.
 
-The function is the package's own. It is loaded from its file without the package, since a broken engine must not break
+The function for the former is the package's own. It is loaded from its file without the package, since a broken engine must not break
 the pool that reports it.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from pathlib import Path
+
+from torch.distributed import ProcessGroupGloo
 
 _FILE = Path(__file__).parents[2] / "src/shardwright/_torch.py"
 _NAME = "tests.support.torch_alone"
@@ -22,3 +26,14 @@ def use_one_gloo_thread() -> None:
         sys.modules[_NAME] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     sys.modules[_NAME].use_one_gloo_thread()
+
+
+def share_one_gloo_device() -> None:
+    """Let all gloo groups that this process makes from now on have one device.
+
+    A device has a thread that looks for messages 100 times a second. A rank of the pool has dozens of groups, most of
+    which no test uses any more.
+    """
+    for name in ("create_device", "create_default_device"):
+        create = getattr(ProcessGroupGloo, name)
+        setattr(ProcessGroupGloo, name, staticmethod(functools.cache(create)))

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.gloo import use_one_gloo_thread
+from tests.support.gloo import share_one_gloo_device, use_one_gloo_thread
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=5)
 """Longer than a case may take: a stuck collective is the pool's to find, as only that shows every stack."""
@@ -111,6 +111,7 @@ def _die_with_parent(lifeline: Connection) -> None:
 
 def _join_process_group(seat: Seat) -> None:
     torch.set_num_threads(1)
+    share_one_gloo_device()
     use_one_gloo_thread()
     store = dist.TCPStore("127.0.0.1", seat.store_port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
     dist.init_process_group(
