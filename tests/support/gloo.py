@@ -1,8 +1,8 @@
-"""gloo groups for the tests: with one worker thread each, since two of them race in torch and corrupt the heap in rare
-runs, and with one device for all groups of a process.
+"""gloo groups for the tests: each has one worker thread, since two of them race in torch and corrupt the heap in rare
+runs, and all groups of a process have one device.
 
-The function for the former is the package's own. It is loaded from its file without the package, since a broken engine must not break
-the pool that reports it.
+The function for the threads is the package's own. It is loaded from its file without the package, since a broken engine
+must not break the pool that reports it.
 """
 
 from __future__ import annotations
