@@ -12,6 +12,8 @@ from contextlib import suppress
 
 import pytest
 import torch._dynamo
+import torch._functorch.partitioners
+import torch._inductor.compile_fx
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor
