@@ -211,6 +211,29 @@ def recomputing(model: nn.Module) -> Callable[[], None]:
 CHANGES = [reversed_order, twice, skipped, failing, evaluating, recomputing]
 
 
+def changed_for_two_steps(
+    memory: str, change: Callable[[nn.Module], Callable[[], None]], rank: int
+) -> tuple[Any, list[float], list[torch.Tensor]]:
+    """A model after eight steps, the fourth and the fifth of which are changed; its losses and full parameters."""
+    model = model_of(memory)
+    optimizer = adamw(model)
+    losses = []
+    with quiet():
+        for number in range(8):
+            back = change(model) if number in (3, 4) else None
+            losses += step(model, optimizer, rank, number)
+            if back is not None:
+                back()
+    return model, losses, [p.full_tensor() for p in model.parameters()]
+
+
+@functools.cache
+def changed_without_a_plan(
+    change: Callable[[nn.Module], Callable[[], None]], rank: int
+) -> tuple[list[float], list[torch.Tensor]]:
+    return changed_for_two_steps("dynamic", change, rank)[1:]
+
+
 @multirank(2)
 @pytest.mark.parametrize("memory", ["max_pool", "arena"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
@@ -218,20 +241,10 @@ def test_beyond_the_plan_results_are_the_same(
     rank: int, world_size: int, memory: str, change: Callable[[nn.Module], Callable[[], None]]
 ) -> None:
     os.environ["SHARDWRIGHT_POISON"] = "1"
-    found = []
-    for kind in ("dynamic", memory):
-        model = model_of(kind)
-        optimizer = adamw(model)
-        with quiet():
-            losses = []
-            for number in range(8):
-                back = change(model) if number in (3, 4) else None
-                losses += step(model, optimizer, rank, number)
-                if back is not None:
-                    back()
-        found.append((losses, [p.full_tensor() for p in model.parameters()]))
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(p, q) for p, q in zip(found[0][1], found[1][1], strict=True))
+    expected_losses, expected = changed_without_a_plan(change, rank)
+    model, losses, found = changed_for_two_steps(memory, change, rank)
+    assert losses == expected_losses
+    assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True))
     assert pools(model).allocator.dynamic == 0  # in planned order again, after it was planned anew
 
 
