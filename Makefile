@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml tools/setup.sh tools/environment.py
 train: $(STAMP)
 	.venv/bin/shardwright train $(CONFIG) --nproc $(NPROC) $(ARGS)
 
-# Each rank is a process that imports the tests and the package: compiled once, not by each.
+# Each rank is a process that imports the tests and the package. Python compiles them once, not in each rank.
 TESTING := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 test: $(STAMP)

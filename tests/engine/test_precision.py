@@ -258,7 +258,7 @@ def test_held_sums_in_float32_lose_nothing(
 def test_evaluation_in_full_precision(rank: int, world_size: int, memory: str) -> None:
     """The bits of the plain float32 model, between steps that compute in bfloat16 and go on as without evaluations."""
     for i, ((strategy, shape), layout) in enumerate(itertools.product(PLACES, LAYOUTS)):
-        # Of places, layouts and memories every two together.
+        # Every two of place, layout and memory meet.
         if math.prod(shape) != world_size or (i + i // len(LAYOUTS)) % 2 == (memory == "arena"):
             continue
         plain = build()

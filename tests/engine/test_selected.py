@@ -98,7 +98,7 @@ def test_gradients_of_selected_parameters(rank: int, world_size: int, strategy: 
     settings = list(zip(LAYOUTS, [*POLICIES, POLICIES[0]], strict=True))
     at = STRATEGIES.index(strategy)
     if world_size > 2:  # each strategy with one of them
-        settings = [settings[at % len(settings)]]
+        settings = [settings[(at + 1) % len(settings)]]
     elif strategy != "zero3":  # with every second one
         settings = settings[at % 2 :: 2]
     for layout, policy in settings:

@@ -1,8 +1,8 @@
-"""gloo groups for the tests: each has one worker thread, since two of them race in torch and corrupt the heap in rare
-runs, and all groups of a process have one device.
+"""gloo groups for the tests.
 
-The function for the threads is the package's own. It is loaded from its file without the package, since a broken engine
-must not break the pool that reports it.
+Each has one worker thread: two race in torch and corrupt the heap in rare runs. All groups of a process share one
+device. The function for the threads is the package's own. It is loaded from its file without the package, since a
+broken engine must not break the pool that reports it.
 """
 
 from __future__ import annotations

@@ -150,6 +150,33 @@ def test_the_users_own_modules_hide_nothing_from_ranks(tmp_path: Path) -> None:
     assert (status, err) == (0, "") and len(losses(tmp_path / "run")) == 1
 
 
+def test_the_launcher_imports_no_engine() -> None:
+    code = "import sys, shardwright.train.launch; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert not loaded & {
+        "shardwright._torch",
+        "shardwright.engine",
+        "torch.distributed.tensor",
+        "torch._dynamo",
+    }
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_missing_package_is_named_before_anything_is_made(tmp_path: Path, ranks: str) -> None:
+    config_file(tmp_path)
+    code = (
+        "import sys; sys.modules['rich.progress'] = None; from shardwright.cli import main; sys.exit(main())"
+    )
+    arguments = ["train", "tiny.toml", "--parallel.engine", "ddp", "--nproc", ranks]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 2, done
+    assert done.stderr == 'error: the trainer needs the extra "train"; install shardwright[train]\n'
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.toml"]
+
+
 def test_a_file_in_place_of_a_package_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

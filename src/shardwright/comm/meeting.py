@@ -8,6 +8,7 @@ shows that where the others come next, and does not wait for them. So the collec
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import itertools
 import operator
@@ -89,24 +90,23 @@ def new_failure() -> int:
 
 
 class _Records:
-    """A record for each rank of a group, in memory of Python's: no operation of torch's reads or writes it.
-
-    Attributes:
-        memory: the bytes of all.
-        tensor: the same memory, for collectives; of shape (ranks * RECORD,) and dtype int64.
-    """
+    """A record for each rank of a group. Python reads and writes the tensor's memory; no operation of torch does."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self.memory = bytearray(8 * RECORD * ranks)
-        self.tensor = torch.frombuffer(self.memory, dtype=torch.int64)
+        #: For collectives; of shape (ranks * RECORD,) and dtype int64.
+        self.tensor = torch.zeros(ranks * RECORD, dtype=torch.int64, device="cpu")
+        self._memory = (ctypes.c_char * self.tensor.nbytes).from_address(self.tensor.data_ptr())
 
     def write(self, record: Sequence[int]) -> None:
         """One record, at most RECORD integers, for every rank."""
-        self.memory[:] = struct.pack(f"={RECORD}q", *record, *[0] * (RECORD - len(record))) * self._ranks
+        self._memory.raw = struct.pack(f"={RECORD}q", *record, *[0] * (RECORD - len(record))) * self._ranks
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Records) and self._memory.raw == other._memory.raw
 
     def rows(self) -> list[list[int]]:
-        return [list(row) for row in struct.iter_unpack(f"={RECORD}q", self.memory)]
+        return [list(row) for row in struct.iter_unpack(f"={RECORD}q", self._memory.raw)]
 
 
 class Meeting:
@@ -152,7 +152,7 @@ class Meeting:
             self._works.clear()
             self._begin(self._works, self._theirs, self._mine, AllToAllOptions())
             self.wait_for(self._works[0], limit)
-            if self._theirs.memory == self._mine.memory:
+            if self._theirs == self._mine:
                 self.number += 1
                 self._works.clear()
                 return None
@@ -198,7 +198,7 @@ class Meeting:
                 self.wait_for(self._works[0])
             except Exception:
                 return False
-            if self._theirs.memory != self._mine.memory:
+            if self._theirs != self._mine:
                 return False
             self.number += 1
             self._works.clear()

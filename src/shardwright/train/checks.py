@@ -1,6 +1,6 @@
 """What is refused before any rank starts: numbers of ranks, devices and batches that the configuration cannot have.
 
-Nothing here needs a process group. Nothing imports an engine, see `environment.py`.
+Nothing here needs a process group. Importing this file imports no engine, see `environment.py`.
 """
 
 from __future__ import annotations

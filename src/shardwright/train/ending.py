@@ -95,13 +95,13 @@ def stopped_early(number: int) -> int:
 
 def _diagnosis(ending: Ending) -> str:
     """The rank that failed first, how, the end of its log, and how to go on."""
-    from shardwright.train.stored import saved_steps  # beside an engine: seconds that only a failure costs
-
     rank, how = culprit(ending)
     lines = [f"rank {rank} of {len(ending.statuses)} {how}; the job has ended"]
     tail = _tail(log_of(ending.logs, rank))
     if tail:
         lines += [f"the end of its log {log_of(ending.logs, rank)}:", *("  " + line for line in tail)]
+    from shardwright.train.stored import saved_steps  # with an engine: seconds that only a failure costs
+
     steps = saved_steps(ending.folder.checkpoints)
     if steps:
         lines += [

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import NoReturn
 
+import rich.progress  # noqa: F401  # every rank needs it: where it is missing, the launcher says so, once
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext, start_processes
@@ -55,13 +56,15 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
     ranks = _ranks_wanted(config, nproc)
     check_ranks(config, ranks)
     check_device(config, choose_device(config))
+    # What cannot be imported is found before there is a folder.
+    alone = _rank().train_alone if ranks == 1 else None
     folder, lock = open_folder(config, resume)
     with lock:
         try:
             _stay_local()
-            if ranks > 1:
+            if alone is None:
                 return _launch(config, folder, ranks, argv)
-            return _rank().train_alone(config, folder, resume is not None)
+            return alone(config, folder, resume is not None)
         except (UserError, KeyboardInterrupt):
             discard_if_unused(folder, lock)
             raise
