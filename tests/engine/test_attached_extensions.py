@@ -187,3 +187,18 @@ def test_what_cannot_be_honoured_is_refused(rank: int, world_size: int) -> None:
     whole.weight.fsdp_pre_all_gather = whole.weight.fsdp_post_all_gather = lambda *_: None  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"parameter 'weight' .*was attached to this object"):
         sw.fully_shard(whole)
+
+
+@multirank(2)
+@pytest.mark.parametrize("how", ["deleted", "assigned"])
+def test_what_is_attached_no_longer_is_named(rank: int, world_size: int, how: str) -> None:
+    model, _ = build()
+    attach(model, [])
+    model(torch.ones(2, 5))
+    if how == "assigned":
+        model.load_state_dict(model.state_dict(), assign=True)
+    else:
+        for p in model.parameters():
+            p._local_tensor.__dict__.clear()
+    with pytest.raises(RuntimeError, match="'weight' had fsdp_pre_all_gather attached and has it no longer"):
+        model(torch.ones(2, 5))

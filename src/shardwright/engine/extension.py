@@ -75,6 +75,12 @@ class Extension:
 
         ``compared``: whether the ranks compare sizes before the gather, so that all of them refuse unequal ones.
         """
+        if not hasattr(local, _PRE):
+            raise RuntimeError(
+                f"The local tensor of parameter {self._spec.name!r} had {_PRE} attached and has it no longer: it was "
+                "deleted, or load_state_dict(assign=True) put another tensor in its place. Attach it to "
+                "parameter._local_tensor again, or call fully_shard on a new model."
+            )
         takes = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
         if takes == 1:
             inputs, self._metadata = local.fsdp_pre_all_gather(self._mesh)
