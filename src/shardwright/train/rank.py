@@ -176,8 +176,8 @@ LOST_CONTACT = (
     "[c10d]",
     "gloo/",
 )
-"""Parts of messages of collectives that fail inside autograd or an engine, where no frame tells. gloo has no class
-of its own for them."""
+"""Parts of the messages of collectives that fail inside autograd or an engine. There no frame shows that a collective
+failed, and gloo has no exception class of its own."""
 
 
 def _send(complaint: Complaint) -> None:
