@@ -4,18 +4,20 @@
 # make test  ARGS="-k prefetch -x"
 # make quick                             the pure tests and the central ones on two ranks, in under 90 seconds
 # make guard ARGS="tests/engine"         tests under an allocator that catches use of freed memory; needs a C compiler
+# make house                             import circles, the largest classes and files; ARGS="--times FILE" test times
+# make defects ARGS="ledger"             breaks a copy of the engine in known ways and shows which test finds each
 # make gpu                               the tests that need a GPU, and Llama 150M beside FSDP2; installs nothing
-# make test  WORKERS=0                   in one process; default: 2, each with a part of the files and ranks of its own
+# make test  WORKERS=0                   in one process; default: 3, each with a part of the files and ranks of its own
 
 SHELL := /bin/sh
 PY := .venv/bin/python
 STAMP := .venv/.set-up
 CONFIG ?= examples/llama_debug.toml
 NPROC ?= $(shell $(PY) -c "import torch; print(torch.cuda.device_count() or 2)")
-WORKERS ?= 2
+WORKERS ?= 3
 ARGS ?=
 
-.PHONY: setup train test quick guard gpu check lint types contract format clean
+.PHONY: setup train test quick guard house defects gpu check lint types contract format clean
 
 setup: $(STAMP)
 
@@ -42,6 +44,12 @@ quick: $(STAMP)
 
 guard: $(STAMP)
 	PY=$(PY) sh tools/guard.sh $(ARGS)
+
+house: $(STAMP)
+	$(PY) tools/house.py $(ARGS)
+
+defects: $(STAMP)
+	$(PY) -m tests.defects $(ARGS)
 
 # With any Python that has torch: a machine with a GPU may have no network to make .venv from.
 gpu:

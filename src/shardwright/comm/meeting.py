@@ -131,6 +131,7 @@ class Meeting:
         self._works: list[Any] = []  #: of a meeting that is under way, or where the ranks did not agree
         self._left: list[tuple[Any, Any]] = []  #: what was shown in leaving, with its memory
         self.number = 0
+        self._next = 0  #: ``number`` once they agree; assigned, not added, as an interrupt may make it twice
         self.begun: set[Begun] = set()
         self.failure = self.left_by = self.failures = 0
         self._disagreements = 0
@@ -147,13 +148,15 @@ class Meeting:
         Raises:
             Unreached: another rank does not come.
         """
+        self._works.clear()
         self._mine.write(record)
+        self._next = self.number + 1
         while True:
             self._works.clear()
             self._begin(self._works, self._theirs, self._mine, AllToAllOptions())
             self.wait_for(self._works[0], limit)
             if self._theirs == self._mine:
-                self.number += 1
+                self.number = self._next
                 self._works.clear()
                 return None
             rows = self._theirs.rows()
@@ -191,16 +194,16 @@ class Meeting:
             raise
         return begun
 
-    def agreed(self) -> bool:
+    def agreed(self, limit: timedelta | None = None) -> bool:
         """Whether the ranks agreed when they met last. Where that was interrupted, it is waited for."""
         if self._works:
             try:
-                self.wait_for(self._works[0])
+                self.wait_for(self._works[0], limit)
             except Exception:
                 return False
             if self._theirs != self._mine:
                 return False
-            self.number += 1
+            self.number = self._next
             self._works.clear()
         return True
 
@@ -249,7 +252,8 @@ class Meeting:
                 raise
             if not _OF_CONNECTIONS.search(str(error)):
                 raise  # this rank's own: a number or a size that gloo does not take
-            raise Unreached(f"{self._who_is_missing()} ({type(error).__name__}: {error})") from error
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise Unreached(f"{self._who_is_missing()} ({reason}){self._own_leaving()}") from error
 
     def notices(self, ranks: Sequence[int]) -> dict[int, str]:
         """Reasons of those ranks that have left since the group met last, by rank."""
@@ -262,6 +266,11 @@ class Meeting:
             return "; ".join(f"rank {rank} {what}" for rank, what in known.items())
         who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(map(str, others))}"
         return f"{who} did not come: it ended, or waits in another collective, or is later than the group's timeout"
+
+    def _own_leaving(self) -> str:
+        """By what this rank itself has left since the group met last, which is why others may not come."""
+        left = notices.own(self._group.group_name, self.number)
+        return f". This rank {left} before, and where one rank leaves a step, all must." if left else ""
 
 
 def _numbers() -> dict[str, int]:

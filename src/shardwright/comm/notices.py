@@ -23,12 +23,18 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+#: What this rank has posted last, and how often each group had met by then.
+_last: tuple[str, dict[str, int]] = ("", {})
+
+
 def post(what: str) -> None:
     """Say why this rank leaves. A later notice replaces it."""
+    global _last
+    _last = what, numbers()
     try:
         store = default_store()
         if store is not None:
-            store.set(_key(dist.get_rank()), json.dumps([what, numbers()]))
+            store.set(_key(dist.get_rank()), json.dumps(_last))
     except Exception:  # the store may be gone, and this rank has an exception of its own
         return
 
@@ -46,6 +52,15 @@ def read(ranks: Iterable[int], group: str = "", number: int = 0) -> dict[int, st
     except Exception:
         return notices
     return notices
+
+
+def own(group: str, number: int) -> str:
+    """This rank's last notice, if its group has met ``number`` times or more by then; else an empty text.
+
+    It is there without the store, which may have ended with another rank.
+    """
+    what, met = _last
+    return what if met.get(group, -1) >= number else ""
 
 
 def _key(rank: int) -> str:

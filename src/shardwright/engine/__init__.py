@@ -1,5 +1,6 @@
 """The sharding engine: ``fully_shard`` and what happens in the hooks it installs."""
 
+import shardwright.engine.ragged_ops  # noqa: F401  # fills the table of operations on ragged tensors
 from shardwright.engine.api import fully_shard
 from shardwright.engine.construct import ShardPlacementResult
 from shardwright.engine.graphed import GraphedStep

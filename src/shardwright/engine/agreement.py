@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -51,7 +52,7 @@ class Record(NamedTuple):
     event: int
     number: int  #: of the unit
     nbytes: int
-    detail: int  #: which parameters, or what was left
+    detail: int  #: which parameters (of a reduction; of a gather those with fsdp_pre_all_gather), or what was left
     model: int
     age: int
 
@@ -126,10 +127,15 @@ class Agreement:
 
     # -- before a collective -------------------------------------------------------------------------------------
 
-    def announce_gather(self, number: int, comm: Communicator, nbytes: int) -> Callable[[], None] | None:
-        """What is to be called before a gather of a unit, when nothing can fail on this rank alone any more."""
+    def announce_gather(
+        self, number: int, comm: Communicator, nbytes: int, extended: int = 0
+    ) -> Callable[[], None] | None:
+        """What is to be called before a gather of a unit, when nothing can fail on this rank alone any more.
+
+        ``extended`` stands for the parameters that have ``fsdp_pre_all_gather``.
+        """
         if comm.exchanges:
-            return lambda: self._agree(comm, GATHER, number, nbytes)
+            return lambda: self._agree(comm, GATHER, number, nbytes, extended)
         return None
 
     def announce_reduction(
@@ -153,6 +159,8 @@ class Agreement:
                 if comm.exchanges:
                     self._agree(comm, event, number)
             except BaseException as error:
+                if comm.meeting is not None and not isinstance(error.__cause__, Unreached):
+                    comm.meeting.agreed(_limit_of(event))  # interrupted, it may be under way
                 # The others come to those axes that are left, and nowhere else.
                 rest = [c.meeting for c in self.every[i + 1 :] if c.meeting is not None]
                 self._leave(event, error, rest, self._failure([c.meeting for c in self.every if c.meeting]))
@@ -162,7 +170,7 @@ class Agreement:
         """Raise if another rank is about to do something else."""
         try:
             record = Record(event, number, nbytes, detail, self._model, self.age)
-            records = comm.exchange(record, reading.LIMIT_OF_FULL if event == UNSHARD else None)
+            records = comm.exchange(record, _limit_of(event))
         except Unreached as error:
             way_out = f" {reading.way_out(FULL)}" if event == UNSHARD else ""
             raise RuntimeError(
@@ -295,6 +303,15 @@ class Agreement:
         one_age = len({r.age for r in records.values() if r.event != READ}) == 1
         same_place = len({(r.event, r.number, r.model) for r in records.values()}) == 1
         same_size = len({r.nbytes for r in records.values()}) == 1
+        if same_place and one_age and first.event == GATHER and len({r.detail for r in records.values()}) > 1:
+            details = _grouped({rank: r.detail for rank, r in records.items()})
+            groups = "; ".join(
+                f"{'some' if detail else 'none'} on {_ranks(ranks)}" for detail, ranks in details
+            )
+            raise RuntimeError(
+                f"The ranks have diverged: they gather {self.name_of(first.number)} with fsdp_pre_all_gather on "
+                f"different parameters ({groups}). Attach it to the local tensors of the same parameters on every rank."
+            )
         if same_place and same_size and one_age:
             raise RuntimeError(
                 f"The ranks have diverged: they reduce gradients of different parameters of "
@@ -351,6 +368,11 @@ def _refuse_reading(comm: Communicator, rows: list[list[int]]) -> None:
 
 
 refuse_divergence.append(_refuse_reading)
+
+
+def _limit_of(event: int) -> timedelta | None:
+    """How long a rank waits for the others before it; None: for the group's timeout."""
+    return reading.LIMIT_OF_FULL if event == UNSHARD else None
 
 
 def _grouped(values: dict[int, Any]) -> Iterable[tuple[Any, list[int]]]:

@@ -41,6 +41,7 @@ from shardwright.engine.pools import check_memory
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.root import attach, hook_optimizers
 from shardwright.engine.selected import hook_backward
+from shardwright.engine.settings import ModelOptions, Settings
 from shardwright.engine.states import check_states, states_of, sync_states
 from shardwright.engine.tensor_parallel import Spmd, data_parallel
 from shardwright.engine.undo import Undo
@@ -164,7 +165,7 @@ def fully_shard(
             modules,
             ranks=r,
             policy=mp_policy,
-            reshard_after_forward=_reshard_after_forward(reshard_after_forward, strategy, r, found),
+            settings=Settings(_reshard_after_forward(reshard_after_forward, strategy, r, found)),
             placement_fn=shard_placement_fn,
             layout=_layout(layout, r),
             ignored=ignored,
@@ -175,7 +176,7 @@ def fully_shard(
         for r, found in zip(each, founds, strict=True)
     ]
     unit = units[0]
-    unit.memory, unit.prefetch, unit.strict = memory, prefetch, strict
+    unit.options = ModelOptions(memory, prefetch, strict)
     for u, found in zip(units, founds, strict=True):
         u.synced, u.checked = sync_module_states, check_module_states
         _same_start(u, modules, found)

@@ -236,11 +236,11 @@ class ParamGroup(_Part):
         unit = self.unit
         if unit.root is None or unit.calls or unit.visits:
             return
-        if unit.reshard_after_backward and not unit.ranks.keeps_full:
+        if unit.settings.reshard_after_backward and not unit.ranks.keeps_full:
             unit.release()
         waits = any(reduction.has_gradients() for reduction in unit.reductions)
-        if unit.requires_sync and (waits or unit.holds):
-            unit.reduce(now=not waits)
+        if unit.settings.sync and (waits or unit.held):
+            unit.reduce(needed=not waits)
 
 
 class Param(_Part):

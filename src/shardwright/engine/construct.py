@@ -523,7 +523,7 @@ def remake(unit: Unit) -> None:
     for owned in found.owned:
         owned.slots.extend(slot for sharded, slot in lent if sharded is owned.parameter)
     before = unit.parameters
-    held = unit.reductions if unit.holds else []
+    held = unit.reductions if unit.held else []
     known = {id(p.sharded) for p in before}
     if not any(id(owned.parameter) in known for owned in found.owned):
         held = []  # it belongs to parameters that are the model's no more, as a plain parameter's .grad would

@@ -11,6 +11,7 @@ import copy
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,21 +39,6 @@ from shardwright.engine.unset import carry_mark, mark_of
 Install = Callable[[Unit, list[nn.Module]], None]
 
 _UNITS = "shardwright units"  #: in a deepcopy's memo: the units whose modules are being copied
-_SETTINGS = (
-    "reshard_after_forward",
-    "reshard_after_backward",
-    "unshard_in_backward",
-    "requires_sync",
-    "requires_all_reduce",
-    "force_sum",
-    "divide_factor",
-    "fills_unused",
-    "memory",
-    "prefetch",
-    "strict",
-    "synced",
-    "checked",
-)
 
 
 def deepcopy_module(module: nn.Module, memo: dict[Any, Any], original: type, install: Install) -> nn.Module:
@@ -130,11 +116,16 @@ def _mesh_of_copies(olds: list[Unit], memo: dict[Any, Any]) -> ShardPlacementFn:
 
 def _like(old: Unit, modules: list[nn.Module], memo: dict[Any, Any]) -> Unit:
     """A unit with the settings of ``old``, that owns nothing yet."""
+    settings = old.settings
+    transport = settings.transport
+    if transport.hook is not None:
+        transport = replace(transport, hook=_copy_hook(old, memo))
+    all_reduce_hook = copy.deepcopy(settings.all_reduce_hook, memo)
     new = Unit(
         modules,
         ranks=old.ranks,
         policy=old.policy,
-        reshard_after_forward=old.reshard_after_forward,
+        settings=replace(settings, transport=transport, all_reduce_hook=all_reduce_hook),
         placement_fn=old.placement_fn,
         layout=old.layout_kind,
         ignored=[memo.get(id(p), p) for p in old.living_ignored()],
@@ -142,10 +133,7 @@ def _like(old: Unit, modules: list[nn.Module], memo: dict[Any, Any]) -> Unit:
         attach=old.attach,
         offload=old.offload,
     )
-    for name in _SETTINGS:
-        setattr(new, name, getattr(old, name))
-    new.all_reduce_hook = copy.deepcopy(old.all_reduce_hook, memo)
-    new.travel_as(old, _copy_hook(old, memo))
+    new.options, new.synced, new.checked = old.options, old.synced, old.checked
     memo[id(old)] = new
     for name in ("forward_prefetch", "backward_prefetch"):
         wanted = [memo.get(id(u), u) for ref in getattr(old, name) if (u := ref()) is not None]
@@ -155,11 +143,12 @@ def _like(old: Unit, modules: list[nn.Module], memo: dict[Any, Any]) -> Unit:
 
 def _copy_hook(old: Unit, memo: dict[Any, Any]) -> GradientHook | None:
     """One for all units of the copy, which goes on from the state of the original's."""
+    hook = old.settings.transport.hook
     try:
-        return copy.deepcopy(old.gradient_hook, memo)
+        return copy.deepcopy(hook, memo)
     except Exception as error:
         raise RuntimeError(
-            f"Unit {old.name!r} cannot be copied, since its gradient hook {type(old.gradient_hook).__name__} cannot: "
+            f"Unit {old.name!r} cannot be copied, since its gradient hook {type(hook).__name__} cannot: "
             f"{error}. Give its class a __deepcopy__, or call set_gradient_comm_hook(None) for the copy."
         ) from error
 

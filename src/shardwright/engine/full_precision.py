@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwright.engine.ledger import NEVER, FullCounters
 from shardwright.engine.parameter import plain_of
 from shardwright.layout import UnitLayout
 from shardwright.memory import Owner, Slab
@@ -29,8 +30,7 @@ _EXCHANGED = (
     "_upload",
     "_hops",
     "_uploads",
-    "_fulls",
-    "_full_versions",
+    "_full_counters",
 )
 
 
@@ -47,8 +47,9 @@ class OtherPrecision:
             weights.layout_gathered, weights.slab, weights.gather_nbytes = layout, slab, slab.nbytes
             slab.lease()
             self._forms = _forms(weights, layout, slab)
-            weights._fulls = [t for i in range(len(self._forms)) for t in self.counters(i)]
-            weights._full_versions = [p._version for p in weights._fulls]
+            weights._full_counters = FullCounters(
+                [t for i in range(len(self._forms)) for t in self.counters(i)]
+            )
             weights._prepare_gather()
             slab.release()
         finally:
@@ -70,7 +71,7 @@ class OtherPrecision:
     def exchange(self, weights: Weights) -> None:
         """Put this in the place of what the unit has, which becomes this. Nothing may be gathered."""
         for hop in weights._hops[:-1] if weights.full_precision else ():
-            hop.versions = None  # but what training keeps until the weights change stays
+            hop.epoch = NEVER  # but what training keeps until the weights change stays
             hop.slab.release()
         for i, (p, (full, view)) in enumerate(zip(weights.parameters, self._forms, strict=True)):
             full.requires_grad_(p.full.requires_grad)

@@ -144,7 +144,7 @@ class GraphedStep:
                 each.follow_requires_grad()
                 each.drop_kept()
                 each.release()
-        if any(unit.holds for unit in root.units()) or any(
+        if any(unit.held for unit in root.units()) or any(
             parameter.grad is not None for parameter in self._model.parameters()
         ):
             raise ValueError(
@@ -160,14 +160,8 @@ class GraphedStep:
             [
                 (
                     each.build,
-                    each.transport,
+                    each.settings,
                     tuple(p.sharded.requires_grad for p in each.parameters),
-                    each.divide_factor,
-                    each.force_sum,
-                    each.fills_unused,
-                    each.requires_sync,
-                    each.requires_all_reduce,
-                    each.all_reduce_hook,
                 )
                 for each in root.units()
             ],

@@ -99,7 +99,7 @@ class _AtRest(_UnitHook):
     def __call__(self, *_: Any) -> None:
         unit = self._unit()
         if unit is not None:
-            if not (unit.holds and len(unit.modules) > 1):  # else other modules of the unit may come yet
+            if not (unit.held and len(unit.modules) > 1):  # else other modules of the unit may come yet
                 unit.settle()
             _show_sharded(unit)
 
@@ -306,7 +306,7 @@ class FSDPModule(TorchFSDPModule):
         an optimizer from ``sw.fully_shard_optimizer``: ``.grad`` is None meanwhile, so nothing else can be seen.
         """
         for unit in self._fsdp_units(recurse):
-            unit.requires_sync = requires_gradient_sync
+            unit.change(sync=requires_gradient_sync)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """With False, backward leaves undone what its strategy does once per step: sums over replicas above all.
@@ -352,7 +352,7 @@ class FSDPModule(TorchFSDPModule):
         Gradient accumulation for 2-D meshes, as :meth:`set_is_last_backward` for the whole model.
         """
         for unit in self._fsdp_units(recurse):
-            unit.requires_all_reduce = requires_all_reduce
+            unit.change(all_reduce=requires_all_reduce)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Call ``hook`` with each reduced gradient of this module's own unit before it is added to ``.grad``.
@@ -363,7 +363,7 @@ class FSDPModule(TorchFSDPModule):
             stream: on an accelerator, run it there; the computation waits for it.
         """
         for unit in self._fsdp_units(recurse=False):
-            unit.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
+            unit.change(all_reduce_hook=hook if stream is None else _on_stream(hook, stream))
 
     def set_gradient_comm_hook(self, hook: GradientHook | None, *, recurse: bool = True) -> None:
         """Let ``hook`` carry gradients between ranks, in every strategy and over every mesh axis; None: none.
@@ -381,7 +381,7 @@ class FSDPModule(TorchFSDPModule):
             raise TypeError(f"expected a GradientHook or None, got {hook!r}")
         self._root()  # names the units
         for unit in self._fsdp_units(recurse):
-            unit.carry_by(hook)
+            unit.reduce_by(hook=hook)
 
     def set_all_gather_codec(self, codec: Codec | None, *, recurse: bool = True) -> None:
         """Encode weights for gathers, say by ``Int8Blocks()``: a quarter to half the bytes; None: as they are.
@@ -393,7 +393,7 @@ class FSDPModule(TorchFSDPModule):
         if codec is not None and not all(hasattr(codec, name) for name in ("nbytes", "encode", "decode")):
             raise TypeError(f"expected a codec (nbytes, encode, decode) or None, got {codec!r}")
         for unit in self._fsdp_units(recurse):
-            unit.gather_by(unit.custom_gather, codec)
+            unit.gather_by(codec=codec)
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather this module's own unit by ``comm``, torch's ``AllGather`` for FSDP2; None: by torch's.
@@ -402,12 +402,12 @@ class FSDPModule(TorchFSDPModule):
         found. What a strategy keeps gathered, or gathers over a second mesh axis, goes through it, too.
         """
         unit = self._only_unit("set_custom_all_gather")
-        unit.gather_by(_checked_comm(comm, "AllGather"), unit.gather_codec)
+        unit.gather_by(gather=_checked_comm(comm, "AllGather"))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce-scatter this module's own unit by ``comm``, torch's ``ReduceScatter`` for FSDP2; None: by torch's."""
         unit = self._only_unit("set_custom_reduce_scatter")
-        unit.scatter_by(_checked_comm(comm, "ReduceScatter"))
+        unit.reduce_by(scatter=_checked_comm(comm, "ReduceScatter"))
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce-scatter in a process group of its own, so that it and gathers can progress at the same time.
@@ -416,7 +416,7 @@ class FSDPModule(TorchFSDPModule):
         Not while gradients of earlier micro-batches are held.
         """
         for unit in self._fsdp_units(recurse):
-            unit.separate_scatters(enable)
+            unit.reduce_by(separate=enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many packed gradients may be under way at once (default 1), for the whole model.
@@ -441,17 +441,17 @@ class FSDPModule(TorchFSDPModule):
                     f"Unit {unit.name!r} has {unit.ranks.strategy}, which replicates parameters until the optimizer's "
                     "step; they cannot be resharded after forward. Shard the parameters instead."
                 )
-            unit.reshard_after_forward = reshard_after_forward
+            unit.change(reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """With False, full parameters stay after backward until they change: fewer gathers, more memory."""
         for unit in self._fsdp_units(recurse):
-            unit.reshard_after_backward = reshard_after_backward
+            unit.change(reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """With False, backward does not gather this unit; only right for units whose backward needs no weights."""
         for unit in self._fsdp_units(recurse=False):
-            unit.unshard_in_backward = unshard_in_backward
+            unit.change(unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these modules' units when this one's forward begins, instead of the one that came next last time."""
@@ -466,7 +466,7 @@ class FSDPModule(TorchFSDPModule):
         if not factor > 0:
             raise ValueError(f"the gradient divide factor must be positive, got {factor!r}")
         for unit in self._fsdp_units(recurse=False):
-            unit.divide_factor = float(factor)
+            unit.change(divide_by=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of :meth:`set_gradient_divide_factor`."""
@@ -480,7 +480,7 @@ class FSDPModule(TorchFSDPModule):
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Sum in the reduce-scatter and divide afterwards, instead of averaging in it, for this module's own unit."""
         for unit in self._fsdp_units(recurse=False):
-            unit.force_sum = enable
+            unit.change(force_sum=enable)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -492,7 +492,7 @@ class FSDPModule(TorchFSDPModule):
         are reduced with zeros from the others.
         """
         for unit in self._fsdp_units(recurse):
-            unit.fills_unused = reduce_scatter_unused_params
+            unit.change(fills_unused=reduce_scatter_unused_params)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Let this module's own unit use memory that the process group's backend allocates: NCCL registers it.

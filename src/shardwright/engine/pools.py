@@ -21,7 +21,8 @@ from shardwright.memory.plan import aligned, fitting, most_at_once
 if TYPE_CHECKING:
     from shardwright.engine.unit import Unit
 
-PLANNED = ("double_buffer", "max_pool", "arena")
+POOLS = ("double_buffer", "max_pool")  #: of slots that units take in turn
+PLANNED = (*POOLS, "arena")
 LONGEST = 200_000  #: leases and releases that are recorded at most, where no optimizer ever steps
 REPLANS = 3  #: how often a model that runs in another order than was planned for is planned again
 
@@ -68,8 +69,7 @@ class Pools:
     def join(self, units: Iterable[Unit]) -> None:
         """These units are the model's."""
         self._refs = [weakref.ref(unit) for unit in units]
-        if self.memory in ("double_buffer", "max_pool"):
-            self._check_pooled()
+        self._check_pooled()
         if self.memory == "double_buffer":
             self._check_equal()
         self._record()
@@ -108,6 +108,7 @@ class Pools:
             self._record()
 
     def _end_recording(self, recorder: Recorder) -> None:
+        self._check_pooled()  # again, as units' settings may have changed since the first call
         items, slabs = recorder.finish()
         if self.planned:
             self.trace, self._recorder = items, None
@@ -157,22 +158,39 @@ class Pools:
         return [
             u
             for u in self._units
-            if u.parameters
-            and u.number
-            and u.reshard_after_forward is not False
-            and u.reshard_after_backward
-            and not u.ranks.keeps_full
+            if u.parameters and u.settings.reshard_after_backward and not self._keeps(u)
         ]
+
+    def _keeps(self, unit: Unit) -> bool:
+        """Whether a unit keeps its full parameters from its forward to its backward, as the root does."""
+        return not unit.number or unit.settings.reshard_after_forward is False or unit.ranks.keeps_full
 
     def _check_pooled(self) -> None:
         """Raise if no unit would ever give its place back for another one."""
-        keeping = next((u for u in self._units if u.parameters and u.ranks.keeps_full), None)
-        if keeping is not None and not self._pooled():
-            raise ValueError(
-                f"memory={self.memory!r} lets units take turns in a few slots, but {keeping.ranks.strategy} keeps the "
-                f"full parameters of unit {keeping.name!r} and of all others until the optimizer's step, so no slot "
-                'ever becomes free. Use memory="arena", which plans all memory of a step, or "dynamic".'
+        units = [u for u in self._units if u.parameters]
+        if self.memory not in POOLS or not units or not all(self._keeps(u) for u in units):
+            return
+        by_strategy = next((u for u in units if u.ranks.keeps_full), None)
+        below = [u for u in units if u.number]
+        if by_strategy is not None:
+            reason = (
+                f"{by_strategy.ranks.strategy} keeps the full parameters of unit {by_strategy.name!r} and of all "
+                "others until the optimizer's step"
             )
+            way_out = "Use "
+        elif below:
+            reason = (
+                f"reshard_after_forward=False keeps the full parameters of unit {below[0].name!r} and of all others "
+                "until their backward"
+            )
+            way_out = "Let some units have reshard_after_forward=True, or use "
+        else:
+            reason = "the root is the only unit that has parameters, and it keeps them until its backward"
+            way_out = "Call fully_shard on the model's blocks, too, or use "
+        raise ValueError(
+            f"memory={self.memory!r} lets units take turns in a few slots, but {reason}, so no slot ever becomes free. "
+            f'{way_out}memory="arena", which plans all memory of a step, or "dynamic".'
+        )
 
     def _check_equal(self) -> None:
         sizes: dict[int, list[str]] = {}

@@ -445,6 +445,3 @@ def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch.no_grad():
         result = func.decompose(*args, **kwargs)
     return result if result is not NotImplemented else refuse(func, (args, kwargs))
-
-
-import shardwright.engine.ragged_ops  # noqa: E402,F401  # fills HANDLERS

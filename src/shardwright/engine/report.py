@@ -125,7 +125,7 @@ def memory_report(
     if following is not None:
         leases += Counter(planned=following.planned, dynamic=following.dynamic)
         deviations += following.deviations
-    memory = pools.memory if pools is not None else units[0].memory
+    memory = pools.memory if pools is not None else units[0].options.memory
     return MemoryReport(
         shards=_bytes_of(shards),
         rest=_bytes_of(others),

@@ -118,7 +118,7 @@ def _refuse_unfit(shown: list[Shown]) -> None:
                 f"{where} is tensor-parallel, so it cannot be cut again. Resize the embeddings before the model is "
                 "parallelised and sharded."
             )
-        if each.p.sharded.grad is not None or each.unit.holds:
+        if each.p.sharded.grad is not None or each.unit.held:
             raise RuntimeError(
                 f"{where} has a gradient, which would be of another shape than the parameter. Call zero_grad() before, "
                 "and build the optimizer after."

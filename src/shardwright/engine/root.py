@@ -41,6 +41,7 @@ from shardwright.engine.parameter import (
 )
 from shardwright.engine.pools import Pools, prefetch_budget
 from shardwright.engine.precision import cast_buffers, refuse_gradient_dtypes
+from shardwright.engine.settings import ModelOptions
 from shardwright.engine.unit import Unit
 from shardwright.engine.visit import Frame, Visit
 from shardwright.engine.weights import Weights
@@ -84,8 +85,8 @@ class Root:
         self.device = self.ranks.device
         self.streams = self.ranks.comm.streams
         top = units[0]
-        self.prefetch, self.prefetch_bytes = prefetch_budget(top.prefetch)
-        self.pools = Pools(top.memory, self.prefetch, top.strict)
+        self.prefetch, self.prefetch_bytes = prefetch_budget(top.options.prefetch)
+        self.pools = Pools(top.options.memory, self.prefetch, top.options.strict)
         #: The order of a caller that was not called yet, for plans to be made of its first step.
         self._guess = [n for n, unit in enumerate(units) if unit.parameters] if self.pools.planned else []
         self._stepped_within = 0  #: steps of optimizers in the backward under way
@@ -319,7 +320,12 @@ class Root:
         else:
             wanted = []
         for other in wanted:
-            if other.parameters and other.root is self and not other.gathered and other.unshard_in_backward:
+            if (
+                other.parameters
+                and other.root is self
+                and not other.gathered
+                and other.settings.unshard_in_backward
+            ):
                 other.issue(self.generation, look=False)  # its backward looks
 
     def make_room(self, number: int) -> None:
@@ -454,7 +460,7 @@ def attach(module: nn.Module) -> Root:
         )
     _check_meshes(units, names)
     for unit, name in zip(units[1:], names[1:], strict=True):
-        if unit.has_memory_options:
+        if unit.options != ModelOptions():
             raise ValueError(
                 f"fully_shard of {name!r} was given memory, prefetch or strict, which hold for a whole model: give "
                 f"them to the call for {type(module).__name__}"
@@ -630,9 +636,9 @@ def _units_of(parameters: list[torch.Tensor], kinds: set[type]) -> Iterable[Unit
 
 def reduce_held(parameters: Iterable[torch.Tensor]) -> None:
     """Reduce what micro-batches without communication have left of these parameters, since it is needed now."""
-    if not any(unit.holds for root in _roots for unit in root.units()):
+    if not any(unit.held for root in _roots for unit in root.units()):
         return
-    held = {id(u): u for p in parameters if (u := unit_of(p)) is not None and u.holds}
+    held = {id(u): u for p in parameters if (u := unit_of(p)) is not None and u.held}
     for unit in held.values():
-        unit.reduce(now=True)
+        unit.reduce(needed=True)
         unit.root.finish_held()

@@ -10,6 +10,7 @@ import torch
 
 from shardwright._torch import foreach_copy_
 from shardwright.comm import Communicator
+from shardwright.engine.ledger import NEVER
 from shardwright.memory import Owner, Slab
 
 
@@ -20,7 +21,7 @@ class SecondaryShard:
         comm: over the neighbours.
         inputs: this rank's part, as byte tensors; what is gathered of them are the tensors given as ``full``.
         header: what this rank sent with the gather that the part is of.
-        versions: of the weights that are kept here; None while there are none.
+        epoch: of the weights that are kept here.
     """
 
     def __init__(self, comm: Communicator, full: list[torch.Tensor], owner: Owner) -> None:
@@ -33,16 +34,16 @@ class SecondaryShard:
         self.inputs = [self._slab.byte_view(end - size, size) for end, size in zip(ends, sizes, strict=True)]
         self._slab.release()
         self.header = torch.zeros(0, dtype=torch.uint8, device="cpu")
-        self.versions: list[int] | None = None
+        self.epoch = NEVER
 
-    def keep(self, versions: list[int], header: torch.Tensor) -> None:
+    def keep(self, epoch: int, header: torch.Tensor) -> None:
         """Copy this rank's part of the full weights, which must be there."""
         self._slab.lease()
         if not self.header.numel():
             self.header = torch.empty_like(header)
         foreach_copy_([*self.inputs, self.header], [*self._sources, header])
-        self.versions = versions
+        self.epoch = epoch
 
     def drop(self) -> None:
-        self.versions = None
+        self.epoch = NEVER
         self._slab.release()

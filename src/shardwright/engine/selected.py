@@ -152,7 +152,7 @@ def _refuse_unreduced(unit: Unit) -> None:
             f"torch.autograd.grad got parameters of unit {unit.name!r}, whose optimizer steps in backward and uses "
             "their gradients there. Call leave_backward() of that optimizer first."
         )
-    if unit.holds or not unit.reduces_now:
+    if unit.held or not unit.reduces_now:
         raise RuntimeError(
             f"torch.autograd.grad got parameters of unit {unit.name!r} while gradients of micro-batches are held and "
             "not reduced, so there is none to return. Call it with gradient synchronisation switched on "

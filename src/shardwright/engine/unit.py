@@ -13,6 +13,7 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,9 +30,10 @@ from shardwright._torch import (
     next_sequence_number,
     quick_attributes,
 )
-from shardwright.comm import Communicator, GradientHook, neighbours, separate, with_scatters
+from shardwright.comm import Communicator, neighbours, separate, with_scatters
 from shardwright.engine import construct
 from shardwright.engine.construct import ShardPlacementFn
+from shardwright.engine.due import Due, Held, due
 from shardwright.engine.extension import any_attached
 from shardwright.engine.gradients import Reduction
 from shardwright.engine.hooks import (
@@ -51,11 +53,12 @@ from shardwright.engine.offload import Host, HostReduction, Offload
 from shardwright.engine.parameter import FullParameter, ManagedParameter, plain_of, unit_of
 from shardwright.engine.precision import as_precision
 from shardwright.engine.ranks import Ranks
+from shardwright.engine.settings import ModelOptions, Settings, Transport
 from shardwright.engine.stepping import Stepping, forget_stepped
 from shardwright.engine.visit import Frame, Visit
 from shardwright.engine.weights import Weights
 from shardwright.layout import GradientDtypes, Packing, Ragged, UnitLayout, plan_packing
-from shardwright.memory import Allocator, Slab, Source
+from shardwright.memory import Slab, Source
 
 if TYPE_CHECKING:
     from shardwright.engine.root import Root
@@ -74,7 +77,7 @@ class Unit(Weights):
         *,
         ranks: Ranks,
         policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | int | None,
+        settings: Settings,
         placement_fn: ShardPlacementFn | None,
         layout: Ragged | None,
         ignored: Iterable[nn.Parameter],
@@ -82,8 +85,8 @@ class Unit(Weights):
         attach: Callable[[nn.Module], Root],
         offload: Offload = NOT_OFFLOADED,
     ) -> None:
-        reshards_to = reshard_after_forward if type(reshard_after_forward) is int else 0
-        super().__init__(ranks, neighbours(ranks.comm, reshards_to) if reshards_to else None)
+        to = settings.reshard_after_forward
+        super().__init__(ranks, settings, neighbours(ranks.comm, to) if type(to) is int else None)
         self.offload = offload
         #: Where an optimizer that steps the unit on the device keeps its state, if that is not the device.
         self.state_host: Host | None = None
@@ -98,7 +101,7 @@ class Unit(Weights):
         self.modules = [weakref.ref(m) for m in modules]
         self.name = type(modules[0]).__name__
         self.mesh = ranks.mesh
-        self.scatter_ranks = ranks
+        self.scatter_ranks = self._plan_scatters()
         self.given_policy = policy  #: what tensors that gather themselves are told
         self.policy = as_precision(policy)
         self.gradient_dtypes: list[GradientDtypes] = []  #: of each parameter
@@ -107,18 +110,6 @@ class Unit(Weights):
         self.layout_kind = layout
         self.ignored = [weakref.ref(p) for p in ignored]
         self.ignored_modules = [weakref.ref(m) for m in ignored_modules]
-        self.reshard_after_forward = reshard_after_forward
-        self.reshard_after_backward = True
-        self.unshard_in_backward = True
-        self.requires_sync = True
-        self.requires_all_reduce = True
-        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.gradient_hook: GradientHook | None = None
-        self.custom_scatters: Any = None
-        self.separates = False  #: whether reduce-scatters run in process groups of their own
-        self.force_sum = False
-        self.divide_factor: float | None = None
-        self.fills_unused = False  #: whether parameters without a gradient get one of zero
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
         #: Units of other meshes that own parameters of the same modules, and of such a unit the one that has it.
@@ -136,20 +127,13 @@ class Unit(Weights):
         self._children: list[dict[str, nn.Module | None]] = []
         self._stash = StashedTensors([])
         self.reductions: list[Reduction] = []
-        self.memory: str | Allocator = "dynamic"  #: of the model whose root this unit is
-        self.prefetch: int | str = 1
-        self.strict = False
+        self.options = ModelOptions()  #: of the model whose root this unit is
         self.synced = False  #: whether the ranks' values were made the same before they were cut
         self.checked = False  #: whether they were compared
-        self.holds = False  #: whether earlier micro-batches have left sums, on this rank or on another
-        self._holds_whole = False  #: whether some of them are whole gradients, not yet summed over any ranks
-        self._held_before = False, False  #: both, before the reduction under way took up such sums
+        self.held = Held.NOTHING  #: of earlier micro-batches
+        self._held_before = Held.NOTHING  #: by the unit, when the reduction under way began
         self._trainable: tuple[bool, ...] | None = None
         self.stepping: Stepping | None = None  #: where optimizers step it in backward
-
-    @property
-    def has_memory_options(self) -> bool:
-        return (self.memory, self.prefetch, self.strict) != ("dynamic", 1, False)
 
     def own(
         self,
@@ -160,8 +144,8 @@ class Unit(Weights):
     ) -> None:
         """Take the parameters and their memory; gradients begin anew."""
         self.hold_memory(layout, shards, slab, parameters)
-        self.entered = self.holds = self._holds_whole = False
-        self._held_before = False, False
+        self.entered = False
+        self.held = self._held_before = Held.NOTHING
         self._trainable = None
         self.reductions = []
         self.follow_requires_grad()
@@ -179,7 +163,7 @@ class Unit(Weights):
     def set_source(self, source: Source | None) -> None:
         """Take the memory of later leases from there; None: from torch's allocator."""
         root = self.root
-        memory = root.pools.memory if root is not None else self.memory
+        memory = root.pools.memory if root is not None else self.options.memory
         if source is not None and not isinstance(memory, str):
             raise ValueError(
                 f"The memory of unit {self.name!r} comes from {type(memory).__name__}, an allocator of yours, which "
@@ -218,7 +202,7 @@ class Unit(Weights):
         """Making the memory has failed half-way: let the next use do it again, and hold what was held."""
         self._child_count = -1  # as no number of modules is
         if held:
-            self.holds = self._holds_whole = True
+            self.held = Held.WHOLE
             self.reductions = held
 
     def untouched(self) -> bool:
@@ -274,7 +258,7 @@ class Unit(Weights):
         for reduction in self.reductions:
             reduction.finish()
         # What micro-batches before the change have left is reduced beside the new gradients.
-        held = self.reductions if self.holds else []
+        held = self.reductions if self.held else []
         for reduction in held:
             reduction.retired = True
         for p, flag in zip(self.parameters, trainable, strict=True):
@@ -295,7 +279,7 @@ class Unit(Weights):
             self.scatter_ranks,
             self.owner,
             # It keeps what it knows by the names of units, which the root gives.
-            self.gradient_hook if self.root is not None else None,
+            self.settings.transport.hook if self.root is not None else None,
             self.name,
         )
         return Reduction(*given) if self.host is None else HostReduction(*given, host=self.host)
@@ -322,34 +306,38 @@ class Unit(Weights):
         elif any(r.has_gradients() for r in self.reductions):
             self.reduce()
         elif self.reduces_now:
-            if self.holds:
-                self.reduce(now=True)
+            if self.held:
+                self.reduce(needed=True)
             elif self._fills and self.was_shown and not self.entered:
                 self.reduce()
         self.entered = False
 
-    def reduce(self, now: bool = False) -> None:
+    def reduce(self, needed: bool = False) -> None:
         """Reduce the gradients, zeros where there are none, or hold them while communication is switched off.
 
         Whether to reduce depends only on which units ran, never on which gradients this rank has: the ranks must
-        issue the same reductions in the same order. ``now``: no backward has come here since, but what is held is
+        issue the same reductions in the same order. ``needed``: no backward has come here since, but what is held is
         needed.
         """
-        root, ranks = self.root, self.ranks
+        root, ranks, settings = self.root, self.ranks, self.settings
         assert root is not None
         if self.stepping is not None:
             forget_stepped(self._shardeds)
             self.stepping.due = False  # a reduction under way is stepped together with what comes now
-        last = now or self._reduces_all
-        if not now and not (self.requires_sync and (last or ranks.finishes_late)):
-            self.holds = self._holds_whole = True
+        action = due(
+            sync=settings.sync,
+            completes=self._reduces_all,
+            finishes_late=ranks.finishes_late,
+            held=self.held,
+            needed=needed,
+        )
+        if action is Due.HOLD:
+            self.held = action.leaves
             for reduction in self.reductions:
                 if reduction.has_gradients():
                     reduction.hold()
             return
-        whole = self._holds_whole or not now
-        self._held_before = self.holds, self._holds_whole
-        self.holds, self._holds_whole = bool(self.reductions) and not last and ranks.finishes_late, False
+        self._held_before, self.held = self.held, action.leaves if self.reductions else Held.NOTHING
         if not self.reductions:
             return
         root.make_room(self.number)
@@ -358,13 +346,14 @@ class Unit(Weights):
                 announcer = functools.partial(
                     root.agreement.announce_reduction, self.number, reduction.fingerprint
                 )
-                if whole or not ranks.finishes_late:
-                    reduction.start(last, self.divide_factor, self.force_sum, announcer, self._fills)
+                division = settings.divide_by, settings.force_sum
+                if action is Due.FINISH_SUMS:
+                    reduction.start_late(*division, announcer)
                 else:
-                    reduction.start_late(self.divide_factor, self.force_sum, announcer)
+                    reduction.start(action is Due.FINISH, *division, announcer, self._fills)
         root.scattering.append(self.number)
         if self.stepping is not None:
-            last_backward = self.requires_sync and self.requires_all_reduce and root.is_last_backward
+            last_backward = settings.sync and settings.all_reduce and root.is_last_backward
             self.stepping.expect(self, last_backward, root.calls_begun)
 
     def communicators(self) -> list[Communicator]:
@@ -373,76 +362,80 @@ class Unit(Weights):
         found = [*ranks.once, *ranks.gathers, *scatters.scatters, *scatters.late, *scatters.replicas]
         return found if self.neighbours is None else [*found, self.neighbours]
 
-    def separate_scatters(self, enable: bool) -> None:
-        """Reduce-scatter in process groups of their own, or in those of the gathers."""
-        self._reduce_anew(separates=enable)
+    # -- settings ------------------------------------------------------------------------------------------------
 
-    def scatter_by(self, custom: Any) -> None:
-        """Reduce-scatter by a collective of the user's; None: by torch's."""
-        self._reduce_anew(custom_scatters=custom)
+    def change(self, **changes: Any) -> None:
+        """Replace these of the :class:`Settings`."""
+        self.settings = replace(self.settings, **changes)
 
-    def carry_by(self, hook: GradientHook | None) -> None:
-        """Let ``hook`` carry the gradients between ranks; None: they go as they are."""
-        self._reduce_anew(gradient_hook=hook)
+    def gather_by(self, **changes: Any) -> None:
+        """Replace these of the :class:`Transport`, between steps, and lay out gathers for it."""
+        self.compute_as(False)
+        self.release()
+        self.change(transport=replace(self.settings.transport, **changes))
+        self.plan_gathers()
 
-    def _reduce_anew(self, **changes: Any) -> None:
-        """Another way of reducing gradients, between steps."""
-        if self.holds:
+    def reduce_by(self, **changes: Any) -> None:
+        """Replace these of the :class:`Transport`, between steps, and plan reductions for it.
+
+        Raises:
+            RuntimeError: gradients of earlier micro-batches are held.
+            ValueError: two would reduce gradients.
+        """
+        transport = replace(self.settings.transport, **changes)
+        self._refuse_to_reduce_by(transport)
+        self.finish_reduction()
+        self.change(transport=transport)
+        self.scatter_ranks = self._plan_scatters()
+        self._plan_anew()
+
+    def _refuse_to_reduce_by(self, transport: Transport) -> None:
+        if self.held:
             raise RuntimeError(
                 f"Unit {self.name!r} holds gradients of earlier micro-batches; change how they are reduced between "
                 "optimizer steps."
             )
-        given = {"gradient_hook": self.gradient_hook, "custom_scatters": self.custom_scatters, **changes}
-        if None not in (given["gradient_hook"], given["custom_scatters"]):
+        if transport.hook is not None and transport.scatter is not None:
             raise ValueError(
                 f"Unit {self.name!r} has a gradient hook, which reduces by collectives of its own, and a "
                 "reduce-scatter of yours, which would never be called. Give one of set_gradient_comm_hook and "
                 "set_custom_reduce_scatter, and None to the other."
             )
-        self.finish_reduction()
-        for name, value in changes.items():
-            setattr(self, name, value)
-        self.transport += 1
-        self._plan_anew()
+
+    def _plan_scatters(self) -> Ranks:
+        transport = self.settings.transport
+        ranks = self.ranks.with_scatters(separate) if transport.separate else self.ranks
+        if transport.scatter is not None:
+            ranks = ranks.with_scatters(functools.partial(with_scatters, custom=transport.scatter))
+        return ranks
 
     def _plan_anew(self) -> None:
-        ranks = self.ranks.with_scatters(separate) if self.separates else self.ranks
-        if self.custom_scatters is not None:
-            ranks = ranks.with_scatters(functools.partial(with_scatters, custom=self.custom_scatters))
-        self.scatter_ranks = ranks
         self._trainable = None
         self.reductions = []
         self.follow_requires_grad()
 
-    def travel_as(self, other: Unit, hook: GradientHook | None) -> None:
-        """Gather and reduce as ``other`` does, gradients by ``hook``. Before the unit owns parameters."""
-        self.custom_gather, self.gather_codec = other.custom_gather, other.gather_codec
-        self.separates, self.custom_scatters = other.separates, other.custom_scatters
-        self.gradient_hook = hook
-        self._plan_anew()
-
     def join_root(self, root: Root, *place: Any) -> None:
         unnamed = self.root is None
         super().join_root(root, *place)
-        if unnamed and self.gradient_hook is not None and self.parameters:
+        if unnamed and self.settings.transport.hook is not None and self.parameters:
             self._plan_anew()
 
     @property
     def _fills(self) -> bool:
         """Whether this backward gives unused parameters gradients of zero. One to selected tensors does not."""
-        return self.fills_unused and not (self.root is not None and self.root.selects)
+        return self.settings.fills_unused and not (self.root is not None and self.root.selects)
 
     @property
     def reduces_now(self) -> bool:
         """Whether a backward leaves reduced gradients, nothing held."""
-        return self.requires_sync and self._reduces_all
+        return self.settings.sync and self._reduces_all
 
     @property
     def _reduces_all(self) -> bool:
         """Whether the backward under way leaves nothing for the last of its step."""
         root, ranks = self.root, self.ranks
         assert root is not None
-        return (root.is_last_backward and self.requires_all_reduce) or not (
+        return (root.is_last_backward and self.settings.all_reduce) or not (
             ranks.finishes_late or ranks.waits
         )
 
@@ -456,8 +449,8 @@ class Unit(Weights):
 
     def finish_reduction(self) -> None:
         for reduction in self.reductions:
-            reduction.finish(self.all_reduce_hook)
-        self._held_before = False, False
+            reduction.finish(self.settings.all_reduce_hook)
+        self._held_before = Held.NOTHING
         self._drop_retired()
         if self.host is not None and self.root is not None:
             self.root.arrivals.add(self)
@@ -501,21 +494,21 @@ class Unit(Weights):
 
     def _drop_retired(self) -> None:
         """If nothing is held any more, reductions planned for an earlier requires_grad have done their part."""
-        if not self.holds and any(r.retired for r in self.reductions):
+        if not self.held and any(r.retired for r in self.reductions):
             self.reductions = [r for r in self.reductions if not r.retired]
 
     def forget_gradients(self, among: set[int] | None = None) -> None:
         """After ``zero_grad``: drop held sums (if all parameters are ``among`` the ids given) and gradients' memory."""
-        if self.holds and (among is None or all(id(p.sharded) in among for p in self.parameters)):
+        if self.held and (among is None or all(id(p.sharded) in among for p in self.parameters)):
             for reduction in self.reductions:
                 reduction.drop_held()
-            self.holds = self._holds_whole = False
+            self.held = Held.NOTHING
             self._drop_retired()
         self.release_unused_gradients()
 
     def take_held(self, others: list[Reduction]) -> None:
         """Hold what the reductions of the memory before this one held, for the same parameters."""
-        self.holds = self._holds_whole = True
+        self.held = Held.WHOLE
         self.reductions = [r for r in self.reductions if not r.retired]
         packings = {r.packing: r for r in self.reductions}
         for other in others:
@@ -753,7 +746,7 @@ class Unit(Weights):
         else:
             if (
                 self.neighbours is not None
-                and self.reshard_after_forward is not True
+                and self.settings.reshard_after_forward is not True
                 and torch.is_grad_enabled()
             ):
                 self.keep_secondary()
@@ -763,7 +756,7 @@ class Unit(Weights):
         if self.ranks.keeps_full:
             self.kept = True
             return True
-        reshard = self.reshard_after_forward
+        reshard = self.settings.reshard_after_forward
         if torch.is_grad_enabled():
             return not (root.top is not self if reshard is None else bool(reshard))
         self.kept = (
@@ -835,8 +828,8 @@ class Unit(Weights):
 
     def _show_in_backward(self, root: Root, visit: Visit) -> None:
         self.notice_edits()
-        valid = self.slab.leased and self._slab_versions is self._versions
-        if self.unshard_in_backward and not valid:
+        valid = self.slab.leased and self.slab_is_current
+        if self.settings.unshard_in_backward and not valid:
             self.issue(root.generation, look=False)
         root.prefetch_backward(visit)
         self.wait()
@@ -861,7 +854,7 @@ class Unit(Weights):
         self.root.close_visits_begun_after(visit.begin)
         if not self.visits and self.parameters:
             if not self.calls:  # else this backward ran inside the unit's own forward
-                self.kept = self.ranks.keeps_full or not self.reshard_after_backward
+                self.kept = self.ranks.keeps_full or not self.settings.reshard_after_backward
                 if self.kept:
                     self.show_sharded()
                 else:
@@ -884,8 +877,7 @@ class Unit(Weights):
             self.entered = False
             for reduction in self.reductions:
                 reduction.discard()
-            before, whole = self._held_before
-            self.holds, self._holds_whole = self.holds or before, self._holds_whole or whole
-            self._held_before = False, False
+            self.held = max(self.held, self._held_before)
+            self._held_before = Held.NOTHING
             self.release()
             self.drop_secondary()

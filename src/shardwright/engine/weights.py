@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwright._torch import annotate, increment_version, local_of, quick_attributes, subclasses_dispatch
-from shardwright.comm import Codec, Communicator, Pending, with_gathers
+from shardwright._torch import annotate, increment_version, local_of, subclasses_dispatch
+from shardwright.comm import Communicator, Pending, with_gathers
 from shardwright.engine.agreement import HEADER
 from shardwright.engine.full_precision import OtherPrecision
 from shardwright.engine.lasting import Lasting
+from shardwright.engine.ledger import NEVER, FullCounters, Ledger
 from shardwright.engine.offload import Host
 from shardwright.engine.parameter import ManagedParameter
 from shardwright.engine.ranks import Ranks
 from shardwright.engine.secondary import SecondaryShard
+from shardwright.engine.settings import Settings
 from shardwright.engine.unset import Unset, blank, has_values, mark, mark_of, unmark
 from shardwright.layout import UnitLayout, plan_unit
 from shardwright.memory import Owner, Slab
@@ -41,7 +43,7 @@ class Hop:
     outputs: list[torch.Tensor]
     slab: Slab
     kept: bool  #: whether the result serves until the weights change
-    versions: list[int] | None = None  #: those of the weights that are kept here
+    epoch: int = NEVER  #: of the weights that are kept here
 
 
 #: Whether foreach operations on sharded parameters move a version counter (``ShardedTensor``). Where they do not,
@@ -52,7 +54,8 @@ edits_are_seen = subclasses_dispatch
 class Weights:
     """The parameters of a unit, gathered together and released together. There may be none."""
 
-    def __init__(self, ranks: Ranks, neighbours: Communicator | None = None) -> None:
+    def __init__(self, ranks: Ranks, settings: Settings, neighbours: Communicator | None = None) -> None:
+        self.settings = settings  #: by the user; :meth:`Unit.change` replaces it
         self.ranks = ranks
         self.comm = ranks.comm
         self.owner = Owner()  #: of the unit's slabs
@@ -72,13 +75,10 @@ class Weights:
         #: Sharded parameters in whose place ``unsharded`` shows full tensors, on this rank or on another; its options.
         self.unsharded: dict[nn.Parameter, Any] = {}
         self.settling_paused = False  #: while stand-ins are initialised in the place of the parameters
-        self.custom_gather: Any = None  #: a collective of the user's
-        self.gather_codec: Codec | None = None  #: how weights are encoded for gathers
         self._unset: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
         self._header = torch.zeros(HEADER, dtype=torch.int64, device=ranks.device)
         #: The mark after the last upload: the host writes to the shards only after it.
         self._uploaded: Any = None
-        self.transport = 0  #: how often the ways of gathering and reducing were changed
         self.hold_memory(plan_unit([], ranks.parts), [], Slab(0, ranks.device), [])
 
     def hold_memory(
@@ -106,14 +106,15 @@ class Weights:
         self.kept = False  #: whether the slab is kept beyond its root call, on purpose
         self.lends_over = False  #: whether tensors that are no parameters stand in the place of some
         self.index_slots()
-        #: Their version counters move with edits: a parameter's own, or its local tensor's.
-        self._watched = [(p.sharded, p.local) for p in parameters]
-        self._fulls = [t for p in parameters for t in p.counters]
+        self.ledger = Ledger(parameters)
+        self._slab_epoch = NEVER  #: of the weights in the slab
+        self._full_counters = FullCounters([t for p in parameters for t in p.counters])
         self.gather_nbytes = slab.nbytes
         self._extended = [p for p in parameters if p.extension is not None]
-        self._versions = [p._version + q._version for p, q in self._watched]
-        self._slab_versions: list[int] | None = None
-        self._full_versions = [p._version for p in self._fulls]  #: move with edits while shown
+        #: Stands for the parameters whose tensors decide what is gathered of them; 0 if there are none.
+        self._extended_places = (
+            hash(tuple(i for i, p in enumerate(parameters) if p.extension)) if self._extended else 0
+        )
         self._data_given: set[int] = (
             set()
         )  #: full parameters whose ``.data`` was handed out: edits may come unseen
@@ -243,11 +244,12 @@ class Weights:
             upload_bytes += run.shard_numel * run.storage_dtype.itemsize if not run.extended else 0
         self._cast.release()
         self._upload.release()
+        transport = self.settings.transport
         self._hops: list[Hop] = []
         comms = [*self.ranks.once, *self.ranks.gathers] or [self.ranks.local]
         sizes = [nbytes for _, nbytes in places]
         for i, ours in enumerate(comms):
-            comm = with_gathers(ours, self.custom_gather, self.gather_codec, dtypes)
+            comm = with_gathers(ours, transport.gather, transport.codec, dtypes)
             last = i == len(comms) - 1
             sizes = [nbytes * comm.world_size for nbytes in sizes]
             if last:
@@ -271,12 +273,9 @@ class Weights:
             self._header.view(torch.uint8),
         ]  # the root's, once there
 
-    def gather_by(self, custom: Any, codec: Codec | None) -> None:
-        """Gather by a collective of the user's or encoded, between steps; None and None: as it is."""
-        self.compute_as(False)
-        self.release()
-        self.custom_gather, self.gather_codec, self._other = custom, codec, None
-        self.transport += 1
+    def plan_gathers(self) -> None:
+        """Once the transport was changed: lay the memory of gathers out again."""
+        self._other = None
         self._prepare_gather()
         self.rejoin_root()
 
@@ -358,18 +357,12 @@ class Weights:
 
         Then autograd refuses a backward over weights that have changed since its forward, as it does without us.
         """
-        with quick_attributes():
-            versions = [p._version + q._version for p, q in self._watched]
-        if versions != self._versions:
-            changed = [
-                i for i, (new, old) in enumerate(zip(versions, self._versions, strict=True)) if new != old
-            ]
+        if changed := self.ledger.look():
             edited = [t for i in changed for t in self.parameters[i].counters]
             if self._other is not None:  # graphs over the memory of the other precision are to notice, too
                 edited += [t for i in changed for t in self._other.counters(i)]
             increment_version(edited)
-            self._versions = versions
-            self._full_versions = [p._version for p in self._fulls]
+            self._full_counters.forget()
 
     def compute_as(self, full_precision: bool) -> None:
         """Gather weights as they are stored from now on, or in their compute dtypes."""
@@ -385,8 +378,8 @@ class Weights:
             except BaseException:
                 self._other.exchange(self)
                 raise
-        self._full_versions = [p._version for p in self._fulls]
-        self._slab_versions = None
+        self._full_counters.forget()
+        self._slab_epoch = NEVER
         self.full_precision = full_precision
 
     @property
@@ -402,6 +395,11 @@ class Weights:
     def training_slab(self) -> Slab:
         """Into which the weights are gathered in a step, whatever evaluation uses now."""
         return self._other.values["slab"] if self.full_precision and self._other is not None else self.slab
+
+    @property
+    def slab_is_current(self) -> bool:
+        """Whether the slab holds the weights as they were at the last look for edits."""
+        return self._slab_epoch == self.ledger.epoch
 
     @property
     def gathered(self) -> bool:
@@ -428,7 +426,7 @@ class Weights:
             self._keep_edits()  # which this gather would undo
         root.gathered.add(self.number)  # first, so that a lease that fails is released with the rest
         self.slab.lease()
-        self.generation, self._slab_versions = generation, self._versions
+        self.generation, self._slab_epoch = generation, self.ledger.epoch
         self.kept = False
         root.notify("issue", self)
         self._issuing = True
@@ -439,13 +437,13 @@ class Weights:
             Exception
         ):  # out of memory, ranks that diverge: nothing was begun. An interrupt may come later.
             self._issuing = False
-            self._slab_versions = None
+            self._slab_epoch = NEVER
             raise
         self._issuing = False
 
     def _gather(self, root: Root) -> Pending:
         secondary = self._secondary
-        if root.backward and secondary is not None and secondary.versions is self._versions:
+        if root.backward and secondary is not None and secondary.epoch == self.ledger.epoch:
             announce = root.agreement.announce_gather(self.number, secondary.comm, self.gather_nbytes)
             outputs = [*self._hops[-1].outputs[:-1], self._secondary_headers]
             inputs = [*secondary.inputs, secondary.header]
@@ -457,29 +455,31 @@ class Weights:
             on_done = self._release_sent
             first = self._hops[0]
             if not (
-                len(self._hops) > 1 and first.kept and first.versions is self._versions and edits_are_seen
+                len(self._hops) > 1 and first.kept and first.epoch == self.ledger.epoch and edits_are_seen
             ):
                 assert self.host is not None
                 self._upload.lease()
                 self._uploaded = self.host.upload(*self._uploads)
         for hop in self._hops[:-1]:
-            if hop.kept and hop.versions is self._versions and edits_are_seen:
+            if hop.kept and hop.epoch == self.ledger.epoch and edits_are_seen:
                 casts = [], []
                 continue
             hop.slab.lease()
-            hop.versions = None
+            hop.epoch = NEVER
             announce = root.agreement.announce_gather(self.number, hop.comm, hop.slab.nbytes)
             pending = hop.comm.all_gather(hop.outputs, hop.inputs, casts, on_done, announce)
             if self.comm.streams.asynchronous:
                 pending.wait()  # on an accelerator the stream keeps the order
             self._under_way.append(pending)
-            hop.versions = self._versions
+            hop.epoch = self.ledger.epoch
             casts = [], []
         last = self._hops[-1]
         outputs, inputs = last.outputs, last.inputs
         if self._extended:
             outputs, inputs = self._with_extensions()
-        announce = root.agreement.announce_gather(self.number, last.comm, self.gather_nbytes)
+        announce = root.agreement.announce_gather(
+            self.number, last.comm, self.gather_nbytes, self._extended_places
+        )
         return last.comm.all_gather(outputs, inputs, casts, on_done, announce)
 
     def _release_sent(self) -> None:
@@ -515,7 +515,7 @@ class Weights:
             self._finish_extensions()
         if self._data_given:
             self._decoded.clear()
-            for full in self._fulls:
+            for full in self._full_counters.tensors:
                 if id(full) in self._data_given:
                     self._remember_gathered(full)
 
@@ -546,8 +546,7 @@ class Weights:
             full = p.extension.finish(p.local, p.full)
             if full is not None:
                 p.adopt_full(full, self.gradient_listener())
-        self._fulls = [t for p in self.parameters for t in p.counters]
-        self._full_versions = [p._version for p in self._fulls]
+        self._full_counters = FullCounters([t for p in self.parameters for t in p.counters])
         self.index_slots()
 
     def check_headers(self) -> None:
@@ -593,48 +592,42 @@ class Weights:
 
     def _keep_edits(self) -> None:
         """Weights may have been edited while they were full: the edits go into the shard, as they would without us."""
-        with quick_attributes():
-            versions = [p._version for p in self._fulls]
-        if versions == self._full_versions and not self._data_given:
+        moved = self._full_counters.look()
+        if not (moved or self._data_given) or not self.slab.leased or self._pending is not None:
             return
-        known, self._full_versions = self._full_versions, versions
-        if not self.slab.leased or self._pending is not None:
-            return
-        moved = {id(t) for t, new, old in zip(self._fulls, versions, known, strict=True) if new != old}
         for p in self.parameters:
             if id(p.full) in self._data_given or any(id(t) in moved for t in p.counters):
                 p.write_back(self._gathered_part(p))
         # The slab has the edit, and the full parameters' counters have moved with it.
-        fresh = self._slab_versions is self._versions
-        self._versions = [p._version + q._version for p, q in self._watched]
-        self._slab_versions = self._versions if fresh else None
+        fresh = self.slab_is_current
+        self.ledger.write()
+        self._slab_epoch = self.ledger.epoch if fresh else NEVER
 
     def _remember_gathered(self, full: torch.Tensor) -> None:
         """What a codec has rounded cannot be told from an edit by the shard: keep what came, unless it was edited."""
         key = id(full)
         if (
-            self.gather_codec is None
+            self.settings.transport.codec is None
             or key in self._decoded
             or not self.slab.leased
             or self._pending is not None
         ):
             return
         p = next(p for p in self.parameters if p.full is full)
-        counters = set(map(id, p.counters))
-        known = zip(self._fulls, self._full_versions, strict=True)
-        if all(t._version == version for t, version in known if id(t) in counters):
+        if self._full_counters.intact(p.counters):
             self._decoded[key] = p.cut.of_full(p.view.detach()).clone()
 
     def _gathered_part(self, p: ManagedParameter) -> torch.Tensor | None:
         """What was gathered of this rank's part; None: the shard, in the dtype of computation."""
-        if self.gather_codec is None:
+        codec = self.settings.transport.codec
+        if codec is None:
             return None
         part = self._decoded.get(id(p.full))
         if part is None:
             raise RuntimeError(
-                f"Parameter {p.name!r} of unit {self.name!r} was changed in place while it was full, and "
-                f"{self.gather_codec!r} has rounded what was gathered, so the change cannot be told from the rounding. "
-                "Change it between steps, or set_all_gather_codec(None)."
+                f"Parameter {p.name!r} of unit {self.name!r} was changed in place while it was full. The gathered copy "
+                f"has the rounding of {codec!r}, so the change cannot be separated from it. Change the parameter "
+                "between steps, or call set_all_gather_codec(None)."
             )
         return part
 
@@ -643,7 +636,7 @@ class Weights:
         self.show_sharded()
         if self.slab.leased:
             self.wait()
-            self.generation, self.kept, self._slab_versions = -1, False, None
+            self.generation, self.kept, self._slab_epoch = -1, False, NEVER
             self._decoded.clear()
             if self._issuing:
                 # An interrupt left a gather that may still write: the memory stays until the next one.
@@ -658,8 +651,8 @@ class Weights:
     def keep_secondary(self) -> None:
         """Before the full weights are released: keep this rank's part of them for the gather of backward."""
         self.show_sharded()
-        if self._secondary is not None and self._slab_versions is self._versions:
-            self._secondary.keep(self._versions, self._hops[-1].inputs[-1])
+        if self._secondary is not None and self.slab_is_current:
+            self._secondary.keep(self.ledger.epoch, self._hops[-1].inputs[-1])
 
     def drop_secondary(self) -> None:
         if self._secondary is not None:
@@ -679,7 +672,7 @@ class Weights:
     def drop_hops(self) -> None:
         """Give back what of gathers over outer axes is kept until the weights change, in either precision."""
         for hop in (*self._hops[:-1], *(self._other.hops[:-1] if self._other is not None else ())):
-            hop.versions = None
+            hop.epoch = NEVER
             hop.slab.release()
 
     def valid_for(self, generation: int) -> bool:
@@ -690,4 +683,4 @@ class Weights:
         if not self.slab.leased or not (self.generation == generation or trusted):
             return False
         self.notice_edits()
-        return self._slab_versions is self._versions
+        return self.slab_is_current

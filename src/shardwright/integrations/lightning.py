@@ -410,13 +410,13 @@ class _GradientSync:
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
         model = _sharded(module, "no_backward_sync")
         units = model._fsdp_units(recurse=True)
-        before = [unit.requires_sync for unit in units]
+        before = [unit.settings.sync for unit in units]
         model.set_requires_gradient_sync(not enabled)
         try:
             yield
         finally:
-            for unit, requires_sync in zip(units, before, strict=True):
-                unit.requires_sync = requires_sync
+            for unit, sync in zip(units, before, strict=True):
+                unit.change(sync=sync)
 
 
 class _Scaler(GradScaler):

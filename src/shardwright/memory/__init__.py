@@ -1,9 +1,8 @@
 """Memory that the engine leases for a while. Knows bytes and devices, nothing of parameters or ranks."""
 
-from shardwright.memory.allocator import Allocator, Dynamic, Source
 from shardwright.memory.plan import Item, Plan, pack, peak, slots
 from shardwright.memory.planned import Planned
-from shardwright.memory.slab import DYNAMIC, Owner, Slab
+from shardwright.memory.slab import DYNAMIC, Allocator, Dynamic, Owner, Slab, Source
 from shardwright.memory.trace import Recorder
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Slabs: memory that a tensor view survives losing.
+"""Slabs, memory that a tensor view survives losing; and the protocol of what gives them their memory.
 
 A slab's storage object is made once, and so are the views of it. Leasing gives the storage memory, releasing takes it
 away; autograd compares storages, not addresses, so a view it saved is right again when the slab is leased again.
@@ -9,11 +9,59 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from shardwright._torch import block_of, swap_memory
-from shardwright.memory.allocator import Allocator, Dynamic, Source
+
+
+@runtime_checkable
+class Allocator(Protocol):
+    """Gives slabs their memory. ``fully_shard(root, memory=...)`` takes any object with these two methods.
+
+    Both are called on the host, in the order of the program, with the device's current stream being the one on which
+    the memory will first be used, or was last. A slab has ``nbytes``, ``device``, ``unit`` (a name) and ``kind``.
+    """
+
+    def lease(self, slab: Slab) -> torch.Tensor | None:
+        """Memory for a slab until :meth:`release`: a contiguous uint8 tensor of ``slab.nbytes`` bytes or more on
+        ``slab.device``, at an address that is a multiple of 16, which no other lease has meanwhile. None: it is taken
+        from torch's allocator.
+        """
+
+    def release(self, slab: Slab, memory: torch.Tensor | None) -> bool | None:
+        """The slab needs what :meth:`lease` returned no longer.
+
+        True: the slab's next lease will mostly bring the same, so what the engine has made for it may be kept.
+        """
+
+
+class Source(Protocol):
+    """Memory of a special kind, such as that which the network reads and writes by itself.
+
+    Attributes:
+        kinds: the slabs that need it, by their kind; None for all.
+    """
+
+    kinds: frozenset[str] | None
+
+    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """A uint8 tensor of so many bytes."""
+
+
+class Dynamic:
+    """torch's own allocator for every lease, or the slab owner's source."""
+
+    def lease(self, slab: Slab) -> torch.Tensor | None:
+        source = slab.owner.source
+        if source is None or not slab.nbytes or (source.kinds is not None and slab.kind not in source.kinds):
+            return None
+        return source.take(slab.nbytes, slab.device)
+
+    def release(self, slab: Slab, memory: torch.Tensor | None) -> None:
+        return None
+
 
 DYNAMIC = Dynamic()
 

@@ -6,9 +6,8 @@ import weakref
 
 import torch
 
-from shardwright.memory.allocator import Allocator
 from shardwright.memory.plan import Item
-from shardwright.memory.slab import DYNAMIC, Slab
+from shardwright.memory.slab import DYNAMIC, Allocator, Slab
 
 
 class Recorder:

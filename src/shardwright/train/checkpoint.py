@@ -296,13 +296,16 @@ def load_newest_weights(checkpoints: Path, model: nn.Module, say: Say = _silent)
 
 def _newest(checkpoints: Path, steps: list[int], read: Callable[[Path], T], say: Say) -> T:
     damaged = []
-    for step in steps:
+    for step, older in zip(steps, [*steps, None][1:], strict=True):
         folder = step_folder(checkpoints, step)
         try:
             return read(folder)
         except Damaged as problem:
             damaged.append(f"{folder.name}: {problem}")
-            say(f"{folder} is damaged ({problem}); falling back to the one before")
+            next_one = (
+                f"; falling back to {step_folder(checkpoints, older).name}" if older is not None else ""
+            )
+            say(f"{folder} is damaged ({problem}){next_one}")
     problems = f"found only damaged ones ({'; '.join(damaged)})" if damaged else "found none"
     raise UserError(f"{checkpoints}: expected a whole checkpoint, {problems}")
 

@@ -72,7 +72,7 @@ def check_ranks(config: Config, ranks: int) -> None:
 
 def _check_tensor_parallel(config: Config) -> None:
     """Refuse what tensor parallelism cannot be combined with, or does not divide."""
-    from shardwright.train.models.plans import uneven
+    from shardwright.train.models.kinds import uneven
 
     ranks, shape = config.parallel.tensor, config.model.shape()
     if config.optimizer.name != "adamw":

@@ -49,7 +49,6 @@ from shardwright.train.starting import START
 from shardwright.train.stop import StopRequest
 from shardwright.train.world import World
 
-SAMPLE_TOKENS = 160
 PROMPT_BYTES = 48
 VALIDATION_SEED = 0  # of the choice of windows: the same ones whatever the run's own seed
 
@@ -253,7 +252,7 @@ class Trainer:
         prompt = decode(source[:PROMPT_BYTES]).strip("\ufffd")
         torch.compiler.set_stance("force_eager")  # every token is of another length
         tokens = sample(
-            self.model, encode(prompt), count=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=0,
+            self.model, encode(prompt), count=self.config.run.sample_tokens, temperature=0.8, top_k=50, seed=0,
             context=self.config.train.seq_len, device=self.world.device, multiple=self.world.tensor,
         )  # fmt: skip
         torch.compiler.set_stance("default")
@@ -463,7 +462,7 @@ def conclude(trainer: Trainer, folder: RunFolder, record: RunRecord | None, ende
     """After the last step: note how it ended, draw, sample, print the summary. Returns the exit status."""
     memory = torch.tensor(trainer.peak_memory, device=trainer.world.device)
     dist.all_reduce(memory, op=dist.ReduceOp.MAX)
-    sampled = trainer.sample() if not ended_by else None
+    sampled = trainer.sample() if trainer.config.run.sample_tokens and not ended_by else None
     if record is None:
         return 128 + ended_by if ended_by else 0
     records = metrics.read_records(folder.metrics_file)
@@ -473,7 +472,7 @@ def conclude(trainer: Trainer, folder: RunFolder, record: RunRecord | None, ende
     record.close("interrupted" if ended_by else "finished", trainer.position.step, results)
     with writing(folder.picture):
         report.loss_curve(records, folder.picture, trainer.config.run.name)
-    if ended_by or sampled is None:
+    if ended_by:
         print(
             f"stopped by {signal.Signals(ended_by).name} after step {trainer.position.step}, which is saved; "
             f"to go on:\n  {resume_command(folder, trainer.world.size)}",
@@ -486,8 +485,13 @@ def conclude(trainer: Trainer, folder: RunFolder, record: RunRecord | None, ende
     return 0
 
 
-def summary(trainer: Trainer, folder: RunFolder, results: Mapping[str, Any], sampled: tuple[str, str]) -> str:
-    prompt, continuation = sampled
+def summary(
+    trainer: Trainer, folder: RunFolder, results: Mapping[str, Any], sampled: tuple[str, str] | None
+) -> str:
+    drawn = []
+    if sampled is not None:
+        prompt, continuation = map(printable, sampled)
+        drawn = [f"  sample          {prompt!r} ->", *("    " + line for line in continuation.split("\n"))]
     validation = results["validation_loss"]
     compiled = []
     if "graphs" in results:
@@ -503,8 +507,7 @@ def summary(trainer: Trainer, folder: RunFolder, results: Mapping[str, Any], sam
         *compiled,
         f"  checkpoint      {checkpoint.step_folder(folder.checkpoints, trainer.position.step)}",
         f"  loss curve      {folder.picture}",
-        f"  sample          {printable(prompt)!r} ->",
-        *("    " + line for line in printable(continuation).split("\n")),
+        *drawn,
         "",
     ]
     return "\n".join(lines)

@@ -32,7 +32,8 @@ from shardwright.train.host_memory import builds_deferred
 from shardwright.train.models.build import build_model
 from shardwright.train.models.decoder import Decoder
 from shardwright.train.models.hybrid import Hybrid, MixtureOfExperts
-from shardwright.train.models.plans import expert_layers, tensor_plan
+from shardwright.train.models.kinds import tensor_plan
+from shardwright.train.models.plans import expert_layers
 from shardwright.train.models.styles import spread_experts
 from shardwright.train.precision import dtype_of, engine_policy
 

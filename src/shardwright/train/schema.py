@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shardwright.train.errors import UserError
-from shardwright.train.models.kinds import KINDS, Shape
-from shardwright.train.models.presets import HybridConfig, RopeScaling
+from shardwright.train.models.kinds import KINDS
+from shardwright.train.models.presets import HybridConfig, RopeScaling, Shape
 
 # No float16: its gradients underflow without loss scaling, which the trainer does not have.
 DType = Literal["float32", "bfloat16"]
@@ -47,6 +47,10 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="Where to compute. auto: the GPUs where there are any, else the CPU."
     )
+    sample_tokens: int = Field(
+        default=160, ge=0,
+        description="Tokens that the model writes after the last step; one pass over it for each. 0: none.",
+    )  # fmt: skip
 
 
 class RopeScalingConfig(Section):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from shardwright.train.config import ModelConfig
 from shardwright.train.errors import UserError
 from shardwright.train.models.decoder import Decoder
-from shardwright.train.models.kinds import Shape, offers_of
+from shardwright.train.models.kinds import offers_of
+from shardwright.train.models.presets import Shape
 
 
 def model_of(shape: Shape) -> Decoder:

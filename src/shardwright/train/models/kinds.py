@@ -1,5 +1,7 @@
 """Every kind of model the trainer knows, and what each offers: the one list to which a new kind is added.
 
+The functions at the end look up what the kind of a shape offers.
+
 Nothing here imports torch until it is asked for, so that configurations can be checked and `--help` printed at once.
 """
 
@@ -9,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from shardwright.train.models.presets import HYBRID_PRESETS, PRESETS, HybridConfig, LlamaConfig
+from shardwright.train.models.presets import HYBRID_PRESETS, PRESETS, HybridConfig, LlamaConfig, Shape
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -17,9 +19,6 @@ if TYPE_CHECKING:
     from shardwright.checkpoint.names import Source
     from shardwright.train.models.decoder import Decoder
     from shardwright.train.models.plans import Plan
-
-Shape = LlamaConfig | HybridConfig
-"""The numbers that make a model of some kind."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Offers:
     Attributes:
         model: makes the model, on the default device.
         tensor_plan: what each module becomes under tensor parallelism; with the mesh of spread experts, if any.
-        uneven: see `plans.uneven`.
+        uneven: see the function below.
         key_map: Hugging Face's names of its tensors.
         config_json: what config.json beside them says.
         shapes: by `model_type` of a config.json, the shape that it describes.
@@ -66,28 +65,31 @@ class Kind:
 
 
 def _llama() -> Offers:
-    from shardwright.train.models import hugging_face, llama, plans
+    from shardwright.train.models import hugging_face_tables, llama, plans
 
     return Offers(
         model=llama.Llama,
         tensor_plan=plans.llama_plan,
         uneven=plans.llama_uneven,
-        key_map=hugging_face.llama_keys,
-        config_json=hugging_face.llama_config,
-        shapes={"llama": hugging_face.llama_shape},
+        key_map=hugging_face_tables.llama_keys,
+        config_json=hugging_face_tables.llama_config,
+        shapes={"llama": hugging_face_tables.llama_shape},
     )
 
 
 def _hybrid() -> Offers:
-    from shardwright.train.models import hugging_face, hybrid, plans
+    from shardwright.train.models import hugging_face_tables, hybrid, plans
 
     return Offers(
         model=hybrid.Hybrid,
         tensor_plan=plans.hybrid_plan,
         uneven=plans.hybrid_uneven,
-        key_map=hugging_face.hybrid_keys,
-        config_json=hugging_face.hybrid_config,
-        shapes={"nemotron_h": hugging_face.hybrid_shape, "shardwright_hybrid": hugging_face.hybrid_shape},
+        key_map=hugging_face_tables.hybrid_keys,
+        config_json=hugging_face_tables.hybrid_config,
+        shapes={
+            "nemotron_h": hugging_face_tables.hybrid_shape,
+            "shardwright_hybrid": hugging_face_tables.hybrid_shape,
+        },
     )
 
 
@@ -112,3 +114,16 @@ def offers_of(shape: Shape) -> Offers:
         f"expected the shape of a registered kind of model ({known}), found {type(shape).__name__}; add its kind to "
         "KINDS in shardwright/train/models/kinds.py"
     )
+
+
+def tensor_plan(shape: Shape, experts: DeviceMesh | None = None) -> Plan:
+    """By pattern of module names, what each becomes in a model of that shape.
+
+    The experts of a hybrid may have been spread over `experts` before.
+    """
+    return offers_of(shape).tensor_plan(shape, experts)
+
+
+def uneven(shape: Shape, seq_len: int, ranks: int) -> list[tuple[str, int, int]]:
+    """Keys whose values these many tensor-parallel ranks cannot cut, the values, and of what they must be multiples."""
+    return offers_of(shape).uneven(shape, seq_len, ranks)

@@ -21,30 +21,16 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from shardwright.train.models.kinds import Shape, offers_of
-from shardwright.train.models.presets import HybridConfig, LlamaConfig
+from shardwright.train.models.presets import HybridConfig, LlamaConfig, Shape
 from shardwright.train.models.styles import Mamba2Part, NextToken, Sections, SummedParts, mixture_part
 
 Plan = dict[str, ParallelStyle]
 SEQUENCE = Shard(1)
 
 
-def tensor_plan(config: Shape, experts: DeviceMesh | None = None) -> Plan:
-    """By pattern of module names, what each becomes in a model of that shape.
-
-    The experts of a hybrid may have been spread over `experts` before.
-    """
-    return offers_of(config).tensor_plan(config, experts)
-
-
 def expert_layers(config: HybridConfig) -> list[str]:
     """The names of the modules that have experts."""
     return [name for name, kind in _mixers(config).items() if kind == "E"]
-
-
-def uneven(config: Shape, seq_len: int, ranks: int) -> list[tuple[str, int, int]]:
-    """Keys whose values these many tensor-parallel ranks cannot cut, the values, and of what they must be multiples."""
-    return offers_of(config).uneven(config, seq_len, ranks)
 
 
 def llama_uneven(config: LlamaConfig, seq_len: int, ranks: int) -> list[tuple[str, int, int]]:

@@ -242,6 +242,10 @@ class HybridConfig:
         return own + self.dim
 
 
+Shape = LlamaConfig | HybridConfig
+"""The numbers that make a model of some kind."""
+
+
 # debug and 150M have the vocabulary of the byte tokenizer and all kinds of layers. 9B is the published shape of
 # NVIDIA-Nemotron-Nano-9B-v2 (its config.json on Hugging Face; "NVIDIA Nemotron Nano 2", 2025, arXiv 2508.14444): no
 # experts, no position embedding, squared ReLU.
