@@ -107,3 +107,12 @@ def _project_files() -> list[Path]:
     except (OSError, subprocess.CalledProcessError):
         return []
     return [path for name in listing.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def test_tests_import_no_tests() -> None:
+    """What several files of tests need stands in a ``kit`` or in ``tests/support``."""
+    imports = re.compile(
+        r"^\s*from tests\.(?:\w+\.)*test_\w+ import|^\s*from tests[\w.]* import .*\btest_", re.M
+    )
+    tests = (ROOT / "tests").rglob("*.py")
+    assert [str(path.relative_to(ROOT)) for path in tests if imports.search(path.read_text())] == []

@@ -15,20 +15,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardwright as sw
 from shardwright.checkpoint import Joined, Slice, Stacked, Transposed
-from tests.engine.models import Model, build, full, loss_of, shard, tokens
-from tests.engine.test_strategies import On, on, on_meshes
+from tests.checkpoint.kit import LAYOUTS, source_model
+from tests.engine.kit.models import build, full, loss_of, shard, tokens
+from tests.engine.kit.places import On, on, on_meshes
 from tests.support import multirank, world_mesh
-
-
-def source_model(seed: int = 0) -> Model:
-    """Tied, with buffers, one of them not stored, and parameters of no dimension and of hardly any size."""
-    model = build(seed)
-    model.head.weight = model.embed.weight
-    model.scale = nn.Parameter(torch.tensor(float(seed)))
-    model.few = nn.Parameter(torch.tensor([1.0, 2.0]) - seed)  # of three ranks one has nothing of it
-    model.norm.register_buffer("count", torch.tensor([seed, 7]))
-    model.blocks[0].register_buffer("table", torch.full((2,), float(seed)), persistent=False)
-    return model
 
 
 def stored(folder: Path, form: str) -> Path:
@@ -43,12 +33,6 @@ def stored(folder: Path, form: str) -> Path:
     return path
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "per_parameter": {},
-    "shard_1": {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None},
-    "row": {"layout": "ragged"},
-    "element": {"layout": sw.Ragged("element")},
-}
 WHERE = [
     *on("zero3", (2,), (3,), (4,)),
     *on("zero1", (2,)),

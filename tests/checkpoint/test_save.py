@@ -18,9 +18,9 @@ import shardwright as sw
 from shardwright.checkpoint import Joined, Slice, Stacked, Transposed, save
 from shardwright.checkpoint.files import open_stored
 from shardwright.engine.ragged import RaggedTensor
-from tests.checkpoint.test_load import LAYOUTS, source_model
-from tests.engine.models import build, shard
-from tests.engine.test_strategies import On, on, on_meshes
+from tests.checkpoint.kit import LAYOUTS, source_model
+from tests.engine.kit.models import build, shard
+from tests.engine.kit.places import On, on, on_meshes
 from tests.support import multirank, world_mesh
 
 

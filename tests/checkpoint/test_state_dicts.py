@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from tests.engine.models import Model, build, loss_of, shard, tokens
-from tests.engine.test_strategies import On, on, on_meshes
+from tests.engine.kit.models import Model, build, loss_of, shard, tokens
+from tests.engine.kit.places import On, on, on_meshes
 from tests.support.matrix import select, together
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

@@ -19,16 +19,26 @@ from shardwright import fully_shard
 
 dist.init_process_group("gloo")
 atexit.register(dist.destroy_process_group)  # as the README says, and after the import
-model = fully_shard(nn.Linear(4, 4))
-for step in range(3):
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+fully_shard(model[1])
+fully_shard(model)
+step = 0
+
+def check(*_):
     if step == 2 and dist.get_rank() == 1:
         raise ValueError("bad batch")
-    model(torch.ones(2, 4)).sum().backward()
+
+model[0].register_forward_hook(check)
+for step in range(4):
+    try:
+        model(torch.ones(2, 4)).sum().backward()
+    except ValueError:
+        pass
     model.zero_grad()
 """
 
 
-def test_the_exception_by_which_a_rank_has_ended_reaches_the_others() -> None:
+def test_the_exception_by_which_a_rank_has_left_or_ended_reaches_the_others() -> None:
     # The store outlives the ranks, as the store of torchrun does.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {
@@ -47,5 +57,7 @@ def test_the_exception_by_which_a_rank_has_ended_reaches_the_others() -> None:
     ]
     errors = [process.communicate(timeout=120)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [1, 1]
-    assert "ValueError: bad batch" in errors[1]
-    assert "rank 1 has ended by ValueError: bad batch" in errors[0]
+    left = "has left the forward of unit 0 ('Sequential') by ValueError: bad batch"
+    assert f"rank 1 {left}" in errors[0]
+    assert "rank 0 has ended by RuntimeError: The ranks have diverged: " in errors[1]
+    assert f"This rank {left} before" in errors[1]

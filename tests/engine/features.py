@@ -24,9 +24,9 @@ import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
 from shardwright.comm_hooks import Cast, Compressed, PowerSGD
 from tests.engine.custom import Gathers, Scatters
-from tests.engine.models import full, loss_of
-from tests.engine.test_comm_hooks import Exact
-from tests.engine.test_tensor_parallel import data_mesh, data_rank, mesh_of, parallelize, tokens
+from tests.engine.kit.hooks import Exact
+from tests.engine.kit.models import full, loss_of
+from tests.engine.kit.tensor_parallel import data_mesh, data_rank, mesh_of, parallelize, tokens
 from tests.support import world_mesh
 from tests.support.stand_in import stand_in_device
 
@@ -199,6 +199,16 @@ REFUSED = [
             place.strategy in ("zero1", "zero2") and memory in ("double_buffer", "max_pool")
         ),
         "keeps the full parameters of unit .* until the optimizer's step, so no slot ever becomes free",
+    ),
+    Rule(
+        ("reshard", "memory"),
+        lambda reshard, memory: reshard is False and memory in ("double_buffer", "max_pool"),
+        "keeps the full parameters of unit .*, so no slot ever becomes free",
+    ),
+    Rule(
+        ("units", "memory"),
+        lambda units, memory: units == "one" and memory in ("double_buffer", "max_pool"),
+        "the root is the only unit that has parameters.*, so no slot ever becomes free",
     ),
 ]
 #: What tests here do not do, or what torch itself does not.

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
-from tests.engine.models import build, full, loss_of, shard, tokens
+from tests.engine.kit.models import build, full, loss_of, shard, tokens
 
 SETTINGS: list[dict[str, object]] = [
     {},

@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.engine.construct import UNIT
-from tests.engine.models import full, shard_layers, three_layers
+from tests.engine.kit.models import full, shard_layers, three_layers
 from tests.support import multirank, world_mesh
 from tests.support.stand_in import stand_in_device
 

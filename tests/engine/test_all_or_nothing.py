@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardwright as sw
 from shardwright.engine import api, construct
-from tests.engine.models import full
+from tests.engine.kit.models import full
 from tests.support import multirank, world_mesh
 
 

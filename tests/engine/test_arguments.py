@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 import shardwright as sw
-from tests.engine.models import build, shard
+from tests.engine.kit.models import build, shard
 from tests.support import multirank, world_mesh
 
 

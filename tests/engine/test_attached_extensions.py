@@ -18,7 +18,7 @@ from torch import nn
 import shardwright as sw
 from shardwright._torch import subclasses_dispatch
 from tests.engine.bfloat16_gathers import post_all_gather, pre_all_gather
-from tests.engine.models import full
+from tests.engine.kit.models import full
 from tests.support import multirank, world_mesh
 
 Calls = list[str]
@@ -202,3 +202,18 @@ def test_what_is_attached_no_longer_is_named(rank: int, world_size: int, how: st
             p._local_tensor.__dict__.clear()
     with pytest.raises(RuntimeError, match="'weight' had fsdp_pre_all_gather attached and has it no longer"):
         model(torch.ones(2, 5))
+
+
+@multirank(2)
+def test_what_is_attached_on_some_ranks_only_is_named(rank: int, world_size: int) -> None:
+    model, _ = build()
+    if rank == 1:
+        attach(model, [])
+    named = (
+        r"unit \d \('0'\) with fsdp_pre_all_gather on different parameters \(none on rank 0; some on rank 1\)"
+    )
+    with pytest.raises(RuntimeError, match=named):
+        model(data(0, rank))
+    if rank == 0:  # the message's way out
+        attach(model, [])
+    model(data(0, rank))

@@ -18,10 +18,11 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.comm import Communicator
-from shardwright.comm_hooks import Cast, Compressed, GradientHook, Int8Blocks, PowerSGD, Site
+from shardwright.comm_hooks import Cast, Compressed, Int8Blocks, PowerSGD
 from tests.engine.custom import Gathers, Scatters
-from tests.engine.models import Reference, build, full, loss_of, shard, tokens
-from tests.engine.test_strategies import On, on, on_meshes
+from tests.engine.kit.hooks import Exact
+from tests.engine.kit.models import Reference, build, full, loss_of, shard, tokens
+from tests.engine.kit.places import On, on, on_meshes
 from tests.support import multirank, world_mesh
 from tests.support.matrix import select, together
 
@@ -37,20 +38,6 @@ LAYOUTS: dict[str, Any] = {
     "rows": "ragged",
     "element": sw.Ragged("element"),
 }
-
-
-class Exact(GradientHook):
-    """Loses nothing: what the engine does with what a hook returns."""
-
-    def reduce_scatter(self, rows: torch.Tensor, site: Site) -> Any:
-        total = rows.clone()
-        yield dist.all_reduce(total, group=site.group, async_op=site.asynchronous)
-        return total[dist.get_rank(site.group)]
-
-    def all_reduce(self, row: torch.Tensor, site: Site) -> Any:
-        total = row.clone()
-        yield dist.all_reduce(total, group=site.group, async_op=site.asynchronous)
-        return total
 
 
 HOOKS["exact"] = Exact
@@ -398,7 +385,5 @@ def test_a_codecs_rounding_is_not_taken_for_an_edit(rank: int, world_size: int, 
         assert how == "read" or torch.equal(found[:2, 0], torch.tensor([0.25, 0.5]))
     model = sw.fully_shard(Touched(32, 32), layout=layout)
     model.set_all_gather_codec(Int8Blocks(16))
-    with pytest.raises(
-        RuntimeError, match=r"'weight' of unit .* the change cannot be told from the rounding"
-    ):
+    with pytest.raises(RuntimeError, match=r"'weight' of unit .* the change cannot be separated from it"):
         model(torch.randn(4, 32))

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 import shardwright as sw
 from shardwright._torch import compiled_graphs, memory_can_be_swapped
 from shardwright.comm_hooks import Compressed, Int8Blocks
-from tests.engine.models import full
-from tests.engine.test_strategies import counted
-from tests.engine.test_tensor_parallel import data_mesh, data_rank, mesh_of, plan_of
+from tests.engine.kit.counting import counted
+from tests.engine.kit.models import full
+from tests.engine.kit.tensor_parallel import data_mesh, data_rank, mesh_of, plan_of
 from tests.support import multirank, world_mesh
 from tests.support.matrix import select, together
 

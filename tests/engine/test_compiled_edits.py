@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from tests.engine.models import full
+from tests.engine.kit.models import full
 from tests.support import multirank, world_mesh
 
 SETTINGS: list[dict[str, Any]] = [

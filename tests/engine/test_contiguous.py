@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 import shardwright as sw
-from tests.engine.models import Block, Reference, full
+from tests.engine.kit.models import Block, Reference, full
 from tests.support import multirank, world_mesh
 
 Tensor = torch.Tensor

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import shardwright as sw
 from shardwright.comm_hooks import Compressed, Int8Blocks, PowerSGD
 from tests.engine.custom import Gathers, Scatters
-from tests.engine.models import Model, build, full, loss_of, shard, tokens
+from tests.engine.kit.models import Model, build, full, loss_of, shard, tokens
 from tests.support import multirank
 
 GATHERS, SCATTERS = Gathers(), Scatters()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor
 
 import shardwright as sw
-from tests.engine.models import Block, build, tokens
+from tests.engine.kit.models import Block, build, tokens
 from tests.support import multirank, world_mesh
 
 DOCS = Path(__file__).parents[2] / "docs"

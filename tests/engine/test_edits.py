@@ -28,10 +28,10 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright._torch import subclasses_dispatch
-from tests.engine.models import full
-from tests.engine.test_surface import HalfGathered, Stored, check, gradients, straight_through, wrapped
-from tests.engine.test_surface import backward as backward_of_wrapped
-from tests.engine.test_surface import data as data_of_wrapped
+from tests.engine.kit.models import full
+from tests.engine.kit.subclasses import HalfGathered, Stored, check, gradients, straight_through, wrapped
+from tests.engine.kit.subclasses import backward as backward_of_wrapped
+from tests.engine.kit.subclasses import data as data_of_wrapped
 from tests.support import multirank
 
 REFUSED = "modified by an inplace operation"  # torch's own words

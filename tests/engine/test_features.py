@@ -16,7 +16,7 @@ from tests.support import CaseFailed, CaseSkipped, WorkerPools
 from tests.support.matrix import generate
 
 if os.environ.get("SHARDWRIGHT_MATRIX", "pairs") == "pairs":
-    ROWS = [Row(**row) for row in generate(AXES, excluded, 2, more=8)]
+    ROWS = [Row(**row) for row in generate(AXES, excluded, 2, more=2)]
 else:
     ROWS = [Row(**row) for row in generate(AXES, excluded, 3, tries=1)]
 

@@ -19,8 +19,9 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.memory import Slab
-from tests.engine.models import full
-from tests.engine.test_strategies import On, counted, on, on_meshes
+from tests.engine.kit.counting import counted
+from tests.engine.kit.models import full
+from tests.engine.kit.places import On, on, on_meshes
 from tests.support import multirank
 from tests.support.matrix import select, together
 from tests.support.scripts import printed_by

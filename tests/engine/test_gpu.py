@@ -16,7 +16,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
-from tests.engine.models import build, full, loss_of, shard, tokens
+from tests.engine.kit.models import build, full, loss_of, shard, tokens
 
 pytestmark = [
     pytest.mark.gpu,

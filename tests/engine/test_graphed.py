@@ -20,8 +20,9 @@ import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
 from shardwright.comm import Communicator
 from tests.engine.custom import Gathers, Scatters
-from tests.engine.models import Model, build, loss_of, shard, tokens
-from tests.engine.test_strategies import On, on, on_meshes, units_of
+from tests.engine.kit.models import Model, build, loss_of, shard, tokens
+from tests.engine.kit.places import On, on, on_meshes
+from tests.engine.kit.training import units_of
 from tests.support import multirank
 from tests.support.replay import CpuGraphs
 

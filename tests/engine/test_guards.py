@@ -11,8 +11,8 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.engine.root import UNIT
-from tests.engine.models import Model, Reference, build, full, loss_of, shard, tokens
-from tests.engine.test_behaviour import backward, check_gradients, expected_gradients
+from tests.engine.kit.averaged import backward, check_gradients, expected_gradients
+from tests.engine.kit.models import Model, Reference, build, full, loss_of, shard, tokens
 from tests.support import multirank
 
 

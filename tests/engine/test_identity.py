@@ -17,7 +17,7 @@ from torch.distributed._composable.contract import _get_registry
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwright as sw
-from tests.engine.models import full
+from tests.engine.kit.models import full
 from tests.support import multirank, world_mesh
 
 

@@ -34,9 +34,10 @@ from torch.distributed.tensor import Shard
 
 import shardwright as sw
 from shardwright.layout import resolve
-from tests.engine.models import Reference, full, loss_of, tokens
+from tests.engine.kit.models import Reference, full, loss_of, tokens
+from tests.engine.kit.places import On, on_meshes
+from tests.engine.kit.training import BF16, FP32
 from tests.engine.programs import whole
-from tests.engine.test_strategies import BF16, FP32, On, on_meshes
 from tests.support import multirank, world_mesh
 from tests.support.matrix import select
 

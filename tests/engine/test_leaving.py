@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwright.comm_hooks import PowerSGD
 from shardwright.engine.construct import UNIT
-from tests.engine.models import full, shard_layers, three_layers
+from tests.engine.kit.models import full, shard_layers, three_layers
 from tests.support import multirank, world_mesh
 
 
@@ -188,7 +188,7 @@ def test_an_interrupt_anywhere_in_a_step_leaves_the_ranks_in_order(
     meetings = meeting.number - before
     total = torch.tensor(lines)
     dist.broadcast(total, 1)
-    for n in range(1, int(total), 53):
+    for n in (*range(1, int(total), 53), *range(int(total) - 60, int(total), 2)):
         begun, before, where = False, meeting.number, ""
         for _ in range(3):  # as a loop that goes on
             model.zero_grad()
@@ -331,3 +331,19 @@ def test_orders_are_forgotten_on_all_ranks_wherever_they_hear_of_a_failure(
         loss_of(model, rank)
     model._modules["2"] = unit
     check_step(model, plain, rank, world_size)
+
+
+@multirank(2)
+def test_unlike_guesses_cost_one_step(rank: int, world_size: int) -> None:
+    """They come where an interrupt on one rank has kept it from remembering an order."""
+    plain = three_layers()
+    model = shard_layers(plain)
+    check_step(model, plain, rank, world_size)
+    if rank == 0:
+        for order in getattr(model, UNIT).root._orders.values():
+            order[-2:] = reversed(order[-2:])
+    with pytest.raises(RuntimeError, match="diverged"):
+        loss_of(model, rank).backward()
+    model.zero_grad()
+    for number in range(2):
+        check_step(model, plain, rank, world_size, number)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 
 import shardwright as sw
 from shardwright.memory import Slab
-from tests.engine.models import Block, build, full, loss_of, tokens
+from tests.engine.kit.models import Block, build, full, loss_of, tokens
 from tests.support import multirank, world_mesh
 
 

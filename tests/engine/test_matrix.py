@@ -13,8 +13,9 @@ import torch
 from torch.distributed.tensor import Shard
 
 import shardwright as sw
-from tests.engine.models import Model, Reference, build, full, loss_of, shard, tokens
-from tests.engine.test_strategies import On, check_gradients, on, on_meshes
+from tests.engine.kit.models import Model, Reference, build, full, loss_of, shard, tokens
+from tests.engine.kit.places import On, on, on_meshes
+from tests.engine.kit.training import check_gradients
 from tests.support.matrix import select, together
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

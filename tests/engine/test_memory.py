@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
 from shardwright.memory import Dynamic, Item, Plan, Planned, Slab
-from tests.engine.models import build, loss_of, tokens
-from tests.engine.test_strategies import On, on, on_meshes, units_of
+from tests.engine.kit.models import build, loss_of, tokens
+from tests.engine.kit.places import On, on, on_meshes
+from tests.engine.kit.training import units_of
 from tests.support import multirank
 from tests.support.matrix import select, together
 

@@ -31,7 +31,7 @@ from shardwright._torch import memory_can_be_swapped
 from shardwright.memory import Slab
 from shardwright.train.models.hybrid import HYBRID_PRESETS, Hybrid
 from shardwright.train.models.llama import PRESETS, Llama
-from tests.engine.test_strategies import units_of
+from tests.engine.kit.training import units_of
 from tests.support import multirank, world_mesh
 from tests.support.fake import fake_ranks
 from tests.support.matrix import everything

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 
 import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
-from tests.engine.models import Model, build, full, loss_of, shard, tokens
+from shardwright.engine.pools import POOLS
+from tests.engine.kit.models import Model, build, full, loss_of, shard, tokens
 from tests.support import multirank
 
 pytestmark = pytest.mark.skipif(not memory_can_be_swapped, reason="planned memory needs torch 2.12 or later")
@@ -54,13 +56,47 @@ def test_gradients_that_stay_are_planned_for(rank: int, world_size: int, strateg
 
 @multirank(2)
 def test_pools_that_no_unit_would_share_are_refused(rank: int, world_size: int) -> None:
-    for strategy in ("zero1", "zero2"):
-        for memory in ("max_pool", "double_buffer"):
-            model = build()
-            for block in model.blocks:
-                sw.fully_shard(block, strategy=strategy)
-            sw.fully_shard(model, strategy=strategy, memory=memory)
-            with pytest.raises(
-                ValueError, match=r"keeps the full parameters of unit .* so no slot ever becomes free"
-            ):
-                model(tokens(0, 0, rank))
+    for strategy, memory in itertools.product(("zero1", "zero2"), POOLS):
+        model = build()
+        for block in model.blocks:
+            sw.fully_shard(block, strategy=strategy)
+        sw.fully_shard(model, strategy=strategy, memory=memory)
+        with pytest.raises(
+            ValueError, match=r"keeps the full parameters of unit .* so no slot ever becomes free"
+        ):
+            model(tokens(0, 0, rank))
+    kept = r"reshard_after_forward=False keeps the full parameters of unit 'blocks.0' and of all others"
+    for memory in POOLS:
+        model = build()
+        for block in model.blocks:
+            sw.fully_shard(block, reshard_after_forward=False)
+        sw.fully_shard(model, memory=memory)
+        with pytest.raises(ValueError, match=kept):
+            model(tokens(0, 0, rank))
+        model.blocks[0].set_reshard_after_forward(True)  # the message's way out
+        model(tokens(0, 0, rank))
+        with pytest.raises(ValueError, match="the root is the only unit that has parameters"):
+            sw.fully_shard(build(), memory=memory)(tokens(0, 0, rank))
+
+
+@multirank(2)
+def test_units_that_keep_parameters_since_the_first_call_are_found_where_the_plan_is_made(
+    rank: int, world_size: int
+) -> None:
+    model = build()
+    for block in model.blocks:
+        sw.fully_shard(block)
+    sw.fully_shard(model, memory="max_pool")
+    optimizer = sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = tokens(0, 0, rank)
+    loss_of(model(batch), batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.set_reshard_after_forward(False)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="reshard_after_forward=False keeps the full parameters of unit"):
+            model(batch)
+    model.set_reshard_after_forward(True)
+    loss_of(model(batch), batch).backward()
+    optimizer.step()
+    assert sw.memory_report(model, optimizer).leases[0] > 0

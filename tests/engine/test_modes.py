@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwright as sw
-from tests.engine.models import full
+from tests.engine.kit.models import full
 from tests.engine.twins import SETTINGS, assert_same_gradients, assert_steps_right, data, models
 from tests.support import multirank, world_mesh
 

@@ -32,8 +32,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright.memory import Slab
+from tests.engine.kit.places import On, on
 from tests.engine.programs import LAYOUTS, differences
-from tests.engine.test_strategies import On, on
 from tests.support import CaseFailed, WorkerPools, multirank
 from tests.support.matrix import covering, select, together
 

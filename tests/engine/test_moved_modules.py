@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright._torch import subclasses_dispatch
-from tests.engine.models import full
+from tests.engine.kit.models import full
 from tests.support import multirank
 
 

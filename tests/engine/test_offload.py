@@ -6,7 +6,6 @@ import contextlib
 import copy
 import itertools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +19,10 @@ from torch.distributed.tensor import Shard
 import shardwright as sw
 from shardwright._torch import dtensor_of, memory_can_be_swapped
 from shardwright.engine.offload import Arrivals, HostReduction, HostSlab
-from shardwright.memory import Slab
-from tests.engine.models import Model, build, full, loss_of, shard, tokens
-from tests.engine.test_strategies import On, on, on_meshes, units_of
+from tests.engine.kit.models import Model, build, full, loss_of, shard, tokens
+from tests.engine.kit.offload import adamw, assert_same, counted, set_more
+from tests.engine.kit.places import On, on, on_meshes
+from tests.engine.kit.training import units_of
 from tests.support import multirank
 from tests.support.fake import fake_ranks
 from tests.support.matrix import select, together
@@ -61,15 +61,6 @@ def rows() -> list[Row]:
     return select(legal, lambda row, strength: together(strength, *row))
 
 
-def set_more(model: Model, way: str, more: bool) -> None:
-    if way == "not synced":
-        model.set_requires_gradient_sync(not more)
-    elif way == "not last":
-        model.set_is_last_backward(not more)
-    elif way == "not all-reduced":
-        model.set_requires_all_reduce(not more)
-
-
 def train(model: Model, optimizer: Any, rank: int, steps: int, way: str = "none", clip: bool = True, first: int = 0,
           call_step: bool = True) -> None:  # fmt: skip
     for step in range(first, first + steps):
@@ -83,15 +74,6 @@ def train(model: Model, optimizer: Any, rank: int, steps: int, way: str = "none"
         if call_step:
             optimizer.step()
             optimizer.zero_grad()
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
-
-
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    for (name, p), q in zip(one.named_parameters(), other.named_parameters(), strict=True):
-        assert torch.equal(full(p), full(q[1])), name
 
 
 @on_meshes(rows())
@@ -143,35 +125,6 @@ def test_choices_without_sense_are_refused() -> None:
         sw.Offload(optimizer=False)
     with pytest.raises(ValueError, match="pin_memory must be True or False, got 1"):
         sw.Offload(pin_memory=1)
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[dict[tuple[bool, str], int]]:
-    """The most bytes leased at once, by whether they are the host's and by kind."""
-    alive: dict[Slab, tuple[tuple[bool, str], int]] = {}
-    most: dict[tuple[bool, str], int] = {}
-
-    def watch(kind: type[Slab], patch: pytest.MonkeyPatch) -> None:
-        lease, release = kind.lease, kind.release
-
-        def leased(slab: Slab) -> None:
-            lease(slab)
-            key = isinstance(slab, HostSlab), slab.kind
-            if slab.nbytes:
-                alive[slab] = key, slab.nbytes
-            most[key] = max(most.get(key, 0), sum(n for k, n in alive.values() if k == key))
-
-        def released(slab: Slab) -> None:
-            release(slab)
-            alive.pop(slab, None)
-
-        patch.setattr(kind, "lease", leased)
-        patch.setattr(kind, "release", released)
-
-    with pytest.MonkeyPatch.context() as patch:
-        watch(Slab, patch)
-        watch(HostSlab, patch)
-        yield most
 
 
 def padded(shapes: list[tuple[int, ...]], ranks: int) -> int:

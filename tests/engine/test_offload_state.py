@@ -27,10 +27,12 @@ from shardwright._torch import local_of, memory_can_be_swapped
 from shardwright.comm import DeviceStreams
 from shardwright.engine.offload import Host
 from shardwright.optim.host_state import HostState
-from tests.engine import test_streams
-from tests.engine.models import Model, build, loss_of, shard, tokens
-from tests.engine.test_offload import adamw, assert_same, counted, set_more
-from tests.engine.test_strategies import On, on, on_meshes, units_of
+from tests.engine.kit import simulated
+from tests.engine.kit.models import Model, build, loss_of, shard, tokens
+from tests.engine.kit.offload import adamw, assert_same, counted
+from tests.engine.kit.offload_state import STATE, assert_equal, train, unawaited
+from tests.engine.kit.places import On, on, on_meshes
+from tests.engine.kit.training import units_of
 from tests.support import multirank
 from tests.support.fake import fake_ranks
 from tests.support.matrix import select, together
@@ -40,7 +42,6 @@ from tests.support.storages import Storages
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*outside the plan:RuntimeWarning")
 
-STATE = sw.Offload(parameters=False, gradients=False)
 WRAPS = {"step": sw.fully_shard_optimizer, "in backward": sw.optim.in_backward}
 
 
@@ -103,17 +104,6 @@ def shows(row: Row, strength: int) -> Iterator[Hashable]:
     yield from ((row.optimizer, row.way), (row.at, row.accumulation), (row.layout, row.memory, row.way))
 
 
-def train(model: nn.Module, optimizer: Any, rank: int, steps: int, way: str = "none", first: int = 0) -> None:
-    for step in range(first, first + steps):
-        micros = 1 if way == "none" else 2
-        for micro in range(micros):
-            set_more(model, way, micro + 1 < micros)
-            batch = tokens(step, micro, rank)
-            loss_of(model(batch), batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @on_meshes(rows())
 def test_bits_of_the_run_without_offload(rank: int, world_size: int, at: On, layout: str, memory: str,
                                          optimizer: str, accumulation: str, way: str) -> None:  # fmt: skip
@@ -136,23 +126,6 @@ def test_bits_of_the_run_without_offload(rank: int, world_size: int, at: On, lay
             states.append(made.state_dict())
     assert_same(*models)
     assert_equal(*states)
-
-
-def assert_equal(one: Any, other: Any, where: str = "") -> None:
-    """Of state dicts: the same keys, the same bits."""
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            assert_equal(one[key], other[key], f"{where}/{key}")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), where
-        for i, both in enumerate(zip(one, other, strict=True)):
-            assert_equal(*both, f"{where}/{i}")
-    elif isinstance(one, torch.Tensor):
-        local, its = (local_of(t) if hasattr(t, "to_local") else t for t in (one, other))
-        assert type(one) is type(other) and torch.equal(local, its), where
-    else:
-        assert one == other, where
 
 
 @multirank(2)
@@ -463,11 +436,11 @@ def test_copies_of_state_are_in_order(case: Case) -> None:
     ],
 )
 def test_copies_of_state_are_in_order_beside(event: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What tests/engine/test_streams.py does to a training."""
+    """What tests/engine/kit/simulated.py does to a training."""
     monkeypatch.setattr(sw, "CPUOffloadPolicy", lambda: STATE)
-    case = test_streams.Case(event=event, offload=way, dtypes=(torch.bfloat16, torch.float32))
+    case = simulated.Case(event=event, offload=way, dtypes=(torch.bfloat16, torch.float32))
     with fake_ranks(2), Simulator() as simulator:
-        training = test_streams.Training(case, simulator)
+        training = simulated.Training(case, simulator)
         training.run()
         assert training.optimizer.state  # which waits: with it the host's memory goes
     simulator.check()
@@ -506,15 +479,6 @@ def early(self: HostState, keep: int) -> None:
         gone = self._leaving.pop(0)
         gone.slab.release()
         gone.tensors.clear()
-
-
-def unawaited(take: Callable[..., Any]) -> Callable[..., Any]:
-    def taken(self: HostState, *given: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DeviceStreams, "join", lambda self, mark: None)
-            return take(self, *given)
-
-    return taken
 
 
 WRONG = {

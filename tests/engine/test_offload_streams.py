@@ -1,6 +1,6 @@
 """Offload on a simulated accelerator: nothing races between its streams and the host, and nothing mixes their memory.
 
-tests/engine/test_streams.py has the training runs and tests/support/races.py the simulator.
+tests/engine/kit/simulated.py has the training runs and tests/support/races.py the simulator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardwright._torch import memory_can_be_swapped
 from shardwright.comm import DeviceStreams
 from shardwright.engine.offload import Host, HostReduction
 from shardwright.engine.weights import Weights
-from tests.engine.test_streams import BF16, EVENTS, FP16, FP32, Case, On, Training, run
+from tests.engine.kit.simulated import BF16, EVENTS, FP16, FP32, Case, On, Training, run
 from tests.support.fake import fake_ranks
 from tests.support.matrix import covering, together
 from tests.support.races import Simulator

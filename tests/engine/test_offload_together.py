@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright.comm_hooks import Compressed, Int8Blocks, PowerSGD
-from tests.engine.models import Model, build, full, loss_of, shard, tokens
-from tests.engine.test_offload import adamw, assert_same
-from tests.engine.test_offload_state import STATE, assert_equal
-from tests.engine.test_surface import KINDS, backward, whole, wrapped
+from tests.engine.kit.models import Model, build, full, loss_of, shard, tokens
+from tests.engine.kit.offload import adamw, assert_same
+from tests.engine.kit.offload_state import STATE, assert_equal
+from tests.engine.kit.subclasses import KINDS, backward, whole, wrapped
 from tests.support import multirank
 from tests.support.stand_in import stand_in_device
 

@@ -21,10 +21,10 @@ from shardwright._torch import local_of
 from shardwright.engine.offload import Host
 from shardwright.optim import moves
 from shardwright.optim.host_state import HostState
-from tests.engine.models import Model, build, shard
-from tests.engine.test_offload import assert_same, counted
-from tests.engine.test_offload_state import STATE, assert_equal, train, unawaited
-from tests.engine.test_strategies import On, on, on_meshes
+from tests.engine.kit.models import Model, build, shard
+from tests.engine.kit.offload import assert_same, counted
+from tests.engine.kit.offload_state import STATE, assert_equal, train, unawaited
+from tests.engine.kit.places import On, on, on_meshes
 from tests.support import multirank
 from tests.support.fake import fake_ranks
 from tests.support.races import Simulator

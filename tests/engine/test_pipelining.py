@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 import shardwright as sw
-from tests.engine.models import Block, full
+from tests.engine.kit.models import Block, full
 from tests.support import multirank, world_mesh
 
 MICROS = 4
@@ -55,9 +55,9 @@ def reductions(modules: Iterable[nn.Module]) -> list[int]:
     count = [0]
     for unit in (u for module in modules for u in module._fsdp_units(recurse=True)):
 
-        def reduce(now: bool = False, unit: Any = unit, before: Any = unit.reduce) -> None:
-            count[0] += unit.requires_sync
-            before(now)
+        def reduce(needed: bool = False, unit: Any = unit, before: Any = unit.reduce) -> None:
+            count[0] += unit.settings.sync
+            before(needed)
 
         unit.reduce = reduce
     return count

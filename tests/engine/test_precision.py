@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
 from shardwright.engine.parameter import unit_of
-from tests.engine.models import loss_of, tokens
-from tests.engine.test_strategies import local_of, units_of
+from tests.engine.kit.models import loss_of, tokens
+from tests.engine.kit.training import local_of, units_of
 from tests.support import multirank, world_mesh
 from tests.support.matrix import select, together
 

@@ -15,7 +15,7 @@ import shardwright as sw
 from shardwright._torch import gradient_hooks, subclasses_dispatch
 from shardwright.engine.parameter import become
 from shardwright.engine.sharded_tensor import as_sharded
-from tests.engine.models import full
+from tests.engine.kit.models import full
 from tests.support import multirank, world_mesh
 
 PENALTIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -12,7 +12,7 @@ import shardwright as sw
 from shardwright.comm import collectives
 from shardwright.comm.streams import HostStreams
 from shardwright.engine.root import UNIT
-from tests.engine.models import build, full, loss_of, shard, tokens
+from tests.engine.kit.models import build, full, loss_of, shard, tokens
 from tests.support import multirank, world_mesh
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import shardwright as sw
-from tests.engine.models import Block, build, full, loss_of, shard, tokens
-from tests.engine.test_strategies import On, on, on_meshes
+from tests.engine.kit.models import Block, build, full, loss_of, shard, tokens
+from tests.engine.kit.places import On, on, on_meshes
 from tests.support import multirank, world_mesh
 from tests.support.matrix import select, together
 

@@ -22,16 +22,14 @@ from torch.utils.checkpoint import checkpoint
 import shardwright as sw
 from shardwright._torch import subclasses_dispatch
 from shardwright.comm import Communicator
-from tests.engine.models import Model, build, loss_of, tokens
-from tests.engine.test_strategies import (
+from tests.engine.kit.models import Model, build, loss_of, tokens
+from tests.engine.kit.places import On, on, on_meshes
+from tests.engine.kit.training import (
     UNITS,
-    On,
     backward,
     check_gradients,
     expected_gradients,
     modules_of,
-    on,
-    on_meshes,
     set_micro,
     sharded,
     units_of,
@@ -251,7 +249,7 @@ def test_values(rank: int, world_size: int, at: On) -> None:
     refuse(r"reshard_after_forward=2 releases full parameters, and .* replicates them", 2, strategy="zero1")
     for value, expected in ((1, False), (4, True), (2, 2)):
         model = sw.fully_shard(nn.Linear(4, 4), mesh=at.mesh, reshard_after_forward=value)
-        assert [m.reshard_after_forward for m in units_of(model)] == [expected]
+        assert [m.settings.reshard_after_forward for m in units_of(model)] == [expected]
 
 
 @on_meshes(on("zero3", (4,)))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from tests.engine.models import full
+from tests.engine.kit.models import full
 from tests.support import multirank, world_mesh
 
 DIM = 6

@@ -11,8 +11,8 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.engine.states import digest
-from tests.engine.models import Model, build, full
-from tests.engine.test_strategies import On, on, on_meshes
+from tests.engine.kit.models import Model, build, full
+from tests.engine.kit.places import On, on, on_meshes
 from tests.support import multirank, world_mesh
 
 

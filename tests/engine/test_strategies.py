@@ -8,15 +8,12 @@ to run all of them.
 from __future__ import annotations
 
 import copy
-import functools
 import gc
-import inspect
 import itertools
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,96 +21,37 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 from shardwright.comm import Communicator, Pending
-from shardwright.engine.ragged import RaggedDTensor, RaggedTensor
-from shardwright.engine.root import UNIT
-from shardwright.layout import NAMES, resolve
-from tests.engine.models import Model, Reference, build, loss_of, shard, tokens
-from tests.support import CaseFailed, CaseSkipped, WorkerPools, world_mesh
+from shardwright.engine.ragged import RaggedTensor
+from tests.engine.kit.counting import counted
+from tests.engine.kit.models import Reference, build, loss_of, tokens
+from tests.engine.kit.places import On, Shape, Stages, on, on_meshes
+from tests.engine.kit.training import (
+    BF16,
+    FP16,
+    FP32,
+    UNITS,
+    Sharded,
+    backward,
+    check,
+    check_gradients,
+    expected_gradients,
+    is_cut_as,
+    local_of,
+    modules_of,
+    part_of,
+    set_micro,
+    sharded,
+    units_of,
+)
+from tests.support import world_mesh
 from tests.support.matrix import covering, everything, select, together
-
-FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-Stages = tuple[int, ...]
-Shape = tuple[int, ...]
 
 STAGES: dict[int, list[Stages]] = {n: list(itertools.product(range(4), repeat=n)) for n in (1, 2)}
 SHAPES: dict[int, list[Shape]] = {1: [(1,), (2,), (3,), (4,)], 2: [(2, 2), (1, 2), (2, 1), (4, 1)]}
-#: Names by the stages that they stand for.
-NAMED = {
-    resolve(name, ndim).stages: name
-    for name, own in NAMES.items()
-    for ndim in (1, 2)
-    if len(own) in (1, ndim)
-}
-
-
-def strategy_of(stages: Stages) -> str | sw.Strategy:
-    """The name where there is one, so that both ways of saying it are used."""
-    return NAMED.get(stages) or sw.Strategy.of_stages(*stages)
-
-
-class On(NamedTuple):
-    """A strategy on a mesh."""
-
-    stages: Stages
-    shape: Shape
-
-    def __str__(self) -> str:
-        return f"{NAMED.get(self.stages) or '-'.join(map(str, self.stages))}@{'x'.join(map(str, self.shape))}"
-
-    @property
-    def strategy(self) -> str | sw.Strategy:
-        return strategy_of(self.stages)
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        return world_mesh(*self.shape, names=("replicate", "shard")[-len(self.shape) :])
-
-    @property
-    def parts(self) -> int:
-        """Into how many shards parameters are cut."""
-        return math.prod(size for size, stage in zip(self.shape, self.stages, strict=True) if stage)
-
-    @property
-    def ragged(self) -> bool:
-        """Whether parameters are cut over two axes of more than one rank each, for which DTensor has no word."""
-        return sum(size > 1 and stage > 0 for size, stage in zip(self.shape, self.stages, strict=True)) > 1
-
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """Of what a state dict holds."""
-        return tuple(Shard(0) if stage and not self.ragged else Replicate() for stage in self.stages)
-
-    @property
-    def reshards(self) -> tuple[bool | None, ...]:
-        """Legal values of reshard_after_forward: True has no meaning where full parameters are kept for the step."""
-        return (None, False) if max(self.stages) in (1, 2) else (None, True, False)
-
-    def shows(self, strength: int, *others: Hashable) -> Iterator[Hashable]:
-        """What a row here with these ``others`` shows, for `select`: settings of which axes are two. Where both axes
-        have several ranks, since elsewhere there is but one: each strategy, and with each kind of it all the others."""
-        inner = len(self.shape), self.stages[-1]
-        yield from together(strength, self.stages[:-1], inner, self.shape, *others)
-        if min(self.shape) > 1:
-            yield self.stages
-            yield from ((self.reductions, other) for other in others)
-
-    @property
-    def reductions(self) -> frozenset[int]:
-        """By which collectives gradients are reduced, and when: all-reduces, late reduce-scatters, those of every
-        backward."""
-        return frozenset(min(stage, 2) for stage in self.stages)
-
-
-def on(name: str, *shapes: Shape) -> list[On]:
-    """The strategy of this name, or of stages like "0-2", on each of these meshes."""
-    given = [(tuple(map(int, name.split("-"))) if name[0].isdigit() else None, shape) for shape in shapes]
-    return [On(stages or resolve(name, len(shape)).stages, shape) for stages, shape in given]
 
 
 EVERYWHERE = [On(stages, shape) for n in (1, 2) for stages in STAGES[n] for shape in SHAPES[n]]
@@ -145,122 +83,6 @@ OTHERS = [
 def some(turn: int) -> list[On]:
     """Where a test runs of which any place shows most; neighbours in the file take turns."""
     return SOME + OTHERS if everything() else SOME + OTHERS[turn::3]
-
-
-def on_meshes(where: list[Any], timeout: float = 30.0) -> Callable[[Callable[..., Any]], Any]:
-    """As ``multirank``, with as many ranks as each mesh has; items of ``where`` are an `On` or begin with one."""
-
-    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
-        names = [n for n in inspect.signature(body).parameters if n not in ("rank", "world_size")]
-        first = names[: 1 if isinstance(where[0], On) else len(where[0])]
-
-        @functools.wraps(body)
-        def case(worker_pools: WorkerPools, **arguments: Any) -> None:
-            ranks = math.prod(arguments[first[0]].shape)
-            try:
-                worker_pools.run(body, ranks, timeout=timeout, **arguments)
-            except CaseSkipped as skipped:
-                reason = str(skipped)
-            except CaseFailed as failure:
-                pytest.fail(str(failure), pytrace=False)
-            else:
-                return
-            pytest.skip(reason)
-
-        keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        case.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [inspect.Parameter(n, keyword) for n in ("worker_pools", *names)]
-        )
-        case.multirank_body = body  # type: ignore[attr-defined]
-        values = [(w,) if isinstance(w, On) else tuple(w) for w in where]
-        rows = [pytest.param(*v, id="-".join(map(str, v))) for v in values]
-        return pytest.mark.multirank(pytest.mark.parametrize(tuple(first), rows)(case))
-
-    return decorate
-
-
-UNITS = 4  #: of what `sharded` makes
-
-
-def sharded(at: On, plain: Model | None = None, **options: Any) -> Model:
-    """Two blocks, a list of the last norm and the head, and the rest: four units."""
-    return shard(plain or build(), head_unit=True, mesh=at.mesh, strategy=at.strategy, **options)
-
-
-def units_of(model: nn.Module) -> list[Any]:
-    return list(dict.fromkeys(u for m in model.modules() if (u := getattr(m, UNIT, None)) is not None))
-
-
-def modules_of(model: nn.Module) -> list[sw.FSDPModule]:
-    """One module of each unit."""
-    return [unit.modules[0]() for unit in units_of(model)]
-
-
-def set_micro(model: Model, sync: bool, last: bool) -> None:
-    model.set_requires_gradient_sync(sync)
-    model.set_is_last_backward(last)
-
-
-def backward(model: Model, rank: int, step: int = 0, micro: int = 0) -> float:
-    batch = tokens(step, micro, rank)
-    loss = loss_of(model(batch), batch)
-    loss.backward()
-    return loss.item()
-
-
-Sharded = DTensor | RaggedTensor
-
-
-def is_cut_as(p: torch.Tensor, at: On) -> bool:
-    """Whether a parameter, a gradient or a moment is of the right kind, on the right mesh."""
-    if at.ragged:
-        return isinstance(p, RaggedTensor) and p.device_mesh == at.mesh
-    return isinstance(p, DTensor) and p.device_mesh == at.mesh and p.placements == at.placements
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's memory of a parameter or of an entry of a state dict; a plain tensor itself."""
-    while isinstance(tensor, DTensor | RaggedTensor):
-        tensor = tensor.to_local()
-    return tensor
-
-
-def part_of(whole: torch.Tensor, like: Sharded) -> torch.Tensor:
-    """This rank's part of a plain tensor: by torch's own arithmetic of placements, over two axes by torch.chunk's."""
-    if isinstance(like, RaggedDTensor):
-        like = like.ragged
-    if isinstance(like, RaggedTensor):
-        chunks, number = whole.chunk(like.spec.world_size), like.spec.rank
-        return chunks[number] if number < len(chunks) else whole[:0]
-    sizes, starts = compute_local_shape_and_global_offset(whole.shape, like.device_mesh, like.placements)
-    return whole[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
-
-
-def check(name: str, found: Sharded, expected: torch.Tensor, tolerance: float) -> None:
-    """This rank's part, relative to the largest element of the whole."""
-    assert found.shape == expected.shape and found.dtype == expected.dtype == FP32
-    mine, theirs = local_of(found).detach(), part_of(expected.detach(), found)
-    assert mine.shape == theirs.shape, name
-    if mine.numel():
-        error = (mine - theirs).abs().max().item() / max(expected.abs().max().item(), 1e-3)
-        assert error <= tolerance, f"{name} is off by {error:.2e} of its largest element"
-
-
-def check_gradients(model: nn.Module, expected: list[torch.Tensor | None], tolerance: float = 1e-5) -> None:
-    for (name, p), gradient in zip(model.named_parameters(), expected, strict=True):
-        assert (p.grad is None) == (gradient is None), f"{name}.grad is {p.grad}"
-        if gradient is not None:
-            if isinstance(p, RaggedTensor):
-                assert isinstance(p.grad, RaggedTensor) and p.grad.spec == p.spec, name
-            else:
-                assert p.grad.placements == p.placements and p.grad.device_mesh == p.device_mesh, name
-            check(f"gradient of {name}", p.grad, gradient, tolerance)
-
-
-def expected_gradients(world_size: int, micros: int = 1, step: int = 0, seed: int = 0) -> list[torch.Tensor]:
-    reference = Reference(build(seed), FP32, FP32)
-    reference.backward(world_size, [[tokens(step, m, r) for r in range(world_size)] for m in range(micros)])
-    return [p.grad for p in reference.model.parameters()]
 
 
 @torch.no_grad()
@@ -946,32 +768,6 @@ def test_replicas_that_diverge_are_named(rank: int, world_size: int, at: On) -> 
 # -- counted: collectives --------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Collectives of more than one rank that communicators issue inside."""
-    seen: Counter[str] = Counter()
-    kinds = ("all_gather", "reduce_scatter", "all_reduce")
-    originals = {kind: getattr(Communicator, kind) for kind in kinds}
-
-    def counting(kind: str) -> Callable[..., Any]:
-        @functools.wraps(originals[kind])
-        def method(self: Communicator, *args: Any, **kwargs: Any) -> Any:
-            if self.group is not None:
-                assert self.world_size > 1, "a collective of one rank"
-                seen[kind] += 1
-            return originals[kind](self, *args, **kwargs)
-
-        return method
-
-    try:
-        for kind in kinds:
-            setattr(Communicator, kind, counting(kind))
-        yield seen
-    finally:
-        for kind, original in originals.items():
-            setattr(Communicator, kind, original)
-
-
 THREE = [(True, True)] * 3
 THREE_LATE = [(True, False), (True, False), (True, True)]
 THREE_HELD = [(False, True), (False, True), (True, True)]
@@ -1111,8 +907,9 @@ def storages() -> dict[int, int]:
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and type(thing) is not DTensor:
             storage = local_of(thing).untyped_storage()
-            if storage.nbytes():
-                found[storage.data_ptr()] = storage.nbytes()
+            with suppress(RuntimeError):  # a subclass around other tensors has no memory
+                if storage.nbytes():
+                    found[storage.data_ptr()] = storage.nbytes()
     return found
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,253 +17,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
-from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
 from shardwright.comm import DeviceStreams, Pending
-from shardwright.comm_hooks import Compressed, Int8Blocks, PowerSGD
 from shardwright.engine import module as engine_module
 from shardwright.engine.gradients import Reduction
 from shardwright.engine.weights import Weights
-from shardwright.layout import resolve
-from tests.engine.custom import Gathers, Scatters
-from tests.engine.models import Model, loss_of, tokens
+from tests.engine.kit.simulated import BF16, EVENTS, FP16, FP32, Case, On, Training, run
 from tests.support.fake import fake_ranks
 from tests.support.races import NoMemoryError, RaceError, Simulator
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*outside the plan:RuntimeWarning")
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-class On(NamedTuple):
-    """A strategy on a mesh."""
-
-    strategy: str | sw.Strategy
-    shape: tuple[int, ...]
-    reshard: bool | int | None = None
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        return resolve(self.strategy, len(self.shape)).stages
-
-    @property
-    def sharded_axes(self) -> int:
-        return sum(stage > 0 and size > 1 for stage, size in zip(self.stages, self.shape, strict=True))
-
-    def __str__(self) -> str:
-        name = self.strategy if isinstance(self.strategy, str) else "".join(map(str, self.stages))
-        return f"{name}@{'x'.join(map(str, self.shape))}-{self.reshard}"
-
-
-class Case(NamedTuple):
-    """One training run."""
-
-    on: On = On("zero3", (2,))
-    memory: str = "dynamic"
-    prefetch: int | str = 1
-    dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)  #: of computation and reduction
-    accumulation: str = "none"
-    layout: str = "per_parameter"
-    event: str = "none"
-    offload: str = "none"  #: or "offload", and "in backward", where the optimizer steps there, too
-
-    @property
-    def legal(self) -> bool:
-        if self.memory == "max_pool" and 3 not in self.on.stages and any(self.on.stages):
-            return False  # parameters stay, so pools are refused
-        return self.layout != "columns" or self.on.sharded_axes < 2
-
-    def __str__(self) -> str:
-        dtypes = "/".join("-" if d is None else str(d).removeprefix("torch.") for d in self.dtypes)
-        told = (self.on, self.memory, self.prefetch, dtypes, *self[4:])
-        return "-".join(str(t).replace(" ", "_") for t in told)
-
-
-class Net(Model):
-    """Blocks may be left out, recomputed in backward, or fail."""
-
-    skipped = -1
-    recomputed = False
-    fails = -1
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        h = self.embed(tokens)
-        for i, block in enumerate(self.blocks):
-            if i == self.fails:
-                raise ValueError("this block fails")
-            if i != self.skipped:
-                h = checkpoint(block, h, use_reentrant=False) if self.recomputed else block(h)
-        return self.head(self.norm(h))
-
-
-class Fails(torch.autograd.Function):
-    """The identity, in forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise ValueError("this backward fails")
-
-
-def build(case: Case) -> Net:
-    mesh = init_device_mesh("cpu", case.on.shape, mesh_dim_names=("outer", "inner")[-len(case.on.shape) :])
-    torch.manual_seed(0)
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "strategy": case.on.strategy,
-        "reshard_after_forward": case.on.reshard,
-        "mp_policy": sw.MixedPrecisionPolicy(param_dtype=case.dtypes[0], reduce_dtype=case.dtypes[1]),
-        "layout": "ragged" if case.layout == "ragged" else "per_parameter",
-    }
-    if case.offload != "none":
-        options["offload_policy"] = sw.CPUOffloadPolicy()
-    if case.layout == "columns":
-        options["shard_placement_fn"] = lambda p: Shard(1) if p.ndim > 1 else None
-    model = Net(layers=3)
-    for block in model.blocks:
-        sw.fully_shard(block, **options)
-    if case.event == "list unit":
-        sw.fully_shard([model.norm, model.head], **options)
-    return sw.fully_shard(model, memory=case.memory, prefetch=case.prefetch, **options)
-
-
-class Training:
-    """A case's model and optimizer, and what happens to them in its steps."""
-
-    def __init__(self, case: Case, simulator: Simulator) -> None:
-        self.case, self.simulator = case, simulator
-        self.model = build(case)
-        parameters = self.model.parameters()
-        optimizer: torch.optim.Optimizer
-        if case.event == "whole matrices":
-            matrices = [p for p in parameters if p.ndim == 2]
-            optimizer = torch.optim.Muon(matrices, lr=1e-3)
-        else:
-            # Sums of many tensors at once, as torch chooses on an accelerator.
-            optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
-        self.optimizer = sw.fully_shard_optimizer(optimizer)
-        self.other = simulator.device.Stream(name="user")
-        if case.offload != "none":  # of AdamW's steps the host would read a number that the device has
-            optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, foreach=True)
-            wrap = sw.optim.in_backward if case.offload == "in backward" else sw.fully_shard_optimizer
-            self.optimizer = wrap(optimizer)
-        event, blocks = case.event, self.model.blocks
-        if event == "hook on a stream":
-            for module in (self.model, *blocks):
-                module.set_all_reduce_hook(lambda gradient: gradient.mul_(0.5), stream=self.other)
-        elif event == "separate group":
-            self.model.set_separate_reduce_scatter_group()
-        elif event == "compressed":
-            self.model.set_gradient_comm_hook(Compressed(Int8Blocks(8), error_feedback=True))
-        elif event == "thin matrices":
-            self.model.set_gradient_comm_hook(PowerSGD(1))
-        elif event == "weights encoded":
-            self.model.set_all_gather_codec(Int8Blocks(8))
-        elif event == "own collectives":
-            for module in (self.model, *blocks):
-                module.set_custom_all_gather(Gathers())
-                module.set_custom_reduce_scatter(Scatters())
-        elif event == "two buffers":
-            self.model.set_reduce_scatter_max_input_buffers(2)
-        elif event == "kept after backward":
-            self.model.set_reshard_after_backward(False)
-        elif event == "own order":
-            blocks[0].set_modules_to_forward_prefetch([blocks[1], blocks[2]])
-            blocks[2].set_modules_to_backward_prefetch([blocks[1], blocks[0]])
-        elif event == "frozen":
-            blocks[1].requires_grad_(False)
-            self.model.embed.requires_grad_(False)
-        self.model.recomputed = event == "recomputed"
-
-    def run(self, steps: int = 4) -> None:
-        with self._everything():
-            for step in range(steps):
-                if step == 2:
-                    self.validate()
-                self.step(step)
-
-    @contextmanager
-    def _everything(self) -> Iterator[None]:
-        """All of the training on a stream of the user's."""
-        if self.case.event != "training on a stream":
-            yield
-            return
-        self.other.wait_stream(self.simulator.current)
-        with self.simulator.device.stream(self.other):
-            yield
-        self.simulator.current.wait_stream(self.other)
-
-    def validate(self) -> None:
-        with torch.no_grad():
-            self.model(tokens(99, 0, 0))
-
-    def step(self, step: int) -> None:
-        model, optimizer, case = self.model, self.optimizer, self.case
-        if case.event == "another order":
-            model.skipped = (-1, 2, -1, 1)[step]
-        if case.event == "unshard":
-            handle = model.blocks[1].unshard(async_op=True)
-            if step % 2:
-                handle.wait()
-            model.blocks[2].unshard()
-            model.blocks[2].reshard()
-        if case.event == "failures" and step in (1, 2):
-            self.fail(step)
-        micros = 1 if case.accumulation == "none" else 2
-        for micro in range(micros):
-            last = micro == micros - 1
-            if case.accumulation == "held":
-                model.set_requires_gradient_sync(last)
-            elif case.accumulation == "not all-reduced":
-                model.set_requires_all_reduce(last)
-            elif case.accumulation == "not last":
-                model.set_is_last_backward(last)
-            batch = tokens(step, micro, 0)
-            loss_of(model(batch), batch).backward()
-        if case.offload == "in backward":
-            if step % 2:  # else what is left is stepped where the next forward needs it
-                optimizer.step()
-            return
-        sw.clip_grad_norm_(model.parameters(), 1.0)
-        if case.event == "optimizer on a stream":
-            self.other.wait_stream(self.simulator.current)
-            with self.simulator.device.stream(self.other):
-                optimizer.step()
-            model.set_post_optim_event(self.other.record_event())
-            self.validate()  # waits for its gathers, and so for the optimizer
-        else:
-            optimizer.step()
-        if case.event == "zeros kept":
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-        else:
-            optimizer.zero_grad()
-
-    def fail(self, step: int) -> None:
-        """In the middle of forward, or of backward."""
-        model = self.model
-        if step == 1:
-            model.fails = 1
-            with pytest.raises(ValueError, match="this block fails"):
-                model(tokens(step, 9, 0))
-            model.fails = -1
-            return
-        handle = model.blocks[1].register_forward_hook(lambda module, args, output: Fails.apply(output))
-        with pytest.raises(ValueError, match="this backward fails"):
-            model(tokens(step, 9, 0)).sum().backward()
-        handle.remove()
-
-
-def run(case: Case, streams: Callable[[torch.device], DeviceStreams] = DeviceStreams) -> Simulator:
-    with fake_ranks(math.prod(case.on.shape)), Simulator(streams) as simulator:
-        Training(case, simulator).run()
-    return simulator
 
 
 # -- what is found ---------------------------------------------------------------------------------------------------
@@ -571,28 +335,6 @@ CHOICES: list[list[Any]] = [
     [(None, None), (BF16, FP32), (BF16, BF16), (None, FP16)],
     ["none", "held", "not all-reduced", "not last"],
     ["per_parameter", "ragged", "columns"],
-]
-EVENTS = [
-    "none",
-    "compressed",
-    "thin matrices",
-    "weights encoded",
-    "own collectives",
-    "another order",
-    "failures",
-    "frozen",
-    "hook on a stream",
-    "kept after backward",
-    "list unit",
-    "optimizer on a stream",
-    "own order",
-    "recomputed",
-    "separate group",
-    "training on a stream",
-    "two buffers",
-    "unshard",
-    "whole matrices",
-    "zeros kept",
 ]
 
 

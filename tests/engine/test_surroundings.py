@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.engine import api
-from tests.engine.models import build, full, loss_of, tokens
+from tests.engine.kit.models import build, full, loss_of, tokens
 from tests.support import multirank, world_mesh
 
 LAYOUTS = ("per_parameter", "ragged", sw.Ragged("element"))

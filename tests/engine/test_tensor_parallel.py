@@ -32,9 +32,6 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 from torch.utils.checkpoint import checkpoint
@@ -42,14 +39,12 @@ from torch.utils.checkpoint import checkpoint
 import shardwright as sw
 from shardwright._torch import subclasses_dispatch
 from shardwright.engine.ragged import RaggedTensor
-from tests.engine.models import Model, Reference, build, full, loss_of
+from tests.engine.kit.models import Model, Reference, build, full, loss_of
+from tests.engine.kit.tensor_parallel import Shape, data_mesh, data_rank, mesh_of, parallelize, tokens
 from tests.support import CaseFailed, WorkerPools, multirank, world_mesh
 from tests.support.matrix import select, together
 
 BF16, FP32 = torch.bfloat16, torch.float32
-Shape = tuple[int, ...]
-#: Data-parallel axes, then the tensor-parallel one.
-AXES = {2: ("dp", "tp"), 3: ("replicate", "dp", "tp")}
 LAYOUTS: dict[str, Any] = {
     "per_parameter": "per_parameter",
     "row": "ragged",
@@ -63,56 +58,6 @@ PRECISIONS = {"fp32": (FP32, FP32, 1e-5), "bf16-fp32": (BF16, FP32, 6e-2), "bf16
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def mesh_of(shape: Shape) -> DeviceMesh:
-    return world_mesh(*shape, names=AXES[len(shape)])
-
-
-def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    names = mesh.mesh_dim_names
-    assert names is not None
-    return mesh[names[:-1]] if len(names) > 2 else mesh[names[0]]
-
-
-def data_rank(mesh: DeviceMesh) -> int:
-    data = data_mesh(mesh)
-    here = data.get_coordinate()
-    assert here is not None
-    return functools.reduce(lambda n, axis: n * data.shape[axis] + here[axis], range(data.ndim), 0)
-
-
-def plan_of(name: str) -> tuple[dict[str, ParallelStyle], dict[str, ParallelStyle]]:
-    """The plans of a block and of what is outside of blocks."""
-    if name == "blocks":  # all else lies on the data-parallel ranks alone
-        return {"up": ColwiseParallel(), "down": RowwiseParallel()}, {}
-    if name == "tensor":
-        return (
-            {"up": ColwiseParallel(), "down": RowwiseParallel()},
-            {
-                "embed": RowwiseParallel(input_layouts=Replicate()),
-                "head": ColwiseParallel(output_layouts=Replicate()),
-            },
-        )
-    return (
-        {
-            "norm": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1)),
-        },
-        {
-            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "norm": SequenceParallel(),
-            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        },
-    )
-
-
-def parallelize(model: Model, mesh: DeviceMesh, plan: str, source: int | None = 0) -> Model:
-    block_plan, rest = plan_of(plan)
-    for block in model.blocks:
-        parallelize_module(block, mesh["tp"], block_plan, src_data_rank=source)
-    return parallelize_module(model, mesh["tp"], rest, src_data_rank=source)  # type: ignore[return-value]
-
-
 def shard(
     model: Model, mesh: DeviceMesh, apply: Callable[..., Any] = sw.fully_shard, **options: Any
 ) -> Model:
@@ -120,11 +65,6 @@ def shard(
         apply(block, mesh=data_mesh(mesh), **options)
     apply([model.norm, model.head], mesh=data_mesh(mesh), **options)
     return apply(model, mesh=data_mesh(mesh), **options)  # type: ignore[no-any-return]
-
-
-def tokens(step: int, micro: int, data: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(step * 10_007 + micro * 101 + data)
-    return torch.randint(0, 11, (2, 8), generator=generator)
 
 
 def on_meshes(cases: list[Any], timeout: float = 60.0) -> Callable[[Callable[..., Any]], Any]:

@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, line
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from tests.engine.models import full
+from tests.engine.kit.models import full
 from tests.engine.twins import (
     SETTINGS,
     assert_same_gradients,

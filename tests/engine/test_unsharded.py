@@ -16,9 +16,10 @@ from torch import nn
 import shardwright as sw
 from shardwright.engine import offload
 from shardwright.engine.construct import UNIT
-from tests.engine.models import Model, Reference, build, full, loss_of, shard, tokens
-from tests.engine.test_strategies import On, backward, on, on_meshes, set_micro, units_of
-from tests.engine.test_surface import HalfGathered
+from tests.engine.kit.models import Model, Reference, build, full, loss_of, shard, tokens
+from tests.engine.kit.places import On, on, on_meshes
+from tests.engine.kit.subclasses import HalfGathered
+from tests.engine.kit.training import backward, set_micro, units_of
 from tests.support import multirank, world_mesh
 from tests.support.matrix import select, together
 from tests.support.storages import Storages

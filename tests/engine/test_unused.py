@@ -16,7 +16,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 import shardwright as sw
-from tests.engine.models import full
+from tests.engine.kit.models import full
 from tests.support import multirank, world_mesh
 from tests.support.stand_in import stand_in_device
 

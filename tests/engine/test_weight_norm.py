@@ -10,7 +10,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import remove_parametrizations
 
 import shardwright as sw
-from tests.engine.models import full
+from tests.engine.kit.models import full
 from tests.support import multirank
 
 

@@ -15,16 +15,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 
 import shardwright as sw
 from shardwright import wrap
-from tests.engine.models import Block, Model, build, full, loss_of, tokens
-from tests.engine.test_strategies import (
-    On,
-    backward,
-    expected_gradients,
-    is_cut_as,
-    on,
-    on_meshes,
-    units_of,
-)
+from tests.engine.kit.models import Block, Model, build, full, loss_of, tokens
+from tests.engine.kit.places import On, on, on_meshes
+from tests.engine.kit.training import backward, expected_gradients, is_cut_as, units_of
 from tests.support import multirank, world_mesh
 from tests.support.matrix import select, together
 
@@ -185,7 +178,7 @@ def test_auto_wrap_trains_as_the_plain_model(
     model = wrap.auto_wrap(
         copy.deepcopy(plain), POLICIES[policy], mesh=at.mesh, strategy=at.strategy, layout=layout, prefetch=2
     )
-    assert len(units_of(model)) > 1 and units_of(model)[0].prefetch == 2
+    assert len(units_of(model)) > 1 and units_of(model)[0].options.prefetch == 2
     assert not tied or model.head.weight is model.embed.weight
     for r in range(world_size):
         batch = tokens(0, 0, r)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from tests.engine.models import full
+from tests.engine.kit.models import full
 from tests.support import world_mesh
 
 SETTINGS: list[dict[str, Any]] = [

@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardwright as sw
 from shardwright.train.models.llama import Llama
 from shardwright.train.models.presets import PRESETS
-from tests.init.test_memory import LiveBytes
+from tests.support.live_bytes import LiveBytes
 
 
 def constant(weight: torch.Tensor, *args: float, **kwargs: object) -> torch.Tensor:

@@ -8,7 +8,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.init import truncated
-from tests.init.test_memory import LiveBytes
+from tests.support.live_bytes import LiveBytes
 
 PIECE = 1 << 10
 

@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwright as sw
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.optim import adamw8bit
-from tests.engine.models import full
-from tests.engine.test_strategies import On, on, on_meshes
+from tests.engine.kit.models import full
+from tests.engine.kit.places import On, on, on_meshes
 from tests.support import WorkerPools, multirank
 
 BLOCK = 8

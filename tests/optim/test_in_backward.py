@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
 from shardwright.engine.stepping import SteppedGradient
-from tests.engine.models import Model, build, full, loss_of, shard, tokens
-from tests.engine.test_strategies import On, on, on_meshes
+from tests.engine.kit.models import Model, build, full, loss_of, shard, tokens
+from tests.engine.kit.offload import set_more
+from tests.engine.kit.places import On, on, on_meshes
 from tests.support import multirank
 from tests.support.matrix import select, together
 
@@ -61,16 +62,6 @@ def rows() -> list[Row]:
         at, ["per_parameter", "ragged"], memory, [None, FP32], ACCUMULATION, OPTIMIZERS
     )
     return select([Row(*row) for row in product], lambda row, strength: together(strength, *row))
-
-
-def set_more(model: Model, way: str, more: bool) -> None:
-    if way == "not synced":
-        model.set_requires_gradient_sync(not more)
-    elif way == "not last":
-        model.set_is_last_backward(not more)
-    elif way == "not all-reduced":
-        # On meshes of one axis there is nothing to leave out but the step.
-        model.set_requires_all_reduce(not more)
 
 
 def train(model: Model, optimizer: Any, rank: int, steps: int = 3, way: str = "none", first: int = 0) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.train.models.llama import Llama, LlamaConfig
-from tests.engine.models import build
+from tests.engine.kit.models import build
 
 
 def names(optimizer: sw.Muon) -> dict[bool, list[str]]:

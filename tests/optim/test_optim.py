@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from tests.engine.models import Reference, build, full, loss_of, shard, tokens
+from tests.engine.kit.models import Reference, build, full, loss_of, shard, tokens
 from tests.support import multirank
 
 OPTIMIZERS = {

@@ -18,17 +18,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwright as sw
 from shardwright.optim import moves
-from tests.engine.models import full
+from tests.engine.kit.models import full
+from tests.optim.kit import OPTIMIZERS
 from tests.optim.whole import LAYOUTS, STRATEGIES, Odd, Whole, assert_equal_bits, set_gradients, twins
 from tests.support import multirank, world_mesh
 
 each_alone = patch.object(moves, "SMALLEST_ROUND", 1)
-
-OPTIMIZERS: dict[str, Any] = {
-    "torch-Muon": lambda model: torch.optim.Muon(model.parameters(), lr=0.1),
-    "Muon": lambda model: sw.Muon(model.named_parameters(), lr=0.1, adamw={"lr": 0.01}),
-    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1),
-}
 
 
 def steps_equal(world_size: int, name: str, strategy: str, layout: str, dtype: torch.dtype) -> None:

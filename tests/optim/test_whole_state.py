@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 from shardwright.engine.ragged import RaggedTensor
-from tests.optim.test_whole import OPTIMIZERS
+from tests.optim.kit import OPTIMIZERS
 from tests.optim.whole import Odd, assert_equal_bits, full, set_gradients, state_leaves, twins
 from tests.support import WorkerPools, multirank
 

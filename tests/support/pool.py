@@ -259,6 +259,21 @@ class WorkerPools:
             self._pools.popitem()[1].kill()
 
 
+def run_case(
+    pools: WorkerPools, body: Callable[..., Any], ranks: int, timeout: float, /, **arguments: Any
+) -> None:
+    """Run ``body`` on every rank; its failure or its skip is the test's."""
+    try:
+        pools.run(body, ranks, timeout=timeout, **arguments)
+    except CaseSkipped as skipped:
+        reason = str(skipped)
+    except CaseFailed as failure:
+        pytest.fail(str(failure), pytrace=False)
+    else:
+        return
+    pytest.skip(reason)
+
+
 def multirank(*world_sizes: int, timeout: float = CASE_TIMEOUT) -> Callable[[Callable[..., Any]], Any]:
     """Make a test that runs on every rank of each of these world sizes.
 
@@ -279,15 +294,7 @@ def multirank(*world_sizes: int, timeout: float = CASE_TIMEOUT) -> Callable[[Cal
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(body)
         def case(worker_pools: WorkerPools, world_size: int, **arguments: Any) -> None:
-            try:
-                worker_pools.run(body, world_size, timeout=timeout, **arguments)
-            except CaseSkipped as skipped:
-                reason = str(skipped)
-            except CaseFailed as failure:
-                pytest.fail(str(failure), pytrace=False)
-            else:
-                return
-            pytest.skip(reason)
+            run_case(worker_pools, body, world_size, timeout, **arguments)
 
         signature = inspect.signature(body)
         fixture = inspect.Parameter("worker_pools", inspect.Parameter.POSITIONAL_OR_KEYWORD)

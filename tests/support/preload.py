@@ -22,8 +22,15 @@ from tests.support import pool
 
 __all__ = ["pool", "pytest", "torch"]
 
-# What the trainer uses, where it is installed.
-for name in ("matplotlib.backends.backend_agg", "matplotlib.figure", "psutil", "pydantic", "rich.progress"):
+# What tests and the trainer use, where it is installed.
+for name in (
+    "hypothesis.strategies",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "psutil",
+    "pydantic",
+    "rich.progress",
+):
     with suppress(ImportError):
         importlib.import_module(name)
 

@@ -32,6 +32,7 @@ TINY = """
 [run]
 name = "tiny"
 device = "cpu"
+sample_tokens = 4
 [model]
 dim = 32
 n_layers = 2

@@ -17,19 +17,12 @@ from shardwright.train.config import Config
 from shardwright.train.models.build import build_model
 from shardwright.train.models.llama import Rope
 from shardwright.train.parallel import parallelize
-from tests.engine.test_strategies import counted
+from tests.engine.kit.counting import counted
 from tests.support import multirank, world_mesh
 from tests.support.storages import Storages
 from tests.train.jobs import config_file, ranks, tiny, train_here
+from tests.train.kit.activations import KINDS
 
-KINDS: dict[str, dict[str, Any]] = {
-    "llama": {"n_layers": 4},
-    "hybrid": {
-        "kind": "hybrid", "n_layers": None, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16, "pattern": "M*E-",
-        "mtp_pattern": "*", "mamba_heads": 4, "mamba_head_dim": 16, "mamba_groups": 2, "mamba_state": 8, "n_experts": 4,
-        "expert_dim": 32, "shared_dim": 32,
-    },
-}  # fmt: skip
 #: The bits are those of the plain model, unless a compiler has changed the order of sums.
 MODES: dict[str, dict[str, Any]] = {
     "full": {"checkpoint": "full"},

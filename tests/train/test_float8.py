@@ -20,8 +20,8 @@ from shardwright.train.float8 import check_float8
 from shardwright.train.loop import Trainer
 from tests.support.pool import multirank
 from tests.train.jobs import tiny
-from tests.train.test_parallel import take_steps
-from tests.train.test_tensor_parallel import trainer
+from tests.train.kit.parallel import take_steps
+from tests.train.kit.tensor_parallel import trainer
 
 
 def job(engine: str = "shardwright", **train: Any) -> Config:

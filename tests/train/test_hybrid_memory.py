@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
 from tests.support import multirank, world_mesh
-from tests.train.test_hybrid import tiny, tokens, whole_loss
+from tests.train.kit.hybrid import tiny, tokens, whole_loss
 
 pytestmark = pytest.mark.skipif(not memory_can_be_swapped, reason="planned memory needs torch 2.12 or later")
 

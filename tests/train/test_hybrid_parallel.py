@@ -22,14 +22,14 @@ from shardwright.train.loop import Trainer
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import build_model
 from shardwright.train.models.hybrid import Hybrid, MixtureOfExperts
-from shardwright.train.models.plans import tensor_plan
+from shardwright.train.models.kinds import tensor_plan
 from shardwright.train.models.styles import SummedParts, rows_of, spread_experts
 from shardwright.train.stop import StopRequest
 from tests.support.matrix import select, together
 from tests.support.pool import multirank, world_mesh
 from tests.train.jobs import tiny
-from tests.train.test_hybrid import TINY, whole_loss
-from tests.train.test_tensor_parallel import trainer
+from tests.train.kit.hybrid import TINY, whole_loss
+from tests.train.kit.tensor_parallel import trainer
 
 MODEL: dict[str, Any] = {
     "kind": "hybrid", "pattern": "ME*-", "mtp_pattern": "E", "dim": 32, "n_layers": None, "n_heads": 4,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwright.train.errors import UserError
-from shardwright.train.models import hugging_face, kinds, plans
+from shardwright.train.models import hugging_face, kinds
 from shardwright.train.models.build import model_of
 from shardwright.train.models.kinds import KINDS
 from shardwright.train.models.presets import PRESETS, LlamaConfig
@@ -28,8 +28,8 @@ def test_a_kind_that_is_not_registered_is_an_error() -> None:
     for use in (
         hugging_face.key_map,
         hugging_face.config_json,
-        plans.tensor_plan,
-        lambda shape: plans.uneven(shape, 8, 2),
+        kinds.tensor_plan,
+        lambda shape: kinds.uneven(shape, 8, 2),
         model_of,
     ):
         with pytest.raises(
@@ -51,7 +51,7 @@ def test_every_registered_kind_offers_everything() -> None:
         names = {parameter for parameter, _ in model.named_parameters(remove_duplicate=False)}
         assert hugging_face.key_map(shape).keys() == names
         assert hugging_face.config_json(shape)["model_type"] in kind.load().shapes
-        assert plans.tensor_plan(shape) and plans.uneven(shape, 7, 2)
+        assert kinds.tensor_plan(shape) and kinds.uneven(shape, 7, 2)
 
 
 def test_a_kind_of_ones_own_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,64 +17,22 @@ import shardwright as sw
 from shardwright.train import checkpoint
 from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
-from shardwright.train.data import Corpus
 from shardwright.train.errors import UserError
 from shardwright.train.loop import Trainer
 from shardwright.train.models.build import build_model
-from shardwright.train.stop import StopRequest
 from shardwright.train.world import World, make_mesh
 from tests.support.matrix import select, together
 from tests.support.pool import multirank
 from tests.train.jobs import tiny
+from tests.train.kit.parallel import corpus, plain_steps, take_steps
 
 ENGINES = ["ddp", "fsdp1", "fsdp2", "shardwright"]
 STEPS = 3
 
 
-def corpus() -> Corpus:
-    """Random bytes: any mistake in who sees what changes the loss."""
-    tokens = torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
-    return Corpus(tokens[:3000], tokens[3000:], "random")
-
-
 def trainer(config: Config, rank: int, world_size: int) -> Trainer:
     mesh = make_mesh(config.parallel, "cpu", world_size)
     return Trainer(config, World(rank, world_size, torch.device("cpu"), mesh), corpus())
-
-
-def take_steps(job: Trainer, count: int) -> list[tuple[float, float]]:
-    """Loss and gradient norm of `count` steps."""
-    stop = StopRequest()  # not entered: no handlers in the pool's workers
-    results = [job.train_step(stop) for _ in range(count)]
-    return [(result.loss, result.grad_norm) for result in results]
-
-
-def plain_steps(config: Config, count: int) -> list[tuple[float, float]]:
-    """The same steps by plain PyTorch on the whole global batch."""
-    from shardwright.train.data import batch
-
-    torch.manual_seed(config.run.seed)
-    model, train = build_model(config.model, 256), config.train
-    matrices, vectors = (
-        [p for p in model.parameters() if (p.ndim >= 2) == wanted] for wanted in (True, False)
-    )
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": 0.1},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
-    results = []
-    for step in range(count):
-        inputs, targets = batch(corpus(), 0, step * train.global_batch, train.global_batch, train.seq_len)
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), train.max_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 * min(1.0, (step + 1) / 2)
-        optimizer.step()
-        optimizer.zero_grad()
-        results.append((loss.item(), norm.item()))
-    return results
 
 
 @multirank(2, 3)

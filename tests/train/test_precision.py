@@ -10,9 +10,9 @@ import torch
 from shardwright.train.errors import UserError
 from tests.support.pool import multirank
 from tests.train.jobs import tiny
-from tests.train.test_activations import KINDS
-from tests.train.test_parallel import take_steps
-from tests.train.test_tensor_parallel import trainer
+from tests.train.kit.activations import KINDS
+from tests.train.kit.parallel import take_steps
+from tests.train.kit.tensor_parallel import trainer
 
 LOW = {"engine": "shardwright", "param_dtype": "bfloat16"}
 

@@ -12,23 +12,16 @@ import torch.nn.functional as F
 from shardwright.train import checkpoint
 from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
-from shardwright.train.data import Corpus, batch
+from shardwright.train.data import batch
 from shardwright.train.errors import UserError
 from shardwright.train.generate import sample
-from shardwright.train.loop import Trainer
 from shardwright.train.models.build import build_model
-from shardwright.train.world import World, make_mesh
 from tests.support.pool import multirank
 from tests.train.jobs import tiny
-from tests.train.test_parallel import corpus, plain_steps, take_steps
+from tests.train.kit.parallel import corpus, plain_steps, take_steps
+from tests.train.kit.tensor_parallel import trainer
 
 STEPS = 3
-
-
-def trainer(config: Config, rank: int, world_size: int, text: Corpus | None = None) -> Trainer:
-    mesh = make_mesh(config.parallel, "cpu", world_size)
-    world = World(rank, world_size, torch.device("cpu"), mesh, config.parallel.tensor)
-    return Trainer(config, world, text or corpus())
 
 
 def job(tensor: int = 2, model: dict[str, Any] | None = None, **options: Any) -> Config:

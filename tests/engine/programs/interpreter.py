@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +35,7 @@ from tests.engine.programs.grammar import (
     Update,
     ZeroGrad,
 )
-from tests.engine.programs.model import Boom, Net
+from tests.engine.programs.model import Boom, Net, fsdp_modules
 from tests.engine.programs.reference import Mismatch, Place
 from tests.engine.programs.training import Training
 
@@ -303,7 +302,11 @@ class Interpreter(Training):
         else:
             for each in fsdp_modules(module):
                 stages = getattr(each, UNIT).ranks.strategy.stages
-                if not (setting.what.startswith("reshard") and 3 not in stages and any(stages)):
+                if setting.what.startswith("reshard"):
+                    legal = 3 in stages or not any(stages)
+                else:  # pools are refused if all units keep their parameters
+                    legal = self.spec.memory != "max_pool"
+                if legal:
                     each.set_reshard_after_forward(setting.what.startswith("reshard"), recurse=False)
 
 
@@ -371,10 +374,6 @@ def read(tensor: torch.Tensor, how: str) -> Any:
     if how == "list":
         return tensor.double().square().sum().tolist()
     return float(tensor.abs().max())
-
-
-def fsdp_modules(model: nn.Module) -> Iterator[sw.FSDPModule]:
-    return (m for m in model.modules() if isinstance(m, sw.FSDPModule))
 
 
 def run_program(rank: int, world_size: int, program: Program, sharded: bool = True) -> str | None:

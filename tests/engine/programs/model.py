@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
+from shardwright.engine.construct import UNIT
 from tests.engine.programs.grammar import LAYOUTS, BlockSpec, Call, Model
 from tests.support import world_mesh
 
@@ -211,6 +212,12 @@ def shard(net: Net, spec: Model, world_size: int) -> Net:
     mesh = world_mesh(*shape, names=("replicate", "shard")[-len(shape) :])
     numbers = itertools.count()
 
+    def share(net: nn.Module) -> bool:
+        """Whether a unit gives its full parameters back after its forward, without which pools are refused."""
+        units = [getattr(module, UNIT) for module in fsdp_modules(net)]
+        gives = [unit.settings.reshard_after_forward is not False for unit in units if unit.parameters]
+        return any(gives) and not spec.sharding.keeps
+
     def unit(module: Any, reshard: bool | int | None = None) -> Any:
         stages, layout = spec.sharding.of_unit(next(numbers))
         # What raises an error, see docs/strategies.md and docs/layouts.md.
@@ -219,7 +226,7 @@ def shard(net: Net, spec: Model, world_size: int) -> Net:
         gathered = 1 if not any(stages) else [n for n, stage in zip(shape, stages, strict=True) if stage][-1]
         if reshard == 2 and gathered % 2:
             reshard = True
-        memory = "arena" if spec.memory == "max_pool" and spec.sharding.keeps else spec.memory
+        memory = "arena" if spec.memory == "max_pool" and not share(net) else spec.memory
         options = {"memory": memory, "prefetch": spec.prefetch} if module is net else {}
         return sw.fully_shard(
             module,
@@ -248,3 +255,7 @@ def shard(net: Net, spec: Model, world_size: int) -> Net:
     unit(net, spec.reshard)
     net.set_reduce_scatter_unused_params(spec.zeros)  # type: ignore[operator]
     return net
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[sw.FSDPModule]:
+    return (m for m in model.modules() if isinstance(m, sw.FSDPModule))

@@ -1,0 +1,75 @@
+"""Run the tests of each defect with the defect in place: ``python -m tests.defects [WORD ...]``.
+
+With words, those whose seam or description has one of them. Prints one line for each; the status is 1 if one was not
+found.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.defects.table import DEFECTS, Defect
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 600  #: seconds for the tests of one defect
+
+
+def found_by(defect: Defect, folder: Path) -> str | None:
+    """The first test that fails with the defect in a copy of the package below ``folder``, or None."""
+    package = folder / "src" / "shardwright"
+    shutil.copytree(ROOT / "src" / "shardwright", package, ignore=shutil.ignore_patterns("__pycache__"))
+    file = package / defect.path
+    file.write_text(file.read_text().replace(defect.source, defect.wrong))
+    tests = [part if part[:1] == "-" or " " in part or (i and defect.tests[i - 1] == "-k") else f"tests/{part}"
+             for i, part in enumerate(defect.tests)]  # fmt: skip
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(package.parent)}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--show-capture=no",
+        *tests,
+    ]
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return f"no end within {LIMIT} s"
+    if done.returncode == 0:
+        return None
+    if failed := re.search(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE):
+        return failed[1].partition(" - ")[0].removeprefix("tests/")
+    raise SystemExit(
+        f"pytest has ended with {done.returncode} and no failed test:\n{done.stdout}{done.stderr}"
+    )
+
+
+def main(words: list[str]) -> int:
+    chosen = [d for d in DEFECTS if not words or any(w in f"{d.seam} {d.what}" for w in words)]
+    missed = 0
+    for defect in chosen:
+        begin = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            test = found_by(defect, Path(folder))
+        missed += test is None
+        seconds = time.monotonic() - begin
+        print(
+            f"{defect.seam:24} {defect.what}\n    {'NOT FOUND' if test is None else test} ({seconds:.0f} s)",
+            flush=True,
+        )
+    print(f"{len(chosen) - missed} of {len(chosen)} defects found")
+    return 1 if missed or not chosen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,321 @@
+"""The table. A defect is a piece of source that stands once in its file, and what takes its place."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Defect(NamedTuple):
+    """A change of one file below ``src/shardwright`` and tests that fail with it.
+
+    Attributes:
+        seam: the part of the engine that it breaks.
+        what: what goes wrong.
+        path: of the file, below the package.
+        source: what stands there, once.
+        wrong: what takes its place.
+        tests: arguments of pytest, below ``tests``; at least one of these tests fails.
+    """
+
+    seam: str
+    what: str
+    path: str
+    source: str
+    wrong: str
+    tests: tuple[str, ...]
+
+
+DEFECTS = [
+    # -- the stages of a gather
+    Defect(
+        "cast",
+        "the cast shard stays leased after its gather",
+        "engine/weights.py",
+        "casts, on_done = self._casts, self._cast.release",
+        "casts, on_done = self._casts, list",
+        ("engine/test_memory_bounds.py",),
+    ),
+    Defect(
+        "upload",
+        "offloaded shards that outer axes have gathered are not uploaded again after an edit",
+        "engine/weights.py",
+        "len(self._hops) > 1 and first.kept and first.epoch == self.ledger.epoch and edits_are_seen",
+        "len(self._hops) > 1 and first.kept and first.epoch != NEVER and edits_are_seen",
+        ("engine/test_between_uses.py",),
+    ),
+    Defect(
+        "hop",
+        "what outer axes have gathered serves after the weights changed",
+        "engine/weights.py",
+        "if hop.kept and hop.epoch == self.ledger.epoch and edits_are_seen:",
+        "if hop.kept and hop.epoch != NEVER:",
+        ("engine/test_between_uses.py",),
+    ),
+    Defect(
+        "codec",
+        "an edit of decoded weights is compared with itself",
+        "engine/weights.py",
+        "self._decoded[key] = p.cut.of_full(p.view.detach()).clone()",
+        "self._decoded[key] = p.cut.of_full(p.view.detach())",
+        ("engine/test_comm_hooks.py",),
+    ),
+    Defect(
+        "extension",
+        "modules show the parameter that a tensor subclass has made in an earlier build",
+        "engine/weights.py",
+        "        self.index_slots()\n\n    def check_headers",
+        "\n    def check_headers",
+        ("engine/test_surface.py", "engine/test_attached_extensions.py"),
+    ),
+    Defect(
+        "reshard_after_forward=k",
+        "every rank keeps the first rank's part for backward",
+        "engine/secondary.py",
+        "t.narrow(0, comm.rank * size, size) for t, size",
+        "t.narrow(0, 0, size) for t, size",
+        ("engine/test_secondary.py",),
+    ),
+    Defect(
+        "full precision in eval",
+        "after training, evaluation reads outer gathers whose memory is gone",
+        "engine/full_precision.py",
+        "            hop.epoch = NEVER  # but what training keeps until the weights change stays\n",
+        "",
+        ("engine/test_precision.py", "-k", "evaluation"),
+    ),
+    # -- guards
+    Defect(
+        "values that are not there",
+        "parameters on the meta device train from NaN",
+        "engine/weights.py",
+        "        if missing:\n            assert self.root is not None",
+        "        if missing and not edits_are_seen:\n            assert self.root is not None",
+        ("init/test_meta.py", "init/test_unset.py"),
+    ),
+    Defect(
+        "unsharded",
+        "a unit computes while full parameters that it does not know are shown",
+        "engine/unit.py",
+        '        self.refuse_unsharded("Forward of")\n',
+        "",
+        ("engine/test_unsharded.py",),
+    ),
+    # -- epochs and edits
+    Defect(
+        "ledger",
+        "autograd does not refuse a backward over weights that changed",
+        "engine/weights.py",
+        "            increment_version(edited)\n",
+        "",
+        ("engine/test_edits.py",),
+    ),
+    Defect(
+        "ledger",
+        "an edit of full weights is taken for one that was in the shard before",
+        "engine/weights.py",
+        "        return self._slab_epoch == self.ledger.epoch\n",
+        "        return self._slab_epoch != NEVER\n",
+        ("engine/test_edits.py",),
+    ),
+    Defect(
+        "ledger",
+        "writes through the .data of a full parameter are lost",
+        "engine/weights.py",
+        "if id(p.full) in self._data_given or any(id(t) in moved for t in p.counters):",
+        "if any(id(t) in moved for t in p.counters):",
+        ("engine/test_edits.py", "engine/test_comm_hooks.py"),
+    ),
+    # -- residence
+    Defect(
+        "residence",
+        "an interrupted gather writes into memory that was given back",
+        "engine/weights.py",
+        "            if self._issuing:\n                # An interrupt",
+        "            if not self.build:\n                # An interrupt",
+        ("engine/test_between_uses.py",),
+    ),
+    Defect(
+        "residence",
+        "weights kept on purpose are kept beyond the optimizer's step",
+        "engine/root.py",
+        "        unit.drop_kept()  # some kernels write without moving a version counter\n",
+        "",
+        ("engine/test_between_uses.py",),
+    ),
+    # -- settings
+    Defect(
+        "settings",
+        "a deep copy forgets a setting",
+        "engine/copies.py",
+        "settings=replace(settings, transport",
+        "settings=replace(settings, fills_unused=False, transport",
+        ("engine/test_unused.py",),
+    ),
+    Defect(
+        "settings",
+        "a captured step is replayed though settings were changed",
+        "engine/graphed.py",
+        "                    each.settings,\n",
+        "                    each.settings.sync,\n",
+        ("engine/test_graphed.py", "engine/test_copied_settings.py"),
+    ),
+    # -- accumulation
+    Defect(
+        "due",
+        "what was held is not reduced when the optimizer needs it",
+        "engine/unit.py",
+        "            needed=needed,\n",
+        "            needed=False,\n",
+        ("engine/test_strategies.py",),
+    ),
+    Defect(
+        "due",
+        "whole gradients that were held are lost where nothing came since",
+        "engine/due.py",
+        "return Due.FINISH if held is Held.WHOLE or not finishes_late else",
+        "return Due.FINISH if not finishes_late else",
+        ("engine/test_between_uses.py",),
+    ),
+    Defect(
+        "due",
+        "after a failed backward the unit forgets that it holds sums",
+        "engine/unit.py",
+        "            self.held = max(self.held, self._held_before)\n",
+        "",
+        ("engine/test_strategies.py", "-k", "exception"),
+    ),
+    # -- a reduction under way
+    Defect(
+        "flight",
+        "sums that a failed reduction had taken up are lost",
+        "engine/gradients.py",
+        "        for name, held in self._merged.items():\n            setattr(self, name, held)\n",
+        "",
+        ("engine/test_between_uses.py",),
+    ),
+    Defect(
+        "flight",
+        "a rank takes its own word for which parameters have gradients",
+        "engine/gradients.py",
+        "used = [flag != 0 for flag in output[start : start + len(self._parameters)].tolist()]",
+        "used = list(self._present)",
+        ("engine/test_unused.py", "engine/test_strategies.py"),
+    ),
+    Defect(
+        "packing",
+        "an unused parameter gets a gradient of zero",
+        "engine/gradients.py",
+        "            flags[:, [i for i, there in enumerate(present) if not there]] = 0\n",
+        "",
+        ("engine/test_unused.py", "engine/test_behaviour.py"),
+    ),
+    Defect(
+        "packing",
+        "gradients of parameters that were frozen since forward count",
+        "engine/gradients.py",
+        "            if gradient is None or not self._shardeds[i].requires_grad:\n",
+        "            if gradient is None:\n",
+        ("engine/test_modules.py", "-k", "frozen or freez"),
+    ),
+    # -- delivery
+    Defect(
+        "delivery",
+        "gradients that the user has kept are overwritten by the next step",
+        "engine/gradients.py",
+        "            if sys.getrefcount(dtensor) > 3:\n                return False\n",
+        "            pass\n",
+        ("engine/test_behaviour.py", "engine/test_memory.py"),
+    ),
+    Defect(
+        "delivery",
+        "gradients that come to the host take the place of those that are there",
+        "engine/offload.py",
+        "direct = self._fresh and shard is not None and shard.direct and self._has_no_gradients()",
+        "direct = shard is not None and shard.direct",
+        ("engine/test_offload.py",),
+    ),
+    # -- transport
+    Defect(
+        "transport",
+        "the gradient hook of a copy is never called",
+        "engine/unit.py",
+        "        if unnamed and self.settings.transport.hook is not None and self.parameters:\n",
+        "        if not unnamed and self.parameters:\n",
+        ("engine/test_copied_settings.py",),
+    ),
+    Defect(
+        "transport",
+        "a reduction over two axes divides on each",
+        "engine/gradients.py",
+        "                whole.before if comm is self._way[0] else 1.0,\n",
+        "                whole.before,\n",
+        ("engine/test_strategies.py", "-k", "divided"),
+    ),
+    # -- steps in backward
+    Defect(
+        "step in backward",
+        "a unit is stepped while other calls of it wait for their backward",
+        "engine/unit.py",
+        "        if not self._unfinished:\n            self.step_if_due()\n\n    def step_if_due",
+        "        self.step_if_due()\n\n    def step_if_due",
+        ("optim/test_in_backward.py", "optim/test_in_backward_twice.py"),
+    ),
+    # -- tensor parallelism
+    Defect(
+        "tensor parallel",
+        "partial gradients are not summed over the tensor-parallel ranks",
+        "engine/gradients.py",
+        "gradient = parameter.cut.parallel.gradient(gradient, self.packing.reduce_dtype)",
+        "gradient = gradient.to_local()",
+        ("engine/test_tensor_parallel.py", "-k", "plain_model"),
+    ),
+    # -- what units share
+    Defect(
+        "visits",
+        "units whose inputs need no gradient are reduced at the end of backward only",
+        "engine/root.py",
+        "        self.close_visits_begun_after(visit.end)\n",
+        "",
+        ("engine/test_between_uses.py",),
+    ),
+    Defect(
+        "order",
+        "forward gathers no unit ahead",
+        "engine/root.py",
+        "            self._place = place + 1\n",
+        "            self._place = len(expected)\n",
+        ("engine/test_schedule.py", "engine/test_behaviour.py"),
+    ),
+    Defect(
+        "order",
+        "after a failure on one rank the ranks guess unlike orders",
+        "engine/root.py",
+        "            self._orders.clear()\n",
+        "            pass\n",
+        ("engine/test_leaving.py",),
+    ),
+    Defect(
+        "agreement",
+        "weights of different ages meet in one gather",
+        "engine/agreement.py",
+        "            record = Record(event, number, nbytes, detail, self._model, self.age)\n",
+        "            record = Record(event, number, nbytes, detail, self._model, 0)\n",
+        ("engine/test_ages.py",),
+    ),
+    Defect(
+        "pools",
+        "two slabs have one place at the same time",
+        "memory/planned.py",
+        "        busy = self._overlaps[i] & self._leased\n",
+        "        busy = 0\n",
+        ("engine/test_memory.py", "memory"),
+    ),
+    Defect(
+        "settling",
+        "a module that was exchanged for another is not noticed",
+        "engine/unit.py",
+        "            or self._ids_of_children() != self._child_ids\n",
+        "",
+        ("engine/test_moved_modules.py", "engine/test_edits.py", "engine/test_modules.py"),
+    ),
+]

@@ -1,0 +1,1 @@
+"""Models, places and comparisons that tests of the engine share."""

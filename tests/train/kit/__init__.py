@@ -1,0 +1,1 @@
+"""Models, corpora and runs that tests of the trainer share."""

@@ -1,0 +1,17 @@
+"""Trainers over a tensor-parallel axis."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwright.train.config import Config
+from shardwright.train.data import Corpus
+from shardwright.train.loop import Trainer
+from shardwright.train.world import World, make_mesh
+from tests.train.kit.parallel import corpus
+
+
+def trainer(config: Config, rank: int, world_size: int, text: Corpus | None = None) -> Trainer:
+    mesh = make_mesh(config.parallel, "cpu", world_size)
+    world = World(rank, world_size, torch.device("cpu"), mesh, config.parallel.tensor)
+    return Trainer(config, world, text or corpus())
