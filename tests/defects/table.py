@@ -65,7 +65,7 @@ DEFECTS = [
         "engine/weights.py",
         "        self.index_slots()\n\n    def check_headers",
         "\n    def check_headers",
-        ("engine/test_surface.py", "engine/test_attached_extensions.py"),
+        ("engine/test_surface_subclasses.py", "engine/test_attached_extensions.py"),
     ),
     Defect(
         "reshard_after_forward=k",

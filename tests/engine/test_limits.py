@@ -1,5 +1,5 @@
 """Where torch's FSDP2 gives wrong gradients, raises or keeps too much memory, ours does not. Others of its limits have
-tests beside what they concern: several roots in test_schedules.py, division on one rank in test_surface.py."""
+tests beside what they concern: several roots in test_schedules.py, division on one rank in test_surface_division.py."""
 
 from __future__ import annotations
 
