@@ -1,0 +1,276 @@
+"""Parameters on the whole mesh with named data-parallel dimensions, and expert parallelism."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import shardwright as sw
+from tests.engine.kit.tensor_parallel import LAYOUTS, close
+from tests.support import multirank, world_mesh
+
+DIMS = {
+    "shard": ((2, 2), ("dp", "tp"), {"shard": "dp"}),
+    "inside": ((2, 2), ("tp", "dp"), {"shard": "dp"}),
+    "replicas": ((2, 2), ("dp", "tp"), {"replicate": "dp"}),
+    "both": ((2, 1, 2), ("replicate", "dp", "tp"), {"shard": "dp", "replicate": "replicate"}),
+    "several": ((2, 2, 1), ("dp", "cp", "tp"), {"shard": ("dp", "cp")}),
+}
+
+
+class Spmd(nn.Module):
+    """Two matrices that are DTensors on the whole mesh, and a norm that is replicated on it."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        self.mesh = mesh
+        generator = torch.Generator().manual_seed(1)
+        names = mesh.mesh_dim_names if mesh is not None else None
+        for name, shape, placement in (
+            ("up", (6, 5), Shard(0)),
+            ("down", (5, 6), Shard(1)),
+            ("scale", (5,), Replicate()),
+        ):
+            value: Any = torch.randn(shape, generator=generator)
+            if mesh is not None and names is not None:
+                value = distribute_tensor(
+                    value, mesh, [placement if n == "tp" else Replicate() for n in names]
+                )
+            self.register_parameter(name, nn.Parameter(value))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: Any = x
+        if self.mesh is not None and isinstance(self.up, DTensor):
+            assert self.up.device_mesh == self.mesh
+            # Every rank's own data, said to be the same everywhere, as FSDP's users do.
+            h = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        out = torch.relu((h * self.scale) @ self.up.T) @ self.down.T
+        return out.full_tensor() if isinstance(out, DTensor) else out
+
+
+@multirank(4)
+@pytest.mark.parametrize(
+    ("dims", "layout"), [*((dims, "per_parameter") for dims in DIMS), ("both", "element"), ("several", "row")]
+)
+def test_named_data_parallel_dimensions(
+    rank: int, world_size: int, dims: str, layout: str, tmp_path: Path
+) -> None:
+    shape, names, given = DIMS[dims]
+    mesh = world_mesh(*shape, names=names)
+    options = {"mesh": mesh, "dp_mesh_dims": sw.DataParallelMeshDims(**given)}  # type: ignore[arg-type]
+    plain, model = Spmd(None), sw.fully_shard(Spmd(mesh), layout=LAYOUTS[layout], **options)
+    data = [axis for axis, name in enumerate(names) if name != "tp"]
+    here = functools.reduce(lambda n, axis: n * shape[axis] + mesh.get_local_rank(axis), data, 0)
+    size = math.prod(shape[axis] for axis in data)
+    optimizer = sw.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    expected = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        inputs = [
+            torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + d)) for d in range(size)
+        ]
+        for x in inputs:
+            (plain(x).square().mean() / size).backward()
+        model(inputs[here]).square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            close(p.grad, q.grad, 1e-5, name)
+        wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        torch.testing.assert_close(sw.clip_grad_norm_(model.parameters(), 0.5), wanted)
+        optimizer.step()
+        expected.step()
+        optimizer.zero_grad()
+        expected.zero_grad()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        close(p, q, 1e-5, name)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path)
+    loaded = {name: torch.zeros_like(q) for name, q in plain.state_dict().items()}
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    for name, q in plain.state_dict().items():
+        torch.testing.assert_close(loaded[name], q)
+    if layout == "per_parameter" and sw.DataParallelMeshDims.__module__.startswith("torch."):
+        theirs = fsdp2(Spmd(mesh), **options)
+        for p, q in zip(model.parameters(), theirs.parameters(), strict=True):
+            assert p.placements == q.placements and p.device_mesh == q.device_mesh
+            assert p.to_local().shape == q.to_local().shape
+
+
+class Experts(nn.Module):
+    """Experts in two tensors; with expert parallelism each rank of a group has some, and tokens travel to them."""
+
+    def __init__(self, experts: int = 4, dim: int = 5, hidden: int = 6) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, dim, hidden) / 2)
+        self.down = nn.Parameter(torch.randn(experts, hidden, dim) / 2)
+
+    def forward(self, x_ED: torch.Tensor) -> torch.Tensor:
+        """One row for each expert; with expert parallelism the same of every rank of the group, for this one's."""
+        mesh = self.up.device_mesh if isinstance(self.up, DTensor) else None
+        up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.down))
+        if mesh is not None:  # (experts, dim) of each rank to (own experts, ranks, dim)
+            x_ED = Exchange.apply(x_ED, mesh["ep"].get_group())
+            if mesh.ndim > 1:
+                x_ED = Copies.apply(x_ED, mesh["tp"].get_group())
+        x = x_ED.view(-1, up.shape[0], x_ED.shape[-1]).transpose(0, 1)
+        out = torch.relu(x @ up) @ down
+        if mesh is not None and mesh.ndim > 1:
+            out = Sum.apply(out, mesh["tp"].get_group())
+        y_ED = out.transpose(0, 1).reshape(-1, x_ED.shape[-1])
+        return Exchange.apply(y_ED, mesh["ep"].get_group()) if mesh is not None else y_ED
+
+
+class Exchange(torch.autograd.Function):
+    """Rows to the ranks of a group, a share for each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        result = torch.empty_like(x, memory_format=torch.contiguous_format)
+        torch.distributed.all_to_all_single(result, x.contiguous(), group=group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        return Exchange.apply(g, ctx.group), None
+
+
+class Sum(torch.autograd.Function):
+    """Of the parts that the ranks of a group have computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        result = x.clone()
+        torch.distributed.all_reduce(result, group=group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        return g, None
+
+
+class Copies(torch.autograd.Function):
+    """The same on all ranks of a group, which each compute a part of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        return Sum.apply(g, ctx.group), None
+
+
+class MoE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 5)
+        self.experts = Experts()
+        self.outer = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.experts(self.inner(x)))
+
+
+@multirank(4)
+@pytest.mark.parametrize(
+    ("experts", "how", "layout"),
+    [(2, "unit", "row"), (4, "unit", "per_parameter"), (2, "result", "per_parameter"), (2, "result", "row")],
+)
+def test_expert_parallelism(
+    rank: int, world_size: int, experts: int, how: str, layout: str, tmp_path: Path
+) -> None:
+    """Experts over their own meshes: parts of them by expert parallelism, then over the ranks that have the same."""
+    sizes = world_size // experts, experts
+    mesh = world_mesh(*sizes, names=("edp", "ep"))
+    whole = world_mesh(world_size, names=("dp",))
+    torch.manual_seed(0)
+    plain = MoE()
+    model = copy.deepcopy(plain)
+    for name, p in list(model.experts.named_parameters()):
+        setattr(model.experts, name, nn.Parameter(distribute_tensor(p.detach(), mesh["ep"], [Shard(0)])))
+    if how == "unit":
+        sw.fully_shard(model.experts, mesh=mesh["edp"], layout=LAYOUTS[layout])
+        # Tokens of all ranks of its group reach an expert: their gradients are summed there already.
+        model.experts.set_gradient_divide_factor(world_size)
+        sw.fully_shard(model, mesh=whole, layout=LAYOUTS[layout])
+    else:
+        of_experts = set(model.experts.parameters())
+        sw.fully_shard(
+            model,
+            mesh=whole,
+            layout=LAYOUTS[layout],
+            shard_placement_fn=lambda p: (
+                sw.ShardPlacementResult(None, mesh["edp"]) if p in of_experts else None
+            ),
+        )
+        # As for a loss that is divided by the tokens of all ranks.
+        model.set_gradient_divide_factor(1.0)
+    if how == "result":
+        copied = copy.deepcopy(model)
+        assert torch.allclose(copied(torch.ones(4, 5)), plain(torch.ones(4, 5)), atol=1e-6)
+    optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    expected = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for step in range(3):
+        inputs = [torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(4)]
+        for x in inputs:
+            (plain(x).square().mean() / world_size).backward()
+        (model(inputs[rank]).square().mean() / (world_size if how == "result" else 1)).backward()
+        check_step(model, plain, optimizer, expected)
+    check_saved(model, plain, tmp_path)
+
+
+def check_step(model: nn.Module, plain: nn.Module, optimizer: Any, expected: Any) -> None:
+    """Gradients, their norm, and the step that both models make."""
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        close(p.grad, q.grad, 1e-5, name)
+    wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    torch.testing.assert_close(sw.clip_grad_norm_(model.parameters(), 0.5), wanted)
+    for each in (optimizer, expected):
+        each.step()
+        each.zero_grad()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        close(p, q, 1e-5, name)
+
+
+def check_saved(model: nn.Module, plain: nn.Module, path: Path) -> None:
+    """A plain model reads what was saved of a sharded one."""
+    dcp.save(model.state_dict(), checkpoint_id=path)
+    loaded = {name: torch.zeros_like(q) for name, q in plain.state_dict().items()}
+    dcp.load(loaded, checkpoint_id=path)
+    for name, q in plain.state_dict().items():
+        torch.testing.assert_close(loaded[name], q)
+
+
+@multirank(4)
+@pytest.mark.parametrize("layout", ["per_parameter", "element"])
+def test_expert_with_tensor_parallelism(rank: int, world_size: int, layout: str, tmp_path: Path) -> None:
+    """Experts on two other axes, one of which is data-parallel for all else."""
+    mesh = world_mesh(1, 2, 2, names=("edp", "ep", "tp"))
+    torch.manual_seed(0)
+    plain = MoE()
+    model = copy.deepcopy(plain)
+    for name, placements in (("up", [Shard(0), Shard(2)]), ("down", [Shard(0), Shard(1)])):
+        p = distribute_tensor(getattr(model.experts, name).detach(), mesh["ep", "tp"], placements)
+        setattr(model.experts, name, nn.Parameter(p))
+    sw.fully_shard(model.experts, mesh=mesh["edp"], layout=LAYOUTS[layout])
+    model.experts.set_gradient_divide_factor(2)
+    sw.fully_shard(model, mesh=mesh["ep"], layout=LAYOUTS[layout])
+    optimizer = sw.fully_shard_optimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+    expected = torch.optim.Adam(plain.parameters(), lr=0.1)
+    for step in range(2):
+        inputs = [torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + d)) for d in range(2)]
+        for x in inputs:
+            (plain(x).square().mean() / 2).backward()
+        model(inputs[mesh.get_local_rank("ep")]).square().mean().backward()
+        check_step(model, plain, optimizer, expected)
+    check_saved(model, plain, tmp_path)
