@@ -182,7 +182,7 @@ DEFECTS = [
         "engine/unit.py",
         "            self.held = max(self.held, self._held_before)\n",
         "",
-        ("engine/test_strategies.py", "-k", "exception"),
+        ("engine/test_strategy_reductions.py", "-k", "exception"),
     ),
     # -- a reduction under way
     Defect(
@@ -199,7 +199,7 @@ DEFECTS = [
         "engine/gradients.py",
         "used = [flag != 0 for flag in output[start : start + len(self._parameters)].tolist()]",
         "used = list(self._present)",
-        ("engine/test_unused.py", "engine/test_strategies.py"),
+        ("engine/test_unused.py", "engine/test_strategy_reductions.py"),
     ),
     Defect(
         "packing",
@@ -249,7 +249,7 @@ DEFECTS = [
         "engine/gradients.py",
         "                whole.before if comm is self._way[0] else 1.0,\n",
         "                whole.before,\n",
-        ("engine/test_strategies.py", "-k", "divided"),
+        ("engine/test_strategy_reductions.py", "-k", "divided"),
     ),
     # -- steps in backward
     Defect(
