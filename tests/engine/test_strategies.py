@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -24,7 +25,7 @@ from shardwright.engine.ragged import RaggedTensor
 from tests.engine.kit.counting import counted
 from tests.engine.kit.models import Reference, build, loss_of, tokens
 from tests.engine.kit.places import On, on, on_meshes
-from tests.engine.kit.strategies import EVERYWHERE, OTHERS, SOME, some, synchronise
+from tests.engine.kit.strategies import EVERYWHERE, OTHERS, SOME, some
 from tests.engine.kit.training import (
     BF16,
     FP16,
@@ -43,6 +44,24 @@ from tests.engine.kit.training import (
 )
 from tests.support import world_mesh
 from tests.support.matrix import covering, everything, select
+
+
+@torch.no_grad()
+def synchronise(model: nn.Module, plain: nn.Module) -> None:
+    """Copy the parameters, which were compared just now, into ``plain``: then rounding does not add up over steps,
+    nor flip the rounding of a low-precision copy. One collective, which counts what every replica has: no element is
+    missing, none is on one rank more than the others."""
+    flats = [torch.zeros(2, *p.shape, dtype=torch.float64) for p in plain.parameters()]
+    for flat, p in zip(flats, model.parameters(), strict=True):
+        part_of(flat[0], p).add_(local_of(p))
+        part_of(flat[1], p).add_(1.0)
+    everything = torch.cat([flat.view(-1) for flat in flats])
+    dist.all_reduce(everything)
+    for flat, p in zip(everything.split([f.numel() for f in flats]), plain.parameters(), strict=True):
+        total, count = flat.view(2, *p.shape)
+        assert count.min() == count.max() >= 1
+        p.copy_(total / count)
+
 
 # -- the matrix ------------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,21 @@ import torch
 from torch import nn
 
 from tests.engine.kit.subclasses import LIBRARIES, backward, check, data, full, gradients, loss_of
-from tests.engine.kit.surface import Collectives, averaged, both, build, shard, unit_sizes
+from tests.engine.kit.surface import Collectives, Net, averaged, both, build, shard
 from tests.support import multirank, world_mesh
+
+
+def unit_sizes(model: Net) -> dict[int, str]:
+    """The size of each unit's gather, which tells it from the others."""
+    sizes: dict[int, str] = {}
+    for name, module in {"root": model, **{f"b{i}": b for i, b in enumerate(model.blocks)}}.items():
+        with Collectives() as seen:
+            module.unshard()
+        module.reshard()
+        [(_, size)] = seen.seen
+        sizes[size] = name
+    assert len(sizes) == 4
+    return sizes
 
 
 def gathers(model: nn.Module, rank: int) -> list[int]:

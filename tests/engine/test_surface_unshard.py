@@ -7,8 +7,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.engine.kit.subclasses import LIBRARIES, backward, check, data, gradients, loss_of
-from tests.engine.kit.surface import Collectives, Policy, averaged, both, build, ours, shard, sharded
+from tests.engine.kit.surface import Collectives, Policy, averaged, both, build, ours, shard
 from tests.support import multirank, world_mesh
+
+
+def sharded(module: nn.Module) -> bool:
+    """Whether the module's own parameters are sharded now."""
+    kinds = {isinstance(p, DTensor) for p in module.parameters()}
+    assert len(kinds) == 1
+    return kinds.pop()
 
 
 @multirank(2)

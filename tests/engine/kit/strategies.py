@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-import torch
-import torch.distributed as dist
-from torch import nn
-
 from tests.engine.kit.places import On, Shape, Stages, on
-from tests.engine.kit.training import local_of, part_of
 from tests.support.matrix import everything
 
 STAGES: dict[int, list[Stages]] = {n: list(itertools.product(range(4), repeat=n)) for n in (1, 2)}
@@ -45,20 +40,3 @@ OTHERS = [
 def some(turn: int) -> list[On]:
     """Where a test runs of which any place shows most; neighbours in the file take turns."""
     return SOME + OTHERS if everything() else SOME + OTHERS[turn::3]
-
-
-@torch.no_grad()
-def synchronise(model: nn.Module, plain: nn.Module) -> None:
-    """Copy the parameters, which were compared just now, into ``plain``: then rounding does not add up over steps,
-    nor flip the rounding of a low-precision copy. One collective, which counts what every replica has: no element is
-    missing, none is on one rank more than the others."""
-    flats = [torch.zeros(2, *p.shape, dtype=torch.float64) for p in plain.parameters()]
-    for flat, p in zip(flats, model.parameters(), strict=True):
-        part_of(flat[0], p).add_(local_of(p))
-        part_of(flat[1], p).add_(1.0)
-    everything = torch.cat([flat.view(-1) for flat in flats])
-    dist.all_reduce(everything)
-    for flat, p in zip(everything.split([f.numel() for f in flats]), plain.parameters(), strict=True):
-        total, count = flat.view(2, *p.shape)
-        assert count.min() == count.max() >= 1
-        p.copy_(total / count)

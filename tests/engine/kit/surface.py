@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine.kit.subclasses import LIBRARIES, data, loss_of
@@ -83,13 +82,6 @@ def averaged(
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def sharded(module: nn.Module) -> bool:
-    """Whether the module's own parameters are sharded now."""
-    kinds = {isinstance(p, DTensor) for p in module.parameters()}
-    assert len(kinds) == 1
-    return kinds.pop()
-
-
 class Collectives(TorchDispatchMode):
     """Every collective in order: ("gather" or "reduce", bytes that it moves out of this rank)."""
 
@@ -112,19 +104,6 @@ class Collectives(TorchDispatchMode):
 
     def count(self, kind: str) -> int:
         return sum(k == kind for k, _ in self.take())
-
-
-def unit_sizes(model: Net) -> dict[int, str]:
-    """The size of each unit's gather, which tells it from the others."""
-    sizes: dict[int, str] = {}
-    for name, module in {"root": model, **{f"b{i}": b for i, b in enumerate(model.blocks)}}.items():
-        with Collectives() as seen:
-            module.unshard()
-        module.reshard()
-        [(_, size)] = seen.seen
-        sizes[size] = name
-    assert len(sizes) == 4
-    return sizes
 
 
 def need(library: str, *methods: str) -> None:
