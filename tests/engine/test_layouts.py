@@ -1,8 +1,8 @@
-"""Layouts and strategies of one and two axes together, against the plain model: numbers, bits, states, edits, refusals.
+"""Layouts and strategies of one and two axes together, against the plain model: numbers, bits, padding, refusals.
 
 Every rank has its own data, and every rank's part of every parameter and gradient is compared (`whole`), so that a
 replica that drifts is found. Of generated rows those run that tests/support/matrix.py selects, which tells how to run
-all of them.
+all of them. torch's own optimizers and clipping are here, too.
 """
 
 from __future__ import annotations
@@ -12,167 +12,40 @@ import functools
 import io
 import itertools
 import math
-import os
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
 from torch.distributed.tensor import Shard
 
 import shardwright as sw
 from shardwright.layout import resolve
-from tests.engine.kit.models import Reference, full, loss_of, tokens
+from tests.engine.kit.layouts import (
+    LAYOUTS,
+    Model,
+    adamw,
+    at,
+    backward,
+    backward_plain,
+    build,
+    check_gradients,
+    check_outputs,
+    check_parameters,
+    shard,
+    synchronise,
+)
+from tests.engine.kit.models import Reference, full, tokens
 from tests.engine.kit.places import On, on_meshes
 from tests.engine.kit.training import BF16, FP32
 from tests.engine.programs import whole
 from tests.support import multirank, world_mesh
 from tests.support.matrix import select
 
-LAYOUTS: dict[str, str | sw.Ragged] = {
-    "row": sw.Ragged("row"),
-    "blocks": sw.Ragged(2),
-    "element": sw.Ragged("element"),
-    "per_parameter": "per_parameter",
-}
-#: Where steps follow each other and rounding adds up; what is wrong is wrong by more.
-LOOSE = 1e-4
-WHOLE = StateDictOptions(full_state_dict=True)
-
-
-def at(name: str, *shape: int) -> On:
-    return On(resolve(name, len(shape)).stages, shape)
-
-
-class Block(nn.Module):
-    """Sizes that no number of ranks divides, of 0 to 3 dimensions, two of 0; one unused, one frozen."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.up = nn.Linear(dim, 13)
-        self.down = nn.Linear(13, dim, bias=False)
-        self.scale, self.shift = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.tensor(0.2))
-        self.mix = nn.Parameter(torch.randn(3, 2, dim) / 4)
-        self.unused = nn.Parameter(torch.ones(3))
-        self.frozen = nn.Parameter(torch.randn(5, dim) / 4, requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.scale * self.down(torch.tanh(self.up(self.norm(x)) + self.shift))
-        return x + (x @ self.frozen.t())[..., :1] + (x @ self.mix.flatten(0, 1).t()).sum(-1, keepdim=True)
-
-
-class Model(nn.Module):
-    def __init__(self, dim: int = 7, vocab: int = 11) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocab, dim)
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(2))
-        self.head = nn.Linear(dim, vocab)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        x = self.embed(batch)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def build(seed: int = 0) -> Model:
-    torch.manual_seed(seed)
-    return Model()
-
-
-def shard(model: Model, on: On, layout: str, **options: Any) -> Any:
-    """The blocks and the rest: three units. Full parameters that were released hold garbage."""
-    os.environ["SHARDWRIGHT_POISON"] = "1"
-    options = {"mesh": on.mesh, "strategy": on.strategy, "layout": LAYOUTS[layout], **options}
-    for block in model.blocks:
-        sw.fully_shard(block, **options)
-    return sw.fully_shard(model, **options)
-
-
-def backward(model: Any, rank: int, step: int = 0, micro: int = 0) -> torch.Tensor:
-    batch = tokens(step, micro, rank)
-    loss = loss_of(model(batch), batch)
-    loss.backward()
-    return loss.detach()
-
-
-def backward_plain(plain: nn.Module, world_size: int, step: int = 0, micro: int = 0) -> None:
-    """The mean over all ranks' data."""
-    for rank in range(world_size):
-        batch = tokens(step, micro, rank)
-        (loss_of(plain(batch), batch) / world_size).backward()
-
-
-def check(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float = LOOSE) -> None:
-    """Relative to the largest element."""
-    assert found.shape == expected.shape, name
-    error = (found - expected.detach()).abs().max().item() / max(expected.abs().max().item(), 1e-2)
-    assert error <= tolerance, f"{name} is off by {error:.2e} of its largest element"
-
-
-def check_parameters(model: nn.Module, plain: nn.Module, tolerance: float = LOOSE) -> None:
-    """Every rank must call it. `whole` finds replicas that drift and what is missing or there twice."""
-    values, _, _ = whole(model)
-    for (name, p), q, value in zip(model.named_parameters(), plain.parameters(), values, strict=True):
-        assert p.shape == q.shape and p.dtype == q.dtype, name
-        check(name, value, q, tolerance)
-
-
-def check_gradients(model: nn.Module, plain: nn.Module, tolerance: float = LOOSE) -> None:
-    _, gradients, _ = whole(model)
-    for (name, p), q, gradient in zip(model.named_parameters(), plain.parameters(), gradients, strict=True):
-        assert (p.grad is None) == (q.grad is None), f"{name}.grad is {p.grad}, expected {q.grad}"
-        if q.grad is not None:
-            assert p.grad.device_mesh == p.device_mesh and p.grad.to_local().shape == p.to_local().shape, name
-            assert p.grad.shape == q.grad.shape and p.grad.dtype == q.grad.dtype, name
-            check(f"gradient of {name}", gradient, q.grad, tolerance)
-
-
-@torch.no_grad()
-def synchronise(model: nn.Module, plain: nn.Module) -> None:
-    """Copy the parameters, compared just now, into ``plain``: rounding does not add up, nor flip that of a copy."""
-    for q, value in zip(plain.parameters(), whole(model)[0], strict=True):
-        q.copy_(value)
-
-
-def adamw(parameters: Any, **options: Any) -> torch.optim.AdamW:
-    """Its division by the root of the second moment must not blow up what cancelled to almost nothing."""
-    return torch.optim.AdamW(parameters, **{"lr": 0.03, "eps": 1e-3, **options})
-
-
-def step_both(model: Any, plain: nn.Module, rank: int, world_size: int, step: int = 0) -> None:
-    """A step of SGD by optimizers made for the parameters of now."""
-    for one in (model, plain):
-        one.zero_grad()
-    backward(model, rank, step)
-    backward_plain(plain, world_size, step)
-    check_gradients(model, plain)
-    for one in (model, plain):
-        torch.optim.SGD(one.parameters(), lr=0.1).step()
-        one.zero_grad()
-    check_parameters(model, plain)
-
-
-def check_outputs(model: Any, plain: nn.Module, rank: int) -> None:
-    batch = tokens(9, 9, rank)
-    with torch.no_grad():
-        torch.testing.assert_close(model(batch), plain(batch), rtol=1e-4, atol=1e-5)
-
-
 # -- the matrix ------------------------------------------------------------------------------------------------------
+
 
 LINE = [(1,), (2,), (3,), (4,)]
 PLANE = [(2, 2), (1, 2), (2, 1), (4, 1)]
@@ -368,261 +241,8 @@ def test_padding_stays_zero(rank: int, world_size: int, on: On, layout: str) -> 
     assert not any(p.any() for p in padding_of(model)), "after edits"
 
 
-# -- state dicts -----------------------------------------------------------------------------------------------------
-
-STATES = [
-    (at("zero3", 2), "row"),
-    (at("zero2", 3), "element"),
-    (at("hsdp", 2, 2), "row"),
-    (at("hfsdp", 2, 2), "per_parameter"),
-    (at("hfsdp", 2, 2), "blocks"),
-]
-
-
-def trained(on: On, layout: str, rank: int, world_size: int) -> tuple[Any, Any, nn.Module, torch.optim.AdamW]:
-    """A sharded and a plain model after the same step, with their optimizers."""
-    plain = build()
-    for block in plain.blocks:  # torch loads no optimizer state that lacks a parameter which needs gradients
-        block.unused.requires_grad_(False)
-    model = shard(copy.deepcopy(plain), on, layout)
-    optimizer, expected = sw.fully_shard_optimizer(adamw(model.parameters())), adamw(plain.parameters())
-    backward(model, rank)
-    backward_plain(plain, world_size)
-    for each in (optimizer, expected):
-        each.step()
-        each.zero_grad()
-    check_parameters(model, plain)
-    return model, optimizer, plain, expected
-
-
-@on_meshes(STATES)
-def test_full_state_dicts(rank: int, world_size: int, on: On, layout: str) -> None:
-    model, optimizer, plain, expected = trained(on, layout, rank, world_size)
-    found = get_model_state_dict(model, options=WHOLE)
-    assert found.keys() == plain.state_dict().keys()
-    for name, value in plain.state_dict().items():
-        assert type(found[name]) is torch.Tensor
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
-    states = get_optimizer_state_dict(model, optimizer, options=WHOLE)["state"]
-    wanted = get_optimizer_state_dict(plain, expected)["state"]
-    assert states.keys() == wanted.keys()
-    for name, state in wanted.items():
-        assert states[name].keys() == state.keys()
-        for key, value in state.items():
-            assert type(states[name][key]) is torch.Tensor
-            torch.testing.assert_close(states[name][key], value, rtol=1e-5, atol=1e-6)
-
-
-@on_meshes(STATES)
-def test_checkpoints_load_into_other_layouts(
-    rank: int, world_size: int, on: On, layout: str, tmp_path: Path
-) -> None:
-    """Model and optimizer, saved from one layout and strategy, go on in another as if nothing had happened."""
-    model, optimizer, plain, expected = trained(on, layout, rank, world_size)
-    states, optimizer_states = get_state_dict(model, optimizer)
-    dcp.save({"model": states, "optimizer": optimizer_states}, checkpoint_id=tmp_path)
-    backward_plain(plain, world_size, 1)
-    expected.step()
-    for other, name in (
-        (at("zero3", world_size), "per_parameter"),
-        (at("zero3", world_size), "blocks"),
-        (on, "row"),
-    ):
-        fresh = build(1)
-        for block in fresh.blocks:
-            block.unused.requires_grad_(False)
-        model = shard(fresh, other, name)
-        optimizer = sw.fully_shard_optimizer(adamw(model.parameters()))
-        states, optimizer_states = get_state_dict(model, optimizer)
-        loaded = {"model": states, "optimizer": optimizer_states}
-        dcp.load(loaded, checkpoint_id=tmp_path)
-        set_state_dict(
-            model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
-        )
-        backward(model, rank, 1)
-        optimizer.step()
-        check_parameters(model, plain)
-
-
-@on_meshes(STATES)
-def test_plain_and_sharded_state_dicts_load(rank: int, world_size: int, on: On, layout: str) -> None:
-    model, _, plain, _ = trained(on, layout, rank, world_size)
-    sharded = {name: value.clone() for name, value in model.state_dict().items()}
-    other = build(2)
-    model.load_state_dict(other.state_dict())
-    check_parameters(model, other, 0.0)
-    model.load_state_dict(sharded)
-    check_parameters(model, plain)
-    averaged = {name: 0.5 * value + sharded[name] * 0.25 for name, value in sharded.items()}
-    model.load_state_dict(averaged)
-    with torch.no_grad():
-        for q in plain.parameters():
-            q.mul_(0.75)
-    check_parameters(model, plain)
-    set_model_state_dict(
-        model,
-        other.state_dict() if rank == 0 else {},
-        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-    )
-    check_parameters(model, other, 0.0)
-    step_both(model, other, rank, world_size)
-
-
-@on_meshes(STATES)
-def test_half_and_back(rank: int, world_size: int, on: On, layout: str) -> None:
-    model, _, plain, _ = trained(on, layout, rank, world_size)
-    synchronise(model, plain)
-    for one in (model, plain):
-        one.half()
-    check_parameters(model, plain, 0.0)
-    for one in (model, plain):
-        one.float()
-    check_parameters(model, plain, 0.0)
-    step_both(model, plain, rank, world_size, 1)
-
-
-# -- edits, copies, freezing, exceptions -----------------------------------------------------------------------------
-
-EDITED = [
-    (at("zero3", 3), "row"),
-    (at("hfsdp", 2, 2), "row"),
-    (at("hfsdp", 2, 2), "per_parameter"),
-    (at("hfsdp", 2, 1), "element"),
-    (On((2, 3), (2, 2)), "blocks"),
-]
-
-
-@on_meshes(EDITED)
-def test_deep_copies_are_independent(rank: int, world_size: int, on: On, layout: str) -> None:
-    plain = build()
-    model = shard(copy.deepcopy(plain), on, layout)
-    step_both(model, plain, rank, world_size)
-    twin, plain_twin = copy.deepcopy(model), copy.deepcopy(plain)
-    for step in (1, 2):
-        step_both(model, plain, rank, world_size, step)
-    check_parameters(twin, plain_twin)
-    for step in (3, 4):
-        step_both(twin, plain_twin, rank, world_size, step)
-    check_parameters(model, plain)
-    check_outputs(model, plain, rank)
-
-
-def scale_data(p: torch.Tensor) -> None:
-    p.data.mul_(1.25)
-
-
-def set_data(p: torch.Tensor) -> None:
-    p.data = p.data * 0.5
-
-
-@torch.no_grad()
-def scale(p: torch.Tensor) -> None:
-    p.mul_(1.5)
-
-
-@torch.no_grad()
-def copy_whole(p: torch.Tensor) -> None:
-    p.copy_(torch.linspace(-0.5, 0.5, p.numel()).view(p.shape))
-
-
-EDITS: list[Callable[[torch.Tensor], None]] = [scale_data, set_data, scale, copy_whole]
-
-
-@on_meshes(EDITED)
-def test_edits_are_seen(rank: int, world_size: int, on: On, layout: str) -> None:
-    """After a backward, which leaves what the strategy keeps until the optimizer's step."""
-    plain = build()
-    model = shard(copy.deepcopy(plain), on, layout)
-    for number, edit in enumerate(EDITS):
-        backward(model, rank, number)
-        for one in (model, plain):
-            one.zero_grad()
-            for p in one.parameters():
-                edit(p)
-        check_outputs(model, plain, rank)
-        check_parameters(model, plain)
-    step_both(model, plain, rank, world_size)
-
-
-@on_meshes(EDITED)
-def test_state_dicts_load_strictly(rank: int, world_size: int, on: On, layout: str) -> None:
-    model, other = shard(build(), on, layout), build(1)
-    backward(model, rank)
-    model.zero_grad()
-    state = other.state_dict()
-    model.load_state_dict(state, strict=True)
-    check_outputs(model, other, rank)
-    step_both(model, other, rank, world_size)
-    for name, change in {"blocks.1.up.weight": "Missing key", "extra": "Unexpected key"}.items():
-        wrong = (
-            {**state, "extra": torch.ones(2)}
-            if name == "extra"
-            else {k: v for k, v in state.items() if k != name}
-        )
-        with pytest.raises(RuntimeError, match=f'{change}.*\n?.*"{name}"'):
-            model.load_state_dict(wrong, strict=True)
-    with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.weight"):
-        model.load_state_dict({**state, "blocks.0.up.weight": torch.ones(14, 7)}, strict=True)
-
-
-@on_meshes(
-    [
-        (*place, way)
-        for (i, place), (j, way) in itertools.product(enumerate(EDITED), enumerate(("late", "hold", "each")))
-        if i % 3 != j
-    ]
-)
-def test_freezing_between_micro_batches(
-    rank: int, world_size: int, on: On, layout: str, accumulation: str
-) -> None:
-    """What the first micro-batch gave to a parameter that is frozen since stays in its gradient, as in plain torch."""
-    plain = build()
-    model = shard(copy.deepcopy(plain), on, layout)
-    for step in range(2):
-        for micro in range(3):
-            model.set_requires_gradient_sync(accumulation != "hold" or micro == 2)
-            model.set_is_last_backward(accumulation != "late" or micro == 2)
-            backward(model, rank, step, micro)
-            backward_plain(plain, world_size, step, micro)
-            for one in (model, plain):
-                one.blocks[0].up.weight.requires_grad_(micro == 2)
-                one.head.requires_grad_(micro != 0)
-                one.blocks[1].frozen.requires_grad_(micro == 1)
-        check_gradients(model, plain)
-        for one in (model, plain):
-            torch.optim.SGD(one.parameters(), lr=0.1).step()
-            one.zero_grad()
-        check_parameters(model, plain)
-
-
-class Boom(Exception):
-    pass
-
-
-@on_meshes(EDITED)
-def test_training_goes_on_after_an_exception_in_backward(
-    rank: int, world_size: int, on: On, layout: str
-) -> None:
-    def fail(*_: object) -> None:
-        raise Boom
-
-    plain = build()
-    model = shard(copy.deepcopy(plain), on, layout)
-    for step, (sync, last) in enumerate(itertools.product((True, False), repeat=2)):
-        model.set_requires_gradient_sync(sync)
-        model.set_is_last_backward(last)
-        backward(model, rank, 7)
-        handle = model.blocks[0].up.register_full_backward_hook(fail)
-        with pytest.raises(Boom):
-            backward(model, rank, 8)
-        handle.remove()
-        model.zero_grad()
-        model.set_requires_gradient_sync(True)
-        model.set_is_last_backward(True)
-        step_both(model, plain, rank, world_size, step)
-
-
 # -- torch's own -----------------------------------------------------------------------------------------------------
+
 
 OPTIMIZERS: dict[str, dict[str, bool]] = {
     "foreach": {"foreach": True},
