@@ -215,7 +215,7 @@ DEFECTS = [
         "engine/gradients.py",
         "            if gradient is None or not self._shardeds[i].requires_grad:\n",
         "            if gradient is None:\n",
-        ("engine/test_modules.py", "-k", "frozen or freez"),
+        ("engine/test_cases.py", "-k", "frozen or freez"),
     ),
     # -- delivery
     Defect(
@@ -316,6 +316,6 @@ DEFECTS = [
         "engine/unit.py",
         "            or self._ids_of_children() != self._child_ids\n",
         "",
-        ("engine/test_moved_modules.py", "engine/test_edits.py", "engine/test_modules.py"),
+        ("engine/test_moved_modules.py", "engine/test_edits.py", "engine/test_cases.py"),
     ),
 ]
