@@ -20,7 +20,6 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,103 +33,8 @@ from shardwright.comm import DeviceStreams, collectives
 from shardwright.engine import api
 from shardwright.engine.offload import Host
 from shardwright.memory import Slab
-
-Clock = dict[int, int]  #: by stream: how many of its operations are surely over
-
-
-def _join(clock: Clock, other: Clock) -> None:
-    for stream, time in other.items():
-        if clock.get(stream, 0) < time:
-            clock[stream] = time
-
-
-class Event:
-    """As ``torch.cuda.Event``: a moment of a stream."""
-
-    def __init__(self, simulator: Simulator) -> None:
-        self._simulator = simulator
-        self.clock: Clock = {}
-
-    def record(self, stream: Stream | None = None) -> None:
-        self.clock = dict((stream or self._simulator.current).clock)
-
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or self._simulator.current).wait_event(self)
-
-    def synchronize(self) -> None:
-        _join(self._simulator.host, self.clock)
-
-    def query(self) -> bool:
-        """Every other time it is over, and then the host knows."""
-        self._simulator.queries += 1
-        if self._simulator.queries % 2:
-            return False
-        self.synchronize()
-        return True
-
-
-class Stream:
-    """As ``torch.cuda.Stream``: its operations run one after another, and beside those of other streams."""
-
-    def __init__(self, simulator: Simulator, name: str) -> None:
-        self._simulator = simulator
-        self.name = name
-        self.number = len(simulator.streams)
-        self.clock: Clock = {self.number: 0}
-        simulator.streams.append(self)
-
-    def wait_stream(self, other: Stream) -> None:
-        _join(self.clock, other.clock)
-
-    def wait_event(self, event: Event) -> None:
-        _join(self.clock, event.clock)
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self._simulator)
-        event.record(self)
-        return event
-
-    def synchronize(self) -> None:
-        _join(self._simulator.host, self.clock)
-
-    def tick(self) -> int:
-        """The time of the stream's next operation, which the host issues now."""
-        _join(self.clock, self._simulator.host)
-        self.clock[self.number] += 1
-        return self.clock[self.number]
-
-
-class HostStream(Stream):
-    """The host: what it has done is over when it issues anything else."""
-
-    def tick(self) -> int:
-        time = super().tick()
-        _join(self._simulator.host, self.clock)
-        return time
-
-
-class Device:
-    """What ``torch.get_device_module`` gives for the simulated accelerator."""
-
-    def __init__(self, simulator: Simulator) -> None:
-        self._simulator = simulator
-
-    def Stream(self, device: torch.device | None = None, priority: int = 0, name: str = "") -> Stream:
-        return Stream(self._simulator, name or f"stream {len(self._simulator.streams)}")
-
-    def Event(self, **options: Any) -> Event:
-        return Event(self._simulator)
-
-    def current_stream(self, device: torch.device | None = None) -> Stream:
-        return self._simulator.current
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        before, self._simulator.current = self._simulator.current, stream
-        try:
-            yield
-        finally:
-            self._simulator.current = before
+from tests.support.effects import HOST_WAITS, PLAIN_DISPATCH, Plan, plan_of, tensors_in
+from tests.support.streams import Clock, Device, HostStream, Stream
 
 
 class Access(NamedTuple):
@@ -181,69 +85,6 @@ class NoMemoryError(AssertionError):
     """An operation was given a tensor whose memory has been released."""
 
 
-#: Of these operations the arguments that are not written are looked at for their shapes alone.
-_SHAPES_ONLY = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("empty_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
-        *("full_like", "ones_like", "zeros_like", "rand_like", "randn_like", "_unsafe_view", "is_same_size"),
-    )
-)
-#: These move no bytes at all.
-_NO_ACCESS = frozenset(("aten::set_", "aten::resize_", "c10d::barrier"))
-#: After these the host knows what the device has computed.
-_HOST_WAITS = frozenset(("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"))
-#: Collectives: which arguments are written and which are read. Their schemas do not tell.
-_COLLECTIVES = {
-    "_allgather_base_": ((0,), (1,)),
-    "_reduce_scatter_base_": ((0,), (1,)),
-    "allgather_": ((0,), (1,)),
-    "allgather_into_tensor_coalesced_": ((0,), (1,)),
-    "allreduce_": ((0,), ()),
-    "alltoall_base_": ((0,), (1,)),
-    "broadcast_": ((0,), ()),
-    "reduce_scatter_tensor_coalesced_": ((0,), (1,)),
-}
-
-
-_plain_dispatch: Any = torch.Tensor.__torch_dispatch__
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        plain = type(value).__torch_dispatch__ is _plain_dispatch
-        if plain and value.layout is torch.strided and value.device.type == "cpu":
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
-class _Plan(NamedTuple):
-    """What an operation does with its arguments, by position and name."""
-
-    writes: tuple[tuple[int, str], ...]
-    reads: tuple[tuple[int, str], ...]
-
-
-def _plan(operation: Any) -> _Plan:
-    schema = operation._schema
-    arguments = list(enumerate(schema.arguments))
-    if schema.name in _NO_ACCESS:
-        return _Plan((), ())
-    if schema.name.startswith("c10d::"):
-        found = _COLLECTIVES.get(schema.name.removeprefix("c10d::"))
-        if found is None:
-            raise NotImplementedError(f"what {schema.name} reads and writes is not in the simulator's table")
-        return _Plan(*(tuple((i, arguments[i][1].name) for i in group) for group in found))
-    written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    if operation.is_view or schema.name in _SHAPES_ONLY:
-        return _Plan(tuple(written), ())
-    # An argument that results are views of is not read by that.
-    read = [(i, a.name) for i, a in arguments if a.alias_info is None and "Tensor" in str(a.type)]
-    return _Plan(tuple(written), tuple(read))
-
-
 class Simulator(TorchDispatchMode):
     """While it is entered, the engine takes the path of an accelerator, and races are collected.
 
@@ -274,7 +115,7 @@ class Simulator(TorchDispatchMode):
         self.operations: dict[str, int] = {}
         self._make_streams = streams
         self._number = 0
-        self._plans: dict[Any, _Plan] = {}
+        self._plans: dict[Any, Plan] = {}
         self._starts: list[int] = []
         self._blocks: dict[int, Block] = {}
         self._owned: dict[int, Block] = {}  #: by storage
@@ -408,12 +249,12 @@ class Simulator(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(t, FakeTensor) for t in types):  # DTensor asks for shapes by them
             return func(*args, **kwargs)
-        if any(t.__torch_dispatch__ is not _plain_dispatch for t in types):
+        if any(t.__torch_dispatch__ is not PLAIN_DISPATCH for t in types):
             return NotImplemented  # subclasses first become calls on plain tensors
         if not self._offloads:
             return self._run_operation(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            given = [t for value in (args, *kwargs.values()) for t in _tensors(value)]
+            given = [t for value in (args, *kwargs.values()) for t in tensors_in(value)]
             places = self._on_host(given)
         if any(places):
             if not all(places):
@@ -442,11 +283,11 @@ class Simulator(TorchDispatchMode):
     def _run_operation(self, func: Any, args: Any, kwargs: Any, mixed: bool = False) -> Any:
         plan = self._plans.get(func)
         if plan is None:
-            plan = self._plans[func] = _plan(func)
+            plan = self._plans[func] = plan_of(func)
         name = func._schema.name
         with torch._C.DisableTorchFunctionSubclass():
             writes, reads = (
-                [t for i, key in part for t in _tensors(args[i] if i < len(args) else kwargs.get(key))]
+                [t for i, key in part for t in tensors_in(args[i] if i < len(args) else kwargs.get(key))]
                 for part in plan
             )
             if name.startswith("c10d::"):
@@ -457,11 +298,11 @@ class Simulator(TorchDispatchMode):
                 for output, given in zip(writes, reads, strict=True):
                     output.copy_(given.view(-1)[: output.numel()])  # the fake backend leaves what was there
             if self._offloads:
-                self._forget_stale(_tensors(result), [*writes, *reads, *_tensors(args)])
-            for tensor in (*_tensors(result), *writes):
+                self._forget_stale(tensors_in(result), [*writes, *reads, *tensors_in(args)])
+            for tensor in (*tensors_in(result), *writes):
                 self._block_of(tensor.untyped_storage(), name)
         blocking = mixed and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
-        if name in _HOST_WAITS or (blocking and "copy_" in name):
+        if name in HOST_WAITS or (blocking and "copy_" in name):
             self.current.synchronize()
         return result
 
