@@ -16,7 +16,8 @@ PART="tests/comm tests/layout tests/memory tests/checkpoint
     tests/engine/test_arguments.py tests/engine/test_behaviour.py tests/engine/test_edits.py
     tests/engine/test_limits.py tests/engine/test_memory.py tests/engine/test_offload.py
     tests/engine/test_precision.py tests/engine/test_ragged_tensor.py tests/engine/test_schedule.py
-    tests/engine/test_strategies.py tests/engine/test_strategy_costs.py tests/engine/test_strategy_reductions.py
+    tests/engine/test_sharded_edits.py tests/engine/test_strategies.py tests/engine/test_strategy_costs.py
+    tests/engine/test_strategy_reductions.py
     tests/init/test_deferred.py tests/init/test_deferred_generators.py tests/init/test_deferred_tensors.py
     tests/optim/test_optim.py tests/train/test_loop.py"
 
