@@ -107,7 +107,7 @@ DEFECTS = [
         "engine/weights.py",
         "            increment_version(edited)\n",
         "",
-        ("engine/test_edits.py",),
+        ("engine/test_sharded_edits.py",),
     ),
     Defect(
         "ledger",
@@ -115,7 +115,7 @@ DEFECTS = [
         "engine/weights.py",
         "        return self._slab_epoch == self.ledger.epoch\n",
         "        return self._slab_epoch != NEVER\n",
-        ("engine/test_edits.py",),
+        ("engine/test_sharded_edits.py",),
     ),
     Defect(
         "ledger",
