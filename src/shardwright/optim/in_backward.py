@@ -27,12 +27,11 @@ from shardwright.engine.precision import refuse_gradient_dtypes
 from shardwright.engine.root import reduce_held
 from shardwright.engine.stepping import Stepping, forget_stepped
 from shardwright.engine.unit import Unit
+from shardwright.optim.calls import CallsInBackward
 from shardwright.optim.needs import Needs
 from shardwright.optim.sharded import SHARDED, fully_shard_optimizer
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
-
-_NUMBERS = (int, float, torch.Tensor)
 
 
 def in_backward(optimizer: O, *, needs: Needs | None = None, clip_value: float | None = None) -> O:
@@ -131,68 +130,6 @@ def _refuse_taken(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
                 )
 
 
-class _Once:
-    """Several calls of an optimizer's code that are one step: what it counts in, but per parameter, moves once.
-
-    Numbers in groups and attributes are for each call what they were before the first one.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._options = [
-            {key: _copy(value) for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
-        self._attributes = {key: _copy(v) for key, v in vars(optimizer).items() if isinstance(v, _NUMBERS)}
-        self._moved: list[tuple[dict[str, Any], str, Any]] = []  #: where, key, value before
-        self._called = False
-        self.open = True
-
-    def groups(self, params: list[list[torch.Tensor]]) -> list[dict[str, Any]]:
-        """Groups for one call, of these parameters."""
-        self.rewind_attributes()
-        return [
-            {**{key: _copy(value) for key, value in options.items()}, "params": mine}
-            for options, mine in zip(self._options, params, strict=True)
-        ]
-
-    def rewind_attributes(self) -> None:
-        optimizer = self._optimizer()
-        if self._called and optimizer is not None:
-            for key, value in self._attributes.items():
-                vars(optimizer)[key] = _copy(value)
-
-    def keep(self, called: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """After the first call: what it counted in its groups holds for the step."""
-        if self._called:
-            return
-        self._called = True
-        for mine, before, real in zip(called, self._options, groups, strict=True):
-            for key, value in mine.items():
-                if key != "params" and isinstance(value, _NUMBERS) and _differ(value, before.get(key)):
-                    self._moved.append((real, key, before.get(key)))
-                    real[key] = value
-
-    def rewind(self) -> None:
-        """The rest of this step is made by an ordinary call, which counts for itself."""
-        self.rewind_attributes()
-        for group, key, value in self._moved:
-            if value is None:
-                del group[key]
-            else:
-                group[key] = value
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _differ(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one._version > 0  # a copy made for the call; the host must not wait for what is in it
-    return one is not other and one != other
-
-
 class _InBackward:
     """Mixed into a sharded optimizer's class in front of it; see :func:`in_backward`."""
 
@@ -227,17 +164,17 @@ class _InBackward:
             known = units[unit] = key, params
         return known[1]  # type: ignore[no-any-return]
 
-    def open_step(self, unit: Unit) -> _Once:
+    def open_step(self, unit: Unit) -> CallsInBackward:
         once = self.__dict__["_shardwright_once"]
         if once is None or not once.open:
             _refuse_hooks(self)  # type: ignore[arg-type]
             tell_schedulers(self)  # type: ignore[arg-type]
-            once = self.__dict__["_shardwright_once"] = _Once(self)  # type: ignore[arg-type]
+            once = self.__dict__["_shardwright_once"] = CallsInBackward(self)  # type: ignore[arg-type]
         self._send_state(unit, [p for mine in self._params_of(unit) for p in mine])  # type: ignore[attr-defined]
         return once  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def step_unit(self, unit: Unit, step: _Once) -> None:
+    def step_unit(self, unit: Unit, step: CallsInBackward) -> None:
         params, once = self._params_of(unit), step
         stepped = [p for mine in params for p in mine if p.grad is not None]
         clip = self.__dict__["_shardwright_clip_value"]

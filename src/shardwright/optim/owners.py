@@ -16,17 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from shardwright._torch import local_of
 from shardwright.comm import Communicator
 from shardwright.engine.parameter import unit_of
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.optim import held
+from shardwright.optim.calls import Calls
 from shardwright.optim.host_state import HostState, host_of_whole, part_of_state
 from shardwright.optim.moves import Item, Mover, Moving, Parts, Round, World, balance, in_rounds
-
-_COUNTERS = (int, float, torch.Tensor)
 
 
 class Owned:
@@ -55,61 +53,6 @@ class Owned:
         self.description: dict[str, Any] = {}
         self.seen: list[Any] = []
         self.known: list[Any] = []
-
-
-class Calls:
-    """Calls the optimizer's own step several times within one: on groups of other tensors each time.
-
-    Numbers that a step counts in, in groups and attributes, are for each call as they were before the first. After an
-    exception nothing more is called, since other ranks still wait for what this one has to send.
-
-    Attributes:
-        failure: the exception.
-        failed_at: where: 0 nowhere, -1 on local tensors, else 1 + the index of the call's first whole tensor.
-    """
-
-    def __init__(self, optimizer: Optimizer, plain_step: Callable[[Any], Any]) -> None:
-        self.optimizer, self._plain_step = optimizer, plain_step
-        self._counted_in = [vars(optimizer), *optimizer.param_groups]
-        self._before: list[dict[str, tuple[Any, Any]]] = [
-            {
-                key: (value, value.clone() if isinstance(value, torch.Tensor) else value)
-                for key, value in values.items()
-                if isinstance(value, _COUNTERS)
-            }
-            for values in self._counted_in
-        ]
-        self._called = False
-        self.failure: Exception | None = None
-        self.failed_at = 0
-
-    def __call__(self, groups: list[list[torch.Tensor]], state: Any, at: int = -1) -> None:
-        if self.failure is not None:
-            return
-        if self._called:
-            self._rewind()
-        self._called = True
-        for group, params in zip(self.optimizer.param_groups, groups, strict=True):
-            group["params"] = params
-        self.optimizer.state = state
-        try:
-            self._plain_step(self.optimizer)
-        except Exception as error:
-            self.failed(error, at)
-
-    def failed(self, error: Exception, at: int) -> None:
-        if self.failure is None:
-            self.failure, self.failed_at = error, at
-
-    def _rewind(self) -> None:
-        for values, before in zip(self._counted_in, self._before, strict=True):
-            for key in [key for key, value in values.items() if isinstance(value, _COUNTERS)]:
-                if key not in before:  # counted in for the first time
-                    del values[key]
-            for key, (value, kept) in before.items():
-                values[key] = value
-                if isinstance(value, torch.Tensor):
-                    value.copy_(kept)
 
 
 class _Step:

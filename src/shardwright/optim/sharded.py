@@ -35,6 +35,7 @@ from shardwright.engine.sharded_tensor import as_sharded
 from shardwright.engine.unit import Unit
 from shardwright.init import value_of
 from shardwright.optim.blocks import block_spec
+from shardwright.optim.calls import Calls
 from shardwright.optim.held import mapped
 from shardwright.optim.host_state import (
     HostState,
@@ -46,7 +47,7 @@ from shardwright.optim.host_state import (
     part_of_state,
 )
 from shardwright.optim.needs import Need, Needs, check, cost_of, needs_of
-from shardwright.optim.owners import Calls, Owners
+from shardwright.optim.owners import Owners
 
 SHARDED = (DTensor, RaggedTensor)
 
