@@ -7,7 +7,6 @@ go through ``owners``.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +30,6 @@ from shardwright.engine.root import COUNTS_STEPS, before_optimizer_step, count_s
 from shardwright.engine.unit import Unit
 from shardwright.init import value_of
 from shardwright.optim.blocks import block_spec
-from shardwright.optim.calls import Calls
 from shardwright.optim.companion import ShardedCompanion, sharded_companion
 from shardwright.optim.held import mapped
 from shardwright.optim.host_state import (
@@ -41,8 +39,8 @@ from shardwright.optim.host_state import (
     kept_from_device,
     loaded,
     moved_to_host,
-    part_of_state,
 )
+from shardwright.optim.in_calls import step_in_calls
 from shardwright.optim.needs import Need, Needs, check, cost_of, needs_of
 from shardwright.optim.owners import Owners
 from shardwright.optim.stand_ins import SHARDED, StandIn, ragged_spec
@@ -365,68 +363,6 @@ class _ShardedStep:
         if host_state is not None:
             host_state.settle()
 
-    def _step_in_calls(self, groups: list[list[Any]], outer: Any) -> None:
-        """Within a step, stand-ins in place for ``groups``: what is needed whole, and the rest where it lies."""
-        companion = sharded_companion(self)
-        locals_, inner = [group["params"] for group in self.param_groups], self.state
-        number = {id(t): i for i, params in enumerate(locals_) for t in params}
-        calls = Calls(self, step_without_hooks(_kind_of(self)))  # type: ignore[arg-type]
-        others = [lambda: self._call_where_they_lie(calls, groups, locals_, inner)]
-        failures = []
-        try:
-            for owners in companion.owners.values():
-                owned = {o.index: companion.stand_ins[o.p].local for o in owners.owned}
-                numbers = {index: number[id(t)] for index, t in owned.items()}
-                meanwhile = others.pop() if others else lambda: None
-                failures.append(owners.step(owned, calls, numbers, outer, meanwhile, companion.host_state))
-            if others:
-                others.pop()()
-        finally:
-            self.state = inner
-            for group, params in zip(self.param_groups, locals_, strict=True):
-                group["params"] = params
-        for failure in (calls.failure, *failures):
-            if failure is not None:
-                raise failure
-
-    def _call_where_they_lie(self, calls: Calls, groups: list[list[Any]], locals_: list[list[torch.Tensor]],
-                             inner: Any) -> None:  # fmt: skip
-        """Step what is not needed whole; unit by unit what has state that passes through the device."""
-        companion = sharded_companion(self)
-        whole, host_state = companion.whole, companion.host_state
-        pairs = [list(zip(*both, strict=True)) for both in zip(groups, locals_, strict=True)]
-        if host_state is None:
-            calls([[local for p, local in each if p not in whole] for each in pairs], inner)
-            return
-        rest: list[list[torch.Tensor]] = [[] for _ in groups]
-        units: dict[Unit, list[list[torch.Tensor]]] = {}
-        for i, each in enumerate(pairs):
-            for p, local in each:
-                if p not in whole:
-                    unit = unit_of(p)
-                    if unit is None or unit.state_host is None:
-                        rest[i].append(local)
-                    elif local.grad is not None:
-                        units.setdefault(unit, [[] for _ in groups])[i].append(local)
-        parts = [
-            (unit, host, mine, part_of_state(inner, itertools.chain(*mine)))
-            for unit, mine in units.items()
-            if (host := unit.state_host) is not None
-        ]
-        host_state.settle()  # what was sent for a backward that failed
-        for unit, host, _, state in parts[:1]:
-            host_state.send(unit, host, state.values())
-        if any(rest) or not parts:
-            calls(rest, inner)
-        for (unit, host, mine, state), following in itertools.zip_longest(parts, parts[1:]):
-            if calls.failure is None:
-                on_device = host_state.take(unit, host, state)
-                if following is not None:
-                    host_state.send(following[0], following[1], following[3].values())
-                calls(mine, on_device)
-                inner.update(host_state.give_back(on_device))
-        host_state.settle()
-
     @uncompiled  # no tracer follows the exchange of parameters
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         tell_schedulers(self)  # type: ignore[arg-type]
@@ -441,7 +377,8 @@ class _ShardedStep:
         try:
             if companion.whole or companion.host_state is not None:
                 # Hooks of the step run once, though the optimizer's own code is called several times.
-                step = Optimizer.profile_hook_step(lambda optimizer: optimizer._step_in_calls(groups, outer))  # type: ignore[attr-defined]
+                plain_step = step_without_hooks(_kind_of(self))
+                step = Optimizer.profile_hook_step(lambda me: step_in_calls(me, plain_step, groups, outer))  # type: ignore[attr-defined]
                 step(self)
             else:
                 super().step()  # type: ignore[misc]
