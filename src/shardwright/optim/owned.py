@@ -23,8 +23,8 @@ class Owned:
 
     Attributes:
         owner: number of the rank in its mesh that steps it.
-        host: where its state lies between steps, if that is not the device on which it is stepped.
-        on_host: whether the parameter and its gradient do, too.
+        host: where its state is stored between steps, if that is not the device on which it is stepped.
+        on_host: whether the parameter and its gradient are stored there, too.
         state: on the owner what the optimizer's own code sees, elsewhere nothing.
         description: what every rank knows of the state.
         seen: the values that are shown outside, to notice what was loaded or edited.

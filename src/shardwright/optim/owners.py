@@ -71,7 +71,7 @@ class Owners:
             groups: the number of each parameter's group, by its index.
             outer: the state as shown outside.
             meanwhile: what can be done while the first moves are under way.
-            host_state: brings state that lies on the host to the device and back, if there is any.
+            host_state: brings state that is stored on the host to the device and back, if there is any.
         """
         active = [owned for owned in self.owned if locals_[owned.index].grad is not None]
         device = self._device()

@@ -72,7 +72,7 @@ class RankRound:
         """Begin to move the new values to the other ranks; write this rank's part."""
         for item in self.mine:
             local, full = locals_[item.key], whole[item.key]
-            if full.data_ptr() != local.data_ptr():  # else it was stepped where it lies
+            if full.data_ptr() != local.data_ptr():  # else it was stepped in place
                 local.copy_(item.parts.view(full, item.parts.of[self._rank]), non_blocking=True)
         pieces = [piece.item.parts.view(whole[piece.item.key], piece.part) for piece, *_ in self._back.sends]
         return self._back.start(pieces, device)
