@@ -6,7 +6,7 @@ What is in a checkpoint is in ``named_state.py`` and ``named_files.py``. Nothing
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,6 +26,14 @@ def file_path(path: str | Path, strategy: str) -> Path:
     if "://" in str(path):
         raise ValueError(f"{path} is remote, and {strategy} writes to and reads from file systems only.")
     return Path(path)
+
+
+def refuse_optimizer(strategy: str) -> NoReturn:
+    """Raise, as an optimizer alone cannot be loaded. ``strategy`` is the name of the class that was given one."""
+    raise NotImplementedError(
+        f"{strategy} needs the model to load an optimizer, since it goes by names. Use "
+        "fabric.load(path, {'model': model, 'optimizer': optimizer})."
+    )
 
 
 def load_state(

@@ -52,6 +52,7 @@ from shardwright.integrations.fabric_checkpoints import (
     load_state,
     load_weights,
     read_state,
+    refuse_optimizer,
     unwrapped,
 )
 from shardwright.integrations.fabric_gradients import GradientSync, clip_values, scaler_of
@@ -316,10 +317,7 @@ class ShardwrightStrategy(DDPStrategy):
             load_weights(path, state, strict, weights_only)
             return {}
         if isinstance(state, Optimizer):
-            raise NotImplementedError(
-                f"{type(self).__name__} needs the model to load an optimizer, since it goes by names. Use "
-                "fabric.load(path, {'model': model, 'optimizer': optimizer})."
-            )
+            refuse_optimizer(type(self).__name__)
         if not state:
             return read_state(path, weights_only)
         return load_state(path, state, self.device_mesh, strict, weights_only)
