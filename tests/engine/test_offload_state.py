@@ -26,6 +26,7 @@ import shardwright as sw
 from shardwright._torch import local_of, memory_can_be_swapped
 from shardwright.comm import DeviceStreams
 from shardwright.engine.offload import Host
+from shardwright.optim.companion import sharded_companion
 from shardwright.optim.host_state import HostState
 from tests.engine.kit import simulated
 from tests.engine.kit.models import Model, build, loss_of, shard, tokens
@@ -188,7 +189,8 @@ def test_the_device_holds_two_units_state_at_most(rank: int, world_size: int, wa
             # The optimizer's own memory has no padding.
             assert 0 < made.peak.kinds["made by the step"] <= sizes[-1] + sizes[-2]
             assert most[False, "optimizer state"] == sizes[-1] + sizes[-2]
-            host_state = optimizer.__dict__["_shardwright_host_state"]
+            host_state = sharded_companion(optimizer).host_state
+            assert host_state is not None
             assert not [slab for slab in host_state._owner.slabs if slab.leased]
 
 

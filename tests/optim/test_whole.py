@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwright as sw
 from shardwright.optim import moves
+from shardwright.optim.companion import sharded_companion
 from tests.engine.kit.models import full
 from tests.optim.kit import OPTIMIZERS
 from tests.optim.whole import LAYOUTS, STRATEGIES, Odd, Whole, assert_equal_bits, set_gradients, twins
@@ -304,7 +305,7 @@ def test_matrices_of_a_model_are_balanced(rank: int, world_size: int) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(8 * (1 + i % 3), 8 * (1 + (i + 1) % 3)) for i in range(12)))
     sw.fully_shard(model, mesh=world_mesh(2, 2))
     optimizer = sw.fully_shard_optimizer(sw.Muon(model.named_parameters()))
-    (owners,) = optimizer._shardwright_owners.values()
+    (owners,) = sharded_companion(optimizer).owners.values()
     loads = [sum(o.cost for o in owners.owned if o.owner == rank) for rank in range(4)]
     assert len(owners.owned) == 12 and max(loads) <= 1.1 * sum(loads) / 4
     assert {o.cost for o in owners.owned} == {8 * 16 * 8.0, 16 * 24 * 16.0, 24 * 8 * 8.0}

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright._torch import dtensor_of, foreach_copy_, local_of
 from shardwright.comm import Streams
+from shardwright.engine.companion import companion_of
 from shardwright.engine.gathering import full_of
 from shardwright.engine.gradients import GradientShard, Reduction
 from shardwright.memory import Owner, Slab
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from shardwright.engine.unit import Unit
 
 _CPU = torch.device("cpu")
-#: What an optimizer that keeps state on the host has in its attribute of this name.
-HOST_STATE = "_shardwright_host_state"
 
 
 @dataclass
@@ -84,7 +83,7 @@ def offload_of(policy: OffloadPolicy) -> Offload:
 
 def refuse_state_on_device(optimizer: torch.optim.Optimizer, units: Iterable[Unit]) -> None:
     """Raise if the optimizer does not keep its state where the units' policy says."""
-    if not vars(optimizer).get(HOST_STATE):
+    if not companion_of(optimizer).brings_state:
         for unit in units:
             if unit.state_host is not None:
                 raise RuntimeError(

@@ -27,6 +27,7 @@ from shardwright._torch import (
     subclasses_dispatch,
 )
 from shardwright.engine.agreement import END_BACKWARD, END_FORWARD, Agreement
+from shardwright.engine.companion import companion_of
 from shardwright.engine.construct import UNIT, own_modules
 from shardwright.engine.full_precision import check_agree, wanted
 from shardwright.engine.offload import Arrivals, refuse_state_on_device
@@ -554,7 +555,8 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kinds = set(map(type, parameters))
     _refuse_dead(parameters, kinds)
-    first = "_shardwright_stepped" not in optimizer.__dict__
+    companion = companion_of(optimizer)
+    first = not companion.stepped
     if first:
         _refuse_deferred_state(optimizer)
         if parameters and all(p.is_meta and p.grad is None for p in parameters):
@@ -566,7 +568,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
     stepped = list(_units_of(parameters, kinds))
     if first:
         refuse_state_on_device(optimizer, stepped)
-        optimizer.__dict__["_shardwright_stepped"] = True
+        companion.stepped = True
     for unit in stepped:
         unit.refuse_unsharded("An optimizer's step of")
         unit.drop_kept()  # some kernels write without moving a version counter

@@ -68,7 +68,7 @@ def deferred_init() -> Iterator[None]:
         yield
         return
     _thread = threading.get_ident()
-    RECORDER.live()
+    RECORDER.memories.live()
     before = RECORDER.streams.places()
     try:
         with _patched(), _Naming(), _Recording():

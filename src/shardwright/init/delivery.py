@@ -96,7 +96,7 @@ def materialize(
         put()
     for unit in units_of(model):
         unit.without_values()  # forgets what has values now
-    if not RECORDER.live():
+    if not RECORDER.memories.live():
         RECORDER.streams.forget()
     hook_optimizers()
     return model
@@ -136,7 +136,7 @@ def _replay(destinations: _Destinations, where: torch.device) -> None:
     streams = RECORDER.streams.waiting()
     positions = {stream: stream.position() for stream in streams}
     drawing = {stream: at for stream, at in positions.items() if isinstance(at, Entry)}
-    others = [memory for memory in RECORDER.live() if memory not in targets]
+    others = [memory for memory in RECORDER.memories.live() if memory not in targets]
     ends = replay(
         targets,
         lambda memory, tensor: targets[memory].deliver(tensor),
@@ -164,7 +164,7 @@ class _Memory:
 
     def deliver(self, tensor: Materialise) -> None:
         for p, source in self.shards:
-            values = tensor(RECORDER.view_of(source))
+            values = tensor(RECORDER.memories.view_of(source))
             if values.shape != p.cut.shape and p.cut.parallel is not None:  # this rank's part was deferred
                 values = p.cut.parallel.wrap(values)
             p.take_values(values)
@@ -186,7 +186,7 @@ class _Destinations:
         self.real: list[Callable[[], None]] = []  #: what puts values in place that are there already
 
     def of(self, tensor: DeferredTensor) -> _Memory:
-        return self.by_memory.setdefault(RECORDER.view_of(tensor).memory, _Memory())
+        return self.by_memory.setdefault(RECORDER.memories.view_of(tensor).memory, _Memory())
 
     def add_own(self, module: nn.Module) -> None:
         """Deferred tensors that the module holds: as parameters, buffers or attributes."""
@@ -223,7 +223,7 @@ class _Destinations:
             self.real.append(lambda: registry.__setitem__(name, new))
 
     def _holder(self, old: torch.Tensor, new: DeferredTensor) -> Holder:
-        view = RECORDER.view_of(new)
+        view = RECORDER.memories.view_of(new)
         memory = self.by_memory.setdefault(view.memory, _Memory())
         return memory.tensors.setdefault(old, (view, Holder([], [], [])))[1]
 

@@ -19,13 +19,13 @@ from shardwright._torch import (
     disabled_torch_function,
     set_data,
     storage_key,
-    storage_use_count,
     tensor_without_memory,
 )
 from shardwright.engine.parameter import DEFERRED
 from shardwright.engine.unset import FILLING
 from shardwright.init.captured import Captured
-from shardwright.init.log import Entry, Memory, View, record
+from shardwright.init.log import Entry, View, record
+from shardwright.init.memories import Memories
 from shardwright.init.origin import origin_of
 from shardwright.init.replay import HERE, replay
 from shardwright.init.streams import Stream, Streams, default_generator
@@ -54,7 +54,7 @@ class DeferredTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return RECORDER.memory_of(self).device or UNNAMED
+        return RECORDER.memories.of(self).device or UNNAMED
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -95,7 +95,7 @@ class DeferredTensor(torch.Tensor):
     @property
     def origin(self) -> int:
         """A 64-bit hash of what its values come from, the same on ranks that recorded the same."""
-        return origin_of(RECORDER.view_of(self))
+        return origin_of(RECORDER.memories.view_of(self))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -115,42 +115,19 @@ class Recorder:
     """Records operations on deferred tensors. There is one: models made in several contexts share the generators."""
 
     def __init__(self) -> None:
+        self.memories = Memories()
         self.streams = Streams()
         self.recording = True
         self.named = False  #: whether the operation under way was told a device by the constructor
         self.named_by_default = False  #: whether the constructor has set a default device
-        self._memories: dict[int, Memory] = {}
-        self._moved: dict[Memory, list[Memory]] = {}  #: to the CPU: copies, unless the model is for the CPU
 
-    # -- tensors and memories --------------------------------------------------------------------------------------
-
-    def memory_of(self, tensor: torch.Tensor) -> Memory:
-        storage = tensor.untyped_storage()
-        memory = self._memories.get(storage_key(storage))
-        if memory is None:  # the registry keeps the storage, so that no other one gets its address
-            memory = self._memories[storage_key(storage)] = Memory(storage, None)
-        return memory
-
-    def view_of(self, tensor: torch.Tensor) -> View:
-        memory = self.memory_of(tensor)
-        if memory.gone:
-            raise RuntimeError(
-                f"A deferred tensor of shape {tuple(tensor.shape)} was used after {memory.gone}"
-            )
-        if tensor.is_neg():
-            raise NotImplementedError(
-                "deferred_init does not support negative views, such as Tensor.imag of conj()"
-            )
-        size, stride = tuple(tensor.shape), tensor.stride()
-        return View(memory, tensor.dtype, size, stride, int(tensor.storage_offset()), tensor.is_conj())
+    # -- tensors ---------------------------------------------------------------------------------------------------
 
     def wrap(self, meta: torch.Tensor, device: torch.device | None = None) -> DeferredTensor:
         """A deferred tensor over the memory that ``meta`` views, which is at ``device`` if it is a new one."""
-        storage = meta.untyped_storage()
-        if storage_key(storage) not in self._memories:
-            self._memories[storage_key(storage)] = Memory(storage, device)
+        memory = self.memories.add(meta, device)
         with torch.no_grad():
-            return tensor_without_memory(DeferredTensor, meta, self.memory_of(meta).device or UNNAMED)  # type: ignore[no-any-return]
+            return tensor_without_memory(DeferredTensor, meta, memory.device or UNNAMED)  # type: ignore[no-any-return]
 
     def uninitialised(self, like: torch.Tensor, stride: tuple[int, ...]) -> DeferredTensor:
         """A deferred tensor of the shape and dtype of another, with a memory that nothing has written yet."""
@@ -159,7 +136,7 @@ class Recorder:
 
     def copy_of_memory(self, tensor: torch.Tensor, memo: dict[int, Any]) -> DeferredTensor:
         """The same view of a copy of the whole memory, of which ``memo`` has one."""
-        memory = self.memory_of(tensor)
+        memory = self.memories.of(tensor)
         if id(memory) not in memo:
             block = torch.empty(0, dtype=torch.uint8, device="meta").set_(memory.storage)  # type: ignore[call-overload]
             memo[id(memory)] = self.wrap(block).clone()
@@ -168,18 +145,11 @@ class Recorder:
         meta.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
         return self.wrap(meta.conj() if tensor.is_conj() else meta)
 
-    def live(self) -> list[Memory]:
-        """Memories that some tensor still views and that were not materialised; the others are forgotten."""
-        found = [m for m in self._memories.values() if storage_use_count(m.storage) > 1]
-        self._memories = {storage_key(m.storage): m for m in found}
-        self._moved = {m: self._moved[m] for m in found if m in self._moved}
-        return [m for m in found if not m.gone]
-
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """The values that a deferred tensor has now: replays what they depend on, and draws what precedes that."""
-        view = self.view_of(tensor)
+        view = self.memories.view_of(tensor)
         result: list[torch.Tensor] = []
         with self.paused():
             replay([view.memory], lambda memory, tensor: result.append(tensor(view)), device=UNNAMED)
@@ -216,7 +186,7 @@ class Recorder:
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Carry out or record one operation. Called with no mode active."""
         if func is _prim_device:
-            return self.memory_of(args[0]).device or UNNAMED
+            return self.memories.of(args[0]).device or UNNAMED
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
         deferred = [t for t in tensors if isinstance(t, DeferredTensor)]
@@ -232,12 +202,7 @@ class Recorder:
             real = torch.empty(0, dtype=args[0].dtype, device=args[1].device)
             set_data(args[0], self.constant(func(real, *args[1:], **kwargs)))
             return args[0]
-        if deferred and func.namespace in _COLLECTIVE:
-            raise RuntimeError(
-                f"{func} was called on a deferred tensor of shape {tuple(deferred[0].shape)}, whose values come later, "
-                "on every rank alike. For parallelize_module and distribute_tensor pass "
-                "src_data_rank=None, so that each rank takes its part of its own; or call them after materialize."
-            )
+        _refuse_collectives(func, deferred)
         written = written_arguments(func, args, kwargs)
         returns_tensors = any("Tensor" in str(r.type) for r in func._schema.returns)
         if not returns_tensors or any(not isinstance(t, DeferredTensor) for t in written):
@@ -245,11 +210,7 @@ class Recorder:
         for t in tensors:
             _refuse_other_layouts(t)
         metas = {id(t): _as_meta(t) for t in tensors}
-        plain = [metas[id(t)] if isinstance(t, torch.Tensor) else t for t in leaves]
-        meta_args, meta_kwargs = tree_unflatten(plain, spec)
-        meta_kwargs = {k: v for k, v in meta_kwargs.items() if k not in ("generator", "pin_memory")}
-        if device is not None:
-            meta_kwargs["device"] = torch.device("meta")
+        meta_args, meta_kwargs = _meta_arguments(leaves, spec, metas)
         try:
             result = func(*meta_args, **meta_kwargs)
         except (NotImplementedError, RuntimeError):
@@ -257,7 +218,7 @@ class Recorder:
             return self.carry_out(func, args, kwargs, written, random)
         for out in tree_flatten(result)[0]:
             _refuse_other_layouts(out)
-        views = {t: self.view_of(t) for t in deferred}
+        views = {t: self.memories.view_of(t) for t in deferred}
         if torch.Tag.inplace_view in func.tags:
             written = []
         where = self._where(device, deferred)
@@ -272,7 +233,7 @@ class Recorder:
             if original is None:
                 outputs[position] = wrapped = self.wrap(out, where)
                 if storage_key(out) not in known:
-                    results.append((position, self.view_of(wrapped)))
+                    results.append((position, self.memories.view_of(wrapped)))
             else:
                 outputs[position] = original
         for t in deferred:  # ``out=`` may be resized; operations such as ``t_`` change nothing but the view
@@ -286,7 +247,7 @@ class Recorder:
         """The device of what an operation makes; None if nobody named one."""
         if device is not None:
             return device if self.named or device != UNNAMED else None
-        of_inputs = [self.memory_of(t).device for t in sorted(deferred, key=lambda t: not t.ndim)]
+        of_inputs = [self.memories.of(t).device for t in sorted(deferred, key=lambda t: not t.ndim)]
         return of_inputs[0] if of_inputs else None
 
     def _record(
@@ -309,7 +270,7 @@ class Recorder:
             kwargs = {**kwargs, "device": HERE if where is None else where}
         fresh = [view.memory for _, view in results]
         changed = [views[t].memory for t in written]  # type: ignore[index]
-        self._refuse_if_moved(changed)
+        self.memories.refuse_if_moved(changed)
         memories = [v.memory for v in tree_flatten((args, kwargs))[0] if isinstance(v, View)]
         fills = [view for t in written if memories.count((view := views[t]).memory) == 1 and _fills(call)]  # type: ignore[index]
         renews = [view.memory for view in fills if view.whole]
@@ -342,7 +303,7 @@ class Recorder:
         self, call: Callable[..., Any], tensor: DeferredTensor, args: tuple[Any, ...], generator: Any
     ) -> DeferredTensor:
         """Record a function that fills its first argument with random numbers and decides itself how many it draws."""
-        views = {tensor: self.view_of(tensor)}
+        views = {tensor: self.memories.view_of(tensor)}
         device = views[tensor].memory.device
         kwargs = {"generator": generator} if generator is not None else {}
         self._record(call, (tensor, *args), kwargs, views, [tensor], [], device, random=True)
@@ -350,29 +311,17 @@ class Recorder:
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a constructor has moved to a device. No operation says so of the CPU, where it may be as it is."""
-        if not isinstance(tensor, DeferredTensor) or self.memory_of(tensor).device is not None:
+        if not isinstance(tensor, DeferredTensor) or self.memories.of(tensor).device is not None:
             return tensor
         copied = _aten._to_copy.default(tensor, device=torch.device("cpu"))
-        one, other = self.memory_of(tensor), self.memory_of(copied)
-        self._moved.setdefault(one, []).append(other)
-        self._moved.setdefault(other, []).append(one)
+        self.memories.note_move(self.memories.of(tensor), self.memories.of(copied))
         return copied  # type: ignore[no-any-return]
-
-    def _refuse_if_moved(self, memories: list[Memory]) -> None:
-        """If the model is for the CPU, a plain build would change both: the move was none."""
-        for memory in memories:
-            if any(storage_use_count(other.storage) > 1 for other in self._moved.get(memory, ())):
-                raise NotImplementedError(
-                    "A deferred tensor was moved to the CPU inside deferred_init, and it, or what it was moved from, "
-                    "is changed in place while both are there. Whether that changes both depends on the device of the "
-                    "model, which is not known yet. Change a clone."
-                )
 
     def constant(self, value: torch.Tensor) -> DeferredTensor:
         """A deferred tensor that will be a copy of one that nobody else changes."""
         _refuse_other_layouts(value)
         result = self.wrap(_as_meta(value), value.device if value.device != UNNAMED else None)
-        view = self.view_of(result)
+        view = self.memories.view_of(result)
         memories = (view.memory,)
         call = torch.Tensor.clone
         entry = Entry(call, (Captured.of(value),), {}, (), memories, memories, ((0, view),), value.dtype)
@@ -401,7 +350,9 @@ class Recorder:
                 for stream, state in before:
                     stream.resume(state)
             views = {
-                t: self.view_of(t) for t in tree_flatten((args, kwargs))[0] if isinstance(t, DeferredTensor)
+                t: self.memories.view_of(t)
+                for t in tree_flatten((args, kwargs))[0]
+                if isinstance(t, DeferredTensor)
             }
             self._record(func, args, kwargs, views, deferred, [], None, random)
             return deferred[0] if len(deferred) == 1 else deferred
@@ -434,6 +385,26 @@ def _fills(call: Any) -> bool:
     if packet is None:
         return True  # an initialiser that was recorded whole
     return packet in FILLING or any(argument.is_out for argument in call._schema.arguments)
+
+
+def _refuse_collectives(func: Any, deferred: list[DeferredTensor]) -> None:
+    if deferred and func.namespace in _COLLECTIVE:
+        raise RuntimeError(
+            f"{func} was called on a deferred tensor of shape {tuple(deferred[0].shape)}, whose values come later, "
+            "on every rank alike. For parallelize_module and distribute_tensor pass "
+            "src_data_rank=None, so that each rank takes its part of its own; or call them after materialize."
+        )
+
+
+def _meta_arguments(
+    leaves: list[Any], spec: Any, metas: dict[int, torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an operation as it is called on the meta device, with ``metas`` for tensors, by id."""
+    args, kwargs = tree_unflatten([metas[id(t)] if isinstance(t, torch.Tensor) else t for t in leaves], spec)
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("generator", "pin_memory")}
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("meta")
+    return args, kwargs
 
 
 def _is_on_meta(source: torch.Tensor | torch.UntypedStorage) -> bool:

@@ -90,7 +90,7 @@ def initialise(model: nn.Module, init: Callable[[], Any] | None) -> list[StandIn
         for unit in paused:
             unit.settling_paused = False
     kept = {
-        RECORDER.memory_of(put[id(each.old)]): each for each in found if not missing(each.old)
+        RECORDER.memories.of(put[id(each.old)]): each for each in found if not missing(each.old)
     }  # their values stay, so what was recorded for their stand-ins is dropped
     found = [each for each in found if missing(each.old)]
     _check(model, found, kept)
@@ -139,7 +139,7 @@ def _check(model: nn.Module, found: list[StandIn], kept: dict[Memory, StandIn]) 
             if has_no_values(each.new):
                 by_class.setdefault(_class_name(each.module), []).append(full_name(each))
             continue
-        memory = RECORDER.view_of(each.new).memory
+        memory = RECORDER.memories.view_of(each.new).memory
         if not memory.entries and each.new.numel():
             by_class.setdefault(_class_name(each.module), []).append(full_name(each))
         elif sum(memory in entry.renews for entry in memory.entries) > 1:
@@ -151,7 +151,9 @@ def _check(model: nn.Module, found: list[StandIn], kept: dict[Memory, StandIn]) 
             "a reset_parameters method, pass init= to materialize, or build the model under "
             "shardwright.deferred_init(). Nothing was changed."
         )
-    wanted = {each: RECORDER.view_of(each.new) for each in found if isinstance(each.new, DeferredTensor)}
+    wanted = {
+        each: RECORDER.memories.view_of(each.new) for each in found if isinstance(each.new, DeferredTensor)
+    }
     the = plan(view.memory for view in wanted.values())
     read = [full_name(kept[memory]) for memory in the.unwritten if memory in kept]
     if read:

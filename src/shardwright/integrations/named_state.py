@@ -28,6 +28,7 @@ from shardwright.checkpoint.digests import Digest
 from shardwright.checkpoint.metadata import Damaged
 from shardwright.checkpoint.model import first_rank, on_every_rank
 from shardwright.engine import FSDPModule
+from shardwright.engine.companion import companion_of
 from shardwright.engine.parameter import unit_of
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.states import everywhere
@@ -44,6 +45,7 @@ from shardwright.integrations.named_files import (
     verified,
     write_values,
 )
+from shardwright.optim.companion import ShardedCompanion
 from shardwright.optim.held import mapped
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
@@ -295,7 +297,8 @@ def _load_optimizer(parts: Parts, key: str, stored: Any) -> None:
         order = group["params"] if by_name else here
         number.update({each: place[name] for each, name in zip(group["params"], order, strict=True)})
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    whole = optimizer.__dict__.get("_shardwright_whole", ())
+    companion = companion_of(optimizer)
+    whole = companion.whole if isinstance(companion, ShardedCompanion) else ()
     state = {}
     for each, values in stored.get("state", {}).items():  # before its first step an optimizer has none
         p = parameters[number[each]]

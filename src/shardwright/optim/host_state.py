@@ -2,7 +2,7 @@
 
 It goes in parts: that of a unit, or of the whole tensors of a round. Tensors of one dimension or more go up before the
 step of their part and down after it; numbers, 0-d tensors among them, stay where the optimizer has put them. Which part
-is stepped when is told in ``sharded.py``, ``in_backward.py`` and ``owners.py``.
+is stepped when is decided in ``in_calls.py``, ``in_backward.py`` and ``owners.py``.
 """
 
 from __future__ import annotations

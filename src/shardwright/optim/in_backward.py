@@ -6,7 +6,6 @@ in ``engine/stepping.py``; the arithmetic on local tensors is that of ``sharded.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -27,12 +26,13 @@ from shardwright.engine.precision import refuse_gradient_dtypes
 from shardwright.engine.root import reduce_held
 from shardwright.engine.stepping import Stepping, forget_stepped
 from shardwright.engine.unit import Unit
+from shardwright.optim.calls import CallsInBackward
+from shardwright.optim.companion import BackwardSteps, sharded_companion
 from shardwright.optim.needs import Needs
-from shardwright.optim.sharded import SHARDED, fully_shard_optimizer
+from shardwright.optim.sharded import fully_shard_optimizer
+from shardwright.optim.stand_ins import SHARDED
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
-
-_NUMBERS = (int, float, torch.Tensor)
 
 
 def in_backward(optimizer: O, *, needs: Needs | None = None, clip_value: float | None = None) -> O:
@@ -82,10 +82,7 @@ def in_backward(optimizer: O, *, needs: Needs | None = None, clip_value: float |
         )
     _refuse_taken(optimizer, parameters)
     refuse_gradient_dtypes(optimizer, parameters)
-    optimizer.__dict__["_shardwright_kind"] = type(optimizer).__bases__[1]
-    optimizer.__dict__["_shardwright_clip_value"] = clip_value
-    optimizer.__dict__["_shardwright_units"] = weakref.WeakKeyDictionary()
-    optimizer.__dict__["_shardwright_once"] = None
+    sharded_companion(optimizer).backward = BackwardSteps(type(optimizer).__bases__[1], clip_value)
     optimizer.__class__ = _class_in_backward(type(optimizer))
     optimizer._attach_units()  # type: ignore[attr-defined]
     optimizer.register_state_dict_pre_hook(_complete)
@@ -99,7 +96,7 @@ def _complete(optimizer: Any, *_: Any) -> None:
 
 
 def _refuse_whole(optimizer: Any) -> None:
-    whole = optimizer.__dict__["_shardwright_whole"]
+    whole = sharded_companion(optimizer).whole
     if whole:
         shape = tuple(next(iter(whole)).shape)
         raise NotImplementedError(
@@ -131,68 +128,6 @@ def _refuse_taken(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
                 )
 
 
-class _Once:
-    """Several calls of an optimizer's code that are one step: what it counts in, but per parameter, moves once.
-
-    Numbers in groups and attributes are for each call what they were before the first one.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._options = [
-            {key: _copy(value) for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
-        self._attributes = {key: _copy(v) for key, v in vars(optimizer).items() if isinstance(v, _NUMBERS)}
-        self._moved: list[tuple[dict[str, Any], str, Any]] = []  #: where, key, value before
-        self._called = False
-        self.open = True
-
-    def groups(self, params: list[list[torch.Tensor]]) -> list[dict[str, Any]]:
-        """Groups for one call, of these parameters."""
-        self.rewind_attributes()
-        return [
-            {**{key: _copy(value) for key, value in options.items()}, "params": mine}
-            for options, mine in zip(self._options, params, strict=True)
-        ]
-
-    def rewind_attributes(self) -> None:
-        optimizer = self._optimizer()
-        if self._called and optimizer is not None:
-            for key, value in self._attributes.items():
-                vars(optimizer)[key] = _copy(value)
-
-    def keep(self, called: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """After the first call: what it counted in its groups holds for the step."""
-        if self._called:
-            return
-        self._called = True
-        for mine, before, real in zip(called, self._options, groups, strict=True):
-            for key, value in mine.items():
-                if key != "params" and isinstance(value, _NUMBERS) and _differ(value, before.get(key)):
-                    self._moved.append((real, key, before.get(key)))
-                    real[key] = value
-
-    def rewind(self) -> None:
-        """The rest of this step is made by an ordinary call, which counts for itself."""
-        self.rewind_attributes()
-        for group, key, value in self._moved:
-            if value is None:
-                del group[key]
-            else:
-                group[key] = value
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _differ(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one._version > 0  # a copy made for the call; the host must not wait for what is in it
-    return one is not other and one != other
-
-
 class _InBackward:
     """Mixed into a sharded optimizer's class in front of it; see :func:`in_backward`."""
 
@@ -219,7 +154,7 @@ class _InBackward:
 
     def _params_of(self, unit: Unit) -> list[list[torch.Tensor]]:
         """Those of the unit, group by group. Groups and units seldom change, so it is remembered."""
-        units = self.__dict__["_shardwright_units"]
+        units = _steps_of(self).units
         key = unit.build, [len(group["params"]) for group in self.param_groups]
         known = units.get(unit)
         if known is None or known[0] != key:
@@ -227,34 +162,33 @@ class _InBackward:
             known = units[unit] = key, params
         return known[1]  # type: ignore[no-any-return]
 
-    def open_step(self, unit: Unit) -> _Once:
-        once = self.__dict__["_shardwright_once"]
-        if once is None or not once.open:
+    def open_step(self, unit: Unit) -> CallsInBackward:
+        steps = _steps_of(self)
+        if steps.calls is None or not steps.calls.open:
             _refuse_hooks(self)  # type: ignore[arg-type]
             tell_schedulers(self)  # type: ignore[arg-type]
-            once = self.__dict__["_shardwright_once"] = _Once(self)  # type: ignore[arg-type]
+            steps.calls = CallsInBackward(self)  # type: ignore[arg-type]
         self._send_state(unit, [p for mine in self._params_of(unit) for p in mine])  # type: ignore[attr-defined]
-        return once  # type: ignore[no-any-return]
+        return steps.calls
 
     @torch.no_grad()
-    def step_unit(self, unit: Unit, step: _Once) -> None:
-        params, once = self._params_of(unit), step
+    def step_unit(self, unit: Unit, step: CallsInBackward) -> None:
+        params, steps = self._params_of(unit), _steps_of(self)
         stepped = [p for mine in params for p in mine if p.grad is not None]
-        clip = self.__dict__["_shardwright_clip_value"]
-        if clip is not None and stepped:
-            foreach_clamp_([_local(p.grad) for p in stepped], clip)
+        if steps.clip_value is not None and stepped:
+            foreach_clamp_([_local(p.grad) for p in stepped], steps.clip_value)
         real = self.param_groups
-        self.param_groups = called = once.groups(params)
+        self.param_groups = called = step.groups(params)
         try:
             outside = self._enter()  # type: ignore[attr-defined]
             try:
                 with self._on_device(unit):  # type: ignore[attr-defined]
-                    step_without_hooks(self.__dict__["_shardwright_kind"])(self)
+                    step_without_hooks(steps.kind)(self)
             finally:
                 self._leave(*outside)  # type: ignore[attr-defined]
         finally:
             self.param_groups = real
-        once.keep(called, real)
+        step.keep(called, real)
         increment_version([_local(p) for p in stepped])  # some kernels write without moving it
         for p in stepped:
             p.grad = None
@@ -275,10 +209,10 @@ class _InBackward:
 
     def backward_ended(self) -> bool:
         self._settle_state()  # type: ignore[attr-defined]
-        once = self.__dict__["_shardwright_once"]
-        if once is None or not once.open:
+        calls = _steps_of(self).calls
+        if calls is None or not calls.open:
             return False
-        once.open = False
+        calls.open = False
         return True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -296,10 +230,11 @@ class _InBackward:
         reduce_held(parameters)
         self._complete()
         forget_stepped(parameters)
-        once, self.__dict__["_shardwright_once"] = self.__dict__["_shardwright_once"], None
+        steps = _steps_of(self)
+        calls, steps.calls = steps.calls, None
         if any(p.grad is not None for p in parameters):
-            if once is not None:
-                once.rewind()
+            if calls is not None:
+                calls.rewind()
             super().step()  # type: ignore[misc]
         return loss
 
@@ -324,6 +259,12 @@ class _InBackward:
             "This optimizer has stepped in backward, with gradients that GradScaler had scaled and could not look at "
             "before. Train without GradScaler (bfloat16 needs none), or use fully_shard_optimizer alone."
         )
+
+
+def _steps_of(optimizer: Any) -> BackwardSteps:
+    steps = sharded_companion(optimizer).backward
+    assert steps is not None
+    return steps
 
 
 def _local(tensor: Any) -> torch.Tensor:

@@ -7,18 +7,15 @@ go through ``owners``.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwright._torch import (
-    dtensor_of,
     local_of,
     only_schedulers_wrap,
     seen_by_schedulers,
@@ -26,15 +23,14 @@ from shardwright._torch import (
     tell_schedulers,
     uncompiled,
 )
-from shardwright.engine.offload import HOST_STATE
+from shardwright.engine.companion import COMPANION, companion_of
 from shardwright.engine.parameter import TAKEN, Managed, unit_of
-from shardwright.engine.ragged import RaggedTensor, part_of
-from shardwright.engine.ragged_spec import RaggedSpec
+from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.root import COUNTS_STEPS, before_optimizer_step, count_step
-from shardwright.engine.sharded_tensor import as_sharded
 from shardwright.engine.unit import Unit
 from shardwright.init import value_of
 from shardwright.optim.blocks import block_spec
+from shardwright.optim.companion import ShardedCompanion, sharded_companion
 from shardwright.optim.held import mapped
 from shardwright.optim.host_state import (
     HostState,
@@ -43,12 +39,11 @@ from shardwright.optim.host_state import (
     kept_from_device,
     loaded,
     moved_to_host,
-    part_of_state,
 )
+from shardwright.optim.in_calls import step_in_calls
 from shardwright.optim.needs import Need, Needs, check, cost_of, needs_of
-from shardwright.optim.owners import Calls, Owners
-
-SHARDED = (DTensor, RaggedTensor)
+from shardwright.optim.owners import Owners
+from shardwright.optim.stand_ins import SHARDED, StandIn, ragged_spec
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
@@ -87,7 +82,10 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
     sharded_already = isinstance(optimizer, _ShardedStep)
     if sharded_already and not _became(optimizer):
         return optimizer
-    need = optimizer.__dict__["_shardwright_needs"] if sharded_already else needs_of(optimizer, needs)
+    if sharded_already:
+        companion = sharded_companion(optimizer)
+    else:
+        companion = ShardedCompanion(needs_of(optimizer, needs), companion_of(optimizer).stepped)
     if "step" in vars(optimizer) and not sharded_already and not only_schedulers_wrap(optimizer):
         raise ValueError(
             f"The step of this {type(optimizer).__name__} was replaced already, by "
@@ -99,15 +97,15 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
     renewed = [
         {**group, "params": params} for group, params in zip(optimizer.param_groups, groups, strict=True)
     ]
-    found = check(renewed, need)
+    found = check(renewed, companion.needs)
     _check_state_per_block(optimizer, found)
-    _choose_owners(optimizer, found)
-    _choose_places(optimizer, found)
-    _follow(optimizer, groups, became)
-    _move_to_host(optimizer)
+    _choose_owners(companion, found, cost_of(optimizer))
+    _choose_places(companion, found)
+    _follow(optimizer, groups, became, companion.whole)
+    _move_to_host(optimizer, companion)
     if sharded_already:
         return optimizer
-    optimizer.__dict__["_shardwright_needs"] = need
+    optimizer.__dict__[COMPANION] = companion
     vars(optimizer).pop("step", None)  # a scheduler's, which the class's own does the work of
     optimizer.__class__ = _sharded_class(type(optimizer))
     optimizer.register_state_dict_post_hook(_state_as_dtensors)
@@ -139,12 +137,14 @@ def taken_label(p: torch.Tensor) -> str:
 
 @torch.no_grad()
 def _follow(
-    optimizer: Any, groups: list[list[torch.Tensor]], became: dict[torch.Tensor, torch.Tensor]
+    optimizer: Any,
+    groups: list[list[torch.Tensor]],
+    became: dict[torch.Tensor, torch.Tensor],
+    whole: set[torch.Tensor],
 ) -> None:
-    """Let groups and state be those of what the parameters have become. State is cut as they are."""
+    """Let groups and state be those of what the parameters have become. State is cut as they are, or ``whole``."""
     for group, params in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value_of(value) for key, value in group.items()}, params=params)
-    whole = optimizer.__dict__.get("_shardwright_whole", ())
     for state in optimizer.state.values():
         state.update({key: value_of(value) for key, value in state.items()})
     for old, new in became.items():
@@ -154,7 +154,7 @@ def _follow(
         unit = unit_of(new)
         for key, value in state.items():
             if new not in whole and isinstance(value, torch.Tensor) and unit is not None:
-                spec = _ragged_spec(optimizer, new, key, value, new.shape)  # type: ignore[arg-type]
+                spec = ragged_spec(optimizer, new, key, value, new.shape)  # type: ignore[arg-type]
                 if spec is not None:
                     value = RaggedTensor.from_full(value, spec)
                 elif value.ndim and value.shape == new.shape:
@@ -172,36 +172,37 @@ def _check_state_per_block(optimizer: Any, found: list[tuple[str, torch.Tensor, 
                 raise ValueError(f"Parameter {name!r}: {error}") from None
 
 
-def _choose_owners(optimizer: Any, found: list[tuple[str, torch.Tensor, Need]]) -> None:
+def _choose_owners(
+    companion: ShardedCompanion,
+    found: list[tuple[str, torch.Tensor, Need]],
+    cost: Callable[[torch.Tensor], float],
+) -> None:
     """Choose owners for those parameters that the optimizer needs whole."""
-    cost = cost_of(optimizer)
     by_mesh: dict[Any, list[Any]] = {}
     for name, p, need in found:
         if need == "tensor" and isinstance(p, SHARDED):
             by_mesh.setdefault(p.device_mesh, []).append((name, p, cost(p)))
-    if not hasattr(optimizer, "_shardwright_owners"):  # which a wrapper of the optimizer may have from it
-        optimizer._shardwright_owners, optimizer._shardwright_whole = {}, set()
-    known, whole = optimizer._shardwright_owners, optimizer._shardwright_whole
+    known = companion.owners
     chosen = {mesh: known.get(mesh) or Owners(mesh) for mesh in by_mesh}
     for mesh, entries in by_mesh.items():
         chosen[mesh].check(entries)
     known.update(chosen)
     for mesh, entries in by_mesh.items():
         known[mesh].add(entries)
-        whole.update(p for _, p, _ in entries)
+        companion.whole.update(p for _, p, _ in entries)
 
 
-def _choose_places(optimizer: Any, found: list[tuple[str, torch.Tensor, Need]]) -> None:
+def _choose_places(companion: ShardedCompanion, found: list[tuple[str, torch.Tensor, Need]]) -> None:
     """Whether state lies on the host and parameters are stepped on the device: then it passes through there."""
-    if getattr(optimizer, HOST_STATE, None) is None:
-        whole = optimizer._shardwright_whole  # which a wrapper of the optimizer may have from it
+    if companion.host_state is None:
+        whole = companion.whole
         passes = any((host_of_whole(p) if p in whole else host_of_state(p)) is not None for _, p, _ in found)
-        setattr(optimizer, HOST_STATE, HostState() if passes else None)
+        companion.host_state = HostState() if passes else None
 
 
-def _move_to_host(optimizer: Optimizer) -> None:
-    """What state there is goes where it is to lie between steps."""
-    if optimizer.__dict__[HOST_STATE] is not None:
+def _move_to_host(optimizer: Optimizer, companion: ShardedCompanion) -> None:
+    """Move the state that there is to where it is stored between steps."""
+    if companion.host_state is not None:
         for p, values in optimizer.state.items():
             host = host_of_state(p) if isinstance(p, torch.Tensor) else None
             if host is not None:
@@ -217,47 +218,20 @@ def _state_as_dtensors(optimizer: Optimizer, state: dict[str, Any]) -> dict[str,
 
 
 def _state_as_ragged(optimizer: Optimizer) -> None:
-    if optimizer.__dict__[HOST_STATE] is not None:
+    companion = sharded_companion(optimizer)
+    if companion.host_state is not None:
         for p, values in optimizer.state.items():
             if isinstance(p, torch.Tensor):
                 values.update(loaded(values, p))
-    whole = optimizer.__dict__["_shardwright_whole"]
-    for owners in optimizer.__dict__["_shardwright_owners"].values():
+    for owners in companion.owners.values():
         owners.settle(optimizer.state)
     for p, values in optimizer.state.items():
-        if isinstance(p, SHARDED) and p not in whole:
+        if isinstance(p, SHARDED) and p not in companion.whole:
             for key, value in values.items():
-                spec = _ragged_spec(optimizer, p, key, value, p.shape)
+                spec = ragged_spec(optimizer, p, key, value, p.shape)
                 if spec is not None:
                     values[key] = RaggedTensor.from_full(value, spec)
-    _move_to_host(optimizer)
-
-
-def _ragged_spec(
-    optimizer: Optimizer, p: DTensor | RaggedTensor, key: str, value: Any, shape: torch.Size
-) -> RaggedSpec | None:
-    """How this state of ``p`` is cut, if outside it is a ragged tensor: per block, or of ``shape``, per element."""
-    if key in getattr(optimizer, "state_per_block", ()):
-        return block_spec(p, optimizer.shard_needs(p))  # type: ignore[attr-defined]
-    if isinstance(p, RaggedTensor) and isinstance(value, torch.Tensor) and value.shape == shape:
-        return p.spec
-    return None
-
-
-class _Entry:
-    """A parameter, its local stand-in, and the state tensors last seen on either side."""
-
-    __slots__ = ("inner", "local", "seen")
-
-    def __init__(self, local: torch.Tensor, p: DTensor | RaggedTensor) -> None:
-        self.local = local
-        local.whole_shape = p.shape  # type: ignore[attr-defined]  # for optimizers that go by the size of the whole
-        self.inner: dict[str, Any] = {}
-        self.seen: dict[str, Any] = {}  #: key -> the value outside that belongs to ``inner[key]``
-
-
-#: Where ``state`` is between steps if it passes through the device, until somebody reads it.
-_HIDDEN = "_shardwright_hidden_state"
+    _move_to_host(optimizer, companion)
 
 
 class _ShardedStep:
@@ -269,36 +243,36 @@ class _ShardedStep:
     @torch.no_grad()
     def _enter(self) -> tuple[list[list[Any]], Any]:
         """Put local stand-ins into the groups and the state; return what was there. All or nothing."""
-        entries: dict[Any, _Entry] = self.__dict__.setdefault("_shardwright_entries", {})
-        whole = self.__dict__["_shardwright_whole"]
-        outer = self.__dict__["state"] if "state" in self.__dict__ else self.__dict__[_HIDDEN]
+        companion = sharded_companion(self)
+        stand_ins, whole = companion.stand_ins, companion.whole
+        outer = self.__dict__.get("state", companion.hidden_state)
         inner: Any = defaultdict(dict)
         groups = [group["params"] for group in self.param_groups]
-        stand_ins: list[list[torch.Tensor]] = []
-        for owners in self.__dict__["_shardwright_owners"].values():
+        locals_: list[list[torch.Tensor]] = []
+        for owners in companion.owners.values():
             owners.settle(outer)
         for params in groups:
-            stand_ins.append([])
+            locals_.append([])
             for p in params:
                 if not isinstance(p, SHARDED):
-                    stand_ins[-1].append(p)
+                    locals_[-1].append(p)
                     if p in outer:
                         inner[p] = outer[p]
                     continue
                 local = local_of(p)
-                entry = entries.get(p)
-                if entry is None or entry.local is not local:
-                    entry = entries[p] = _Entry(local, p)
-                stand_ins[-1].append(local)
+                stand_in = stand_ins.get(p)
+                if stand_in is None or stand_in.local is not local:
+                    stand_in = stand_ins[p] = StandIn(local, p)
+                locals_[-1].append(local)
                 if p in whole:
                     continue
                 state = outer.get(p)
                 if state:
-                    _refresh(entry, state, p, self)  # type: ignore[arg-type]
-                    inner[local] = entry.inner
+                    stand_in.refresh(state, p, self)  # type: ignore[arg-type]
+                    inner[local] = stand_in.inner
                 else:
-                    entry.inner, entry.seen = {}, {}
-        pairs = [pair for both in zip(groups, stand_ins, strict=True) for pair in zip(*both, strict=True)]
+                    stand_in.inner, stand_in.seen = {}, {}
+        pairs = [pair for both in zip(groups, locals_, strict=True) for pair in zip(*both, strict=True)]
         try:
             for p, local in pairs:
                 if local is not p:
@@ -311,15 +285,15 @@ class _ShardedStep:
                 if local is not p:
                     local.grad = None
             raise
-        for group, locals_ in zip(self.param_groups, stand_ins, strict=True):
-            group["params"] = locals_
+        for group, params in zip(self.param_groups, locals_, strict=True):
+            group["params"] = params
         self.state = inner
         return groups, outer
 
     @torch.no_grad()
     def _leave(self, groups: list[list[Any]], outer: Any) -> None:
-        entries: dict[Any, _Entry] = self.__dict__["_shardwright_entries"]
-        whole = self.__dict__["_shardwright_whole"]
+        companion = sharded_companion(self)
+        stand_ins, whole = companion.stand_ins, companion.whole
         inner, self.state = self.state, outer
         for group, params in zip(self.param_groups, groups, strict=True):
             group["params"] = params
@@ -328,27 +302,29 @@ class _ShardedStep:
                     if p in inner:
                         outer[p] = inner[p]
                     continue
-                entry = entries[p]
-                entry.local.grad = None
-                state = None if p in whole else inner.get(entry.local)
+                stand_in = stand_ins[p]
+                stand_in.local.grad = None
+                state = None if p in whole else inner.get(stand_in.local)
                 if state is not None:
-                    entry.inner = state
-                    _publish(entry, outer[p], p, self)  # type: ignore[arg-type]
+                    stand_in.inner = state
+                    stand_in.publish(outer[p], p, self)  # type: ignore[arg-type]
         if whole:
             # Owners had their state first, but what gathers a state dict goes through it in its order.
             ordered = {p: outer[p] for params in groups for p in params if p in outer} | outer
             if list(map(id, ordered)) != list(map(id, outer)):
                 outer.clear()
                 outer.update(ordered)
-        if self.__dict__[HOST_STATE] is not None:
+        if companion.host_state is not None:
             del self.__dict__["state"]
-            self.__dict__[_HIDDEN] = outer
+            companion.hidden_state = outer
 
     def __getattr__(self, name: str) -> Any:
         """``state`` while copies of it may be on their way to the host: whoever reads it waits for them here."""
-        if name == "state" and _HIDDEN in self.__dict__:
-            self.__dict__[HOST_STATE].host_wait()
-            self.state = self.__dict__.pop(_HIDDEN)
+        companion = self.__dict__.get(COMPANION)
+        if name == "state" and isinstance(companion, ShardedCompanion) and companion.hidden_state is not None:
+            assert companion.host_state is not None
+            companion.host_state.host_wait()
+            self.state, companion.hidden_state = companion.hidden_state, None
             return self.state
         known = getattr(super(), "__getattr__", None)
         if known is None:
@@ -362,7 +338,8 @@ class _ShardedStep:
         if host is None:
             yield
             return
-        host_state: HostState = self.__dict__[HOST_STATE]
+        host_state = sharded_companion(self).host_state
+        assert host_state is not None
         inner = self.state
         self.state = host_state.take(unit, host, inner)
         try:
@@ -375,78 +352,16 @@ class _ShardedStep:
         """The unit's parameters ``params`` are stepped soon: begin to copy their state to the device."""
         host = unit.state_host
         if host is not None:
-            entries: dict[Any, _Entry] = self.__dict__.get("_shardwright_entries", {})
-            known = [entries[p].inner for p in params if p in entries]
-            self.__dict__[HOST_STATE].send(unit, host, known)
+            companion = sharded_companion(self)
+            assert companion.host_state is not None
+            stand_ins = companion.stand_ins
+            companion.host_state.send(unit, host, [stand_ins[p].inner for p in params if p in stand_ins])
 
     def _settle_state(self) -> None:
         """Nothing is stepped for now: give the device's memory back."""
-        host_state: HostState | None = self.__dict__[HOST_STATE]
+        host_state = sharded_companion(self).host_state
         if host_state is not None:
             host_state.settle()
-
-    def _step_in_calls(self, groups: list[list[Any]], outer: Any) -> None:
-        """Within a step, stand-ins in place for ``groups``: what is needed whole, and the rest where it lies."""
-        entries: dict[Any, _Entry] = self.__dict__["_shardwright_entries"]
-        host_state: HostState | None = self.__dict__[HOST_STATE]
-        locals_, inner = [group["params"] for group in self.param_groups], self.state
-        number = {id(t): i for i, params in enumerate(locals_) for t in params}
-        calls = Calls(self, step_without_hooks(_kind_of(self)))  # type: ignore[arg-type]
-        others = [lambda: self._call_where_they_lie(calls, groups, locals_, inner)]
-        failures = []
-        try:
-            for owners in self.__dict__["_shardwright_owners"].values():
-                owned = {o.index: entries[o.p].local for o in owners.owned}
-                numbers = {index: number[id(t)] for index, t in owned.items()}
-                meanwhile = others.pop() if others else lambda: None
-                failures.append(owners.step(owned, calls, numbers, outer, meanwhile, host_state))
-            if others:
-                others.pop()()
-        finally:
-            self.state = inner
-            for group, params in zip(self.param_groups, locals_, strict=True):
-                group["params"] = params
-        for failure in (calls.failure, *failures):
-            if failure is not None:
-                raise failure
-
-    def _call_where_they_lie(self, calls: Calls, groups: list[list[Any]], locals_: list[list[torch.Tensor]],
-                             inner: Any) -> None:  # fmt: skip
-        """Step what is not needed whole; unit by unit what has state that passes through the device."""
-        whole = self.__dict__["_shardwright_whole"]
-        host_state: HostState | None = self.__dict__[HOST_STATE]
-        pairs = [list(zip(*both, strict=True)) for both in zip(groups, locals_, strict=True)]
-        if host_state is None:
-            calls([[local for p, local in each if p not in whole] for each in pairs], inner)
-            return
-        rest: list[list[torch.Tensor]] = [[] for _ in groups]
-        units: dict[Unit, list[list[torch.Tensor]]] = {}
-        for i, each in enumerate(pairs):
-            for p, local in each:
-                if p not in whole:
-                    unit = unit_of(p)
-                    if unit is None or unit.state_host is None:
-                        rest[i].append(local)
-                    elif local.grad is not None:
-                        units.setdefault(unit, [[] for _ in groups])[i].append(local)
-        parts = [
-            (unit, host, mine, part_of_state(inner, itertools.chain(*mine)))
-            for unit, mine in units.items()
-            if (host := unit.state_host) is not None
-        ]
-        host_state.settle()  # what was sent for a backward that failed
-        for unit, host, _, state in parts[:1]:
-            host_state.send(unit, host, state.values())
-        if any(rest) or not parts:
-            calls(rest, inner)
-        for (unit, host, mine, state), following in itertools.zip_longest(parts, parts[1:]):
-            if calls.failure is None:
-                on_device = host_state.take(unit, host, state)
-                if following is not None:
-                    host_state.send(following[0], following[1], following[3].values())
-                calls(mine, on_device)
-                inner.update(host_state.give_back(on_device))
-        host_state.settle()
 
     @uncompiled  # no tracer follows the exchange of parameters
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -457,11 +372,13 @@ class _ShardedStep:
             with torch.enable_grad():
                 loss = closure()
         roots = before_optimizer_step(self)  # type: ignore[arg-type]
+        companion = sharded_companion(self)
         groups, outer = self._enter()
         try:
-            if self.__dict__["_shardwright_whole"] or self.__dict__[HOST_STATE] is not None:
+            if companion.whole or companion.host_state is not None:
                 # Hooks of the step run once, though the optimizer's own code is called several times.
-                step = Optimizer.profile_hook_step(lambda optimizer: optimizer._step_in_calls(groups, outer))  # type: ignore[attr-defined]
+                plain_step = step_without_hooks(_kind_of(self))
+                step = Optimizer.profile_hook_step(lambda me: step_in_calls(me, plain_step, groups, outer))  # type: ignore[attr-defined]
                 step(self)
             else:
                 super().step()  # type: ignore[misc]
@@ -478,16 +395,17 @@ class _ShardedStep:
         before = len(self.param_groups)
         super().add_param_group(param_group)  # type: ignore[misc]
         try:
-            found = check(self.param_groups[before:], self._shardwright_needs)  # type: ignore[attr-defined]
+            companion = sharded_companion(self)
+            found = check(self.param_groups[before:], companion.needs)
             _check_state_per_block(self, found)
-            _choose_owners(self, found)
-            _choose_places(self, found)
+            _choose_owners(companion, found, cost_of(self))  # type: ignore[arg-type]
+            _choose_places(companion, found)
         except BaseException:
             del self.param_groups[before:]
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.__dict__[HOST_STATE] is None or _loads_itself(_kind_of(self)):
+        if sharded_companion(self).host_state is None or _loads_itself(_kind_of(self)):
             super().load_state_dict(state_dict)  # type: ignore[misc]
             return
         handle = self.register_load_state_dict_pre_hook(kept_from_device)  # type: ignore[attr-defined]
@@ -502,59 +420,6 @@ class _ShardedStep:
         among = {id(p) for p in parameters}
         for unit in {id(u): u for p in parameters if (u := unit_of(p)) is not None}.values():
             unit.forget_gradients(among)
-
-
-def _refresh(entry: _Entry, state: dict[str, Any], p: DTensor | RaggedTensor, optimizer: Optimizer) -> None:
-    """Take over what was loaded or changed outside since the last step."""
-    seen = entry.seen
-    if len(seen) == len(state):
-        for key, value in state.items():
-            if seen.get(key) is not value:
-                break
-        else:
-            return
-    entry.inner = {key: _local_state(key, value, p, optimizer) for key, value in state.items()}
-    entry.seen = dict(state)
-
-
-def _local_state(key: str, value: Any, p: DTensor | RaggedTensor, optimizer: Optimizer) -> Any:
-    spec = _ragged_spec(optimizer, p, key, value, p.shape)
-    if spec is not None:
-        return part_of(value, spec)
-    if isinstance(p, RaggedTensor):
-        return value
-    if isinstance(value, DTensor):
-        if value.placements != p.placements:
-            raise ValueError(
-                f"Optimizer state {key!r} is placed {value.placements}, its parameter {p.placements}. "
-                "Load optimizer state that is sharded as the model is."
-            )
-        return local_of(value)
-    if isinstance(value, torch.Tensor) and value.ndim and value.shape == p.shape:
-        raise ValueError(
-            f"Optimizer state {key!r} of shape {tuple(value.shape)} is a plain tensor, its parameter is sharded. Load "
-            "it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
-        )
-    return value
-
-
-def _publish(entry: _Entry, state: dict[str, Any], p: DTensor | RaggedTensor, optimizer: Optimizer) -> None:
-    """Show new state outside, tensors of an element for each of the parameter's, or for each block, sharded like it."""
-    seen = entry.seen
-    for key, value in entry.inner.items():
-        known = seen.get(key)
-        if known is value or (isinstance(known, SHARDED) and local_of(known) is value):
-            continue
-        shown: Any = value
-        if isinstance(value, torch.Tensor) and value.ndim:
-            spec = _ragged_spec(optimizer, p, key, value, entry.local.shape)
-            if spec is not None:
-                shown = RaggedTensor(value, spec)
-            elif isinstance(p, DTensor) and value.shape == entry.local.shape:
-                shown = as_sharded(dtensor_of(value, p.device_mesh, p.placements, p.shape, p.stride()))
-            if shown is not value:
-                entry.inner[key] = local_of(shown)
-        state[key] = seen[key] = shown
 
 
 def _loads_itself(kind: type) -> bool:

@@ -1,0 +1,80 @@
+"""Which memory a deferred tensor views, and which memories may turn out to be the same one.
+
+Nothing here records or runs an operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from shardwright._torch import storage_key, storage_use_count
+from shardwright.init.log import Memory, View
+
+
+class Memories:
+    """The memories of deferred tensors, found by their storage."""
+
+    def __init__(self) -> None:
+        self._memories: dict[int, Memory] = {}
+        self._moved: dict[Memory, list[Memory]] = {}  #: to the CPU: copies, unless the model is for the CPU
+
+    def of(self, tensor: torch.Tensor) -> Memory:
+        """The memory that a tensor views."""
+        storage = tensor.untyped_storage()
+        memory = self._memories.get(storage_key(storage))
+        if memory is None:  # the registry keeps the storage, so that no other one gets its address
+            memory = self._memories[storage_key(storage)] = Memory(storage, None)
+        return memory
+
+    def add(self, tensor: torch.Tensor, device: torch.device | None) -> Memory:
+        """The memory that a tensor views. If it is a new one, it is at ``device``."""
+        storage = tensor.untyped_storage()
+        if storage_key(storage) not in self._memories:
+            self._memories[storage_key(storage)] = Memory(storage, device)
+        return self._memories[storage_key(storage)]
+
+    def view_of(self, tensor: torch.Tensor) -> View:
+        """The tensor as a view of its memory.
+
+        Raises:
+            RuntimeError: the memory was materialised.
+            NotImplementedError: the tensor is a negative view.
+        """
+        memory = self.of(tensor)
+        if memory.gone:
+            raise RuntimeError(
+                f"A deferred tensor of shape {tuple(tensor.shape)} was used after {memory.gone}"
+            )
+        if tensor.is_neg():
+            raise NotImplementedError(
+                "deferred_init does not support negative views, such as Tensor.imag of conj()"
+            )
+        size, stride = tuple(tensor.shape), tensor.stride()
+        return View(memory, tensor.dtype, size, stride, int(tensor.storage_offset()), tensor.is_conj())
+
+    def live(self) -> list[Memory]:
+        """Memories that some tensor still views and that were not materialised; the others are forgotten."""
+        viewed = [m for m in self._memories.values() if storage_use_count(m.storage) > 1]
+        self._memories = {storage_key(m.storage): m for m in viewed}
+        self._moved = {m: self._moved[m] for m in viewed if m in self._moved}
+        return [m for m in viewed if not m.gone]
+
+    def note_move(self, source: Memory, copy: Memory) -> None:
+        """``copy`` was made by a move to the CPU. If the model is for the CPU, it is ``source``."""
+        self._moved.setdefault(source, []).append(copy)
+        self._moved.setdefault(copy, []).append(source)
+
+    def refuse_if_moved(self, changed: Iterable[Memory]) -> None:
+        """Raise if one of these was moved, or made by a move, and the other one is viewed.
+
+        If the model is for the CPU, a plain build would change both: the move was none.
+        """
+        for memory in changed:
+            if any(storage_use_count(other.storage) > 1 for other in self._moved.get(memory, ())):
+                raise NotImplementedError(
+                    "A deferred tensor was moved to the CPU inside deferred_init, and it, or what it was moved from, "
+                    "is changed in place while both are there. Whether that changes both depends on the device of the "
+                    "model, which is not known yet. Change a clone."
+                )

@@ -1,0 +1,74 @@
+"""Checkpoints that Fabric saves and loads: models that it has wrapped, whole states, and files of weights.
+
+What is in a checkpoint is in ``named_state.py`` and ``named_files.py``. Nothing here imports ``lightning``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.checkpoint import load_pretrained
+from shardwright.engine import FSDPModule
+from shardwright.integrations import named_files, named_state
+from shardwright.integrations.fabric_models import Forward
+
+
+def unwrapped(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.module if isinstance(value, Forward) else value for key, value in state.items()}
+
+
+def file_path(path: str | Path, strategy: str) -> Path:
+    """The path as one of the file system. ``strategy`` is the name of the class that was given it."""
+    if "://" in str(path):
+        raise ValueError(f"{path} is remote, and {strategy} writes to and reads from file systems only.")
+    return Path(path)
+
+
+def refuse_optimizer(strategy: str) -> NoReturn:
+    """Raise, as an optimizer alone cannot be loaded. ``strategy`` is the name of the class that was given one."""
+    raise NotImplementedError(
+        f"{strategy} needs the model to load an optimizer, since it goes by names. Use "
+        "fabric.load(path, {'model': model, 'optimizer': optimizer})."
+    )
+
+
+def load_state(
+    path: Path, state: dict[str, Any], mesh: DeviceMesh, strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
+    """Restore a state in place; return what the checkpoint has besides."""
+    inner = unwrapped(state)
+    rest = named_state.load(path, inner, mesh, strict, weights_only)
+    state.update({key: value for key, value in inner.items() if not isinstance(value, nn.Module)})
+    return rest
+
+
+def read_state(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """All that a file holds, loaded into nothing."""
+    if named_files.is_sharded(path):
+        raise ValueError(
+            f"{path} is a sharded checkpoint, which is loaded into a model. Pass "
+            "fabric.load(path, state={'model': model, ...})."
+        )
+    return named_files.read_file(path, weights_only)  # type: ignore[no-any-return]
+
+
+def load_weights(path: Path, module: nn.Module, strict: bool, weights_only: bool | None) -> None:
+    """Into a model that is set up, or is still to be; deferred ones remember the weights until they are."""
+    model = module.module if isinstance(module, Forward) else module
+    if not isinstance(model, FSDPModule) and any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise TypeError(
+            f"load_raw was given a {type(model).__name__} on the meta device, where there is nothing to load into. "
+            "Set it up first (model = fabric.setup(model)), or build it under fabric.init_module(empty_init=True)."
+        )
+    if named_files.is_sharded(path):
+        raise ValueError(
+            f"{path} is a sharded checkpoint, not a file of weights. Use fabric.load(path, {{'model': model}})."
+        )
+    if path.is_dir() or path.name.endswith((".safetensors", ".json")):
+        load_pretrained(model, path, allow_missing=not strict, allow_unexpected=not strict)
+    else:
+        model.load_state_dict(named_files.read_file(path, weights_only), strict=strict)

@@ -1,0 +1,118 @@
+"""Gradients under Fabric: clipping, loss scaling and micro-batches without communication.
+
+Nothing here imports ``lightning``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from shardwright._torch import foreach_norm, local_of
+from shardwright.engine.root import reduce_held
+from shardwright.integrations.fabric_models import sharded_model
+
+
+class GradientSync:
+    """What ``fabric.no_backward_sync`` asks for."""
+
+    @contextmanager
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
+        model = sharded_model(module, "no_backward_sync")
+        units = model._fsdp_units(recurse=True)
+        before = [unit.settings.sync for unit in units]
+        model.set_requires_gradient_sync(not enabled)
+        try:
+            yield
+        finally:
+            for unit, sync in zip(units, before, strict=True):
+                unit.change(sync=sync)
+
+
+@torch.no_grad()
+def clip_values(parameters: list[torch.Tensor], clip_val: float) -> None:
+    """Clamp each element of the gradients to [-clip_val, clip_val], where it is stored."""
+    reduce_held(parameters)
+    for gradient in _local_gradients(parameters):
+        gradient.clamp_(-float(clip_val), float(clip_val))
+
+
+class Scaler(GradScaler):
+    """Unscales gradients where they lie. What is not finite on one rank skips the step on all."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._unscaled: set[int] = set()
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        reduce_held(parameters)
+        gradients = _local_gradients(parameters)
+        groups = [group["params"] for group in optimizer.param_groups]
+        try:
+            # The gradients of one rank, and one more that tells of the other ranks'.
+            for group in optimizer.param_groups:
+                group["params"] = []
+            told = [*gradients, _infinite_anywhere(gradients)] if gradients else []
+            optimizer.param_groups[0]["params"] = [_owner_of(each) for each in told]
+            super().unscale_(optimizer)
+        finally:
+            for group, params in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = params
+        self._unscaled.add(id(optimizer))
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if (
+            self.is_enabled() and id(optimizer) not in self._unscaled
+        ):  # fused ones would go by what is not reduced yet
+            self.unscale_(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: Any = None) -> None:
+        super().update(new_scale)
+        self._unscaled.clear()
+
+
+def _owner_of(gradient: torch.Tensor) -> torch.Tensor:
+    """A tensor that has this gradient."""
+    owner = gradient.detach()
+    owner.grad = gradient
+    return owner
+
+
+def _infinite_anywhere(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """One element, the same on every rank: infinite if any element of theirs is not finite, else 0."""
+    filled = [g for g in gradients if g.numel()]
+    largest = torch.stack([n.float() for n in foreach_norm(filled, math.inf)]) if filled else torch.zeros(1)
+    found = largest.isfinite().all().logical_not().float().to(gradients[0].device).view(1)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return torch.where(found > 0, math.inf, 0.0)
+
+
+def scaler_of(given: Any, device: str) -> GradScaler:
+    """A scaler with the settings of the given one, for sharded gradients."""
+    if isinstance(given, Scaler):
+        return given
+    if type(given) not in (GradScaler, torch.cuda.amp.GradScaler):
+        raise TypeError(
+            f"A {type(given).__name__} does not know of other ranks' gradients. Pass MixedPrecision a "
+            "torch.amp.GradScaler, whose settings are taken over."
+        )
+    scaler = Scaler(device=device, enabled=given.is_enabled())
+    if given.is_enabled():
+        scaler.load_state_dict(given.state_dict())
+    return scaler
+
+
+def _local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's part of those gradients that there are; of plain parameters the whole."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return [local_of(g) if hasattr(g, "to_local") else g for g in gradients]

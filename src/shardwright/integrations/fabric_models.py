@@ -1,0 +1,167 @@
+"""Models that Fabric sets up: which modules are units, over which mesh, and whether every rank builds the same model.
+
+No checkpoints and no gradients; nothing here imports ``lightning``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwright.engine import FSDPModule
+from shardwright.engine.wrap import as_policy
+
+AutoWrapPolicy = Collection[type[nn.Module]] | Callable[..., bool]
+
+
+class Forward(nn.Module):
+    """What Fabric calls: another module than the user's, so that methods marked as forward methods come through it.
+
+    Fabric puts such a method in the place of ``forward`` for one call.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def sharded_model(module: nn.Module, doing: str) -> Any:
+    module = module.module if isinstance(module, Forward) else module
+    if not isinstance(module, FSDPModule):
+        raise TypeError(
+            f"{doing} was given a {type(module).__name__} that is not sharded. Set it up first: "
+            "model = fabric.setup(model)."
+        )
+    return module
+
+
+def refuse_wrapped(module: nn.Module) -> None:
+    if isinstance(module, FSDPModule):
+        raise ValueError(
+            f"This {type(module).__name__} is sharded already: a model is set up once, and the strategy's options "
+            "would not hold for it. Pass the model before fully_shard; units inside it may be sharded."
+        )
+    for name, inner in module.named_modules():
+        torchs = isinstance(inner, TorchFSDPModule) and not isinstance(inner, FSDPModule)
+        if torchs or isinstance(inner, (DistributedDataParallel, FullyShardedDataParallel)):
+            raise TypeError(
+                f"The model has a {type(inner).__name__} at {name!r}, which torch shards or replicates itself. Pass it "
+                "unwrapped."
+            )
+
+
+# -- meshes and units --------------------------------------------------------------------------------------------------
+
+
+def checked_sizes(sizes: Any) -> tuple[int, ...] | None:
+    if sizes is None:
+        return None
+    if (
+        not isinstance(sizes, (tuple, list))
+        or len(sizes) not in (1, 2)
+        or not all(isinstance(n, int) and n > 0 for n in sizes)
+    ):
+        raise ValueError(f"device_mesh must be one or two sizes, such as (replicas, shards), got {sizes!r}")
+    return tuple(sizes)
+
+
+def mesh_of(sizes: tuple[int, ...] | None, device: torch.device) -> DeviceMesh:
+    """A mesh of all ranks: of these sizes, or in one dimension."""
+    world = dist.get_world_size()
+    sizes = sizes or (world,)
+    if torch.Size(sizes).numel() != world:
+        raise ValueError(
+            f"device_mesh={sizes} is a mesh of {torch.Size(sizes).numel()} ranks, and there are {world}. Give "
+            "sizes whose product is devices * num_nodes."
+        )
+    names = ("replicate", "shard")[-len(sizes) :]
+    return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+
+
+def checked_policy(policy: Any) -> AutoWrapPolicy | None:
+    if policy is None or (callable(policy) and not isinstance(policy, type)):
+        return policy  # type: ignore[no-any-return]
+    classes = tuple(policy) if isinstance(policy, (set, frozenset, list, tuple)) else ()
+    if classes and all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
+        return classes
+    raise TypeError(
+        f"auto_wrap_policy must be module classes, such as {{Block}}, or a function of a module, got {policy!r}"
+    )
+
+
+def units_of(model: nn.Module, policy: Any) -> list[nn.Module]:
+    """The modules below ``model`` that are to be units, inner ones first."""
+    if policy is None:
+        return []
+    if isinstance(policy, tuple) and not any(isinstance(m, policy) for m in model.modules()):
+        found = sorted({type(m).__name__ for m in model.modules()})
+        warnings.warn(  # right for a small model beside the one that the policy is for
+            f"auto_wrap_policy names {', '.join(c.__name__ for c in policy)}, and this model has only "
+            f"{', '.join(found)}: all of it is one unit, gathered at once.",
+            stacklevel=4,
+        )
+        return []
+    return [unit for unit in as_policy(policy)(model) if unit is not model]  # type: ignore[misc]
+
+
+# -- random generators -------------------------------------------------------------------------------------------------
+
+
+class GeneratorStates:
+    """In what states the random generators were when this rank began to initialise models.
+
+    Ranks initialise the same model only if these states are the same.
+    """
+
+    def __init__(self) -> None:
+        self._states: list[bytes] = []
+
+    def add(self, state: bytes) -> None:
+        self._states.append(state)
+
+    @contextmanager
+    def watched(self, device: torch.device) -> Iterator[None]:
+        """Check the states in which the generators are now, if random numbers are drawn within."""
+        before = state_of_generators(device)
+        yield
+        drew = state_of_generators(device) != before
+        self.add(before if drew else b"")
+        self.check()
+
+    def check(self) -> None:
+        """Compare them over all ranks, and forget them.
+
+        Raises:
+            ValueError: ranks began from different states.
+        """
+        mine, self._states = b"".join(self._states), []
+        states: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(states, mine)
+        different = [rank for rank, state in enumerate(states) if state != states[0]]
+        if different:
+            raise ValueError(
+                f"Rank{'s' * (len(different) > 1)} {', '.join(map(str, different))} began to initialise the model from "
+                "another state of the random generators than rank 0, so they build different ones. Call "
+                "fabric.seed_everything(seed), with one seed for all ranks, before the model is made."
+            )
+
+
+def state_of_generators(device: torch.device) -> bytes:
+    states = [torch.default_generator.get_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device.type).get_rng_state(device))
+    return hashlib.sha256(b"".join(bytes(state.tolist()) for state in states)).digest()

@@ -1,0 +1,83 @@
+"""What a sharded optimizer keeps from step to step, in its companion: who steps which tensors, and where state is.
+
+Data alone: ``sharded.py`` and ``in_backward.py`` step by it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.engine.companion import Companion, companion_of
+from shardwright.engine.unit import Unit
+from shardwright.optim.calls import CallsInBackward
+from shardwright.optim.host_state import HostState
+from shardwright.optim.needs import Need
+from shardwright.optim.owners import Owners
+from shardwright.optim.stand_ins import StandIn
+
+
+@dataclass
+class BackwardSteps:
+    """How an optimizer steps in backward.
+
+    Attributes:
+        kind: its class without ours.
+        clip_value: the largest absolute value of a gradient's element; None leaves gradients as they are.
+        units: each unit's parameters, group by group, and in front of them the key that they hold for.
+        calls: those of the step under way.
+    """
+
+    kind: type
+    clip_value: float | None
+    units: weakref.WeakKeyDictionary[Unit, Any] = field(default_factory=weakref.WeakKeyDictionary)
+    calls: CallsInBackward | None = None
+
+
+class ShardedCompanion(Companion):
+    """The companion of a sharded optimizer.
+
+    Attributes:
+        needs: what the optimizer needs of a parameter in one piece.
+        owners: who steps the parameters that it needs whole, by mesh.
+        whole: these parameters.
+        host_state: brings state from the host to the device and back. None: all state is where its parameter is.
+        hidden_state: the optimizer's ``state``, from a step that used ``host_state`` until somebody reads it. Else
+            None.
+        stand_ins: each sharded parameter's local stand-in.
+        backward: how the optimizer steps in backward, once ``in_backward`` was called.
+    """
+
+    def __init__(self, needs: Callable[[torch.Tensor], Need], stepped: bool) -> None:
+        super().__init__(stepped)
+        self.needs = needs
+        self.owners: dict[DeviceMesh, Owners] = {}
+        self.whole: set[torch.Tensor] = set()
+        self.host_state: HostState | None = None
+        self.hidden_state: Any = None
+        self.stand_ins: dict[torch.Tensor, StandIn] = {}
+        self.backward: BackwardSteps | None = None
+
+    @property
+    def brings_state(self) -> bool:
+        return self.host_state is not None
+
+
+def sharded_companion(optimizer: Any) -> ShardedCompanion:
+    """The companion of an optimizer that went through ``fully_shard_optimizer``.
+
+    Raises:
+        RuntimeError: the optimizer is a copy of such a one. Copies have no companion.
+    """
+    companion = companion_of(optimizer)
+    if not isinstance(companion, ShardedCompanion):
+        raise RuntimeError(
+            f"This {type(optimizer).__name__} is a copy of a sharded optimizer, and a copy does not know how its "
+            "parameters are sharded. Build another optimizer, call fully_shard_optimizer, and load the state dict."
+        )
+    return companion

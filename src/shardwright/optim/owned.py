@@ -1,0 +1,90 @@
+"""A parameter that one rank steps whole, and its state: on the owner, and as it is shown on every rank.
+
+How state looks between steps is in ``held``. Nothing here makes a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwright.engine.parameter import unit_of
+from shardwright.engine.ragged import RaggedTensor
+from shardwright.optim import held
+from shardwright.optim.host_state import host_of_whole
+from shardwright.optim.moves import World
+
+
+class Owned:
+    """A parameter that needs to be whole, and the state that belongs to it.
+
+    Attributes:
+        owner: number of the rank in its mesh that steps it.
+        host: where its state is stored between steps, if that is not the device on which it is stepped.
+        on_host: whether the parameter and its gradient are stored there, too.
+        state: on the owner what the optimizer's own code sees, elsewhere nothing.
+        description: what every rank knows of the state.
+        seen: the values that are shown outside, to notice what was loaded or edited.
+        known: those of ``state`` that are shown so, to notice what a step has replaced.
+    """
+
+    __slots__ = (
+        *("cost", "description", "host", "index", "known", "name", "on_host", "owner", "p", "seen", "state"),
+    )
+
+    def __init__(self, index: int, name: str, p: DTensor | RaggedTensor, cost: float, owner: int) -> None:
+        self.index, self.name, self.p, self.cost, self.owner = index, name, p, cost, owner
+        unit = unit_of(p)
+        self.host = host_of_whole(p)
+        self.on_host = unit is not None and unit.host is not None
+        self.state: dict[str, Any] = {}
+        self.description: dict[str, Any] = {}
+        self.seen: list[Any] = []
+        self.known: list[Any] = []
+
+    def settle(self, world: World, outer: Any) -> None:
+        """Take over state that was loaded or edited. Communicates, on every rank, where it is sharded otherwise."""
+        state = outer.get(self.p) or {}
+        if _same(held.leaves(state), self.seen):
+            return
+        state = held.settled(state, world, self.owner)
+        self.state = held.inside(state) if self.owner == world.rank else {}
+        self.known = list(held.leaves(self.state))
+        self.description = held.described(state)
+        self.show(state, outer)
+
+    def show(self, state: dict[str, Any], outer: Any) -> None:
+        """Let ``state`` be what ``outer`` has of the parameter."""
+        if state or self.p in outer:
+            values = outer[self.p]
+            values.clear()
+            values.update(state)
+        self.seen = list(held.leaves(state))
+
+    def show_replaced(self, world: World, outer: Any) -> None:
+        """On the owner: if a step has replaced values of its state, show the new ones."""
+        if not _same(held.leaves(self.state), self.known):
+            state, self.state = held.shown(self.state, world, self.owner)
+            self.known = list(held.leaves(self.state))
+            self.show(state, outer)
+
+    def adopt(self, description: dict[str, Any], numbers: list[float], world: World, outer: Any,
+              device: torch.device) -> None:  # fmt: skip
+        """Take over the owner's description of the state; on other ranks show it, with the owner's numbers."""
+        known, self.description = self.description, description
+        if self.owner == world.rank:
+            return
+        if known == description:
+            state = dict(outer[self.p])
+        else:
+            state = held.filled(description, device, world, self.owner)
+        self.show(held.set_numbers(state, iter(numbers)), outer)
+
+
+def _same(values: Iterable[Any], others: list[Any]) -> bool:
+    """Whether these are the very same objects."""
+    values = list(values)
+    return len(values) == len(others) and all(a is b for a, b in zip(values, others, strict=True))

@@ -1,0 +1,114 @@
+"""What ranks report to each other about a step on whole tensors: before it, what it is of; after it, how it went.
+
+The tensors themselves move in ``rounds.py``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.comm import Communicator
+from shardwright.optim import held
+from shardwright.optim.moves import World
+from shardwright.optim.owned import Owned
+
+
+def agree(active: Sequence[Owned], owned: Sequence[Owned], world: World, comm: Communicator) -> None:
+    """All ranks have gradients of the same parameters. Asked on gloo; elsewhere collectives would wait in vain.
+
+    Raises:
+        RuntimeError: they have not. The error names a parameter, and the ranks that have its gradient.
+    """
+    indices = [each.index for each in active]
+    if not comm.exchanges or comm.exchange((len(indices), zlib.crc32(repr(indices).encode()))) is None:
+        return
+    everyone: list[Any] = [None] * world.size
+    dist.all_gather_object(everyone, indices, group=world.group)
+    ranks = dist.get_process_group_ranks(world.group)
+    differing = set().union(*everyone).difference(set(everyone[0]).intersection(*everyone))
+    first = owned[min(differing)]
+    have = [rank for rank, theirs in zip(ranks, everyone, strict=True) if first.index in theirs]
+    raise RuntimeError(
+        f"A step on whole tensors expects every rank to have a gradient of parameter {first.name!r} or none to; "
+        f"ranks {have} have one, the others of {ranks} do not. Run the same modules on every rank, or set the "
+        "gradients on every rank."
+    )
+
+
+def report(
+    owned: Sequence[Owned], failed_at: int, world: World, outer: Any, device: torch.device
+) -> Exception | None:
+    """Show the new state on every rank; return the error to raise if another rank has failed.
+
+    One small all-gather of what only owners know: whether they failed, whether their state has other keys, shapes
+    or dtypes than before, and its numbers. The host waits for it, once per step: state dicts need the numbers.
+
+    Args:
+        owned: every parameter that is stepped whole.
+        failed_at: where this rank has failed, as ``Calls`` has it.
+        world: the ranks.
+        outer: the optimizer's state as shown outside.
+        device: where tensors are that are sent.
+    """
+    mine = [each for each in owned if each.owner == world.rank]
+    new = {each.index: d for each in mine if (d := held.described(each.state)) != each.description}
+    for each in mine:
+        each.show_replaced(world, outer)
+    if world.size == 1:
+        for index, description in new.items():
+            owned[index].adopt(description, [], world, outer, device)
+        return None
+    rows = _gathered_rows(owned, mine, failed_at, bool(new), world, device)
+    if any(row[1] for row in rows.values()):
+        entries = {
+            each.index: (held.described(each.state), [n.item() for n in held.numbers(each.state, device)])
+            for each in mine
+        }
+        gathered: list[Any] = [None] * world.size
+        dist.all_gather_object(gathered, entries, group=world.group)
+        for part in gathered:
+            for index, (description, numbers) in part.items():
+                owned[index].adopt(description, numbers, world, outer, device)
+    else:
+        values = {rank: iter(row[2:]) for rank, row in rows.items()}
+        for each in owned:
+            if each.owner != world.rank and each.description:
+                each.show(held.set_numbers(dict(outer[each.p]), values[each.owner]), outer)
+    failed = {rank: int(row[0]) for rank, row in rows.items() if row[0]}
+    return _error_of(*next(iter(failed.items())), owned, world) if failed else None
+
+
+def _gathered_rows(
+    owned: Sequence[Owned],
+    mine: Sequence[Owned],
+    failed_at: int,
+    has_new: bool,
+    world: World,
+    device: torch.device,
+) -> dict[int, list[float]]:
+    """By number of the rank: where it failed, whether descriptions are new, and if none are on it, its numbers."""
+    counts = [0] * world.size
+    for each in owned:
+        counts[each.owner] += held.count_numbers(each.description)
+    numbers = [] if has_new else [n for each in mine for n in held.numbers(each.state, device)]
+    head = torch.tensor([failed_at, has_new], dtype=torch.float64, device=device)
+    message = torch.zeros(2 + max(counts), dtype=torch.float64, device=device)
+    row = torch.cat([head, *numbers])
+    message[: row.numel()] = row
+    everyone = message.new_empty(world.size, message.numel())
+    dist.all_gather(list(everyone.unbind()), message, group=world.group)
+    return dict(zip(world.order, everyone.tolist(), strict=True))
+
+
+def _error_of(number: int, at: int, owned: Sequence[Owned], world: World) -> Exception:
+    rank = dist.get_process_group_ranks(world.group)[world.order.index(number)]
+    where = "its local tensors" if at < 0 else f"whole tensors, {owned[at - 1].name!r} the first of them"
+    return RuntimeError(
+        f"The optimizer's step failed on rank {rank}, on {where}; that rank raises the error itself. What it had "
+        "yet to step was not updated. All ranks have the same values: load a checkpoint, or go on with these."
+    )

@@ -1,0 +1,102 @@
+"""Local tensors that stand in for sharded parameters within a step, and the state that is shown in either place.
+
+Inside a step, state is of local tensors; outside, it is sharded as its parameter is. Nothing here makes a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwright._torch import dtensor_of, local_of
+from shardwright.engine.ragged import RaggedTensor, part_of
+from shardwright.engine.ragged_spec import RaggedSpec
+from shardwright.engine.sharded_tensor import as_sharded
+from shardwright.optim.blocks import block_spec
+
+SHARDED = (DTensor, RaggedTensor)
+
+
+class StandIn:
+    """A parameter's local tensor, and the state tensors last seen on either side.
+
+    Attributes:
+        inner: the state as the optimizer's own code sees it.
+        seen: by key the value outside that belongs to ``inner[key]``.
+    """
+
+    __slots__ = ("inner", "local", "seen")
+
+    def __init__(self, local: torch.Tensor, p: DTensor | RaggedTensor) -> None:
+        self.local = local
+        local.whole_shape = p.shape  # type: ignore[attr-defined]  # for optimizers that go by the size of the whole
+        self.inner: dict[str, Any] = {}
+        self.seen: dict[str, Any] = {}
+
+    def refresh(self, state: dict[str, Any], p: DTensor | RaggedTensor, optimizer: Optimizer) -> None:
+        """Take over what was loaded or changed outside since the last step."""
+        seen = self.seen
+        if len(seen) == len(state):
+            for key, value in state.items():
+                if seen.get(key) is not value:
+                    break
+            else:
+                return
+        self.inner = {key: _local_state(key, value, p, optimizer) for key, value in state.items()}
+        self.seen = dict(state)
+
+    def publish(self, state: dict[str, Any], p: DTensor | RaggedTensor, optimizer: Optimizer) -> None:
+        """Show new state outside.
+
+        A tensor with an element for each of the parameter's, or for each block, is shown sharded as the parameter is.
+        """
+        seen = self.seen
+        for key, value in self.inner.items():
+            known = seen.get(key)
+            if known is value or (isinstance(known, SHARDED) and local_of(known) is value):
+                continue
+            shown: Any = value
+            if isinstance(value, torch.Tensor) and value.ndim:
+                spec = ragged_spec(optimizer, p, key, value, self.local.shape)
+                if spec is not None:
+                    shown = RaggedTensor(value, spec)
+                elif isinstance(p, DTensor) and value.shape == self.local.shape:
+                    shown = as_sharded(dtensor_of(value, p.device_mesh, p.placements, p.shape, p.stride()))
+                if shown is not value:
+                    self.inner[key] = local_of(shown)
+            state[key] = seen[key] = shown
+
+
+def _local_state(key: str, value: Any, p: DTensor | RaggedTensor, optimizer: Optimizer) -> Any:
+    spec = ragged_spec(optimizer, p, key, value, p.shape)
+    if spec is not None:
+        return part_of(value, spec)
+    if isinstance(p, RaggedTensor):
+        return value
+    if isinstance(value, DTensor):
+        if value.placements != p.placements:
+            raise ValueError(
+                f"Optimizer state {key!r} is placed {value.placements}, its parameter {p.placements}. "
+                "Load optimizer state that is sharded as the model is."
+            )
+        return local_of(value)
+    if isinstance(value, torch.Tensor) and value.ndim and value.shape == p.shape:
+        raise ValueError(
+            f"Optimizer state {key!r} of shape {tuple(value.shape)} is a plain tensor, its parameter is sharded. Load "
+            "it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
+        )
+    return value
+
+
+def ragged_spec(
+    optimizer: Optimizer, p: DTensor | RaggedTensor, key: str, value: Any, shape: torch.Size
+) -> RaggedSpec | None:
+    """How this state of ``p`` is cut, if outside it is a ragged tensor: per block, or of ``shape``, per element."""
+    if key in getattr(optimizer, "state_per_block", ()):
+        return block_spec(p, optimizer.shard_needs(p))  # type: ignore[attr-defined]
+    if isinstance(p, RaggedTensor) and isinstance(value, torch.Tensor) and value.shape == shape:
+        return p.spec
+    return None
