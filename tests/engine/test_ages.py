@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.construct import UNIT
+from shardwright.engine.find import UNIT
 from tests.engine.kit.models import full, shard_layers, three_layers
 from tests.support import multirank, world_mesh
 from tests.support.stand_in import stand_in_device
@@ -277,7 +277,7 @@ def test_on_an_accelerator_gathers_among_neighbours(rank: int, world_size: int) 
     """A step of other units between forward and backward does not make what was kept after forward too old."""
     with accelerator(reshard_after_forward=2) as model:
         for module in (model[0], model[2], model):
-            comm = getattr(module, UNIT).neighbours
+            comm = getattr(module, UNIT).site.neighbours
             comm._gloo = comm.exchanges = False
         optimizer = torch.optim.SGD(model[4].parameters(), lr=0.1)
         for number in range(3):

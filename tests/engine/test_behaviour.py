@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright._torch import subclasses_dispatch
-from shardwright.engine.root import UNIT
+from shardwright.engine.find import UNIT
 from tests.engine.kit.averaged import backward, check_gradients, expected_gradients
 from tests.engine.kit.models import Model, Reference, build, full, loss_of, shard, tokens
 from tests.support import multirank, world_mesh
@@ -60,7 +60,7 @@ def test_padding_is_zero_and_shards_are_aligned(rank: int, world_size: int) -> N
         if unit is None:
             continue
         for i, p in enumerate(unit.parameters):
-            chunk = unit.shards[i]
+            chunk = unit.weights.shards[i]
             assert chunk.data_ptr() % 16 == 0 and p.local.storage_offset() == 0
             owned = torch.zeros_like(chunk, dtype=torch.bool)
             owned[: p.local.numel()] = True
@@ -88,11 +88,11 @@ def test_root_and_asked_for_units_stay_gathered_until_backward(rank: int, world_
     model = sw.fully_shard(plain)
     batch = tokens(0, 0, rank)
     loss = loss_of(model(batch), batch)
-    held = {getattr(m, UNIT).name: getattr(m, UNIT).gathered for m in (model, *model.blocks)}
+    held = {getattr(m, UNIT).name: getattr(m, UNIT).weights.gathered for m in (model, *model.blocks)}
     assert held == {"Model": True, "blocks.0": False, "blocks.1": True}
     assert all(isinstance(p, DTensor) for p in model.parameters())
     loss.backward()
-    assert not any(getattr(m, UNIT).gathered for m in (model, *model.blocks))
+    assert not any(getattr(m, UNIT).weights.gathered for m in (model, *model.blocks))
 
 
 @multirank(2)
@@ -151,7 +151,7 @@ def test_gradient_memory_is_given_back_and_used_again(rank: int, world_size: int
     shards = []
     for zero in (optimizer.zero_grad, model.zero_grad, optimizer.zero_grad):
         backward(model, rank)
-        reduction = getattr(model, UNIT).reductions[0]
+        reduction = getattr(model, UNIT).gradients.reductions[0]._delivery
         shards.append(reduction._shard)
         assert reduction._shard.leased
         zero()

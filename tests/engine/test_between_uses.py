@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.root import UNIT
+from shardwright.engine.find import UNIT
 from tests.engine.kit.models import build, full, loss_of, tokens
 from tests.engine.kit.places import On, on, on_meshes
 from tests.engine.kit.training import (
@@ -87,22 +87,23 @@ def test_memory_of_a_gather_that_an_interrupt_has_left_stays(rank: int, world_si
     x = torch.ones(2, 64)
     model(x).sum().backward()
     unit = getattr(model, UNIT)
-    gather = unit._gather
+    gather = unit.weights.copy.gather
+    begin = gather.begin
 
-    def interrupted(root: Any) -> Any:
-        gather(root)
+    def interrupted(*given: Any) -> Any:
+        begin(*given)
         raise KeyboardInterrupt
 
-    unit._gather = interrupted
+    gather.begin = interrupted
     with pytest.raises(KeyboardInterrupt):
         model(x)
-    assert unit.slab.leased
-    del unit._gather
+    assert unit.weights.copy.slab.leased
+    del gather.begin
     dist.barrier()
     y = model(x)
     torch.testing.assert_close(y, x @ full(model.weight).T + full(model.bias))
     y.sum().backward()
-    assert not unit.slab.leased
+    assert not unit.weights.copy.slab.leased
 
 
 class Halves(nn.Module):

@@ -81,8 +81,8 @@ def test_slabs_come_from_the_backend(rank: int, world_size: int, memory: str) ->
                 module.set_allocate_memory_from_process_group_for_comm(True)
         found: list[bool] = []
         for unit in units_of(model):
-            hook = lambda *_, unit=unit: found.append(backend.holds(unit.slab.address))  # noqa: E731
-            unit.modules[0]().register_forward_pre_hook(hook)
+            hook = lambda *_, unit=unit: found.append(backend.holds(unit.weights.copy.slab.address))  # noqa: E731
+            unit.watch.references[0]().register_forward_pre_hook(hook)
         assert train(model, rank, 4) == expected[:4]
         assert all(found) and len(found) == 4 * len(units_of(model))
         report = sw.memory_report(model)
@@ -92,7 +92,7 @@ def test_slabs_come_from_the_backend(rank: int, world_size: int, memory: str) ->
             made = len(backend.sizes)
             train(model, rank, 1)
             assert len(backend.sizes) == made  # one block, made once
-        kept = {unit.slab.address for unit in units_of(model) if unit.slab.leased}
+        kept = {unit.weights.copy.slab.address for unit in units_of(model) if unit.weights.copy.slab.leased}
         assert len(backend.alive) == (1 if memory != "dynamic" else len(kept))  # and nothing more
         for module in model.modules():
             if isinstance(module, sw.FSDPModule):
@@ -155,5 +155,7 @@ def test_memory_given_back_is_not_kept(rank: int, world_size: int) -> None:
     model = sharded(memory)
     train(model, rank, 3)
     model.zero_grad()
-    leased = sum(slab.leased and slab.nbytes > 0 for unit in units_of(model) for slab in unit.owner.slabs)
+    leased = sum(
+        slab.leased and slab.nbytes > 0 for unit in units_of(model) for slab in unit.site.owner.slabs
+    )
     assert len(memory.alive) == leased

@@ -52,7 +52,7 @@ def graphs(model: nn.Module) -> Iterator[None]:
     found: set[Communicator | None] = set()
     for unit in units_of(model):
         ranks = unit.ranks
-        found |= {unit.neighbours, ranks.local, *ranks.every, *ranks.once, *ranks.gathers}
+        found |= {unit.site.neighbours, ranks.local, *ranks.every, *ranks.once, *ranks.gathers}
         found |= {*ranks.scatters, *ranks.late, *ranks.replicas}
     communicators = found - {None}
     before = [(comm, comm.streams, comm.exchanges) for comm in communicators]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.root import UNIT
+from shardwright.engine.find import UNIT
 from tests.engine.kit.averaged import backward, check_gradients, expected_gradients
 from tests.engine.kit.models import Model, Reference, build, full, loss_of, shard, tokens
 from tests.support import multirank
@@ -286,7 +286,7 @@ def test_opaque_outputs_beside_tensors_are_looked_into(rank: int, world_size: in
     y, extra = model(x)
     (y.sum() + extra.loss).backward()
     torch.testing.assert_close(full(model.weight.grad), expected)
-    assert not getattr(model, UNIT).gathered
+    assert not getattr(model, UNIT).weights.gathered
 
 
 @multirank(2)

@@ -190,7 +190,7 @@ def padding_of(model: nn.Module) -> list[torch.Tensor]:
         m.__dict__["_shardwright_unit"] for m in model.modules() if isinstance(m, sw.FSDPModule)
     ):
         locals_ = [p.sharded.to_local() for p in unit.parameters]
-        for flat in unit.shards:
+        for flat in unit.weights.shards:
             free = torch.ones(flat.numel(), dtype=torch.bool)
             for local in locals_:
                 same = local.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
@@ -200,7 +200,8 @@ def padding_of(model: nn.Module) -> list[torch.Tensor]:
                     assert free[start : start + local.numel()].all(), "parts overlap"
                     free[start : start + local.numel()] = False
             found.append(flat.detach()[free])
-        covered = sum(f.numel() for f in unit.shards) - sum(f.numel() for f in found[-len(unit.shards) :])
+        shards = unit.weights.shards
+        covered = sum(f.numel() for f in shards) - sum(f.numel() for f in found[-len(shards) :])
         assert covered == sum(local.numel() for local in locals_)
     return found
 

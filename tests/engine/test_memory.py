@@ -450,7 +450,7 @@ def test_report(rank: int, world_size: int) -> None:
         assert local <= report.shards <= local + 64 * len(list(model.parameters()))
         assert report.gradients == 0 and report.rest == 0 and report.leased == {}
         assert 2 * local <= report.optimizer <= 2 * local + 64 * len(list(model.parameters()))
-        slabs = sorted((u.slab.nbytes for u in units_of(model) if u.number), reverse=True)
+        slabs = sorted((u.weights.copy.slab.nbytes for u in units_of(model) if u.number), reverse=True)
         # Two units and the root's, one reduction, and gradients of what is through.
         assert report.at_peak["parameters"] <= sum(slabs[:2]) + units_of(model)[0].slab.nbytes
         assert report.peak is not None and report.peak >= sum(report.at_peak.values())
@@ -480,7 +480,8 @@ def test_deleting_the_model_frees_its_memory_without_the_collector(
             step(model, optimizer, rank, number)
         unit = units_of(model)[1]
         watched = [
-            weakref.ref(x) for x in (model, unit, unit.root, unit.slab, pools(model), pools(model).allocator)
+            weakref.ref(x)
+            for x in (model, unit, unit.root, unit.weights.copy.slab, pools(model), pools(model).allocator)
         ]
         if isinstance(pools(model).allocator, Planned):
             watched.append(weakref.ref(pools(model).allocator.block))

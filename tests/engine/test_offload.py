@@ -18,7 +18,9 @@ from torch.distributed.tensor import Shard
 
 import shardwright as sw
 from shardwright._torch import dtensor_of, memory_can_be_swapped
-from shardwright.engine.offload import Arrivals, HostReduction, HostSlab
+from shardwright.engine.arrivals import Arrivals
+from shardwright.engine.delivery import OnHost
+from shardwright.engine.offload import HostSlab
 from tests.engine.kit.models import Model, build, full, loss_of, shard, tokens
 from tests.engine.kit.offload import adamw, assert_same, counted, set_more
 from tests.engine.kit.places import On, on, on_meshes
@@ -151,13 +153,13 @@ def test_the_device_holds_slabs_and_nothing_else(rank: int, world_size: int, in_
             with counted() as most:
                 train(model, optimizer, rank, 1, clip=False)
             units = units_of(model)
-            assert not [s.kind for unit in units for s in unit.owner.slabs
+            assert not [s.kind for unit in units for s in unit.site.owner.slabs
                         if s.leased and s.nbytes and not isinstance(s, HostSlab)]  # fmt: skip
             assert most[False, "uploaded shard"] == max(2 * block, block + rest)
             assert most[False, "sum"] <= 2 * max(block, rest) + 2 * flags
             assert (False, "gradients") not in most
             assert most[True, "gradients"] <= layers * (block + flags) + rest + flags
-            hosts = {s.untyped_storage().data_ptr() for unit in units for s in unit.shards}
+            hosts = {s.untyped_storage().data_ptr() for unit in units for s in unit.weights.shards}
             assert all(p.to_local().untyped_storage().data_ptr() in hosts for p in model.parameters())
 
 
@@ -176,14 +178,14 @@ def test_steps_wait_for_the_next_use_of_the_unit(rank: int, world_size: int) -> 
             train(plain, ordinary, rank, 1, clip=False, first=step)
             rates.step()
             train(model, optimizer, rank, 1, clip=False, first=step, call_step=False)
-            late = [unit for unit in units_of(model) if unit.arriving]
+            late = [unit for unit in units_of(model) if unit.gradients.arriving]
             left += len(late)
             scheduler.step()  # not for those: they are stepped with the rate of their backward
             if step == 1:
-                assert optimizer.state_dict()["state"] and not any(unit.arriving for unit in late)
+                assert optimizer.state_dict()["state"] and not any(unit.gradients.arriving for unit in late)
             elif step == 2:
                 list(model.parameters())
-                assert not any(unit.arriving for unit in late)
+                assert not any(unit.gradients.arriving for unit in late)
         assert left and streams.waits
         assert_same(plain, model)
 
@@ -271,14 +273,14 @@ def test_the_end_of_backward_waits_for_the_last_units_gradients(
         patch.setattr(streams, "is_over", lambda mark: mark < begun)
         patch.setattr(streams, "host_wait", lambda mark: waited.append(mark) if mark == begun else None)
         landed: list[int] = []
-        land, end_backward = HostReduction.land, Arrivals.end_backward
+        land, end_backward = OnHost.land, Arrivals.end_backward
 
-        def lands_in_turn(self: HostReduction) -> None:
-            if self.lands:
+        def lands_in_turn(self: OnHost) -> None:
+            if self.arriving:
                 landed.append(begun)
             land(self)
 
-        patch.setattr(HostReduction, "land", lands_in_turn)
+        patch.setattr(OnHost, "land", lands_in_turn)
         patch.setattr(Arrivals, "end_backward", lambda self: (landed.append(-1), end_backward(self))[1])
         if not lands:
             patch.setattr(Arrivals, "poll", lambda self: None)

@@ -13,7 +13,8 @@ import torch
 
 from shardwright._torch import memory_can_be_swapped
 from shardwright.comm import DeviceStreams
-from shardwright.engine.offload import Host, HostReduction
+from shardwright.engine.delivery import OnHost
+from shardwright.engine.offload import Host
 from shardwright.engine.weights import Weights
 from tests.engine.kit.simulated import BF16, EVENTS, FP16, FP32, Case, On, Training, run
 from tests.support.fake import fake_ranks
@@ -80,6 +81,12 @@ def upload_alone(self: Host, targets: Any, sources: Any) -> Any:
     return self.streams.mark("upload")
 
 
+def deliver_and_release(self: OnHost, *given: Any, deliver: Any = OnHost.deliver) -> None:
+    """The sum's memory is given back while the copy reads it."""
+    deliver(self, *given)
+    self._sum.release()
+
+
 def forget(self: Any, *given: Any) -> None:
     """Does not wait."""
 
@@ -103,7 +110,7 @@ WRONG = {
     ),
     "given back before it is away": Wrong(
         Case(offload="offload"),
-        (HostReduction, "_release_sum", lambda self: self._sum.release()),
+        (OnHost, "deliver", deliver_and_release),
         ("read by aten::copy_ on 'download'", "memory on 'computation'", "sum of"),
     ),
 }

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwright as sw
 from shardwright.comm import collectives
 from shardwright.comm.streams import HostStreams
-from shardwright.engine.root import UNIT
+from shardwright.engine.find import UNIT
 from tests.engine.kit.models import build, full, loss_of, shard, tokens
 from tests.support import multirank, world_mesh
 
@@ -34,7 +34,7 @@ class Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.events: list[str] = []
-        getattr(model, UNIT).root.observer = lambda event, unit: self.events.append(f"{event} {unit.name}")
+        getattr(model, UNIT).root.observer = lambda event, unit: self.events.append(f"{event} {unit.place.name}")
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and name.endswith("up"):
                 block = name.removesuffix(".up")
@@ -117,7 +117,9 @@ def test_at_most_two_slabs_and_the_kept_ones_are_alive(rank: int, world_size: in
 
     def watch(event: str, unit: object) -> None:
         nonlocal most
-        most = max(most, len(root.gathered - {0}) + (event == "issue" and unit.number not in root.gathered))
+        most = max(
+            most, len(root.gathered - {0}) + (event == "issue" and unit.place.number not in root.gathered)
+        )
 
     root.observer = watch
     step(model, rank, 1)

@@ -72,7 +72,10 @@ def gathers() -> Iterator[Counter[int]]:
 
 
 def secondary_bytes(model: nn.Module) -> list[int]:
-    return [u._secondary._slab._storage.nbytes() if u._secondary is not None else 0 for u in units_of(model)]
+    return [
+        u.weights.copies.secondary.slab._storage.nbytes() if u.weights.copies.secondary is not None else 0
+        for u in units_of(model)
+    ]
 
 
 @on_meshes(CASES)
@@ -106,16 +109,16 @@ def test_memory_and_when_it_is_given_back(rank: int, world_size: int, at: On) ->
     nothing = [0] * UNITS
     batch = tokens(0, 0, rank)
     assert secondary_bytes(model) == nothing
-    assert [u.slab._storage.nbytes() for u in units_of(model)] == nothing
+    assert [u.weights.copy.slab._storage.nbytes() for u in units_of(model)] == nothing
     loss = loss_of(model(batch), batch)
-    full = [u.slab.nbytes - u._headers.nbytes for u in units_of(model)]
-    halves = [u._secondary._slab.nbytes for u in units_of(model)]
+    full = [u.weights.copy.slab.nbytes - u.weights.place.headers.nbytes for u in units_of(model)]
+    halves = [u.weights.copies.secondary.slab.nbytes for u in units_of(model)]
     assert all(
         half <= nbytes // 2
-        for half, nbytes in zip(halves, (u.slab.nbytes for u in units_of(model)), strict=True)
+        for half, nbytes in zip(halves, (u.weights.copy.slab.nbytes for u in units_of(model)), strict=True)
     )
     assert min(full) > 0 and secondary_bytes(model) == halves
-    assert [u.slab._storage.nbytes() for u in units_of(model)] == nothing
+    assert [u.weights.copy.slab._storage.nbytes() for u in units_of(model)] == nothing
     loss.backward()
     assert secondary_bytes(model) == nothing
     with torch.no_grad():

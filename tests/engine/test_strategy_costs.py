@@ -258,7 +258,7 @@ def test_padding_of_all_ranks_is_kept_once(rank: int, world_size: int, at: On) -
         sw.fully_shard(layer, mesh=at.mesh, layout=sw.Ragged(32))
     unit = units_of(model)[0]
     assert sw.layout.plan([(5, 64)], 4, sw.Ragged(32)).padding == 3.0
-    assert [shard.numel() for shard in unit.shards] == [320]
+    assert [shard.numel() for shard in unit.weights.shards] == [320]
     after = storages()
     found = sum(n for a, n in after.items() if before.get(a) != n)
     assert found <= 8 * 320 * 4 + 960 * 4 + 8 * 512, found

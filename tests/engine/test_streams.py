@@ -22,7 +22,8 @@ import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
 from shardwright.comm import DeviceStreams, Pending
 from shardwright.engine import module as engine_module
-from shardwright.engine.gradients import Reduction
+from shardwright.engine.gather import Cast, Gather
+from shardwright.engine.reduction import Flight, Reduction
 from shardwright.engine.weights import Weights
 from tests.engine.kit.simulated import BF16, EVENTS, FP16, FP32, Case, On, Training, run
 from tests.support.fake import fake_ranks
@@ -181,8 +182,12 @@ def hook_without_waiting(hook: Callable[[torch.Tensor], None], stream: Any) -> C
     return run
 
 
+FORGOTTEN: list[Any] = []  #: gathers that nobody waits for; they would wait when they go
+
+
 def release_without_waiting(self: Weights, release: Callable[[Weights], None] = Weights.release) -> None:
-    self.forgotten, self._pending = self._pending, None  # type: ignore[attr-defined]
+    FORGOTTEN.append(self._flight)
+    self._flight = None
     release(self)
 
 
@@ -191,17 +196,21 @@ def start_and_release(self: Reduction, *given: Any, start: Any = Reduction.start
     self._packed.release()
 
 
-def release_cast_early(self: Weights, *given: Any, gather: Any = Weights._gather) -> Pending:
-    pending: Pending = gather(self, *given)
-    self._cast.release()
+def release_cast_early(self: Gather, *given: Any, begin: Any = Gather.begin) -> Pending:
+    pending: Pending = begin(self, *given)
+    for stage in self._stages:
+        if isinstance(stage, Cast):
+            stage.end()
     return pending
 
 
-def next_with_new_output(self: Reduction, after: Pending | None, go: Any = Reduction._next) -> None:
+def next_with_new_output(
+    self: Reduction, flight: Flight, after: Pending | None, go: Any = Reduction._next
+) -> None:
     """The result of a later collective gets its memory when that is queued, which waits for nothing else."""
     if after is not None:
-        self._output = None
-    go(self, after)
+        flight.output = None
+    go(self, flight, after)
 
 
 class Wrong(NamedTuple):
@@ -280,7 +289,7 @@ WRONG_ENGINES = {
     ),
     "the cast released under the gather": Wrong(
         Case(dtypes=(BF16, FP32)),
-        (Weights, "_gather", release_cast_early),
+        (Gather, "begin", release_cast_early),
         ("write by aten::_foreach_copy_ on 'gather'", "the release of memory", "cast shard of blocks.0"),
     ),
     "memory from behind the fork": Wrong(

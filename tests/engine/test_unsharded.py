@@ -15,7 +15,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.engine import offload
-from shardwright.engine.construct import UNIT
+from shardwright.engine.find import UNIT
 from tests.engine.kit.models import Model, Reference, build, full, loss_of, shard, tokens
 from tests.engine.kit.places import On, on, on_meshes
 from tests.engine.kit.subclasses import HalfGathered
@@ -131,7 +131,7 @@ def test_full_parameters_are_shown_and_written_back(
         tolerance = 1e-2 if low and edit in ("values", "both") else 1e-5
         check_gradients(model, expected, max(tolerance, 1e-4))
         for unit in units_of(model):
-            assert not unit.unsharded and not unit.shown
+            assert not unit.watch.unsharded and not unit.weights.forms.full_shown
         with torch.no_grad():
             for p, q in zip(model.parameters(), expected.parameters(), strict=True):
                 torch.testing.assert_close(full(p), q, rtol=1e-5, atol=1e-6)

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.engine import reading, whole
-from shardwright.engine.construct import UNIT
+from shardwright.engine.find import UNIT
 from shardwright.engine.root import attach
 from tests.support import multirank
 

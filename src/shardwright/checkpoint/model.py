@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import increment_version, is_persistent, storage_key
+from shardwright.engine.owning import settle
 from shardwright.engine.parameter import Slot, has_no_values, unit_of
 from shardwright.engine.ragged import RaggedTensor
+from shardwright.engine.root import root_of
 from shardwright.engine.states import everywhere
 from shardwright.engine.unit import Unit
 from shardwright.engine.unset import unmark
@@ -90,15 +92,15 @@ def at_rest(units: list[Unit], doing: str) -> None:
         RuntimeError: a forward or backward is under way.
     """
     for unit in units:
-        if unit.root is not None:
-            unit.root.recover_if_failed()
-        if unit.calls or unit.visits:
+        if (root := root_of(unit)) is not None:
+            root.recover_if_failed()
+        if unit.activity.busy:
             raise RuntimeError(f"{doing} while unit {unit.name!r} is in use: call it between steps")
     for unit in units:
         unit.refuse_unsharded(doing + " for")
         unit.drop_kept()
         unit.release()
-        unit.settle()
+        settle(unit)
 
 
 def boxes_of(held: Held) -> list[Box]:

@@ -2,7 +2,7 @@
 
 import shardwright.engine.ragged_ops  # noqa: F401  # fills the table of operations on ragged tensors
 from shardwright.engine.api import fully_shard
-from shardwright.engine.construct import ShardPlacementResult
+from shardwright.engine.find import ShardPlacementResult
 from shardwright.engine.graphed import GraphedStep
 from shardwright.engine.module import (
     FSDPModule,

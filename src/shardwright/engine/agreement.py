@@ -10,16 +10,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from shardwright.comm import LEFT, Communicator, Meeting, Unreached, new_failure, notices
 from shardwright.engine import reading
+from shardwright.engine.headers import Headers
 from shardwright.engine.reading import FULL, READ, refuse_divergence
-
-if TYPE_CHECKING:
-    from shardwright.engine.unit import Unit
+from shardwright.engine.unit import Unit
 
 #: What ranks are about to do, in the records they exchange. The texts go into the error that names who diverged.
 GATHER, REDUCE, END_FORWARD, END_BACKWARD, CLIP, UNSHARD, MISSING = range(READ)
@@ -41,7 +40,6 @@ _LEFT = {
     CLIP: "the clipping of gradients of",
     UNSHARD: "the gathering of full parameters of",
 }
-HEADER = 2  #: int64 words that travel with every gather: the unit's number, and the age of the rank's weights
 
 _agreements: weakref.WeakSet[Agreement] = weakref.WeakSet()
 
@@ -70,7 +68,7 @@ class Agreement:
         self._units = [weakref.ref(u) for u in units]
         self._names = names
         self._ranks = units[0].ranks
-        self._streams = self._ranks.comm.streams
+        self.streams = self._ranks.comm.streams
         self.every = list(dict.fromkeys(comm for unit in units for comm in unit.ranks.every))
         self._model = -1
         self.age = 0
@@ -81,45 +79,25 @@ class Agreement:
         self._orders: dict[Communicator, torch.Tensor] = {}
         #: Where the ranks meet, and how often they had met when the forward or backward under way began.
         self._met: dict[Meeting, int] = {}
-        self._make_headers([unit.comm for unit in units])
+        self._headers = Headers([unit.comm for unit in units], self._ranks.device, self.streams)
 
     def begin(self) -> None:
         """The model is complete: give it its number."""
         self._model = (*self.every, self._ranks.local)[0].number_of_model()
         _agreements.add(self)
 
-    def _make_headers(self, comms: list[Communicator]) -> None:
-        """What goes with each unit's gathers and a place for every rank's, so that one call compares them all."""
-        device = self._ranks.device
-        rows = [[number, 0] for number in range(len(comms))]
-        places = [
-            torch.tensor(row * comm.world_size, dtype=torch.int64, device="cpu")
-            for row, comm in zip(rows, comms, strict=True)
-        ]
-        self._headers = torch.cat(places).to(device)
-        with self._streams.fork("gather"):  # where alone it is read, written and given back
-            self._header = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
-        self._places = self._headers.split([len(place) for place in places])
-        own: list[int] = []  # where this rank's own word is
-        for comm in comms:
-            start = len(own) + HEADER * comm.rank
-            own += [start + word for word in range(HEADER)] * comm.world_size
-        self._own = torch.tensor(own, dtype=torch.int64, device="cpu").to(device)
-
-    def headers_of(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What goes with each gather of a unit, and where every rank's arrives."""
-        return self._header[number], self._places[number]
-
     def name_of(self, number: int) -> str:
         known = 0 <= number < len(self._names)
         return f"unit {number} ({self._names[number]!r})" if known else f"unknown unit {number}"
 
+    def headers_of(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What goes with each gather of a unit, and where every rank's arrives."""
+        return self._headers.of(number)
+
     def set_age(self, age: int) -> None:
         if age != self.age:
             self.age = age
-            # After gathers that are under way; what the optimizer does elsewhere is not waited for.
-            with self._streams.beside("gather"):
-                self._header.select(1, 1).fill_(age)  # an assignment would make a tensor of the number
+            self._headers.set_age(age)
 
     def forget_backward(self) -> None:
         """A backward has failed: the order of reductions begins again with the next one."""
@@ -163,7 +141,7 @@ class Agreement:
                     comm.meeting.agreed(_limit_of(event))  # interrupted, it may be under way
                 # The others come to those axes that are left, and nowhere else.
                 rest = [c.meeting for c in self.every[i + 1 :] if c.meeting is not None]
-                self._leave(event, error, rest, self._failure([c.meeting for c in self.every if c.meeting]))
+                self._leave(event, error, rest, _failure([c.meeting for c in self.every if c.meeting]))
                 raise
 
     def _agree(self, comm: Communicator, event: int, number: int, nbytes: int = 0, detail: int = 0) -> None:
@@ -182,22 +160,8 @@ class Agreement:
     def refuse(self, comm: Communicator, rows: list[list[int]]) -> NoReturn:
         """Raise, given what the ranks have shown each other."""
         records = {rank: Record(*row) for rank, row in zip(comm.ranks, rows, strict=True)}
-        self._refuse_missing(records)
+        _refuse_missing(self, records, self._units)
         self._refuse(records)
-
-    def _refuse_missing(self, records: dict[int, Record]) -> None:
-        """Raise if some ranks have no values for what the others are about to gather."""
-        ranks = [rank for rank, r in records.items() if r.event == MISSING]
-        if not ranks or len({(r.number, r.model) for r in records.values()}) > 1:
-            return
-        place, number = records[ranks[0]].nbytes, records[ranks[0]].number
-        unit = self._units[number]()
-        name = unit.parameters[place].name if unit is not None and place < len(unit.parameters) else "?"
-        raise RuntimeError(
-            f"Parameters {name!r} of {self.name_of(number)} hold no values yet on {_ranks(ranks)}, since they were "
-            "sharded deferred or on the meta device. Every rank must give its part values: call "
-            "shardwright.materialize(model), load a checkpoint, or fill to_local() on each."
-        )
 
     # -- leaving by an exception ---------------------------------------------------------------------------------
 
@@ -221,14 +185,7 @@ class Agreement:
             meeting.settle()
             meeting.agreed()
         if any(m.number > number or m.disagreed() for m, number in met.items()):
-            self._leave(event, error, list(met), self._failure(list(met)))
-
-    def _failure(self, meetings: list[Meeting]) -> int:
-        """That by which this rank leaves: the others', if it has heard of one, or one that it has left by already."""
-        for meeting in meetings:
-            if meeting.disagreed():
-                return meeting.failure
-        return next((m.left_by for m in meetings if m.left_by), 0) or new_failure()
+            self._leave(event, error, list(met), _failure(list(met)))
 
     def _leave(self, event: int, error: BaseException, meetings: list[Meeting], failure: int) -> None:
         left = [meeting for meeting in meetings if meeting.agreed()]
@@ -249,13 +206,13 @@ class Agreement:
 
     def compare(self) -> None:
         """Compare on the device, beside the computation, what this backward's gathers and reductions were."""
-        streams, reduced = self._streams, self._reduced
+        streams, reduced = self.streams, self._reduced
         self._reduced = 0
         if streams.asynchronous:
             return
         with streams.beside("gather"):
-            flag = (self._headers != self._headers[self._own]).any()
-            mine = self._header[0].clone()
+            flag = self._headers.differ()
+            mine = self._headers.mine()
             mine[0] = reduced
             for comm in self.every:
                 self._orders[comm] = order = comm.gather_row(mine)
@@ -268,17 +225,18 @@ class Agreement:
 
         Not in a capture: whoever runs the graph puts its flag in place, to be looked at outside.
         """
-        if self._streams.capturing:
+        if self.streams.capturing:
             return
         flag, self.flag = self.flag, None
         if flag is None:
             return
-        self._streams.join(self.flag_mark)
+        self.streams.join(self.flag_mark)
         if not flag.item():
             return
         for unit in (u for ref in self._units if (u := ref()) is not None):
-            if unit.parameters and unit.root is not None and unit.root.agreement is self:
-                unit.check_headers()
+            place = unit.weights.place
+            if unit.parameters and place is not None and place.home.agreement is self:
+                place.check_headers(unit.comm)
         for comm, order in self._orders.items():
             records = [Record(END_BACKWARD, 0, 0, 0, self._model, age) for age in order[:, 1].tolist()]
             if len(set(records)) > 1:
@@ -291,7 +249,7 @@ class Agreement:
 
     def diverged_gathers(self, comm: Communicator, headers: list[tuple[int, ...]]) -> NoReturn:
         """The ranks gathered units of these numbers, with weights of these ages."""
-        self._headers.copy_(self._headers[self._own])
+        self._headers.forget()
         records = [Record(GATHER, number, 0, 0, self._model, age) for number, age in headers]
         self._refuse(dict(zip(comm.ranks, records, strict=True)))
 
@@ -322,8 +280,9 @@ class Agreement:
         unit = self._units[first.number]() if same_place and not same_size else None
         if unit is not None and first.event == REDUCE:
             text += " (of other parameters: requires_grad must be the same on every rank)"
-        elif unit is not None and unit.extended_kinds:
-            text += f" (fsdp_pre_all_gather of {unit.extended_kinds} must return equal sizes on every rank)"
+        elif unit is not None and unit.weights.copies.extended_kinds:
+            kinds = unit.weights.copies.extended_kinds
+            text += f" (fsdp_pre_all_gather of {kinds} must return equal sizes on every rank)"
         left = any(r.event == LEFT for r in records.values())
         way_out = _WAY_OUT_OF_LEAVING if left else _WAY_OUT if one_age else _WAY_OUT_OF_AGES
         raise RuntimeError(f"The ranks have diverged: {text}. {way_out}")
@@ -389,3 +348,26 @@ def _ranks(numbers: list[int]) -> str:
 
 def _steps(age: int) -> str:
     return f"{age} optimizer step" if age == 1 else f"{age} optimizer steps"
+
+
+def _refuse_missing(agreement: Agreement, records: dict[int, Record], units: list[weakref.ref[Unit]]) -> None:
+    """Raise if some ranks have no values for what the others are about to gather."""
+    ranks = [rank for rank, r in records.items() if r.event == MISSING]
+    if not ranks or len({(r.number, r.model) for r in records.values()}) > 1:
+        return
+    place, number = records[ranks[0]].nbytes, records[ranks[0]].number
+    unit = units[number]()
+    name = unit.parameters[place].name if unit is not None and place < len(unit.parameters) else "?"
+    raise RuntimeError(
+        f"Parameters {name!r} of {agreement.name_of(number)} hold no values yet on {_ranks(ranks)}, since they were "
+        "sharded deferred or on the meta device. Every rank must give its part values: call "
+        "shardwright.materialize(model), load a checkpoint, or fill to_local() on each."
+    )
+
+
+def _failure(meetings: list[Meeting]) -> int:
+    """That by which this rank leaves: the others', if it has heard of one, or one that it has left by already."""
+    for meeting in meetings:
+        if meeting.disagreed():
+            return meeting.failure
+    return next((m.left_by for m in meetings if m.left_by), 0) or new_failure()

@@ -20,8 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from shardwright._torch import DataParallelMeshDims, local_of, sharded_or_replicated_by_torch
 from shardwright.comm import Communicator
+from shardwright.engine.build import Given
 from shardwright.engine.composable import state_of
-from shardwright.engine.construct import (
+from shardwright.engine.copies import convert_buffer
+from shardwright.engine.extension import is_extended
+from shardwright.engine.find import (
     UNIT,
     Found,
     ShardPlacementFn,
@@ -30,16 +33,15 @@ from shardwright.engine.construct import (
     meshes_asked,
     own_modules,
     parameters_of,
-    take_over,
 )
-from shardwright.engine.copies import convert_buffer
-from shardwright.engine.extension import is_extended
 from shardwright.engine.module import FSDPModule, install
 from shardwright.engine.offload import offload_of
+from shardwright.engine.optimizer_hook import hook_optimizers
+from shardwright.engine.owning import take_over
 from shardwright.engine.parameter import has_no_values, refuse_while_deferring
 from shardwright.engine.pools import check_memory
+from shardwright.engine.precision import as_precision
 from shardwright.engine.ranks import Ranks
-from shardwright.engine.root import attach, hook_optimizers
 from shardwright.engine.selected import hook_backward
 from shardwright.engine.settings import ModelOptions, Settings
 from shardwright.engine.states import check_states, states_of, sync_states
@@ -164,21 +166,17 @@ def fully_shard(
         Unit(
             modules,
             ranks=r,
-            policy=mp_policy,
             settings=Settings(_reshard_after_forward(reshard_after_forward, strategy, r, found)),
-            placement_fn=shard_placement_fn,
-            layout=_layout(layout, r),
+            given=Given(as_precision(mp_policy), mp_policy, shard_placement_fn, _layout(layout, r), offload),
             ignored=ignored,
             ignored_modules=left_out,
-            attach=attach,
-            offload=offload,
         )
         for r, found in zip(each, founds, strict=True)
     ]
     unit = units[0]
     unit.options = ModelOptions(memory, prefetch, strict)
     for u, found in zip(units, founds, strict=True):
-        u.synced, u.checked = sync_module_states, check_module_states
+        u.values.synced, u.values.checked = sync_module_states, check_module_states
         _same_start(u, modules, found)
     undo = Undo(modules, founds)
     try:
@@ -415,7 +413,7 @@ def _communicator(group: dist.ProcessGroup | None, device: torch.device) -> Comm
 
 def _same_start(unit: Unit, modules: list[nn.Module], found: Found) -> None:
     """Broadcast what the unit is about to take over, or compare it over the ranks, where that was asked for."""
-    for name, asked in (("synced", unit.synced), ("checked", unit.checked)):
+    for name, asked in (("synced", unit.values.synced), ("checked", unit.values.checked)):
         for module in (m for top in modules for m in top.modules()) if asked else ():
             inner: Unit | None = module.__dict__.get(UNIT)
             if inner is not None and inner.parameters and not getattr(inner, name):
@@ -424,11 +422,11 @@ def _same_start(unit: Unit, modules: list[nn.Module], found: Found) -> None:
                     f"{option} holds for what a call takes over, and {inner.name!r} inside was cut without it: each "
                     f"rank has its part of its own copy. Give {option}=True to every fully_shard of the model."
                 )
-    if unit.synced or unit.checked:
-        states = states_of(modules, found, unit.living_ignored_modules())
-        if unit.synced:
+    if unit.values.synced or unit.values.checked:
+        states = states_of(modules, found, unit.watch.ignored_modules())
+        if unit.values.synced:
             sync_states(unit.mesh, unit.ranks.device, states, unit.name)
-        if unit.checked:
+        if unit.values.checked:
             check_states(unit.mesh, states, unit.name)
 
 

@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from shardwright._torch import mark_fully_sharded, mark_managed, sharded_state_of
-from shardwright.engine.construct import own_modules
+from shardwright.engine.calls import Calls, depth_of
+from shardwright.engine.find import own_modules
 from shardwright.engine.parameter import ManagedParameter
-from shardwright.engine.root import Root
+from shardwright.engine.root import Root, attach, root_of
 from shardwright.engine.unit import Unit
+from shardwright.engine.uses import reduce
 
 
 def introduce(unit: Unit, modules: list[nn.Module]) -> None:
@@ -73,11 +75,11 @@ class ModuleState(_Part):
 
     @property
     def _modules(self) -> tuple[nn.Module, ...]:
-        return tuple(self.unit.living_modules())
+        return tuple(self.unit.watch.modules())
 
     @property
     def _is_root(self) -> bool | None:
-        root = self.unit.root
+        root = root_of(self.unit)
         return None if root is None else root.top is self.unit
 
     @property
@@ -86,7 +88,7 @@ class ModuleState(_Part):
 
     @property
     def _mp_policy(self) -> Any:
-        return self.unit.given_policy
+        return self.unit.given.users_policy
 
     @property
     def _fsdp_param_groups(self) -> list[ParamGroup]:
@@ -119,16 +121,16 @@ class ModuleState(_Part):
     def _lazy_init(self) -> None:
         unit = self.unit
         if unit.root is None:
-            unit.attach(unit.living_modules()[0])
+            attach(unit.watch.modules()[0])
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         unit = self.unit
-        depth = len(unit.root.frames) if unit.root is not None else 0
-        args, kwargs = unit.before_forward(module, args, kwargs)
+        depth = depth_of(unit)
+        args, kwargs = Calls(unit).before_forward(module, args, kwargs)
         # torch's caller says nothing of an exception. It keeps these arguments, which go when the call ends.
         kwargs = _Keywords(kwargs)
-        root = cast(Root, unit.root)
-        left = weakref.finalize(kwargs, _leave, unit, root.frames[-1], depth)
+        root = cast(Root, root_of(unit))
+        left = weakref.finalize(kwargs, _leave, unit, root.visits.frames[-1], depth)
         left.atexit = False
         self.calls.append((left, depth))
         return args, kwargs
@@ -138,14 +140,14 @@ class ModuleState(_Part):
         left, depth = self.calls.pop()
         left.detach()
         try:
-            return unit.after_forward(module, args, output)
+            return Calls(unit).after_forward(module, args, output)
         except BaseException:
-            unit.forward_failed(depth)
+            Calls(unit).forward_failed(depth)
             raise
 
     def _root_post_backward_final_callback(self) -> None:
         """All groups' :meth:`ParamGroup.post_backward` were called: wait for the reductions."""
-        root = self.unit.root
+        root = root_of(self.unit)
         if root is not None:
             root.finish_held()
 
@@ -156,8 +158,9 @@ class _Keywords(dict[str, Any]):
 
 def _leave(unit: Unit, frame: Any, depth: int) -> None:
     """A call that torch's forward method had begun was ended by an exception."""
-    if unit.root is not None and frame in unit.root.frames[depth : depth + 1]:
-        unit.forward_failed(depth)
+    root = root_of(unit)
+    if root is not None and frame in root.visits.frames[depth : depth + 1]:
+        Calls(unit).forward_failed(depth)
 
 
 class StateContext(_Part):
@@ -172,8 +175,8 @@ class StateContext(_Part):
     @property
     def all_states(self) -> list[ModuleState]:
         """Of the whole model, the outermost first. Empty before the model's first forward."""
-        root = self.unit.root
-        tops = [unit.living_modules()[:1] for unit in root.units() if unit.main is None] if root else []
+        root = root_of(self.unit)
+        tops = [unit.watch.modules()[:1] for unit in root.units() if unit.main is None] if root else []
         return [state for module in tops for m in module if (state := state_of(m)) is not None]
 
     @property
@@ -183,7 +186,7 @@ class StateContext(_Part):
 
     @is_last_backward.setter
     def is_last_backward(self, value: bool) -> None:
-        cast(Any, self.unit.living_modules()[0]).set_is_last_backward(value)
+        cast(Any, self.unit.watch.modules()[0]).set_is_last_backward(value)
 
 
 class ParamGroup(_Part):
@@ -197,7 +200,7 @@ class ParamGroup(_Part):
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        return tuple(self.unit.living_modules())
+        return tuple(self.unit.watch.modules())
 
     @property
     def device(self) -> torch.device:
@@ -222,11 +225,11 @@ class ParamGroup(_Part):
 
     @property
     def is_unsharded(self) -> bool:
-        return self.unit.shown
+        return self.unit.weights.forms.full_shown
 
     @property
     def is_sharded(self) -> bool:
-        return not self.unit.shown
+        return not self.unit.weights.forms.full_shown
 
     def reshard(self) -> None:
         self.unit.release()
@@ -234,13 +237,13 @@ class ParamGroup(_Part):
     def post_backward(self, *_: Any) -> None:
         """All backwards of a step are through: release the weights, and reduce what they have left."""
         unit = self.unit
-        if unit.root is None or unit.calls or unit.visits:
+        if unit.root is None or unit.activity.busy:
             return
         if unit.settings.reshard_after_backward and not unit.ranks.keeps_full:
             unit.release()
-        waits = any(reduction.has_gradients() for reduction in unit.reductions)
-        if unit.settings.sync and (waits or unit.held):
-            unit.reduce(needed=not waits)
+        waits = unit.gradients.has_gradients()
+        if unit.settings.sync and (waits or unit.gradients.held):
+            reduce(unit, needed=not waits)
 
 
 class Param(_Part):

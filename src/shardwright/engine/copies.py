@@ -20,16 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwright._torch import local_of, unmark_fully_sharded
 from shardwright.comm import GradientHook
-from shardwright.engine.construct import (
-    UNIT,
-    ShardPlacementFn,
-    ShardPlacementResult,
-    find_parameters,
-    remake,
-    settle,
-    take_over,
-)
 from shardwright.engine.extension import is_attached
+from shardwright.engine.find import UNIT, ShardPlacementFn, ShardPlacementResult, find_parameters
+from shardwright.engine.owning import remake, settle, take_over
 from shardwright.engine.parameter import ManagedParameter, become
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.stepping import forget_stepped
@@ -47,9 +40,9 @@ def deepcopy_module(module: nn.Module, memo: dict[Any, Any], original: type, ins
     outermost = _UNITS not in memo
     units: dict[int, Unit] = memo.setdefault(_UNITS, {})
     unit: Unit = module.__dict__[UNIT]
-    unit.settle()
-    in_use = unit.shown
-    unit.show_sharded()
+    settle(unit)
+    in_use = unit.weights.forms.full_shown
+    unit.weights.show_sharded()
     units[id(unit)] = unit
     result: nn.Module = object.__new__(original)
     memo[id(module)] = result
@@ -57,12 +50,12 @@ def deepcopy_module(module: nn.Module, memo: dict[Any, Any], original: type, ins
     result.__dict__.update(copy.deepcopy(state, memo))
     unmark_fully_sharded(result)
     if in_use:
-        unit.show_full()
+        unit.weights.show_full()
     if outermost:
         # Inner units first, as fully_shard was called; a list unit waits until the last of its modules is there.
         del memo[_UNITS]
         for old in sorted(units.values(), key=lambda u: u.serial):
-            modules = [memo.get(id(m)) for m in old.living_modules()]
+            modules = [memo.get(id(m)) for m in old.watch.modules()]
             if all(m is not None for m in modules):
                 _copy_unit(old, [m for m in modules if m is not None], memo, install)
             else:
@@ -76,7 +69,9 @@ def _without(unit: Unit, value: Any) -> Any:
     """A module's attribute, without this unit's hooks if it is a table of hooks."""
     if not isinstance(value, OrderedDict):
         return value
-    return OrderedDict((k, v) for k, v in value.items() if getattr(v, "__self__", None) is not unit)
+    return OrderedDict(
+        (k, v) for k, v in value.items() if getattr(getattr(v, "__self__", None), "unit", None) is not unit
+    )
 
 
 def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], install: Install) -> None:
@@ -97,7 +92,7 @@ def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], instal
     founds = [
         find_parameters(
             modules,
-            new.living_ignored(),
+            new.watch.ignored(),
             new.ranks,
             _mesh_of_copies(olds, memo),
             companion=new is not news[0],
@@ -124,20 +119,16 @@ def _like(old: Unit, modules: list[nn.Module], memo: dict[Any, Any]) -> Unit:
     new = Unit(
         modules,
         ranks=old.ranks,
-        policy=old.policy,
+        given=old.given,
         settings=replace(settings, transport=transport, all_reduce_hook=all_reduce_hook),
-        placement_fn=old.placement_fn,
-        layout=old.layout_kind,
-        ignored=[memo.get(id(p), p) for p in old.living_ignored()],
-        ignored_modules=[memo.get(id(m), m) for m in old.living_ignored_modules()],
-        attach=old.attach,
-        offload=old.offload,
+        ignored=[memo.get(id(p), p) for p in old.watch.ignored()],
+        ignored_modules=[memo.get(id(m), m) for m in old.watch.ignored_modules()],
     )
-    new.options, new.synced, new.checked = old.options, old.synced, old.checked
+    new.options, new.values.synced, new.values.checked = old.options, old.values.synced, old.values.checked
     memo[id(old)] = new
     for name in ("forward_prefetch", "backward_prefetch"):
-        wanted = [memo.get(id(u), u) for ref in getattr(old, name) if (u := ref()) is not None]
-        setattr(new, name, [weakref.ref(u) for u in wanted])
+        units = [memo.get(id(u), u) for ref in getattr(settings, name) if (u := ref()) is not None]
+        new.change(**{name: tuple(map(weakref.ref, units))})
     return new
 
 

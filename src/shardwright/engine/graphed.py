@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.engine.construct import UNIT
+from shardwright.engine.find import UNIT
+from shardwright.engine.owning import settle
 from shardwright.engine.root import Root, attach
 from shardwright.engine.unit import Unit
+from shardwright.engine.uses import follow_requires_grad
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,8 @@ class GraphedStep:
         root: Root = unit.root if unit.root is not None else attach(self._model)
         if root.top is not unit:
             raise ValueError(
-                f"GraphedStep needs the outermost module, got {type(self._model).__name__}, a part of {root.name_of(0)}"
+                f"GraphedStep needs the outermost module, got {type(self._model).__name__}, a part of "
+                f"{root.agreement.name_of(0)}"
             )
         for each in root.units():
             if each.host is not None or each.stepping is not None:
@@ -140,11 +143,11 @@ class GraphedStep:
         root.recover_if_failed()
         for each in root.units():
             if each.parameters:
-                each.settle()
-                each.follow_requires_grad()
+                settle(each)
+                follow_requires_grad(each)
                 each.drop_kept()
                 each.release()
-        if any(unit.held for unit in root.units()) or any(
+        if any(unit.gradients.held for unit in root.units()) or any(
             parameter.grad is not None for parameter in self._model.parameters()
         ):
             raise ValueError(
@@ -171,7 +174,7 @@ class GraphedStep:
         static = tuple(given.detach().clone() for given in inputs)
         memory = root.pools.allocator
         try:
-            replay, result = root.streams.capture(lambda: self._function(*static))
+            replay, result = root.agreement.streams.capture(lambda: self._function(*static))
         except RuntimeError as error:
             raise RuntimeError(
                 f"The step of {type(self._model).__name__} cannot be captured in a CUDA graph: {error}. A step in a "

@@ -13,15 +13,13 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardwright._torch import SHARDED_MARKS, next_sequence_number, sequence_number, waited
-
-if TYPE_CHECKING:
-    from shardwright.engine.visit import Visit
+from shardwright.engine.visit import Visit
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 

@@ -8,16 +8,14 @@ the full weights, and on from there as always.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardwright._torch import mutation_allowed, traced, transformed
 from shardwright.engine.parameter import ON_DATA, FullDTensor, FullParameter, ManagedParameter
-
-if TYPE_CHECKING:
-    from shardwright.engine.visit import Visit
+from shardwright.engine.visit import Visit
 
 
 class _Copied(torch.autograd.Function):

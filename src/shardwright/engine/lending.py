@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwright.engine.calls import lend_if_called
 from shardwright.engine.parameter import Managed, unit_of
 
 
@@ -20,7 +21,7 @@ def lends(cls: type) -> dict[str, Any]:
     def __getattr__(self: Any, name: str) -> Any:
         value = cls.__getattr__(self, name)  # type: ignore[attr-defined]
         if isinstance(value, Managed) and (unit := unit_of(value)) is not None:
-            unit.lend_if_called()
+            lend_if_called(unit)
             return cls.__getattr__(self, name)  # type: ignore[attr-defined]
         return value
 

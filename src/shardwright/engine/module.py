@@ -26,17 +26,21 @@ from shardwright._torch import (
     storage_key,
 )
 from shardwright.comm import Codec, GradientHook, RegisteredMemory, SymmetricMemory
+from shardwright.engine.calls import Calls, depth_of
 from shardwright.engine.composable import ModuleState, introduce, state_of
-from shardwright.engine.construct import UNIT, own_modules, units_of
 from shardwright.engine.copies import convert, deepcopy_module
+from shardwright.engine.find import UNIT, own_modules
 from shardwright.engine.lending import lends
+from shardwright.engine.owning import settle, units_of
 from shardwright.engine.parameter import Managed, ShardedParameter, unit_of
 from shardwright.engine.precision import restore_buffers
 from shardwright.engine.ragged import RaggedTensor
 from shardwright.engine.resizing import resizes
-from shardwright.engine.root import Root
+from shardwright.engine.root import Root, attach, root_of
 from shardwright.engine.ties import load_of
 from shardwright.engine.unit import Unit
+from shardwright.engine.uses import complete, follow_requires_grad, gather_by, issue, reduce_by, valid_for
+from shardwright.memory import Source
 
 _classes: dict[tuple[type, bool], type] = {}
 
@@ -50,10 +54,11 @@ def _hide_engine() -> None:
 def install(unit: Unit, modules: list[nn.Module]) -> None:
     """Let the modules call the unit: hooks, state dicts, and a class in front of each module's own."""
     _hide_engine()
+    calls = Calls(unit)
     for module in modules:
         module.__dict__[UNIT] = unit  # not through setattr, which wrappers pass on to what they wrap
-        module.register_forward_pre_hook(unit.before_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(unit.after_forward)
+        module.register_forward_pre_hook(calls.before_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(calls.after_forward)
         for _, child in own_modules(module):
             child.register_state_dict_pre_hook(_AtRest(unit))
             child.register_state_dict_post_hook(_as_dtensors)
@@ -99,17 +104,19 @@ class _AtRest(_UnitHook):
     def __call__(self, *_: Any) -> None:
         unit = self._unit()
         if unit is not None:
-            if not (unit.held and len(unit.modules) > 1):  # else other modules of the unit may come yet
-                unit.settle()
+            if not (
+                unit.gradients.held and len(unit.watch.references) > 1
+            ):  # else other modules of the unit may come yet
+                settle(unit)
             _show_sharded(unit)
 
 
 def _show_sharded(unit: Unit) -> None:
-    for each in (unit, *unit.lenders):
-        if not each.calls:
-            each.complete()
-            each.host_may_write()
-            each.show_sharded()
+    for each in (unit, *unit.watch.lenders):
+        if not each.activity.calls:
+            complete(each)
+            each.weights.host_may_write()
+            each.weights.show_sharded()
 
 
 class _Loaded(_AtRest):
@@ -118,8 +125,9 @@ class _Loaded(_AtRest):
     def __call__(self, *given: Any) -> None:
         super().__call__(*given)
         unit = self._unit()
-        if unit is not None and unit.root is not None and unit.root.top is unit:
-            unit.root.agreement.set_age(0)
+        root = root_of(unit) if unit is not None else None
+        if root is not None and root.top is unit:
+            root.agreement.set_age(0)
 
 
 def _as_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -200,9 +208,9 @@ class UnshardHandle:
         """Wait for the gather and show the full parameters. A second call does nothing."""
         units, self._units = self._units, []
         for unit in units:
-            if unit.parameters and unit.gathered:
-                unit.wait()
-                unit.show_full()
+            if unit.parameters and unit.weights.gathered:
+                unit.weights.wait()
+                unit.weights.show_full()
 
 
 class FSDPModule(TorchFSDPModule):
@@ -221,11 +229,11 @@ class FSDPModule(TorchFSDPModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Not a forward hook with always_call: that one misses KeyboardInterrupt, after which users train on.
         unit: Unit = self.__dict__[UNIT]
-        depth = len(unit.root.frames) if unit.root is not None else 0
+        depth = depth_of(unit)
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
-            unit.forward_failed(depth)
+            Calls(unit).forward_failed(depth)
             raise
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
@@ -246,7 +254,7 @@ class FSDPModule(TorchFSDPModule):
 
     def _root(self) -> Root:
         unit = self._fsdp_unit()
-        return unit.root if unit.root is not None else unit.attach(cast(nn.Module, self))
+        return root_of(unit) or attach(cast(nn.Module, self))
 
     def _fsdp_unit(self) -> Unit:
         return cast(Unit, getattr(self, UNIT))
@@ -280,12 +288,12 @@ class FSDPModule(TorchFSDPModule):
                 root.recover_if_failed()
                 if root.caller is None:
                     root.compute_as(False)
-                unit.settle()
-                if not unit.calls and not unit.visits:
-                    unit.follow_requires_grad()
-                generation = root.generation if root.caller is not None else root.generation + 1
-                if not unit.valid_for(generation):
-                    unit.issue(generation)
+                settle(unit)
+                if not unit.activity.busy:
+                    follow_requires_grad(unit)
+                generation = root.clock.call if root.caller is not None else root.clock.next_call
+                if not valid_for(unit, generation):
+                    issue(unit, generation)
         handle = UnshardHandle(units)
         if async_op:
             return handle
@@ -334,7 +342,7 @@ class FSDPModule(TorchFSDPModule):
             RuntimeError: a backward is under way.
         """
         state = state_of(cast(nn.Module, self))
-        root = self._fsdp_unit().root
+        root = root_of(self._fsdp_unit())
         if root is not None and root.in_backward:
             raise RuntimeError(
                 "finalize_backward was called in the middle of a backward. Call it after that."
@@ -381,7 +389,7 @@ class FSDPModule(TorchFSDPModule):
             raise TypeError(f"expected a GradientHook or None, got {hook!r}")
         self._root()  # names the units
         for unit in self._fsdp_units(recurse):
-            unit.reduce_by(hook=hook)
+            reduce_by(unit, hook=hook)
 
     def set_all_gather_codec(self, codec: Codec | None, *, recurse: bool = True) -> None:
         """Encode weights for gathers, say by ``Int8Blocks()``: a quarter to half the bytes; None: as they are.
@@ -393,7 +401,7 @@ class FSDPModule(TorchFSDPModule):
         if codec is not None and not all(hasattr(codec, name) for name in ("nbytes", "encode", "decode")):
             raise TypeError(f"expected a codec (nbytes, encode, decode) or None, got {codec!r}")
         for unit in self._fsdp_units(recurse):
-            unit.gather_by(codec=codec)
+            gather_by(unit, codec=codec)
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather this module's own unit by ``comm``, torch's ``AllGather`` for FSDP2; None: by torch's.
@@ -402,12 +410,12 @@ class FSDPModule(TorchFSDPModule):
         found. What a strategy keeps gathered, or gathers over a second mesh axis, goes through it, too.
         """
         unit = self._only_unit("set_custom_all_gather")
-        unit.gather_by(gather=_checked_comm(comm, "AllGather"))
+        gather_by(unit, gather=_checked_comm(comm, "AllGather"))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce-scatter this module's own unit by ``comm``, torch's ``ReduceScatter`` for FSDP2; None: by torch's."""
         unit = self._only_unit("set_custom_reduce_scatter")
-        unit.reduce_by(scatter=_checked_comm(comm, "ReduceScatter"))
+        reduce_by(unit, scatter=_checked_comm(comm, "ReduceScatter"))
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce-scatter in a process group of its own, so that it and gathers can progress at the same time.
@@ -416,7 +424,7 @@ class FSDPModule(TorchFSDPModule):
         Not while gradients of earlier micro-batches are held.
         """
         for unit in self._fsdp_units(recurse):
-            unit.reduce_by(separate=enable)
+            reduce_by(unit, separate=enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many packed gradients may be under way at once (default 1), for the whole model.
@@ -429,7 +437,7 @@ class FSDPModule(TorchFSDPModule):
             or max_input_buffers < 1
         ):
             raise ValueError(f"max_input_buffers must be an integer of at least 1, got {max_input_buffers!r}")
-        self._root().max_input_buffers = max_input_buffers
+        self._root().reductions.capacity = max_input_buffers
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward`` from now on."""
@@ -455,11 +463,13 @@ class FSDPModule(TorchFSDPModule):
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these modules' units when this one's forward begins, instead of the one that came next last time."""
-        self._fsdp_unit().forward_prefetch = [weakref.ref(u) for u in _units_of(modules)]
+        units = tuple(weakref.ref(u) for u in _units_of(modules))
+        self._fsdp_unit().change(forward_prefetch=units)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these modules' units when this one's backward begins, instead of the one before it in forward."""
-        self._fsdp_unit().backward_prefetch = [weakref.ref(u) for u in _units_of(modules)]
+        units = tuple(weakref.ref(u) for u in _units_of(modules))
+        self._fsdp_unit().change(backward_prefetch=units)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's gradient sums by ``factor`` instead of the number of ranks."""
@@ -504,7 +514,7 @@ class FSDPModule(TorchFSDPModule):
             ValueError: the model's memory comes from an allocator of the user's.
         """
         for unit in self._fsdp_units(recurse=False):
-            unit.set_source(RegisteredMemory(unit.comm) if enable and unit.comm.group is not None else None)
+            _set_source(unit, RegisteredMemory(unit.comm) if enable and unit.comm.group is not None else None)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Let this module's own unit be gathered into symmetric memory: copy engines or symmetric kernels move it.
@@ -521,38 +531,38 @@ class FSDPModule(TorchFSDPModule):
         for unit in self._fsdp_units(recurse=False):
             comms = [comm for comm in (*unit.ranks.once, *unit.ranks.gathers) if comm.group is not None]
             if comms:
-                unit.set_source(SymmetricMemory(comms, backend))
+                _set_source(unit, SymmetricMemory(comms, backend))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's gathers wait for ``event`` (recorded after the optimizer), on an accelerator."""
-        self._root().streams.gather_after(event)
+        self._root().agreement.streams.gather_after(event)
 
     def reset_iter_state(self) -> None:
         """Drop what an exception in forward or backward left behind. The next forward does so by itself."""
-        root = self._fsdp_unit().root
+        root = root_of(self._fsdp_unit())
         if root is not None:
             root.recover()
             for unit in root.units():
                 if unit.parameters:
-                    unit.forget_gradients()
+                    unit.gradients.forget()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``; also forgets held gradients and gives the gradients' memory back at once."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in self._fsdp_units(recurse=True):
             if unit.parameters:
-                unit.forget_gradients()
+                unit.gradients.forget()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As ``nn.Module.named_parameters``; first leaves a failed backward behind, which had full ones shown.
 
         torch's pipeline schedules that compute gradients of weights apart from those of inputs get the full ones.
         """
-        root = self._fsdp_unit().root
+        root = root_of(self._fsdp_unit())
         if root is not None:
             root.recover_if_failed()
         for unit in self._fsdp_units(recurse=True):
-            unit.settle()
+            settle(unit)
         if called_by_torchs_fully_shard():
             raise ValueError(
                 f"torch's fully_shard was applied to a module with a {type(self).__name__} inside, which shardwright "
@@ -565,16 +575,16 @@ class FSDPModule(TorchFSDPModule):
         root = self._root()
         for unit in self._fsdp_units(recurse=True):
             if (
-                unit.parameters and not unit.gathered
+                unit.parameters and not unit.weights.gathered
             ):  # the last forward has released what this backward reads
-                unit.issue(root.generation)
-            unit.wait()
+                issue(unit, root.clock.call)
+            unit.weights.wait()
         fulls = {id(p.sharded): p.full for unit in self._fsdp_units(recurse=True) for p in unit.parameters}
         return ((name, fulls.get(id(p), p)) for name, p in named)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """``.to``, ``.half``, ``to_empty`` and the like: the same parameter objects, over new shards if need be."""
-        root = self._fsdp_unit().root
+        root = root_of(self._fsdp_unit())
         if root is not None:
             root.recover_if_failed()
         units = [u for u in self._fsdp_units(recurse) if u.parameters]
@@ -594,6 +604,20 @@ def _refuse_inherited() -> None:
     for name, value in vars(TorchFSDPModule).items():
         if callable(value) and name not in vars(FSDPModule) and not hasattr(object, name):
             setattr(FSDPModule, name, _refusal(name))
+
+
+def _set_source(unit: Unit, source: Source | None) -> None:
+    """Take the memory of a unit's later leases from there; None: from torch's allocator."""
+    root = root_of(unit)
+    memory = root.pools.memory if root is not None else unit.options.memory
+    if source is not None and not isinstance(memory, str):
+        raise ValueError(
+            f"The memory of unit {unit.name!r} comes from {type(memory).__name__}, an allocator of yours, which "
+            "decides of what kind it is. Register it there, or use the name of one of ours."
+        )
+    unit.site.owner.source = source
+    if root is not None:
+        root.pools.restart()
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:
@@ -640,13 +664,13 @@ class _ForwardMethod:
         module = self._module()
         assert module is not None
         unit: Unit = module.__dict__[UNIT]
-        depth = len(unit.root.frames) if unit.root is not None else 0
+        depth, calls = depth_of(unit), Calls(unit)
         try:
-            args, kwargs = unit.before_forward(module, args, kwargs)
+            args, kwargs = calls.before_forward(module, args, kwargs)
             given = (module, *args) if self._bound else args
-            return unit.after_forward(module, args, self._function(*given, **kwargs))
+            return calls.after_forward(module, args, self._function(*given, **kwargs))
         except BaseException:
-            unit.forward_failed(depth)
+            calls.forward_failed(depth)
             raise
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:

@@ -7,8 +7,6 @@ one memory, so nothing is to be done. Of an optimizer's state nothing is known h
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from shardwright._torch import dtensor_of, foreach_copy_, local_of
 from shardwright.comm import Streams
-from shardwright.engine.companion import companion_of
 from shardwright.engine.gathering import full_of
-from shardwright.engine.gradients import GradientShard, Reduction
 from shardwright.memory import Owner, Slab
 
 if TYPE_CHECKING:
-    from shardwright.engine.unit import Unit
+    pass
 
 _CPU = torch.device("cpu")
 
@@ -79,18 +75,6 @@ def offload_of(policy: OffloadPolicy) -> Offload:
     if isinstance(policy, Offload):
         return policy
     return Offload(pin_memory=policy.pin_memory) if isinstance(policy, CPUOffloadPolicy) else NOTHING
-
-
-def refuse_state_on_device(optimizer: torch.optim.Optimizer, units: Iterable[Unit]) -> None:
-    """Raise if the optimizer does not keep its state where the units' policy says."""
-    if not companion_of(optimizer).brings_state:
-        for unit in units:
-            if unit.state_host is not None:
-                raise RuntimeError(
-                    f"Unit {unit.name!r} has Offload(parameters=False), by which optimizer state lies in the CPU's "
-                    f"memory, and this {type(optimizer).__name__} would keep it on {unit.ranks.device}. Pass it "
-                    "through shardwright.fully_shard_optimizer first."
-                )
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,129 +169,3 @@ class Host:
         with streams.fork("download") if after is None else streams.beside("download", after):
             target.copy_(source, non_blocking=True)
         return streams.mark("download")
-
-
-class HostReduction(Reduction):
-    """Gradients that end on the host. :meth:`finish` starts the copy, :meth:`land` waits for it and hands them over."""
-
-    def __init__(self, *given: Any, host: Host) -> None:
-        super().__init__(*given)
-        self._host = host
-        self._landing: torch.Tensor | None = None  #: what the copy under way fills
-        self._landed: Any = None  #: the mark after that copy
-        self._reduced: Any = None  #: the mark after the last collective
-
-    @property
-    def lands(self) -> bool:
-        """Whether a copy to the host is under way."""
-        return self._landing is not None
-
-    def _begin(self, *given: Any) -> None:
-        super()._begin(*given)
-        shard = self._shard
-        if self._output is not None and shard is not None and self._output is shard.flats[0]:
-            self._sum.lease()
-            self._output = self._sum_flat
-
-    @torch.inference_mode(False)
-    def _new_shard(self) -> GradientShard:
-        return GradientShard(self.packing, self._parameters, _CPU, self._owner, self._host_slab)
-
-    def _host_slab(self, nbytes: int) -> Slab:
-        return HostSlab(nbytes, "gradients", self._owner, self._host)
-
-    def finish(self, hook: Any = None) -> None:
-        if self._pending is not None:
-            self.go_on()
-            self._reduced = self._pending.mark if hook is None else None
-        super().finish(hook)
-
-    def _deliver(self, output: torch.Tensor, hook: Any) -> None:
-        if hook is not None:
-            hook(output[: self.packing.flags])
-        shard = self._shard
-        direct = self._fresh and shard is not None and shard.direct and self._has_no_gradients()
-        assert shard is not None or not direct
-        self._landing = (
-            shard.flats[0]
-            if direct and shard is not None
-            else self._host.zeros(self.packing.numel, self.packing.reduce_dtype)
-        )
-        after, self._reduced = self._reduced, None
-        self._landed = self._host.download(self._landing, output, after)
-
-    def _release_sum(self) -> None:
-        """Not yet: the copy reads it."""
-
-    def leave_device(self) -> None:
-        """The computation waits for the copy, and the device's memory is given back."""
-        if self._landing is not None and self._sum.leased:
-            self._host.streams.join(self._landed)
-            self._sum.release()
-
-    @property
-    def arrived(self) -> bool:
-        """Whether :meth:`land` need not wait."""
-        return self._landing is None or self._host.streams.is_over(self._landed)
-
-    def land(self) -> None:
-        """The host waits for the copy, and sets or adds to every used parameter's ``.grad``."""
-        if self._landing is None:
-            return
-        self.leave_device()
-        self._host.streams.host_wait(self._landed)
-        landing, self._landing, self._landed = self._landing, None, None
-        super()._deliver(landing, None)
-
-    def discard(self) -> None:
-        super().discard()
-        if self._landing is not None:
-            self.leave_device()
-            self._host.streams.host_wait(self._landed)
-            self._landing = self._landed = None
-
-    def release_unused(self) -> None:
-        if self._landing is None:
-            super().release_unused()
-
-
-class Arrivals:
-    """Units of a model whose gradients are on their way to the host, the oldest first."""
-
-    def __init__(self) -> None:
-        self._units: list[weakref.ref[Unit]] = []
-
-    def _list(self) -> list[Unit]:
-        return [unit for ref in self._units if (unit := ref()) is not None and unit.arriving]
-
-    def add(self, unit: Unit) -> None:
-        """One more. What the device holds of those before it is given back, so that it is one unit's at a time."""
-        for other in self._list():
-            other.leave_device()
-        unit.arriving = any(r.lands for r in unit.reductions if isinstance(r, HostReduction))
-        if unit.arriving:
-            self._units = [ref for ref in self._units if ref() is not unit] + [weakref.ref(unit)]
-
-    def poll(self) -> None:
-        """Hand over, and step, what has arrived by now."""
-        for unit in self._list():
-            if not unit.has_arrived():
-                return
-            unit.land()
-
-    def end_backward(self) -> None:
-        """Wait for all that the user may look at now. What is to be stepped is waited for when it is needed."""
-        self.poll()
-        for unit in self._list():
-            unit.leave_device()
-            if unit.stepping is None or not unit.stepping.due or unit.calls:
-                unit.land()
-            else:
-                unit.late = True
-                unit.stepping.mark(unit, [p.sharded for p in unit.parameters if p.sharded.requires_grad])
-
-    def recover(self) -> None:
-        """A backward has failed: its own are dropped with the unit's reductions, those of the one before stay."""
-        for unit in self._list():
-            if unit.late:
-                unit.complete()

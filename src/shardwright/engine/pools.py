@@ -10,16 +10,13 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from shardwright._torch import memory_can_be_swapped
+from shardwright.engine.unit import Unit
 from shardwright.memory import DYNAMIC, Allocator, Item, Plan, Planned, Recorder, Slab, pack, slots
 from shardwright.memory.plan import aligned, fitting, most_at_once
-
-if TYPE_CHECKING:
-    from shardwright.engine.unit import Unit
 
 POOLS = ("double_buffer", "max_pool")  #: of slots that units take in turn
 PLANNED = (*POOLS, "arena")
@@ -77,7 +74,7 @@ class Pools:
     def _use(self, allocator: Allocator) -> None:
         self.allocator = allocator
         for unit in self._units:
-            unit.owner.allocator = allocator
+            unit.site.owner.allocator = allocator
 
     def _record(self) -> None:
         self._stepped = self.trained = False
@@ -139,7 +136,9 @@ class Pools:
 
     def _block(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Of the kind that the first unit with a wish wants: there is one for all."""
-        source = next((unit.owner.source for unit in self._units if unit.owner.source is not None), None)
+        source = next(
+            (unit.site.owner.source for unit in self._units if unit.site.owner.source is not None), None
+        )
         if source is None or not nbytes:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._left = 0  # it may have to be made on all ranks together, and only the first plan surely is
@@ -151,7 +150,9 @@ class Pools:
             self._record()
 
     def _in_pool(self, slab: Slab) -> bool:
-        return slab.kind == "parameters" and any(unit.training_slab is slab for unit in self._pooled())
+        return slab.kind == "parameters" and any(
+            unit.weights.copies.training.slab is slab for unit in self._pooled()
+        )
 
     def _pooled(self) -> Sequence[Unit]:
         """Units that are released after forward and after backward."""
@@ -195,7 +196,7 @@ class Pools:
     def _check_equal(self) -> None:
         sizes: dict[int, list[str]] = {}
         for unit in self._pooled():
-            sizes.setdefault(aligned(unit.training_slab.nbytes), []).append(unit.name)
+            sizes.setdefault(aligned(unit.weights.copies.training.slab.nbytes), []).append(unit.name)
         if len(sizes) > 1:
             told = "; ".join(
                 f"{nbytes:,} bytes: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"

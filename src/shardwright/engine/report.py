@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from shardwright._torch import local_of, storage_key
-from shardwright.engine.construct import units_of
+from shardwright.engine.owning import units_of
 from shardwright.engine.parameter import unit_of
+from shardwright.engine.root import root_of
 from shardwright.engine.stepping import SteppedGradient
 from shardwright.memory import Plan, Planned
 from shardwright.memory.plan import at_peak, peak
@@ -110,9 +111,12 @@ def memory_report(
         if isinstance(value, torch.Tensor)
     ]
     leased: dict[str, int] = {}
-    for slab in (slab for unit in units for slab in unit.slabs() if slab.leased and slab.nbytes):
+    for slab in (
+        slab for unit in units for slab in unit.weights.copies.slabs() if slab.leased and slab.nbytes
+    ):
         leased[slab.kind] = leased.get(slab.kind, 0) + slab.nbytes
-    pools = units[0].root.pools if units[0].root is not None else None
+    root = root_of(units[0])
+    pools = root.pools if root is not None else None
     trace = pools.trace if pools is not None else None
     live, last = at_peak(trace) if trace is not None else ([], None)
     at: dict[str, int] = {}

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.engine.construct import UNIT, units_of
+from shardwright.engine.find import UNIT
+from shardwright.engine.owning import settle, units_of
 from shardwright.engine.parameter import STANDS_FOR, Managed
 from shardwright.engine.states import State, everywhere, sync_states
 from shardwright.engine.unit import Unit
@@ -55,7 +56,7 @@ def _resize(model: nn.Module, original: Any, args: tuple[Any, ...], kwargs: dict
         made = [State(name, p) for name, p in after if STANDS_FOR in p.__dict__ or id(p) not in known]
         sync_states(unit.mesh, unit.ranks.device, made, unit.name)
     for each in units_of(model):
-        each.settle()
+        settle(each)
     return result
 
 
@@ -118,7 +119,7 @@ def _refuse_unfit(shown: list[Shown]) -> None:
                 f"{where} is tensor-parallel, so it cannot be cut again. Resize the embeddings before the model is "
                 "parallelised and sharded."
             )
-        if each.p.sharded.grad is not None or each.unit.held:
+        if each.p.sharded.grad is not None or each.unit.gradients.held:
             raise RuntimeError(
                 f"{where} has a gradient, which would be of another shape than the parameter. Call zero_grad() before, "
                 "and build the optimizer after."

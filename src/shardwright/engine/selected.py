@@ -23,6 +23,7 @@ from shardwright._torch import (
 from shardwright.engine.parameter import Managed, unit_of
 from shardwright.engine.root import backward_failed, selecting
 from shardwright.engine.unit import Unit
+from shardwright.engine.uses import complete, reduces_now
 
 Run = Callable[..., Any]
 #: Of a selected parameter: its unit and its full form.
@@ -108,7 +109,7 @@ def _gradients(
             for handle in handles:
                 handle.remove()
         for unit in units.values():
-            unit.complete()
+            complete(unit)
         for i, p in enumerate(selected):
             if id(p) in parameters:
                 results[i] = parameters[id(p)].grad
@@ -125,7 +126,7 @@ def _keep(unit: Unit, full: torch.Tensor) -> Callable[[torch.Tensor], None]:
 
     def keep(gradient: torch.Tensor) -> None:
         full.grad = gradient
-        unit.on_gradient()
+        unit.on_gradient(full)
 
     return keep
 
@@ -152,7 +153,7 @@ def _refuse_unreduced(unit: Unit) -> None:
             f"torch.autograd.grad got parameters of unit {unit.name!r}, whose optimizer steps in backward and uses "
             "their gradients there. Call leave_backward() of that optimizer first."
         )
-    if unit.held or not unit.reduces_now:
+    if unit.gradients.held or not reduces_now(unit):
         raise RuntimeError(
             f"torch.autograd.grad got parameters of unit {unit.name!r} while gradients of micro-batches are held and "
             "not reduced, so there is none to return. Call it with gradient synchronisation switched on "

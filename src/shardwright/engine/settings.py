@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,8 @@ class Transport:
 
 AS_TORCH_DOES = Transport()
 
+Prefetched = tuple[weakref.ref[Any], ...]  #: units
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -49,6 +52,7 @@ class Settings:
         all_reduce_hook: receives each reduced gradient.
         force_sum: sum in the collectives and divide afterwards.
         divide_by: what gradient sums are divided by; None: the number of ranks.
+        forward_prefetch, backward_prefetch: units that are gathered ahead instead of those of the last order.
         fills_unused: whether parameters without a gradient get one of zero.
     """
 
@@ -62,6 +66,8 @@ class Settings:
     divide_by: float | None = None
     fills_unused: bool = False
     transport: Transport = AS_TORCH_DOES
+    forward_prefetch: Prefetched = ()
+    backward_prefetch: Prefetched = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.engine.construct import Found, is_cut, own_modules
+from shardwright.engine.find import Found, is_cut, own_modules
 from shardwright.engine.parameter import has_no_values, plain_of
 
 _CHUNK = 1 << 23  #: bytes that are hashed at a time

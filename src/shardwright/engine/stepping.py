@@ -6,25 +6,41 @@ How a step is made is the optimizer's business (``optim/in_backward.py``); nothi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwright._torch import quick_attributes
+from shardwright.engine.parameter import ManagedParameter
 
-if TYPE_CHECKING:
-    from shardwright.engine.unit import Unit
+
+class Stepped(Protocol):
+    """A unit, as far as steps go."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def parameters(self) -> list[ManagedParameter]: ...
+
+    @property
+    def gradients(self) -> Any: ...
+
+    @property
+    def build(self) -> int: ...
+
+    def drop_kept(self) -> None: ...
 
 
 class Stepper(Protocol):
     """An optimizer that steps some parameters of a unit."""
 
-    def open_step(self, unit: Unit) -> Any:
+    def open_step(self, unit: Any) -> Any:
         """What :meth:`step_unit` is given for ``unit``, soon: options as they are now. What it needs may be fetched."""
 
-    def step_unit(self, unit: Unit, step: Any) -> None:
+    def step_unit(self, unit: Any, step: Any) -> None:
         """Step those of its parameters that belong to ``unit`` and have a gradient, and set these to None."""
 
     def backward_ended(self) -> bool:
@@ -100,14 +116,14 @@ class Stepping:
         #: How many root calls had begun before the backward that is to be stepped, and before the one stepped last.
         self._due_in = self._stepped_in = -1
 
-    def expect(self, unit: Unit, last: bool, calls_begun: int) -> None:
+    def expect(self, unit: Stepped, last: bool, calls_begun: int) -> None:
         """A reduction of the unit begins, in the ``last`` backward of a step or in an earlier one."""
         self.due = last
         if last:
             self._due_in = calls_begun
             self._steps = [(stepper, stepper.open_step(unit)) for stepper in self.steppers]
 
-    def run(self, unit: Unit) -> None:
+    def run(self, unit: Stepped) -> None:
         """Step the unit, whose gradients were reduced. Its weights are not read any more in this backward.
 
         Raises:
@@ -131,9 +147,9 @@ class Stepping:
         for stepper, step in steps:
             stepper.step_unit(unit, step)
         self.mark(unit, present)
-        unit.release_unused_gradients()
+        unit.gradients.release_unused()
 
-    def mark(self, unit: Unit, parameters: Iterable[torch.Tensor]) -> None:
+    def mark(self, unit: Stepped, parameters: Iterable[torch.Tensor]) -> None:
         """Where there is no gradient (any more), say that it was used, or is to be used when it has arrived."""
         with quick_attributes():
             for p in parameters:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import local_of, rebind
-from shardwright.engine.construct import Found, own_modules
+from shardwright.engine.find import Found, own_modules
 from shardwright.engine.parameter import ManagedParameter, unit_of
 
 _LONGEST = 1000  #: longer containers are the user's tables; the engine writes into none
@@ -56,7 +56,7 @@ class Undo:
                 parameter._local_tensor = local
         for unit, lent, slots in self._lenders:
             lent.slots[:] = slots
-            unit.index_slots()
+            unit.weights.forms.index()
 
 
 def _contents(value: Any) -> Any:

@@ -1,14 +1,32 @@
-"""What a call of a unit leaves behind: a frame while it runs, and a visit in the graph for its backward.
+"""What goes on in a unit: a frame while a call of it runs, a visit in the graph for its backward, and both together.
 
-Both are plain records; what is done with them is decided in ``unit.py`` and ``root.py``.
+All are plain records. What is done with them is decided in ``calls.py``, ``backward.py`` and ``root.py``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from shardwright.engine.unit import Unit
+
+class Visited(Protocol):
+    """What a visit knows of its unit."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def build(self) -> int: ...
+
+
+class Listener(Protocol):
+    """Who hears when backward comes to a unit and when it has left it."""
+
+    def enter(self, visit: Visit) -> None: ...
+
+    def after_call(self, visit: Visit) -> None: ...
+
+    def close(self, visit: Visit) -> None: ...
 
 
 class Visit:
@@ -27,6 +45,7 @@ class Visit:
         "guests",
         "hosts",
         "lasting",
+        "listener",
         "open",
         "order",
         "place",
@@ -34,9 +53,12 @@ class Visit:
         "unit",
     )
 
-    def __init__(self, unit: Unit, order: list[int], begin: int) -> None:
+    def __init__(self, unit: Any, listener: Listener, order: list[int], begin: int) -> None:
         self.unit = unit
-        self.build = unit.build  #: of the unit's memory; a graph over an earlier one can't be run any more
+        self.listener = listener
+        self.build: int = (
+            unit.build
+        )  #: of the unit's memory; a graph over an earlier one can't be run any more
         self.order = order  #: numbers of the units in the order in which they left forward
         self.place = -1  #: of this unit in that order
         self.begin = begin
@@ -50,10 +72,13 @@ class Visit:
         self.hosts: list[Visit] = []  #: of units inside whose forward this one ran: backward may go on there
 
     def before_backward(self) -> None:
-        self.unit.before_backward(self)
+        self.listener.enter(self)
 
     def after_backward(self) -> None:
-        self.unit.after_backward(self)
+        self.listener.after_call(self)
+
+    def close(self) -> None:
+        self.listener.close(self)
 
 
 class Frame:
@@ -61,7 +86,7 @@ class Frame:
 
     __slots__ = ("begun", "containers", "entry", "guests", "unit", "visit")
 
-    def __init__(self, unit: Unit, entry: int) -> None:
+    def __init__(self, unit: Any, entry: int) -> None:
         self.unit = unit
         self.visit: Visit | None = None
         #: Number of the first autograd node that this call may have made, perhaps the engine's.
@@ -69,4 +94,41 @@ class Frame:
         #: Number of the first that the module itself makes, if it makes one.
         self.begun = entry
         self.containers: list[Any] = []  #: inputs that the call may have put tensors into
-        self.guests: list[Unit] = []
+        self.guests: list[Any] = []  #: units whose weights are read inside the call
+
+
+class Activity:
+    """What a unit is in the middle of.
+
+    Attributes:
+        calls: forward calls under way, of this unit or of others that read its weights.
+        to_run: ids of modules of a unit of several that have not run yet in its forward.
+        visits: whose backward is under way.
+        entered: whether the backward now running has reached this unit.
+        unfinished: visits whose backward may come yet, where something is kept for it.
+    """
+
+    __slots__ = ("calls", "entered", "to_run", "unfinished", "visits")
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.to_run: set[int] = set()
+        self.visits: set[Visit] = set()
+        self.entered = False
+        self.unfinished: weakref.WeakSet[Visit] = weakref.WeakSet()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a forward or a backward of the unit is under way."""
+        return bool(self.calls or self.visits)
+
+    def forget_calls(self) -> None:
+        """The root call has failed: nothing of it is under way any more."""
+        self.calls = 0
+        self.to_run.clear()
+
+    def forget(self) -> None:
+        """A forward or backward has failed."""
+        self.forget_calls()
+        self.visits.clear()
+        self.entered = False

@@ -16,11 +16,13 @@ from torch import nn
 
 from shardwright._torch import in_backward, local_of
 from shardwright.engine.agreement import UNSHARD
-from shardwright.engine.construct import UNIT, own_modules
+from shardwright.engine.find import UNIT, own_modules
 from shardwright.engine.offload import whole_of
+from shardwright.engine.optimizer_hook import reduce_held
+from shardwright.engine.owning import settle
 from shardwright.engine.parameter import STANDS_FOR, Managed, ManagedParameter, Slot, unit_of
 from shardwright.engine.reading import FULL, agree_to_read_over
-from shardwright.engine.root import reduce_held
+from shardwright.engine.root import root_of
 from shardwright.engine.states import digest
 from shardwright.engine.unit import Unit
 
@@ -130,9 +132,9 @@ def _show(modules: list[nn.Module], options: Options) -> list[Shown]:
             for (unit, p), mine in zip(found, first, strict=True)
         ]
     for unit in units:
-        unit.show_sharded()  # where the user has called unshard()
+        unit.weights.show_sharded()  # where the user has called unshard()
     for each in shown:
-        each.unit.unsharded[each.p.sharded] = options
+        each.unit.watch.unsharded[each.p.sharded] = options
         if each.full is not None:
             each.p.show(each.full)
     return shown
@@ -140,7 +142,7 @@ def _show(modules: list[nn.Module], options: Options) -> list[Shown]:
 
 def _meet(units: list[Unit]) -> None:
     """Every rank is about to gather, or an error names those that are not."""
-    for root in dict.fromkeys(unit.root for unit in units):
+    for root in dict.fromkeys(map(root_of, units)):
         if root is not None:
             root.agreement.agree_all(UNSHARD, 0)
     # Models that were not called yet have no agreement.
@@ -154,14 +156,14 @@ def _find(modules: list[nn.Module], options: Options) -> list[tuple[Unit, Manage
     units += [unit_of(p) for m in modules for p in _held(m)]
     for unit in dict.fromkeys(u for u in units if u is not None):
         _refuse_in_use(unit)
-        if not unit.unsharded:
-            unit.settle()
+        if not unit.watch.unsharded:
+            settle(unit)
     found: dict[nn.Parameter, Unit] = {}
     for sharded in (p for m in modules for p in _held(m)):
         unit = unit_of(sharded)
         if unit is None:
             continue
-        outer: Options | None = unit.unsharded.get(sharded)
+        outer: Options | None = unit.watch.unsharded.get(sharded)
         if outer is None:
             found[sharded] = unit
         elif outer[:-1] != options[:-1] or (options.with_grads and not outer.with_grads):
@@ -194,10 +196,10 @@ def _held(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _refuse_in_use(unit: Unit) -> None:
-    root = unit.root
+    root = root_of(unit)
     if root is not None:
         root.recover_if_failed()
-    if unit.calls or unit.visits or in_backward() or (root is not None and (root.caller or root.backward)):
+    if unit.activity.busy or in_backward() or (root is not None and (root.caller or root.backward)):
         raise RuntimeError(
             f"unsharded was entered while unit {unit.name!r} or its model is in forward or backward. Enter it between "
             "steps."
@@ -248,7 +250,7 @@ def _restore(top: nn.Module, shown: list[Shown], options: Options) -> None:
             if id(p) in sharded:  # also under names that were tied to it meanwhile
                 Slot.of(module, name).show(sharded[id(p)])
     for each in shown:
-        each.unit.unsharded.pop(each.p.sharded, None)
+        each.unit.watch.unsharded.pop(each.p.sharded, None)
         if each.full is None:
             continue
         for slot in each.p.slots:

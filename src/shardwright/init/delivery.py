@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import local_of, share_gradient_hooks
+from shardwright.engine.optimizer_hook import hook_optimizers
 from shardwright.engine.parameter import (
     TAKEN,
     Managed,
@@ -24,7 +25,6 @@ from shardwright.engine.parameter import (
     refuse_while_deferring,
     unit_of,
 )
-from shardwright.engine.root import hook_optimizers
 from shardwright.init.log import Entry, Memory, View, plan
 from shardwright.init.recorder import RECORDER, UNNAMED, DeferredTensor
 from shardwright.init.replay import Materialise, replay

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from shardwright.engine.construct import UNIT
+from shardwright.engine.find import UNIT
 from shardwright.engine.module import original_class
 from shardwright.engine.parameter import Managed, Slot, has_no_values, unit_of
 from shardwright.engine.unit import Unit
@@ -59,9 +59,9 @@ def initialise(model: nn.Module, init: Callable[[], Any] | None) -> list[StandIn
     refuse_on_meta("materialize")
     put: dict[int, torch.Tensor] = {}
     places: list[tuple[nn.Module, str, torch.Tensor]] = []
-    paused = [unit for unit in units if not unit.settling_paused]
+    paused = [unit for unit in units if not unit.watch.paused]
     for unit in paused:
-        unit.settling_paused = True
+        unit.watch.paused = True
     try:
         with deferred_init(), torch.no_grad():
             for module in list(model.modules()) if init is not None else owners:
@@ -88,7 +88,7 @@ def initialise(model: nn.Module, init: Callable[[], Any] | None) -> list[StandIn
         for module, name, old in reversed(places):
             _show(module, name, old)
         for unit in paused:
-            unit.settling_paused = False
+            unit.watch.paused = False
     kept = {
         RECORDER.memories.of(put[id(each.old)]): each for each in found if not missing(each.old)
     }  # their values stay, so what was recorded for their stand-ins is dropped

@@ -42,7 +42,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from shardwright.engine import fully_shard
-from shardwright.engine.construct import ShardPlacementFn
+from shardwright.engine.find import ShardPlacementFn
 from shardwright.engine.parameter import has_no_values
 from shardwright.init import deferred_init, materialize
 from shardwright.init.recorder import DeferredTensor

@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwright._torch import foreach_mul_, foreach_norm, local_of
 from shardwright.engine.agreement import CLIP
+from shardwright.engine.optimizer_hook import reduce_held
 from shardwright.engine.parameter import unit_of
 from shardwright.engine.ragged import RaggedTensor
-from shardwright.engine.root import reduce_held
+from shardwright.engine.root import root_of
 from shardwright.engine.tensor_parallel import cut_dim
 
 
@@ -96,8 +97,8 @@ def clip_grad_norm_(
     everything = [*plain, *(t for tensors in sharded.values() for t in tensors)]
     if not everything:
         return torch.tensor(0.0)
-    if unit is not None and unit.root is not None:
-        unit.root.agreement.agree_all(CLIP, 0)
+    if unit is not None and (root := root_of(unit)) is not None:
+        root.agreement.agree_all(CLIP, 0)
     device = everything[0].device
     largest = math.isinf(norm_type)
     norms = _norms(plain, norm_type, device)

@@ -21,11 +21,13 @@ from shardwright._torch import (
     step_without_hooks,
     tell_schedulers,
 )
+from shardwright.engine.optimizer_hook import reduce_held
 from shardwright.engine.parameter import UNIT_OF, unit_of
 from shardwright.engine.precision import refuse_gradient_dtypes
-from shardwright.engine.root import reduce_held
+from shardwright.engine.root import root_of
 from shardwright.engine.stepping import Stepping, forget_stepped
 from shardwright.engine.unit import Unit
+from shardwright.engine.uses import complete
 from shardwright.optim.calls import CallsInBackward
 from shardwright.optim.companion import BackwardSteps, sharded_companion
 from shardwright.optim.needs import Needs
@@ -196,7 +198,7 @@ class _InBackward:
     def _complete(self, *_: Any) -> None:
         """Units whose gradients were still on their way to the host are stepped."""
         for unit in self._units():
-            unit.complete()
+            complete(unit)
 
     def _units(self) -> list[Unit]:
         refs = {
@@ -224,7 +226,7 @@ class _InBackward:
                 loss = closure()
         tell_schedulers(self)  # type: ignore[arg-type]
         parameters = [p for group in self.param_groups for p in group["params"]]
-        for root in {id(unit.root): unit.root for unit in self._units() if unit.root is not None}.values():
+        for root in {id(r): r for unit in self._units() if (r := root_of(unit)) is not None}.values():
             root.agreement.check()
             root.recover_if_failed()
         reduce_held(parameters)

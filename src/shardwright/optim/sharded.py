@@ -24,9 +24,9 @@ from shardwright._torch import (
     uncompiled,
 )
 from shardwright.engine.companion import COMPANION, companion_of
+from shardwright.engine.optimizer_hook import COUNTS_STEPS, before_optimizer_step, count_step
 from shardwright.engine.parameter import TAKEN, Managed, unit_of
 from shardwright.engine.ragged import RaggedTensor
-from shardwright.engine.root import COUNTS_STEPS, before_optimizer_step, count_step
 from shardwright.engine.unit import Unit
 from shardwright.init import value_of
 from shardwright.optim.blocks import block_spec
@@ -419,7 +419,7 @@ class _ShardedStep:
         parameters = [p for group in self.param_groups for p in group["params"]]
         among = {id(p) for p in parameters}
         for unit in {id(u): u for p in parameters if (u := unit_of(p)) is not None}.values():
-            unit.forget_gradients(among)
+            unit.gradients.forget(among)
 
 
 def _loads_itself(kind: type) -> bool:

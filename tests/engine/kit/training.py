@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import shardwright as sw
+from shardwright.engine.find import UNIT
 from shardwright.engine.ragged import RaggedDTensor, RaggedTensor
-from shardwright.engine.root import UNIT
 from tests.engine.kit.models import Model, Reference, build, loss_of, shard, tokens
 from tests.engine.kit.places import On
 
@@ -32,7 +32,7 @@ def units_of(model: nn.Module) -> list[Any]:
 
 def modules_of(model: nn.Module) -> list[sw.FSDPModule]:
     """One module of each unit."""
-    return [unit.modules[0]() for unit in units_of(model)]
+    return [unit.watch.references[0]() for unit in units_of(model)]
 
 
 def set_micro(model: Model, sync: bool, last: bool) -> None:
