@@ -188,10 +188,11 @@ def _choose_owners(
     found: list[tuple[str, torch.Tensor, Need]],
     cost: Callable[[torch.Tensor], float],
 ) -> None:
-    """Choose owners for those parameters that the optimizer needs whole."""
+    """Choose owners for those parameters that the optimizer needs whole and that have none yet."""
     by_mesh: dict[Any, list[Any]] = {}
     for name, p, need in found:
-        if need == "tensor" and isinstance(p, SHARDED):
+        # A second owner would step the parameter again, with the gradient that the first one has moved.
+        if need == "tensor" and isinstance(p, SHARDED) and p not in companion.whole:
             by_mesh.setdefault(p.device_mesh, []).append((name, p, cost(p)))
     known = companion.owners
     chosen = {mesh: known.get(mesh) or Owners(mesh) for mesh in by_mesh}
