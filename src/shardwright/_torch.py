@@ -94,6 +94,9 @@ _disable_dispatch_modes = _probe(_python_dispatch, "_disable_current_modes")
 _dispatch_mode_stack = _probe(_python_dispatch, "_get_current_dispatch_mode_stack")
 _push_dispatch_mode = _probe(_python_dispatch, "_push_mode")
 _pop_dispatch_mode = _probe(_python_dispatch, "_pop_mode")
+
+#: Whether a tensor's class has ``__tensor_flatten__``: it is made of other tensors.
+is_made_of_tensors: Callable[[torch.Tensor], bool] = _probe(_python_dispatch, "is_traceable_wrapper_subclass")
 _PROXY = _probe(torch._C, "_TorchDispatchModeKey", "PROXY")
 _graph = _probe(torch.autograd, "graph")
 _probe(_graph, "_allow_mutation_on_saved_tensors_enabled")
@@ -488,6 +491,12 @@ def default_store() -> Any:
 def local_of(dtensor: Any) -> torch.Tensor:
     """The local tensor itself. ``to_local`` of a parameter makes a new view at every call."""
     return dtensor._local_tensor
+
+
+def made_of(kind: Any, parts: dict[str, torch.Tensor], context: Any, like: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of such a class, of ``like``'s shape, from what ``__tensor_flatten__`` gives."""
+    stride = torch.empty(like.shape, device="meta").stride()
+    return kind.__tensor_unflatten__(parts, context, like.shape, stride)  # type: ignore[no-any-return]
 
 
 def dtensor_of(

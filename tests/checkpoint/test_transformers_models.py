@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ LINEAR = {
     "linear_value_head_dim": 4,
 }
 LAYERS = ["linear_attention", "full_attention"]
+MARIAN = {"layers": 1, "ffn_dim": 24, "attention_heads": 4}
 CAUSAL, IMAGE = "AutoModelForCausalLM", "AutoModelForImageClassification"
 
 #: transformers' configuration class, its arguments, and what makes the model.
@@ -127,6 +129,49 @@ def test_every_layout_gets_what_was_saved(rank: int, world_size: int, part: int,
             for key, value in values.items():
                 if key not in loaded.missing:
                     assert torch.equal(full(state[key]), value), (name, layout, key)
+
+
+@multirank(2)
+def test_what_transformers_does_not_store_comes_from_the_constructor(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    """Marian's sinusoidal positions: exact in built and deferred models, missing on the meta device."""
+    transformers = pytest.importorskip("transformers")
+    warnings.simplefilter("ignore")
+    sizes = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in MARIAN.items()}
+    config = transformers.MarianConfig(
+        d_model=16,
+        vocab_size=40,
+        max_position_embeddings=32,
+        pad_token_id=0,
+        decoder_start_token_id=1,
+        **sizes,
+    )
+    torch.manual_seed(0)
+    saved = transformers.MarianMTModel(config)
+    assert saved._keys_to_ignore_on_save
+    if rank == 0:
+        saved.save_pretrained(tmp_path)
+    dist.barrier()
+    for build in (nullcontext, sw.deferred_init):
+        for layout in ("per_parameter", "ragged", None):
+            torch.manual_seed(1)
+            with build():
+                model = transformers.MarianMTModel(config)
+            if layout is not None:
+                shard(model, mesh=world_mesh(world_size), layout=layout)
+            loaded = sw.load_pretrained(model, tmp_path)
+            assert set(loaded.missing) == saved._keys_to_ignore_on_save
+            sw.materialize(model)
+            state = model.state_dict()
+            for key, value in saved.state_dict().items():
+                assert torch.equal(full(state[key]), value), (build, layout, key)
+    with torch.device("meta"):
+        models = [transformers.MarianMTModel(config) for _ in range(2)]
+    shard(models[0], mesh=world_mesh(world_size))
+    for model in models:
+        with pytest.raises(ValueError, match=r"encoder\.embed_positions.*its constructor computes it"):
+            sw.load_pretrained(model, tmp_path)
 
 
 @multirank(2)

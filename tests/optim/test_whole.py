@@ -193,6 +193,45 @@ def test_groups_closures_schedulers_and_frozen_parameters(rank: int, world_size:
 
 
 @multirank(2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_built_before_its_model_was_sharded(rank: int, world_size: int, name: str) -> None:
+    """``shard_needs`` is asked about parameters that have taken the place of those that it was built on."""
+    plain, ours = Odd(others=name != "torch-Muon"), Odd(others=name != "torch-Muon")
+    expected, optimizer = OPTIMIZERS[name](plain), OPTIMIZERS[name](ours)
+    sw.fully_shard(ours, mesh=world_mesh(world_size))
+    sw.fully_shard_optimizer(optimizer)
+    for step in range(2):
+        set_gradients(plain, ours, step=step)
+        expected.step()
+        optimizer.step()
+        assert_equal_bits(plain, ours, f"step {step}")
+
+
+@multirank(2)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "Whole"])
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_model_sharded_later_leaves_owners_of_earlier_parameters(
+    rank: int, world_size: int, name: str, stepped: bool
+) -> None:
+    """``fully_shard_optimizer`` is called again: each parameter has one owner, and is stepped once."""
+    make = OPTIMIZERS.get(name, lambda model: Whole(model.parameters()))
+    plain, ours = (torch.nn.ModuleDict({"first": Odd(), "second": Odd()}) for _ in range(2))
+    expected, optimizer = make(plain), make(ours)
+    sw.fully_shard(ours["first"], mesh=world_mesh(world_size))
+    sw.fully_shard_optimizer(optimizer)
+    for step in range(3):
+        if step == stepped:
+            sw.fully_shard(ours["second"], mesh=world_mesh(world_size), layout="ragged")
+            assert sw.fully_shard_optimizer(optimizer) is optimizer
+        set_gradients(plain, ours, step=step)
+        expected.step()
+        optimizer.step()
+        assert_equal_bits(plain, ours, f"step {step}")
+    owned = [o.p for owners in sharded_companion(optimizer).owners.values() for o in owners.owned]
+    assert len(owned) == len(set(owned)) == len(list(ours.parameters()))
+
+
+@multirank(2)
 def test_plain_parameters_and_two_models_on_other_meshes(rank: int, world_size: int) -> None:
     plain, sharded = twins(world_size, others=True)
     again, replicated = twins(world_size, "hsdp", others=True)

@@ -42,6 +42,14 @@ def transformers_key_map(
     return _follow(loading, transforms, model, dict.fromkeys(names, True), stored)
 
 
+def names_not_stored(model: nn.Module) -> frozenset[str]:
+    """The tensors that transformers leaves out when it saves this model: its constructor computes them."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None or not isinstance(model, modeling.PreTrainedModel):
+        return frozenset()
+    return frozenset(model._keys_to_ignore_on_save or ())  # type: ignore[arg-type]
+
+
 def _as_made(model: Any) -> Any:
     """The model with the classes that its modules had before they were sharded: conversions go by their names."""
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.checkpoint.conversions import transformers_key_map
+from shardwright.checkpoint.conversions import names_not_stored, transformers_key_map
 from shardwright.checkpoint.files import StoredTensor, abbreviated, open_stored
 from shardwright.checkpoint.model import (
     Box,
@@ -90,7 +90,9 @@ def load_pretrained(
             :class:`Joined` of them, or None for a tensor that is not stored and is left as it is. Default: of a model
             of transformers 5 its own list of conversions (renamed weights, experts stored one by one), of other models
             the same names.
-        allow_missing: True, or names of the model, with ``*`` as in file names, that need not be stored.
+        allow_missing: True, or names of the model, with ``*`` as in file names, that need not be stored. Tensors that
+            transformers itself leaves out when it saves (``_keys_to_ignore_on_save``) need not be stored either: they
+            keep what the model's constructor computes. On the meta device it computes nothing, so there they must.
         allow_unexpected: True, or keys that may be stored without a place in the model, with ``*``.
         device: where what has no memory yet gets some. Default: the mesh's device; of plain models the CPU.
 
@@ -187,6 +189,7 @@ def _plan(
     if key_map is None:
         key_map = transformers_key_map(model, [name for held in tensors for name in held.names], stored)
     aliases = aliases_of(model, tensors)
+    not_stored = names_not_stored(model)
     for held in tensors:
         sources = {s: name for name in held.names if (s := source_of(key_map, name)) is not None}
         used.update(key for source in sources for key in keys_of(source))
@@ -194,8 +197,10 @@ def _plan(
         if not there:
             if sources and not held.optional:
                 plan.missing.append(held.name)
-                if not _allowed(held.names, may_miss):
-                    missing.append(_told_missing(held, next(iter(sources)), stored))
+                computed = not_stored.issuperset(held.names)
+                if not (computed and held.is_constructed) and not _allowed(held.names, may_miss):
+                    told = _told_missing(held, next(iter(sources)), stored)
+                    missing.append(told + " (its constructor computes it: use deferred_init)" * computed)
             continue
         loads = [_Load(held, source, stored) for source in there]
         problems = [p for load in loads if (p := _misfit(load, sources[load.source])) is not None]

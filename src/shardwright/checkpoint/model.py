@@ -58,6 +58,12 @@ class Held:
         unset = self.unit.without_values() if self.unit is not None else ()
         return not has_no_values(self.tensor) and self.tensor not in unset
 
+    @property
+    def is_constructed(self) -> bool:
+        """False on the meta device: elsewhere its values are the constructor's, at the latest after ``materialize``."""
+        source = self.unit.without_values().get(self.tensor) if self.unit is not None else None
+        return not (self.tensor.is_meta or (source is not None and source.is_meta))
+
 
 def mesh_of(units: list[Unit]) -> DeviceMesh | None:
     """The mesh of all ranks of a sharded model; None of a plain one."""

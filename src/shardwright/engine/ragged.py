@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
 from shardwright._torch import called_by_stager, disabled_torch_function, dtensor_of, is_traced
+from shardwright.engine.compound import copied, has_other_lengths, part_as
 from shardwright.engine.gathering import full_of
 from shardwright.engine.naming import parameter_of
 from shardwright.engine.ragged_spec import RaggedSpec
@@ -92,7 +93,7 @@ class RaggedTensor(torch.Tensor):
 
         Communicates, on every rank, only for one that is sharded and not as ``spec`` says.
         """
-        return cls(part_of(source, spec).clone(memory_format=torch.contiguous_format), spec)
+        return cls(copied(part_of(source, spec)), spec)
 
     def data_ptr(self) -> int:
         return 0 if called_by_stager() else self._local_tensor.data_ptr()
@@ -116,10 +117,13 @@ class RaggedTensor(torch.Tensor):
 
     def _gathered(self) -> torch.Tensor:
         """The tensor of ``spec.shape``, from the ranks that cut it."""
-        local, spec = self._local_tensor.detach().reshape(-1), self.spec
+        local, spec = self._local_tensor.detach(), self.spec
         if spec.world_size == 1:
-            return local.clone().view(spec.shape)
+            return copied(local).view(spec.shape)
         refuse_traced(local)
+        if not has_other_lengths(local):
+            refuse_to_join(self)
+        local = local.reshape(-1)
         width = max(stop - start for start, stop in spec.ranges)
         mine = local.new_empty(width, device=device_of(spec, local))
         mine[: local.numel()].copy_(local)
@@ -197,7 +201,7 @@ class RaggedTensor(torch.Tensor):
             raise RuntimeError(
                 "Only ragged tensors that are leaves of the graph can be deep-copied; detach it first."
             )
-        result: Any = RaggedTensor(self._local_tensor.clone(), self.spec, self.requires_grad)
+        result: Any = RaggedTensor(copied(self._local_tensor), self.spec, self.requires_grad)
         memo[id(self)] = result
         if self.grad is not None and not isinstance(self, nn.Parameter):
             result.grad = copy.deepcopy(self.grad, memo)  # copies of parameters have no gradient
@@ -260,10 +264,11 @@ class RaggedTensor(torch.Tensor):
         return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in self.spec.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        flat, start = self._local_tensor.detach().view(-1), 0
+        local, start = self._local_tensor.detach(), 0
         for offsets, sizes in self.spec.boxes:
             if offsets == index.offset:
-                return flat[start : start + sizes.numel()].view(sizes)
+                part = part_as(local, start, sizes)
+                return part if part is not None else refuse_to_cut(local, self.spec, sizes)
             start += sizes.numel()
         raise ValueError(
             f"Rank {self.spec.rank} has no part of {index.fqn!r} that begins at {index.offset}; its parts are "
@@ -289,7 +294,20 @@ class RaggedDTensor(DTensor):
         return self.ragged
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        self._refuse_on_every_rank()
         return self.ragged.full_tensor()
+
+    def _refuse_on_every_rank(self) -> None:
+        """Raise where any rank's part cannot be gathered: optimizers choose the class of their state part by part."""
+        ragged = self.ragged
+        local, spec = ragged._local_tensor, ragged.spec
+        if spec.world_size == 1 or local.is_meta or parameter_of(local) or is_traced(local):
+            return  # parameters are of one class on every rank
+        own = not has_other_lengths(local)
+        found = torch.tensor(float(own), device=device_of(spec, local))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=spec.group)
+        if found.item():  # reading it synchronises, as full state dicts do anyway
+            refuse_to_join(ragged, "this rank" if own else "another rank")
 
     def redistribute(  # type: ignore[override]
         self,
@@ -297,6 +315,7 @@ class RaggedDTensor(DTensor):
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> DTensor:
+        self._refuse_on_every_rank()
         return self.ragged.redistribute(device_mesh, placements)
 
     # Torch's own would give a plain DTensor, which says it is replicated and gathers no more.
@@ -361,12 +380,13 @@ def part_of(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
         source = full_of(source) if spec.parallel is None else source
     if spec.parallel is not None:
         source = spec.parallel.part_of(source)
-    start, stop = spec.ranges[rank]
+    start, _ = spec.ranges[rank]
     if source.numel() and not any(
         source.stride()
     ):  # one number everywhere, of which flattening would make a copy
         return source.detach().as_strided((), ()).expand(spec.local_shape(rank))
-    return source.detach().reshape(-1)[start:stop].view(spec.local_shape(rank))
+    part = part_as(source.detach(), start, spec.local_shape(rank))
+    return part if part is not None else refuse_to_cut(source, spec, spec.local_shape(rank))
 
 
 def _expanded(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
@@ -389,6 +409,8 @@ def _exchange(
 ) -> torch.Tensor:
     """Flat ranges of one cut into those of another over ``spec``'s group: one all-to-all, each element once at most."""
     refuse_traced(local)
+    if not has_other_lengths(local):
+        refuse_to_join(RaggedTensor(local, spec))
     size, flat = local.dtype.itemsize, local.detach().reshape(-1)
     mine, wanted = have[spec.rank], want[spec.rank]
     send = [size * _overlap(mine, other) for other in want]
@@ -437,6 +459,30 @@ def refuse(name: Any, arguments: Any) -> NoReturn:
         "this rank's alone. Use .full_tensor(), called on every rank, or the full parameters inside "
         '`with shardwright.unsharded(model):`, or shard with layout="per_parameter". If a module was called outside '
         "the forward of its unit, call it inside, or apply fully_shard to it before the outer module."
+    )
+
+
+def refuse_to_join(tensor: RaggedTensor, where: str = "this rank") -> NoReturn:
+    """Raise for a tensor whose part there is of a class that makes no tensors of other lengths."""
+    local = tensor._local_tensor
+    kind = "" if has_other_lengths(local) else f" ({type(local).__name__})"
+    raise NotImplementedError(
+        f"{described(tensor)} cannot be gathered or moved to other ranks: in a ragged layout parts have different "
+        f"lengths, and the class of its part on {where}{kind} makes no tensors of other lengths. Save and load sharded "
+        "state dicts with torch.distributed.checkpoint, which stores each rank's part. For full state dicts "
+        'shard with layout="per_parameter", or use an optimizer whose state is plain tensors, as sw.AdamW8bit.'
+    )
+
+
+def refuse_to_cut(source: torch.Tensor, spec: RaggedSpec, shape: Sequence[int]) -> NoReturn:
+    """Raise for a tensor whose class cannot be cut into this part."""
+    parameter = parameter_of(spec)
+    raise NotImplementedError(
+        f"The {type(source).__name__} of shape {tuple(source.shape)}"
+        + (f" (cut as parameter {parameter})" if parameter else "")
+        + f" cannot be cut into a part of shape {tuple(shape)}, which this rank's range of a ragged layout has: its "
+        'class has no such view. Shard with layout="per_parameter", or use an optimizer whose state is plain tensors, '
+        "as sw.AdamW8bit."
     )
 
 

@@ -94,10 +94,8 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
         )
     became = _became(optimizer)
     groups = [[became.get(p, p) for p in group["params"]] for group in optimizer.param_groups]
-    renewed = [
-        {**group, "params": params} for group, params in zip(optimizer.param_groups, groups, strict=True)
-    ]
-    found = check(renewed, companion.needs)
+    with _parameters_in_groups(optimizer, groups):
+        found = check(optimizer.param_groups, companion.needs)
     _check_state_per_block(optimizer, found)
     _choose_owners(companion, found, cost_of(optimizer))
     _choose_places(companion, found)
@@ -129,6 +127,19 @@ def _became(optimizer: Optimizer) -> dict[torch.Tensor, torch.Tensor]:
                         "values. Build the optimizer after materialize, or the model under deferred_init."
                     )
     return became
+
+
+@contextmanager
+def _parameters_in_groups(optimizer: Optimizer, groups: list[list[torch.Tensor]]) -> Iterator[None]:
+    """With these parameters in its groups: classes whose ``shard_needs`` goes by the group look for them there."""
+    before = [group["params"] for group in optimizer.param_groups]
+    try:
+        for group, params in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = params
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = params
 
 
 def taken_label(p: torch.Tensor) -> str:
@@ -177,10 +188,11 @@ def _choose_owners(
     found: list[tuple[str, torch.Tensor, Need]],
     cost: Callable[[torch.Tensor], float],
 ) -> None:
-    """Choose owners for those parameters that the optimizer needs whole."""
+    """Choose owners for those parameters that the optimizer needs whole and that have none yet."""
     by_mesh: dict[Any, list[Any]] = {}
     for name, p, need in found:
-        if need == "tensor" and isinstance(p, SHARDED):
+        # A second owner would step the parameter again, with the gradient that the first one has moved.
+        if need == "tensor" and isinstance(p, SHARDED) and p not in companion.whole:
             by_mesh.setdefault(p.device_mesh, []).append((name, p, cost(p)))
     known = companion.owners
     chosen = {mesh: known.get(mesh) or Owners(mesh) for mesh in by_mesh}

@@ -1,0 +1,49 @@
+"""Local tensors that are made of several, as codes and scales are: the state of low-bit optimizers.
+
+Only their class knows how long its tensors are in a part of other length. So what is done here goes by operations that
+it has, or tensor by tensor. Sharding is not known here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from shardwright._torch import is_made_of_tensors, made_of
+
+#: What classes raise for operations that they do not have, or do not have for this part.
+LACKING = (NotImplementedError, TypeError, ValueError)
+
+
+def copied(local: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy. torchao's optimizer states have no ``clone``."""
+    if not is_made_of_tensors(local):
+        return local.clone(memory_format=torch.contiguous_format)
+    names, context = local.__tensor_flatten__()  # type: ignore[attr-defined]
+    return made_of(type(local), {name: copied(getattr(local, name)) for name in names}, context, local)
+
+
+def has_other_lengths(local: torch.Tensor) -> bool:
+    """Whether a tensor of its class can be made in another length, into which parts are gathered."""
+    if type(local) is torch.Tensor:
+        return True
+    try:
+        local.new_empty(0)
+    except LACKING:
+        return False
+    return True
+
+
+def part_as(source: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor | None:
+    """Elements of ``source`` from ``start`` on, of this shape; may be a view. None if its class has no such part."""
+    stop = start + math.prod(shape)
+    if not is_made_of_tensors(source):
+        return source.reshape(-1)[start:stop].view(shape)
+    if source.shape == tuple(shape):
+        return source  # some classes have no other views
+    try:
+        return source.view(-1)[start:stop].view(shape)
+    except LACKING:
+        return None
