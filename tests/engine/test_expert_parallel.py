@@ -240,9 +240,10 @@ class SpmdMoE(MoE):
     """Its dense parameters are DTensors on one mesh, its experts on another; both meshes are of all ranks."""
 
     @classmethod
-    def of(cls, dense: DeviceMesh, sparse: DeviceMesh) -> SpmdMoE:
+    def of(cls, dense: DeviceMesh, sparse: DeviceMesh, device: str = "cpu") -> SpmdMoE:
         torch.manual_seed(0)
-        model = cls()
+        with torch.device(device):
+            model = cls()
         for name, p in list(model.named_parameters()):
             mesh = sparse if name.startswith("experts") else dense
             assert mesh.mesh_dim_names is not None
@@ -349,6 +350,35 @@ def test_each_parameter_on_a_whole_mesh_of_its_own(
     whole = get_model_state_dict(copied, options=StateDictOptions(full_state_dict=True))
     for name, q in plain.state_dict().items():
         torch.testing.assert_close(whole[name], q, rtol=1e-5, atol=1e-5)
+
+
+@multirank(4)
+@pytest.mark.parametrize("way", ["materialize", "to_empty"])
+def test_whole_meshes_on_the_meta_device(rank: int, world_size: int, way: str) -> None:
+    """torchtitan builds there, too: random operations draw what a plain model would."""
+    torchs = torch_placements()
+    dense, sparse = world_mesh(4, names=("dp_shard",)), world_mesh(2, 2, names=("efsdp", "ep"))
+    dims = sw.DataParallelMeshDims(shard="dp_shard")
+    info = torchs.info(sparse, sw.DataParallelMeshDims(shard="efsdp"))
+    plain, model = MoE(), SpmdMoE.of(dense, sparse, "meta")
+    ids = {id(p) for p in model.experts.parameters()}
+    where = lambda p: torchs.result(None, info) if id(p) in ids else None  # noqa: E731
+    sw.fully_shard(model, mesh=dense, dp_mesh_dims=dims, shard_placement_fn=where)
+
+    def init(model: nn.Module) -> None:
+        torch.manual_seed(5)
+        for p in model.parameters():
+            nn.init.normal_(p)
+
+    init(plain)
+    if way == "materialize":
+        sw.materialize(model, init=lambda: init(model))
+    else:
+        model.to_empty(device="cpu")
+        init(model)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q)
+    assert torch.allclose(model(torch.ones(4, 5)), plain(torch.ones(4, 5)), atol=1e-6)
 
 
 @multirank(4)
