@@ -126,3 +126,35 @@ def test_addresses_are_those_of_local_tensors(rank: int, world_size: int, layout
         for t in (p, p.data, p.detach(), p.grad):
             assert t.data_ptr() == t.to_local().data_ptr() != 0
     assert len({p.data_ptr() for p in model.parameters()}) == 2
+
+
+class Flat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(32.0).view(8, 4))
+
+    def forward(self, x: Tensor, way: str = "") -> Tensor:
+        full = self.weight
+        if way:
+            full = getattr(full, way)(-1) if way in ("view", "reshape") else full.contiguous().view(-1)
+        return x @ full.view(8, 4) if way else x @ full
+
+
+@multirank(2)
+def test_full_weights_of_another_dimension_are_strided(rank: int, world_size: int) -> None:
+    """As docs/layouts.md says: ``view`` raises an error, ``reshape`` and ``contiguous`` are the ways out."""
+    x = torch.full((2, 8), rank + 1.0)
+    model: Any = sw.fully_shard(Flat(), shard_placement_fn=lambda p: Shard(1))
+    model.unshard()
+    assert model.weight.shape == (8, 4) and model.weight.stride() == (1, 8)
+    with pytest.raises(RuntimeError, match=r"Use \.reshape"):
+        model(x, "view")
+    for way in ("", "reshape", "contiguous"):
+        out = model(x, way)
+        torch.testing.assert_close(out, x @ torch.arange(32.0).view(8, 4))
+        out.sum().backward()
+        torch.testing.assert_close(full(model.weight.grad), torch.full((8, 4), 3.0))  # 2 rows, 1.5 on average
+        model.zero_grad()
+    along_first: Any = sw.fully_shard(Flat())
+    along_first.unshard()
+    assert along_first.weight.is_contiguous()

@@ -22,7 +22,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 def test_examples_of_the_convenience_page_run(rank: int, world_size: int) -> None:
     page = (DOCS / "convenience.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(examples) == 6
+    assert len(examples) == 7
     model = build(dim=64, hidden=256, vocab=64)
     names = {"sw": sw, "torch": torch, "nn": nn, "mesh": world_mesh(2), "model": model, "Block": Block}
     names["tokens"] = tokens(0, 0, rank)

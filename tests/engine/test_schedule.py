@@ -34,7 +34,9 @@ class Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.events: list[str] = []
-        getattr(model, UNIT).root.observer = lambda event, unit: self.events.append(f"{event} {unit.place.name}")
+        getattr(model, UNIT).root.observer = lambda event, unit: self.events.append(
+            f"{event} {unit.place.name}"
+        )
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and name.endswith("up"):
                 block = name.removesuffix(".up")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 import shardwright as sw
 from tests.engine.kit.models import Reference, build, full, loss_of
@@ -262,15 +262,6 @@ def test_refusals_name_the_parameter_and_the_way_out(rank: int, world_size: int)
     unknown = sw.DataParallelMeshDims(shard="fsdp")
     refused(ValueError, "dp_mesh_dims names .*fsdp", linear(), mesh=mesh, dp_mesh_dims=unknown)
     refused(ValueError, "must be a DataParallelMeshDims", linear(), mesh=mesh, dp_mesh_dims="dp")
-    fn = lambda p: sw.ShardPlacementResult(None, mesh["tp"])  # noqa: E731
-    refused(
-        ValueError,
-        "Give one of both",
-        linear(mesh, Replicate(), Shard(0)),
-        mesh=mesh,
-        dp_mesh_dims=dims,
-        shard_placement_fn=fn,
-    )
     deep = world_mesh(2, 2, names=("replicate", "shard"))
     fn = lambda p: sw.ShardPlacementResult(None, deep)  # noqa: E731
     refused(

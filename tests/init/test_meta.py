@@ -316,3 +316,41 @@ def test_channels_last_weights_draw_in_their_own_order(rank: int, world_size: in
     model: Any = sw.fully_shard(on_meta(build), layout=layout)
     torch.manual_seed(0)
     assert_same(sw.materialize(model, init=lambda: nn.init.normal_(model.weight)), plain)
+
+
+@multirank(2)
+@pytest.mark.parametrize("way", ["by is_meta", "materialize", "unconditionally"])
+def test_sharded_on_meta_is_not_found_by_is_meta(rank: int, world_size: int, way: str) -> None:
+    """The loop that frameworks have for FSDP2 finds nothing, which ends in an error; both ways out work."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+
+    def reset(model: nn.Module) -> None:
+        for m in model:  # type: ignore[attr-defined]
+            m.reset_parameters()
+
+    model: Any = shard(on_meta(build), "per_parameter")
+    assert not any(p.is_meta for p in model.parameters())
+    if way == "by is_meta":
+        for m in model.modules():
+            if any(p.is_meta for p in m.parameters(recurse=False)):
+                m.to_empty(device="cpu", recurse=False)
+                m.reset_parameters()
+        with pytest.raises(
+            RuntimeError, match=r"'weight', 'bias' of unit '0' hold no values yet.*materialize"
+        ):
+            model(torch.ones(2, 4))
+        return
+    torch.manual_seed(5)
+    if way == "materialize":
+        sw.materialize(model)
+    else:
+        for m in model:
+            m.to_empty(device="cpu", recurse=False)
+            m.reset_parameters()
+    if way == "materialize" or subclasses_dispatch:  # else each rank draws the same numbers for its own part
+        for p, q in zip(model.parameters(), initialised(build, 5, reset).parameters(), strict=True):
+            assert torch.equal(full(p), q)
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())

@@ -45,7 +45,7 @@ from shardwright.engine.ranks import Ranks
 from shardwright.engine.selected import hook_backward
 from shardwright.engine.settings import ModelOptions, Settings
 from shardwright.engine.states import check_states, states_of, sync_states
-from shardwright.engine.tensor_parallel import Spmd, data_parallel
+from shardwright.engine.tensor_parallel import data_parallel
 from shardwright.engine.undo import Undo
 from shardwright.engine.unit import Unit
 from shardwright.layout import Ragged, Strategy, resolve
@@ -94,7 +94,8 @@ def fully_shard(
             which parameters are gathered: keep one k-th, so that backward gathers among k neighbouring ranks only, say
             those of one host.
         shard_placement_fn: ``Shard(dim)`` for a parameter, or None for ``Shard(0)``. Any dimension, even or not. Or a
-            :class:`ShardPlacementResult`, for a parameter that is sharded over another mesh than the others.
+            :class:`ShardPlacementResult`, for a parameter that is sharded over another mesh than the others. torch's
+            own with a ``mesh_info`` that has ``dp_mesh_dims`` says which dimensions of that mesh are data-parallel.
         mp_policy: dtypes of computation, reduction and outputs; a :class:`PrecisionPolicy` chooses more. Default: none
             is changed.
         offload_policy: ``CPUOffloadPolicy(pin_memory=True)``, or :class:`Offload`, which chooses what lies in the CPU's
@@ -117,7 +118,8 @@ def fully_shard(
             where; of deferred ones the generators' states that they are drawn from. Give it to every call, too.
         dp_mesh_dims: a :class:`DataParallelMeshDims` that names the dimensions of ``mesh`` to shard over and to
             replicate over; several names become one. Every parameter must then be a DTensor on ``mesh``, replicated on
-            these, and remains one on ``mesh`` for its module. Default: ``mesh`` has no others.
+            these, and remains one on ``mesh`` for its module, unless ``shard_placement_fn`` gives it another mesh.
+            Default: ``mesh`` has no others.
 
     Returns:
         The same module (or list), whose class is now a subclass ``FSDP<Class>`` of it and of :class:`FSDPModule`.
@@ -142,26 +144,20 @@ def fully_shard(
             )
     modules = _check_modules(module)
     mesh = mesh if mesh is not None else _default_mesh()
-    spmd = None
-    if dp_mesh_dims is not None:
-        mesh, spmd = _data_parallel(mesh, dp_mesh_dims)
-        if strategy is None and dp_mesh_dims.shard is None:
-            strategy = "ddp"
-    _check_mesh(mesh)
-    ranks = _ranks(mesh, resolve(strategy, mesh.ndim), spmd)
+    ranks = _ranks(mesh, dp_mesh_dims, strategy)
     offload = offload_of(offload_policy)
     left_out = _check_ignored(modules, ignored_modules)
     _refuse_torchs(modules, left_out)
     ignored = ignored_params or set()
     untouched = [*ignored, *parameters_of(left_out)]
     _refuse_scripted(modules, untouched)
-    meshes = [m for m in meshes_asked(modules, untouched, shard_placement_fn) if m != ranks.mesh]
-    each = [ranks, *(_ranks_of_some(m, strategy, mesh, spmd) for m in meshes)]
+    each = [ranks, *_ranks_of_some(meshes_asked(modules, untouched, shard_placement_fn), strategy, ranks)]
     founds = [
         find_parameters(modules, untouched, r, shard_placement_fn, companion=r is not ranks) for r in each
     ]
-    if spmd is not None:
-        _refuse_cut(founds[0])
+    for r, found in zip(each, founds, strict=True):
+        if r.spmd is not None:
+            _refuse_cut(found)
     units = [
         Unit(
             modules,
@@ -209,8 +205,8 @@ def _reshard_after_forward(
         )
     if ranks.replicates_parameters:
         raise ValueError(
-            f"reshard_after_forward={value} releases full parameters, and strategy {strategy!r} replicates them until "
-            "the optimizer's step. Leave it at None, or shard the parameters."
+            f"reshard_after_forward={value} releases full parameters, and strategy {strategy or ranks.strategy!r} "
+            "replicates them until the optimizer's step. Leave it at None, or shard the parameters."
         )
     if value is True:
         return True
@@ -336,14 +332,6 @@ def _check_mesh(mesh: DeviceMesh) -> None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}")
 
 
-def _data_parallel(mesh: DeviceMesh, dims: Any) -> tuple[DeviceMesh, Spmd]:
-    if not isinstance(dims, DataParallelMeshDims):
-        raise ValueError(f"dp_mesh_dims must be a DataParallelMeshDims, got {dims!r}")
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
-    return data_parallel(mesh, dims)
-
-
 def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
@@ -355,11 +343,22 @@ _communicators: weakref.WeakValueDictionary[tuple[str, torch.device], Communicat
 )
 
 
-def _ranks(mesh: DeviceMesh, strategy: Strategy, spmd: Spmd | None) -> Ranks:
+def _ranks(mesh: DeviceMesh, dims: Any, strategy: str | Strategy | None) -> Ranks:
+    """Those of a mesh, or of the dimensions of it that ``dims`` names, where that is given."""
+    spmd = None
+    if dims is not None:
+        if not isinstance(dims, DataParallelMeshDims):
+            raise ValueError(f"dp_mesh_dims must be a DataParallelMeshDims, got {dims!r}")
+        if not isinstance(mesh, DeviceMesh):
+            raise ValueError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+        mesh, spmd = data_parallel(mesh, dims)
+        if strategy is None and dims.shard is None:
+            strategy = "ddp"
+    _check_mesh(mesh)
     device = _device_of(mesh)
     return Ranks(
         mesh,
-        strategy,
+        resolve(strategy, mesh.ndim),
         lambda axis: _communicator(mesh.get_group(axis) if axis is not None else None, device),
         spmd,
     )
@@ -374,20 +373,33 @@ def _refuse_cut(found: Found) -> None:
             )
 
 
-def _ranks_of_some(mesh: Any, strategy: str | Strategy | None, whole: DeviceMesh, spmd: Spmd | None) -> Ranks:
-    """Those of parameters for which shard_placement_fn has given a mesh."""
-    if spmd is not None:
-        raise ValueError(
-            "shard_placement_fn gives parameters meshes of their own, and dp_mesh_dims says that all are on one. Give "
-            "one of both."
-        )
-    _check_mesh(mesh)
-    if mesh.ndim != whole.ndim and strategy is not None:
-        raise ValueError(
-            f"strategy {strategy!r} is for the {whole.ndim} dimensions of {whole}; shard_placement_fn gives a "
-            f"parameter {mesh}. Leave strategy at None, or shard the module that has it by a call of its own."
-        )
-    return _ranks(mesh, resolve(strategy, mesh.ndim), None)
+def _ranks_of_some(infos: list[Any], strategy: str | Strategy | None, whole: Ranks) -> list[Ranks]:
+    """Those of parameters for which shard_placement_fn has given other meshes than all have, each mesh once."""
+    known = {whole.mesh: whole}
+    for info in infos:
+        dims = getattr(info, "dp_mesh_dims", None)  # torch's mesh_info of a whole mesh has these
+        if dims is None and info.mesh == whole.mesh:
+            continue
+        _check_mesh(info.mesh)
+        if info.mesh.ndim != whole.mesh.ndim and strategy is not None:
+            raise ValueError(
+                f"strategy {strategy!r} is for the {whole.mesh.ndim} dimensions of {whole.mesh}; shard_placement_fn "
+                f"gives a parameter {info.mesh}. Leave strategy at None, or shard the module that has it by a call of "
+                "its own."
+            )
+        ranks = _ranks(info.mesh if dims is None else info.spmd_mesh, dims, strategy)
+        first = known.setdefault(ranks.mesh, ranks)
+        if first.spmd != ranks.spmd:
+            raise ValueError(
+                f"shard_placement_fn gives one parameter the data-parallel mesh {ranks.mesh} of {_whole(ranks)}, and "
+                f"another one, or fully_shard itself, has it of {_whole(first)}. Expected the same for all parameters "
+                "of a call: shard the modules that differ by calls of their own."
+            )
+    return [ranks for ranks in known.values() if ranks is not whole]
+
+
+def _whole(ranks: Ranks) -> str:
+    return "no other, without dp_mesh_dims" if ranks.spmd is None else str(ranks.spmd.mesh)
 
 
 def _layout(layout: str | Ragged, ranks: Ranks) -> Ragged | None:

@@ -26,7 +26,8 @@ class ShardPlacementResult:
     """What a ``shard_placement_fn`` may return for a parameter that has a data-parallel mesh of its own.
 
     Such as an expert's: what ``fully_shard`` does with all others over its ``mesh`` it does with this one over ``mesh``
-    here, beside them. torch's own class of this name, with its ``mesh_info``, is taken, too.
+    here, beside them. torch's own class of this name, with its ``mesh_info``, is taken, too. If that has
+    ``dp_mesh_dims``, the parameter is a DTensor on its whole mesh already, as with ``fully_shard(dp_mesh_dims=...)``.
 
     Attributes:
         placement: as without this class.
@@ -64,14 +65,14 @@ def mesh_asked(fn: ShardPlacementFn | None, parameter: nn.Parameter) -> DeviceMe
 
 def meshes_asked(
     modules: list[nn.Module], ignored: Iterable[nn.Parameter], fn: ShardPlacementFn | None
-) -> list[DeviceMesh]:
-    """The meshes that a placement function gives parameters of their own, in the order of these."""
+) -> list[Any]:
+    """What a placement function gives the parameters that have meshes of their own: each holds its ``mesh``."""
     if fn is None:
         return []
     ids = {id(p) for p in ignored}
     own = [p for top in modules for _, m in own_modules(top) for p in m._parameters.values() if p is not None]
-    found = [mesh_asked(fn, p) for p in own if id(p) not in ids and not isinstance(p, Managed)]
-    return list(dict.fromkeys(mesh for mesh in found if mesh is not None))
+    found = [fn(p) for p in own if id(p) not in ids and not isinstance(p, Managed)]
+    return [info for r in found if hasattr(info := getattr(r, "mesh_info", r), "mesh")]
 
 
 def find_parameters(

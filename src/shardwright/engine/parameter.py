@@ -370,7 +370,8 @@ def build(
     sharded: Any = nn.Parameter(cut.wrap(local), requires_grad=original.requires_grad)
     kind = RaggedParameter if isinstance(sharded, RaggedTensor) else ShardedParameter
     same_kind = isinstance(original, DTensor if kind is ShardedParameter else RaggedTensor)
-    if same_kind and original.device_mesh == sharded.device_mesh:  # type: ignore[attr-defined]
+    on_meta = original.is_meta  # a tensor that has memory cannot take its place
+    if same_kind and not on_meta and original.device_mesh == sharded.device_mesh:  # type: ignore[attr-defined]
         become(original, sharded)
         sharded = original
     else:

@@ -458,7 +458,8 @@ def refuse(name: Any, arguments: Any) -> NoReturn:
         f"{name} is not supported on {label}, of which each rank has a range of elements: it would give a result of "
         "this rank's alone. Use .full_tensor(), called on every rank, or the full parameters inside "
         '`with shardwright.unsharded(model):`, or shard with layout="per_parameter". If a module was called outside '
-        "the forward of its unit, call it inside, or apply fully_shard to it before the outer module."
+        "the forward of its unit, call it inside, or apply fully_shard to it before the outer module. To use a weight "
+        "after forward, in a loss for example, call unshard() on the module of its unit before each such use."
     )
 
 
