@@ -39,8 +39,8 @@ if TYPE_CHECKING:
         replace_torch,
         share_comm_ctx,
         unsharded,
-        wrap,
     )
+    from shardwright.engine.front import wrap
     from shardwright.init import deferred_init, materialize
     from shardwright.layout import Ragged, Strategy
     from shardwright.memory import Allocator
@@ -87,7 +87,7 @@ _MODULES = {
     "comm_hooks": "shardwright.comm_hooks",
     "layout": "shardwright.layout",
     "optim": "shardwright.optim",
-    "wrap": "shardwright.engine.wrap",
+    "wrap": "shardwright.engine.front.wrap",
 }
 
 #: Public name -> the module that defines it. Imported at first use, so that the command line starts without torch.

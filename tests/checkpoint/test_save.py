@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import shardwright as sw
 from shardwright.checkpoint import Joined, Slice, Stacked, Transposed, save
 from shardwright.checkpoint.files import open_stored
-from shardwright.engine.ragged import RaggedTensor
+from shardwright.engine.tensors.ragged import RaggedTensor
 from tests.checkpoint.kit import LAYOUTS, source_model
 from tests.engine.kit.models import build, shard
 from tests.engine.kit.places import On, on, on_meshes

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from shardwright.engine.due import Due, Held, due
+from shardwright.engine.gradients.due import Due, Held, due
 
 #: (sync, completes, finishes late, held, needed): what is due.
 TABLE = {

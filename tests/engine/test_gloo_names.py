@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardwright as sw
 from shardwright._torch import subclasses_dispatch
-from shardwright.engine.gathering import full_of, gathers_plainly
+from shardwright.engine.tensors.gathering import full_of, gathers_plainly
 from tests.support import multirank, world_mesh
 
 #: In gloo's own words ALLGATHER_COALESCED, ALLREDUCE_COALESCED, _REDUCE_SCATTER_BASE, _ALLREDUCE_SPARSE.

@@ -236,7 +236,11 @@ def label(frame: FrameType | None) -> str:
 
     The class of sharded modules calls forward, and the entry to backward calls autograd: they are passed.
     """
-    passed = (f"{SOURCES}/engine/module.py", f"{SOURCES}/engine/selected.py", f"{SOURCES}/_torch.py")
+    passed = (
+        f"{SOURCES}/engine/front/module.py",
+        f"{SOURCES}/engine/front/selected.py",
+        f"{SOURCES}/_torch.py",
+    )
     while frame is not None and frame.f_code.co_filename in passed:
         frame = frame.f_back
     if frame is None:
@@ -245,7 +249,7 @@ def label(frame: FrameType | None) -> str:
     kind = "engine"
     if not path.startswith(f"{SOURCES}/") or path.startswith(f"{SOURCES}/train/"):
         kind = "model"
-    elif path == f"{SOURCES}/engine/pools.py":
+    elif path == f"{SOURCES}/engine/model/pools.py":
         kind = "block"
     elif path in (f"{SOURCES}/comm/collectives.py", f"{SOURCES}/comm/meeting.py"):
         kind = "transport"

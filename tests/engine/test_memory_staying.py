@@ -12,7 +12,7 @@ import torch
 
 import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
-from shardwright.engine.pools import POOLS
+from shardwright.engine.model.pools import POOLS
 from tests.engine.kit.models import Model, build, full, loss_of, shard, tokens
 from tests.support import multirank
 

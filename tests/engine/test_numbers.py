@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwright as sw
 from shardwright._torch import subclasses_dispatch
-from shardwright.engine import reading
+from shardwright.engine.tensors import reading
 from tests.support import multirank, world_mesh
 
 pytestmark = pytest.mark.skipif(not subclasses_dispatch, reason="torch asks no subclass of DTensor")

@@ -18,9 +18,9 @@ from torch.distributed.tensor import Shard
 
 import shardwright as sw
 from shardwright._torch import dtensor_of, memory_can_be_swapped
-from shardwright.engine.arrivals import Arrivals
-from shardwright.engine.delivery import OnHost
-from shardwright.engine.offload import HostSlab
+from shardwright.engine.base.offload import HostSlab
+from shardwright.engine.gradients.delivery import OnHost
+from shardwright.engine.model.arrivals import Arrivals
 from tests.engine.kit.models import Model, build, full, loss_of, shard, tokens
 from tests.engine.kit.offload import adamw, assert_same, counted, set_more
 from tests.engine.kit.places import On, on, on_meshes

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 import shardwright as sw
 from shardwright._torch import local_of, memory_can_be_swapped
 from shardwright.comm import DeviceStreams
-from shardwright.engine.offload import Host
+from shardwright.engine.base.offload import Host
 from shardwright.optim.companion import sharded_companion
 from shardwright.optim.host_state import HostState
 from tests.engine.kit import simulated

@@ -13,9 +13,9 @@ import torch
 
 from shardwright._torch import memory_can_be_swapped
 from shardwright.comm import DeviceStreams
-from shardwright.engine.delivery import OnHost
-from shardwright.engine.offload import Host
-from shardwright.engine.weights import Weights
+from shardwright.engine.base.offload import Host
+from shardwright.engine.gradients.delivery import OnHost
+from shardwright.engine.weights.weights import Weights
 from tests.engine.kit.simulated import BF16, EVENTS, FP16, FP32, Case, On, Training, run
 from tests.support.fake import fake_ranks
 from tests.support.matrix import covering, together

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
-from shardwright.engine.parameter import unit_of
+from shardwright.engine.tensors.parameter import unit_of
 from tests.engine.kit.models import loss_of, tokens
 from tests.engine.kit.training import local_of, units_of
 from tests.support import multirank, world_mesh

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardwright as sw
 from shardwright._torch import gradient_hooks, subclasses_dispatch
-from shardwright.engine.parameter import become
-from shardwright.engine.sharded_tensor import as_sharded
+from shardwright.engine.tensors.parameter import become
+from shardwright.engine.tensors.sharded_tensor import as_sharded
 from tests.engine.kit.models import full
 from tests.support import multirank, world_mesh
 

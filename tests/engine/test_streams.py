@@ -21,10 +21,10 @@ import torch.distributed as dist
 import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
 from shardwright.comm import DeviceStreams, Pending
-from shardwright.engine import module as engine_module
-from shardwright.engine.gather import Cast, Gather
-from shardwright.engine.reduction import Flight, Reduction
-from shardwright.engine.weights import Weights
+from shardwright.engine.front import module as engine_module
+from shardwright.engine.gradients.reduction import Flight, Reduction
+from shardwright.engine.weights.gather import Cast, Gather
+from shardwright.engine.weights.weights import Weights
 from tests.engine.kit.simulated import BF16, EVENTS, FP16, FP32, Case, On, Training, run
 from tests.support.fake import fake_ranks
 from tests.support.races import NoMemoryError, RaceError, Simulator

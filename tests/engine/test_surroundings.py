@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine import api
+from shardwright.engine.front import api
 from tests.engine.kit.models import build, full, loss_of, tokens
 from tests.support import multirank, world_mesh
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.engine import reading, whole
-from shardwright.engine.find import UNIT
-from shardwright.engine.root import attach
+from shardwright.engine.build.find import UNIT
+from shardwright.engine.model.root import attach
 from tests.support import multirank
 
 #: Said by a rank whose model was called, and by one whose model was not.

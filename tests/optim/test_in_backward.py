@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
-from shardwright.engine.stepping import SteppedGradient
+from shardwright.engine.gradients.stepping import SteppedGradient
 from tests.engine.kit.models import Model, build, full, loss_of, shard, tokens
 from tests.engine.kit.offload import set_more
 from tests.engine.kit.places import On, on, on_meshes

@@ -30,8 +30,8 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.comm import DeviceStreams, collectives
-from shardwright.engine import api
-from shardwright.engine.offload import Host
+from shardwright.engine.base.offload import Host
+from shardwright.engine.front import api
 from shardwright.memory import Slab
 from tests.support.effects import HOST_WAITS, PLAIN_DISPATCH, Plan, plan_of, tensors_in
 from tests.support.streams import Clock, Device, HostStream, Stream

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shardwright.comm import HostStreams, collectives
-from shardwright.engine import api
+from shardwright.engine.front import api
 
 
 class StandIn(HostStreams):

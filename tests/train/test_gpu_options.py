@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwright.comm import collectives
-from shardwright.engine import api
+from shardwright.engine.front import api
 from shardwright.train import launch, loop, metrics, world
 from tests.support.replay import CpuGraphs
 from tests.train.jobs import config_file, train_here

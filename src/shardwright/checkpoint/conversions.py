@@ -19,7 +19,7 @@ from torch import nn
 
 from shardwright.checkpoint.files import StoredTensor
 from shardwright.checkpoint.names import Joined, Slice, Source, Stacked, Transposed
-from shardwright.engine.module import FSDPModule, original_class
+from shardwright.engine.front.module import FSDPModule, original_class
 
 
 def transformers_key_map(

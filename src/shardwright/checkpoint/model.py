@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import increment_version, is_persistent, storage_key
-from shardwright.engine.owning import settle
-from shardwright.engine.parameter import Slot, has_no_values, unit_of
-from shardwright.engine.ragged import RaggedTensor
-from shardwright.engine.root import root_of
-from shardwright.engine.states import everywhere
-from shardwright.engine.unit import Unit
-from shardwright.engine.unset import unmark
+from shardwright.engine.build.states import everywhere
+from shardwright.engine.model.root import root_of
+from shardwright.engine.tensors.parameter import Slot, has_no_values, unit_of
+from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.unset import unmark
+from shardwright.engine.unit.owning import settle
+from shardwright.engine.unit.unit import Unit
 from shardwright.init.delivery import Holder, become
 
 #: Of modules that wrap others without being part of a model's structure: activation checkpointing, torch.compile.

@@ -36,8 +36,8 @@ from shardwright.checkpoint.model import (
     tensors_of,
 )
 from shardwright.checkpoint.names import KeyMap, Piece, pieces_of, source_of
-from shardwright.engine.offload import whole_of
-from shardwright.engine.owning import units_of
+from shardwright.engine.base.offload import whole_of
+from shardwright.engine.unit.owning import units_of
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

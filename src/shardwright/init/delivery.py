@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import local_of, share_gradient_hooks
-from shardwright.engine.optimizer_hook import hook_optimizers
-from shardwright.engine.parameter import (
+from shardwright.engine.model.optimizer_hook import hook_optimizers
+from shardwright.engine.tensors.parameter import (
     TAKEN,
     Managed,
     ManagedParameter,

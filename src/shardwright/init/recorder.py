@@ -21,8 +21,8 @@ from shardwright._torch import (
     storage_key,
     tensor_without_memory,
 )
-from shardwright.engine.parameter import DEFERRED
-from shardwright.engine.unset import FILLING
+from shardwright.engine.tensors.parameter import DEFERRED
+from shardwright.engine.tensors.unset import FILLING
 from shardwright.init.captured import Captured
 from shardwright.init.log import Entry, View, record
 from shardwright.init.memories import Memories

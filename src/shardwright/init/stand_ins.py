@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from shardwright.engine.find import UNIT
-from shardwright.engine.module import original_class
-from shardwright.engine.parameter import Managed, Slot, has_no_values, unit_of
-from shardwright.engine.unit import Unit
+from shardwright.engine.build.find import UNIT
+from shardwright.engine.front.module import original_class
+from shardwright.engine.tensors.parameter import Managed, Slot, has_no_values, unit_of
+from shardwright.engine.unit.unit import Unit
 from shardwright.init.context import deferred_init, refuse_on_meta
 from shardwright.init.log import Memory, Plan, View, plan
 from shardwright.init.recorder import RECORDER, DeferredTensor

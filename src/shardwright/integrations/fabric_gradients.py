@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from shardwright._torch import foreach_norm, local_of
-from shardwright.engine.optimizer_hook import reduce_held
+from shardwright.engine.model.optimizer_hook import reduce_held
 from shardwright.integrations.fabric_models import sharded_model
 
 

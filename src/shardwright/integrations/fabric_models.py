@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.engine import FSDPModule
-from shardwright.engine.wrap import as_policy
+from shardwright.engine.front.wrap import as_policy
 
 AutoWrapPolicy = Collection[type[nn.Module]] | Callable[..., bool]
 

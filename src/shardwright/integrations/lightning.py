@@ -42,8 +42,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from shardwright.engine import fully_shard
-from shardwright.engine.find import ShardPlacementFn
-from shardwright.engine.parameter import has_no_values
+from shardwright.engine.build.find import ShardPlacementFn
+from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.init import deferred_init, materialize
 from shardwright.init.recorder import DeferredTensor
 from shardwright.integrations import named_state

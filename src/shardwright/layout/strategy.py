@@ -1,6 +1,6 @@
 """What is sharded over which axis of a data-parallel mesh: parameters, gradients, optimizer state.
 
-Pure: nothing here knows ranks. How a strategy becomes process groups is in ``engine/ranks.py``.
+Pure: nothing here knows ranks. How a strategy becomes process groups is in ``engine/tensors/ranks.py``.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import foreach_mul_, foreach_norm, local_of
-from shardwright.engine.agreement import CLIP
-from shardwright.engine.optimizer_hook import reduce_held
-from shardwright.engine.parameter import unit_of
-from shardwright.engine.ragged import RaggedTensor
-from shardwright.engine.root import root_of
-from shardwright.engine.tensor_parallel import cut_dim
+from shardwright.engine.model.agreement import CLIP
+from shardwright.engine.model.optimizer_hook import reduce_held
+from shardwright.engine.model.root import root_of
+from shardwright.engine.tensors.parameter import unit_of
+from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.tensor_parallel import cut_dim
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import local_of
-from shardwright.engine.ragged import RaggedDTensor, RaggedTensor
+from shardwright.engine.tensors.ragged import RaggedDTensor, RaggedTensor
 from shardwright.optim.moves import World
 
 _EXACT = 2**53  #: integers up to here are exact as float64, in which numbers travel

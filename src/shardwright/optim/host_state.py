@@ -16,10 +16,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import dtensor_of, local_of
-from shardwright.engine.offload import Host
-from shardwright.engine.parameter import unit_of
-from shardwright.engine.ragged import RaggedTensor
-from shardwright.engine.sharded_tensor import as_sharded
+from shardwright.engine.base.offload import Host
+from shardwright.engine.tensors.parameter import unit_of
+from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.sharded_tensor import as_sharded
 from shardwright.memory import Owner, Slab
 from shardwright.optim.held import leaves, mapped
 

@@ -1,7 +1,7 @@
 """Optimizer in backward: a unit is stepped when its gradients are reduced, and they are freed at once.
 
 It is one optimizer with its groups and its state, of which each call sees a unit's part. When a unit is due is told
-in ``engine/stepping.py``; the arithmetic on local tensors is that of ``sharded.py``.
+in ``engine/gradients/stepping.py``; the arithmetic on local tensors is that of ``sharded.py``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from shardwright._torch import (
     step_without_hooks,
     tell_schedulers,
 )
-from shardwright.engine.optimizer_hook import reduce_held
-from shardwright.engine.parameter import UNIT_OF, unit_of
-from shardwright.engine.precision import refuse_gradient_dtypes
-from shardwright.engine.root import root_of
-from shardwright.engine.stepping import Stepping, forget_stepped
-from shardwright.engine.unit import Unit
-from shardwright.engine.uses import complete
+from shardwright.engine.base.precision import refuse_gradient_dtypes
+from shardwright.engine.gradients.stepping import Stepping, forget_stepped
+from shardwright.engine.model.optimizer_hook import reduce_held
+from shardwright.engine.model.root import root_of
+from shardwright.engine.tensors.parameter import UNIT_OF, unit_of
+from shardwright.engine.unit.unit import Unit
+from shardwright.engine.unit.uses import complete
 from shardwright.optim.calls import CallsInBackward
 from shardwright.optim.companion import BackwardSteps, sharded_companion
 from shardwright.optim.needs import Needs

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import foreach_copy_
-from shardwright.engine.ragged import RaggedTensor
-from shardwright.engine.ragged_spec import RaggedSpec
-from shardwright.engine.tensor_parallel import cut_dim
+from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.ragged_spec import RaggedSpec
+from shardwright.engine.tensors.tensor_parallel import cut_dim
 
 #: Bytes of gradients and parameters that an owner has whole in one round, unless a single tensor has more.
 LARGEST_ROUND, SMALLEST_ROUND = 32 * 2**20, 2**20

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright.engine.parameter import unit_of
-from shardwright.engine.ragged import RaggedTensor
+from shardwright.engine.tensors.parameter import unit_of
+from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.optim import held
 from shardwright.optim.host_state import host_of_whole
 from shardwright.optim.moves import World

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwright._torch import local_of
 from shardwright.comm import Communicator
-from shardwright.engine.parameter import unit_of
-from shardwright.engine.ragged import RaggedTensor
+from shardwright.engine.tensors.parameter import unit_of
+from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.optim.calls import Calls
 from shardwright.optim.host_state import HostState, part_of_state
 from shardwright.optim.moves import Item, Moving, Parts, World, balance, in_rounds

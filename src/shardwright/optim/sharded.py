@@ -23,11 +23,11 @@ from shardwright._torch import (
     tell_schedulers,
     uncompiled,
 )
-from shardwright.engine.companion import COMPANION, companion_of
-from shardwright.engine.optimizer_hook import COUNTS_STEPS, before_optimizer_step, count_step
-from shardwright.engine.parameter import TAKEN, Managed, unit_of
-from shardwright.engine.ragged import RaggedTensor
-from shardwright.engine.unit import Unit
+from shardwright.engine.base.companion import COMPANION, companion_of
+from shardwright.engine.model.optimizer_hook import COUNTS_STEPS, before_optimizer_step, count_step
+from shardwright.engine.tensors.parameter import TAKEN, Managed, unit_of
+from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.unit.unit import Unit
 from shardwright.init import value_of
 from shardwright.optim.blocks import block_spec
 from shardwright.optim.companion import ShardedCompanion, sharded_companion

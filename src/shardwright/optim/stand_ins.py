@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwright._torch import dtensor_of, local_of
-from shardwright.engine.ragged import RaggedTensor, part_of
-from shardwright.engine.ragged_spec import RaggedSpec
-from shardwright.engine.sharded_tensor import as_sharded
+from shardwright.engine.tensors.ragged import RaggedTensor, part_of
+from shardwright.engine.tensors.ragged_spec import RaggedSpec
+from shardwright.engine.tensors.sharded_tensor import as_sharded
 from shardwright.optim.blocks import block_spec
 
 SHARDED = (DTensor, RaggedTensor)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 from shardwright._torch import dump_memory_history, record_memory_history
-from shardwright.engine.report import in_units
+from shardwright.engine.front.report import in_units
 from shardwright.train import checkpoint, float8, metrics, parallel, report
 from shardwright.train.activations import Recompiles, prepare_blocks
 from shardwright.train.checks import check_batch_fits

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwright as sw
-from shardwright.engine.parameter import has_no_values
+from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.train.config import Config, OptimizerConfig, ParallelConfig
 from shardwright.train.errors import UserError
 from shardwright.train.host_memory import builds_deferred

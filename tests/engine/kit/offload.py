@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.engine.offload import HostSlab
+from shardwright.engine.base.offload import HostSlab
 from shardwright.memory import Slab
 from tests.engine.kit.models import Model, full
 

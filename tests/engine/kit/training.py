@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import shardwright as sw
-from shardwright.engine.find import UNIT
-from shardwright.engine.ragged import RaggedDTensor, RaggedTensor
+from shardwright.engine.build.find import UNIT
+from shardwright.engine.tensors.ragged import RaggedDTensor, RaggedTensor
 from tests.engine.kit.models import Model, Reference, build, loss_of, shard, tokens
 from tests.engine.kit.places import On
 

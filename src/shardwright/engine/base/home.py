@@ -1,0 +1,115 @@
+"""What a unit knows of its model: where it stands there, and whom its weights and gradients ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from shardwright.comm import Communicator
+from shardwright.engine.base.clock import Clock
+
+HEADER = 2  #: int64 words that travel with every gather: the unit's number, and the age of the rank's weights
+#: Given a communicator and the bytes sent: what to call before the collective, when nothing can fail on this rank alone
+#: any more.
+Announcer = Callable[[Communicator, int], "Callable[[], None] | None"]
+
+
+class Announcements(Protocol):
+    """How ranks find that they have diverged. See ``agreement.py``."""
+
+    def announce_gather(
+        self, number: int, comm: Communicator, nbytes: int, extended: int = 0
+    ) -> Callable[[], None] | None: ...
+
+    def announce_reduction(
+        self, number: int, fingerprint: int, comm: Communicator, nbytes: int
+    ) -> Callable[[], None] | None: ...
+
+    def agree_on_missing(self, comm: Communicator, number: int, parameter: int) -> None: ...
+
+    def diverged_gathers(self, comm: Communicator, headers: list[tuple[int, ...]]) -> NoReturn: ...
+
+
+class Arriving(Protocol):
+    """Units whose gradients are on their way to the CPU's memory. See ``arrivals.py``."""
+
+    def add(self, unit: Any) -> None: ...
+
+
+class Reducing(Protocol):
+    """Reductions of a model that are under way. See ``reductions.py``."""
+
+    @property
+    def arrivals(self) -> Arriving: ...
+
+    def make_room(self, number: int) -> None: ...
+
+    def begun(self, number: int) -> None: ...
+
+
+class Home(Protocol):
+    """A unit's model.
+
+    Attributes:
+        gathered: numbers of the units whose slabs are leased.
+        full_precision: whether weights are gathered as they are stored.
+        backward: whether a backward has reached the model and has not ended.
+        is_last_backward: whether it is the last one of a step.
+        selects: whether it runs only what leads to tensors that the user has selected.
+        clock: which root call it is.
+    """
+
+    gathered: set[int]
+    full_precision: bool
+    backward: bool
+    is_last_backward: bool
+    selects: bool
+    clock: Clock
+
+    @property
+    def agreement(self) -> Announcements: ...
+
+    @property
+    def reductions(self) -> Reducing: ...
+
+    @property
+    def in_backward(self) -> bool: ...
+
+    def notify(self, event: str, weights: Any) -> None: ...
+
+    def enter_backward(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where a unit stands in its model.
+
+    Attributes:
+        home: the model.
+        number, name: the unit's.
+        label: in profiles, where the root has none.
+        header: what goes with each gather of the unit, int64 words.
+        headers: where every rank's arrives.
+    """
+
+    home: Home
+    number: int
+    name: str
+    label: str
+    header: torch.Tensor
+    headers: torch.Tensor
+
+    def check_headers(self, comm: Communicator) -> None:
+        """Raise if another rank of a gather gathered another unit, or weights of another age.
+
+        Reads the headers: on an accelerator the host waits.
+        """
+        words = (
+            self.headers.tolist()
+        )  # no view of a row each: that would be one more operation at each gather
+        if words[0] != self.number or words != words[:HEADER] * (len(words) // HEADER):
+            rows = list(zip(*[iter(words)] * HEADER, strict=True))
+            self.home.agreement.diverged_gathers(comm, rows)

@@ -1,0 +1,184 @@
+"""Offload to the CPU: what lies there, the memory it has, and gradients on their way there.
+
+On an accelerator a unit's shards lie in the CPU's memory. Each gather is preceded by a copy of the shard (1/N of the
+unit) on a stream of its own, each reduction is followed by a copy of the gradients' shard back. On a CPU mesh there is
+one memory, so nothing is to be done. Of an optimizer's state nothing is known here but where it is to lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from shardwright._torch import dtensor_of, foreach_copy_, local_of
+from shardwright.comm import Streams
+from shardwright.engine.tensors.gathering import full_of
+from shardwright.memory import Owner, Slab
+
+if TYPE_CHECKING:
+    pass
+
+_CPU = torch.device("cpu")
+
+
+@dataclass
+class Offload(OffloadPolicy):
+    """What of a unit lies in the CPU's memory between uses: an ``offload_policy`` of ``fully_shard``.
+
+    ``Offload()`` is what ``CPUOffloadPolicy()`` is: parameters, gradients and optimizer state, all sharded, and the
+    optimizer steps on the CPU. ``Offload(parameters=False, gradients=False)`` is the state alone: the optimizer steps
+    on the device, and the state passes through it unit by unit, which ``sw.fully_shard_optimizer`` and
+    ``sw.optim.in_backward`` see to. Others are refused at their first step.
+
+    Args:
+        parameters: the sharded parameters. Gathers read a copy of the shard.
+        gradients: the sharded gradients, where micro-batches are added up, too. As torch keeps ``.grad`` where the
+            parameter is, both or none.
+        optimizer: the optimizer's state. True where parameters are offloaded, since the step is made where they are.
+        pin_memory: allocate what is offloaded in page-locked memory, from which copies overlap with computation.
+
+    Raises:
+        ValueError: a choice that torch's rules leave no room for.
+    """
+
+    parameters: bool = True
+    gradients: bool = True
+    optimizer: bool = True
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "gradients", "optimizer", "pin_memory"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"Offload: {name} must be True or False, got {getattr(self, name)!r}")
+        if self.parameters != self.gradients:
+            raise ValueError(
+                "Offload: torch keeps the gradient of a parameter where the parameter is, so parameters and gradients "
+                f"are offloaded together, got parameters={self.parameters}, gradients={self.gradients}. Give both the "
+                "same value."
+            )
+        if self.parameters and not self.optimizer:
+            raise ValueError(
+                "Offload: an optimizer steps where its parameters are and keeps its state there; with parameters=True "
+                "leave optimizer at True."
+            )
+
+
+NOTHING = Offload(parameters=False, gradients=False, optimizer=False)
+
+
+def offload_of(policy: OffloadPolicy) -> Offload:
+    """The policy in our own terms. Of torch's there are two."""
+    if isinstance(policy, Offload):
+        return policy
+    return Offload(pin_memory=policy.pin_memory) if isinstance(policy, CPUOffloadPolicy) else NOTHING
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """``full_tensor()`` where the tensor is, which all ranks must call; a plain tensor as it is.
+
+    A DTensor that was offloaded is gathered on the device, where its group communicates.
+    """
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    if isinstance(tensor, DTensor):
+        local, mesh = local_of(tensor), tensor.device_mesh
+        if local.device.type != mesh.device_type and not local.is_meta:
+            there = local.to(torch.device(mesh.device_type))
+            moved = dtensor_of(there, mesh, tensor.placements, tensor.shape, tensor.stride())
+            return full_of(moved).to(local.device)
+    return full_of(tensor)
+
+
+class HostSlab(Slab):
+    """Memory of the CPU. It stays when it is released, since page-locked memory is dear to get."""
+
+    def __init__(self, nbytes: int, kind: str, owner: Owner, host: Host) -> None:
+        super().__init__(nbytes, _CPU, kind, owner)
+        self._host = host
+        self._memory: torch.Tensor | None = None
+
+    def lease(self) -> None:
+        if self._memory is None:
+            self._memory = self._host.zeros(self.nbytes, torch.uint8)
+            self._storage = self._memory.untyped_storage()
+        self.leased = True
+
+    def release(self) -> None:
+        self.leased = False
+
+
+class Host:
+    """The CPU beside an accelerator: memory, and copies there and back that nothing waits for but who needs them."""
+
+    def __init__(self, streams: Streams, device: torch.device, pin_memory: bool) -> None:
+        self.streams = streams
+        self.device = device
+        self._pin = pin_memory and device.type != "cpu"
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=_CPU, pin_memory=self._pin)
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of any class, in such memory. Its class must know ``pin_memory()``, if that is asked for."""
+        copied = tensor.to(_CPU, copy=True)
+        return copied.pin_memory() if self._pin else copied
+
+    def lifted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor of any class, on the device."""
+        return tensor.to(self.device, non_blocking=True, copy=True)
+
+    def mark(self) -> Any:
+        """A mark after all that the computation has queued."""
+        with self.streams.fork("upload"):
+            return self.streams.mark("upload")
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in such memory."""
+        on_host = tensor.device.type == "cpu" != self.device.type
+        return on_host and (not self._pin or tensor.is_pinned())
+
+    def upload(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
+        """Copy to the device, before what is queued on the gathers' stream next. Returns a mark."""
+        mark = self.copy_up(targets, sources)
+        with self.streams.beside("gather", mark):
+            return mark
+
+    def copy_up(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
+        """Copy to the device, after all that the computation has queued. Returns a mark."""
+        with self.streams.fork("upload"):
+            foreach_copy_(targets, sources, True)
+        return self.streams.mark("upload")
+
+    def copy_down(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
+        """Copy to the host, after all that the computation has queued. Returns a mark."""
+        with self.streams.fork("download"):
+            foreach_copy_(targets, sources, True)
+        return self.streams.mark("download")
+
+    def wait(self) -> None:
+        """The host waits for all that the computation has queued."""
+        self.streams.host_wait(self.mark())
+
+    def download(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Any:
+        """Copy to the host, after the mark or all that the computation has queued. Returns a mark."""
+        streams = self.streams
+        with streams.fork("download") if after is None else streams.beside("download", after):
+            target.copy_(source, non_blocking=True)
+        return streams.mark("download")
+
+
+class HostReads:
+    """Copies from a unit's shards in the CPU's memory, which the host must not write to meanwhile."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.mark: Any = None  #: after the last of them
+
+    def wait(self) -> None:
+        if self.mark is not None:
+            self.host.streams.host_wait(self.mark)
+            self.mark = None

@@ -1,0 +1,196 @@
+"""Making a unit's memory: how each parameter is cut, and its two forms over the shards and the slab.
+
+Nothing here knows units, and modules are not changed. Nothing communicates, except to gather a DTensor that is placed
+otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
+
+from shardwright._torch import local_of
+from shardwright.engine.tensors.cut import Cut, cut_alone, make_cut
+from shardwright.engine.tensors.extension import Extension, is_attached, is_extended
+from shardwright.engine.build.find import Owned, ShardPlacementFn, mesh_asked, parallel_of_parameter
+from shardwright.engine.base.site import Site
+from shardwright.engine.base.offload import Offload
+from shardwright.engine.tensors.parameter import Managed, ManagedParameter, build, has_no_values
+from shardwright.engine.base.precision import PrecisionPolicy, gradient_dtypes, policy_for
+from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.tensor_parallel import TensorParallel
+from shardwright.layout import GradientDtypes, Ragged, TensorSpec, UnitLayout, plan_unit
+from shardwright.memory import Slab
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """What ``fully_shard`` was given for a unit, and what stays so.
+
+    Attributes:
+        policy: of precision, in the engine's terms.
+        users_policy: the same as the user has given it, for tensors that gather themselves.
+        placement_fn: along which dimension a parameter is cut.
+        layout: None: each parameter in rows.
+        offload: what lies in the CPU's memory.
+    """
+
+    policy: PrecisionPolicy
+    users_policy: MixedPrecisionPolicy
+    placement_fn: ShardPlacementFn | None
+    layout: Ragged | None
+    offload: Offload
+
+
+class Built(NamedTuple):
+    """A unit's memory. The slab is leased."""
+
+    layout: UnitLayout
+    shards: list[torch.Tensor]
+    slab: Slab
+    parameters: list[ManagedParameter]
+    gradient_dtypes: list[GradientDtypes]
+
+
+def _spec_of(
+    name: str, parameter: nn.Parameter, parallel: TensorParallel | None, site: Site, given: Given
+) -> TensorSpec:
+    dim = _placement_dim(given.placement_fn, name, parameter)
+    shares = given.layout is not None or len(site.ranks.axes) > 1
+    if shares and dim:
+        how = f"layout {given.layout}" if given.layout is not None else str(site.ranks.strategy)
+        raise ValueError(
+            f"shard_placement_fn asks for dimension {dim} of parameter {name!r}, but {how} cuts parameters by the "
+            "order of their elements. Return None or Shard(0)."
+        )
+    storage = parameter.dtype
+    own = policy_for(given.policy, name, parameter)
+    compute = (own.param_dtype or storage) if parameter.is_floating_point() else storage
+    inner = local_of(parameter) if isinstance(parameter, (DTensor, RaggedTensor)) else parameter
+    extended = is_extended(inner)
+    if extended and (isinstance(parameter, RaggedTensor) or (site.reads is not None and is_attached(inner))):
+        raise NotImplementedError(
+            f"parameter {name!r} of unit {site.owner.name!r}: fsdp_pre_all_gather was attached to its local tensor "
+            f"after fully_shard, which needs layout 'per_parameter' without offload; this unit has "
+            f"{'layout ' + repr(given.layout) if site.reads is None else 'offloaded parameters'}. Define it on the "
+            "class of the parameter before fully_shard."
+        )
+    if extended and (dim or not parameter.ndim):
+        raise ValueError(
+            f"parameter {name!r} decides itself what is gathered of it ({type(parameter).__name__} has "
+            "fsdp_pre_all_gather), so it must be sharded along dimension 0"
+        )
+    order = () if shares else _memory_order(parameter, dim)
+    shape = parallel.local_shape if parallel is not None else tuple(parameter.shape)
+    return TensorSpec(name, shape, storage, compute, dim, order, extended)
+
+
+def _placement_dim(fn: ShardPlacementFn | None, name: str, parameter: nn.Parameter) -> int:
+    result: Any = fn(parameter) if fn is not None else None
+    placement = result if mesh_asked(lambda p: result, parameter) is None else result.placement
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise ValueError(
+            f"shard_placement_fn must return Shard, ShardPlacementResult or None, got {result!r} for parameter {name!r}"
+        )
+    dim = placement.dim + parameter.ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < parameter.ndim:
+        raise ValueError(
+            f"shard_placement_fn returned {placement} for parameter {name!r} of shape {tuple(parameter.shape)}, which "
+            f"has {parameter.ndim} dimensions"
+        )
+    return dim
+
+
+def _memory_order(parameter: nn.Parameter, dim: int) -> tuple[int, ...]:
+    """The sharded dimension, then the others as they lie in memory, so that channels-last weights stay that."""
+    strides = parameter.stride()
+    others = [d for d in range(parameter.ndim) if d != dim]
+    if not parameter.is_contiguous():
+        others.sort(key=lambda d: -strides[d])
+    return (dim, *others) if parameter.ndim else ()
+
+
+@torch.inference_mode(False)
+def build_memory(owned: list[Owned], site: Site, given: Given) -> Built:
+    """Cut each parameter, and make both of its forms."""
+    ranks, device, reads = site.ranks, site.ranks.device, site.reads
+    specs = [_spec_of(each.name, each.parameter, each.parallel, site, given) for each in owned]
+    policies = [policy_for(given.policy, each.name, each.parameter) for each in owned]
+    dtypes = [gradient_dtypes(own, s.compute_dtype) for own, s in zip(policies, specs, strict=True)]
+    trainable = [each.parameter.requires_grad for each in owned]
+    layout = plan_unit(specs, ranks.parts, given.layout, trainable)
+    slab = Slab(layout.slab_nbytes, device, "parameters", site.owner)
+    slab.lease()  # views are made over memory that is there
+    managed: list[ManagedParameter | None] = [None] * len(owned)
+    shards: list[torch.Tensor] = []
+    with torch.no_grad():
+        for run in layout.runs:
+            for segment in run.segments:
+                # A storage of its own: torch takes a DTensor whose local tensor begins further on in one for a plain
+                # tensor, and can neither save nor copy it.
+                numel = 0 if run.extended else segment.chunk
+                if reads is None:
+                    shards.append(torch.zeros(numel, dtype=run.storage_dtype, device=device))
+                else:
+                    shards.append(reads.host.zeros(numel, run.storage_dtype))
+                for member in segment.members:
+                    _, original, slots, parallel = owned[member.index]
+                    cut = make_cut(ranks, specs[member.index], parallel, segment, member)
+                    if run.extended:
+                        local = _extended_local(site, cut, original)
+                        # Until the first gather.
+                        full = torch.empty(0, dtype=run.compute_dtype, device=device)
+                    else:
+                        # With a version counter of its own: an edit of one parameter is none of its neighbours'.
+                        local = cut.local_view(shards[-1], 0).data
+                        if not has_no_values(original):
+                            local.copy_(cut.part_of(original))
+                        full = cut.full_view(slab, run)
+                    p = managed[member.index] = build(
+                        original,
+                        cut,
+                        slots,
+                        local=local,
+                        full=full,
+                        on_gradient=site.on_gradient,
+                        on_data=site.on_data,
+                    )
+                    module = slots[0].module()
+                    if run.extended and module is not None:
+                        own = policies[member.index]
+                        policy = given.users_policy if own is given.policy else own
+                        p.extension = Extension(specs[member.index], ranks, module, policy, site.owner)
+    parameters = [p for p in managed if p is not None]
+    for p, each in zip(parameters, dtypes, strict=True):
+        if each.grad is not None and each.grad != p.sharded.dtype:
+            p.sharded.grad_dtype = each.grad
+    return Built(layout, shards, slab, parameters, dtypes)
+
+
+def cut_for(p: ManagedParameter, value: torch.Tensor, site: Site, given: Given) -> Cut:
+    """How a value of another shape or dtype is cut that was assigned to ``.data`` of a parameter."""
+    new = nn.Parameter(value, requires_grad=False)
+    parallel = parallel_of_parameter(p.name, new, site.ranks)
+    if p.cut.parallel is not None and parallel is None:
+        raise ValueError(
+            f"The data of tensor-parallel parameter {p.name!r} of shape {tuple(p.cut.shape)} was set to a plain "
+            f"tensor of shape {tuple(value.shape)}. Give a DTensor on {p.cut.parallel.mesh}."
+        )
+    return cut_alone(site.ranks, _spec_of(p.name, new, parallel, site, given), parallel, p.cut)
+
+
+def _extended_local(site: Site, cut: Cut, original: nn.Parameter) -> torch.Tensor:
+    """The local tensor of a parameter that decides itself what is gathered of it, in memory of its own."""
+    if isinstance(original, Managed) and is_attached(local_of(original)):
+        return local_of(original)  # the methods are bound to this object
+    part = cut.part_of(original)
+    if part.is_meta:  # memory, whose values come later
+        return torch.empty_like(part, device=site.ranks.device if site.reads is None else "cpu")
+    return part.to(site.ranks.device, copy=True) if site.reads is None else site.reads.host.copy_of(part)

@@ -1,0 +1,178 @@
+"""Whether the ranks start from one model: values broadcast from the first rank, or compared by hash.
+
+Used by ``fully_shard`` before it cuts, when every rank still has the whole of each tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.engine.build.find import Found, is_cut, own_modules
+from shardwright.engine.tensors.parameter import has_no_values, plain_of
+
+_CHUNK = 1 << 23  #: bytes that are hashed at a time
+
+
+class State(NamedTuple):
+    """A parameter or buffer that a ``fully_shard`` call takes over."""
+
+    name: str
+    tensor: torch.Tensor
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What must be alike on every rank before values can be compared."""
+        told = self.name, tuple(self.tensor.shape), str(self.tensor.dtype)
+        return (*told, "deferred") if has_no_values(self.tensor) else told
+
+
+def states_of(modules: list[nn.Module], found: Found, ignored: list[nn.Module]) -> list[State]:
+    """What is to be the same on every rank: parameters not cut over the ranks as yet, and buffers. Ties once."""
+    states = [
+        State(each.name, each.parameter) for each in found.owned if not is_cut(each.parameter, each.parallel)
+    ]
+    seen = {id(b) for top in ignored for b in top.buffers()}
+    for position, top in enumerate(modules):
+        first = f"{position}." if len(modules) > 1 else ""
+        for prefix, module in own_modules(top):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    states.append(State(f"{first}{prefix}.{name}" if prefix else f"{first}{name}", buffer))
+    return states
+
+
+def everywhere(mesh: DeviceMesh, value: object) -> list[Any]:
+    """The value of every rank of the mesh, in its order. Every rank must come."""
+    values: list[Any] = [value]
+    for axis in reversed(range(mesh.ndim)):
+        group = mesh.get_group(axis)
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, values, group)
+        values = [each for part in gathered for each in part]
+    return values
+
+
+@torch.no_grad()
+def sync_states(mesh: DeviceMesh, device: torch.device, states: list[State], owner: str) -> None:
+    """Give every rank the values of the mesh's first one. Each tensor is broadcast whole, over one axis at a time.
+
+    Raises:
+        ValueError: a tensor has no values, or the ranks have different tensors.
+    """
+    empty = [state.name for state in states if has_no_values(state.tensor)]
+    forms = everywhere(mesh, ([state.form for state in states], empty))
+    for rank, (_, without) in zip(mesh.mesh.flatten().tolist(), forms, strict=True):
+        if without:
+            raise ValueError(
+                f"sync_module_states broadcasts values, and on rank {rank} {without[0]!r} of {owner} holds none. "
+                "Build the model for real on every rank, or load or materialise it after sharding."
+            )
+    _refuse_different_forms(mesh, [form for form, _ in forms], owner)
+    for state in states:
+        for tensor in (t for t in plain_tensors(state.tensor.detach()) if t.numel()):
+            flat = tensor.to(device).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+            for axis in range(mesh.ndim):
+                dist.broadcast(flat, group=mesh.get_group(axis), group_src=0)
+            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+
+@torch.no_grad()
+def check_states(mesh: DeviceMesh, states: list[State], owner: str) -> None:
+    """Compare hashes over the ranks: of all bytes, and of deferred tensors of the operations that will make them.
+
+    Tensors on the meta device are passed over.
+
+    Raises:
+        ValueError: tensors are not the same on every rank, all of them named, with the ranks that differ from the
+            first.
+    """
+    states = [state for state in states if not state.tensor.is_meta]
+    forms = [state.form for state in states]
+    hashes = _hashes(states)
+    if len(set(everywhere(mesh, hash_of((forms, hashes))))) == 1:
+        return
+    found = everywhere(mesh, (forms, hashes))
+    _refuse_different_forms(mesh, [form for form, _ in found], owner)
+    ranks = mesh.mesh.flatten().tolist()
+    told: list[str] = []
+    only_real = True
+    for number, state in enumerate(states):
+        of_ranks = [theirs[number] for _, theirs in found]
+        others = [str(rank) for rank, each in zip(ranks, of_ranks, strict=True) if each != of_ranks[0]]
+        if others:
+            told.append(f"{state.name!r} on rank{'s' * (len(others) > 1)} {', '.join(others)}")
+            only_real = only_real and not has_no_values(state.tensor)
+    more = f" and {len(told) - 10} more" if len(told) > 10 else ""
+    way_out = (
+        "Build the model with the same seed on every rank, or give sync_module_states=True."
+        if only_real
+        else "Build it with the same seed, code and data on every rank: of deferred tensors the recorded operations, "
+        "their constants and the random numbers that they draw are compared."
+    )
+    raise ValueError(
+        f"The ranks do not start from the same {owner}; other values than on rank {ranks[0]} have: "
+        f"{'; '.join(told[:10])}{more}. {way_out}"
+    )
+
+
+def _hashes(states: list[State]) -> list[list[int]]:
+    """Of each state those of its tensors, all of them fetched from the device together."""
+    real = [[] if has_no_values(state.tensor) else plain_tensors(state.tensor.detach()) for state in states]
+    sums = [digest(tensor) for tensors in real for tensor in tensors]
+    numbers = iter(torch.stack(sums).tolist() if sums else ())
+    return [
+        [plain_of(state.tensor).origin] if has_no_values(state.tensor) else [next(numbers) for _ in tensors]  # type: ignore[attr-defined]
+        for state, tensors in zip(states, real, strict=True)
+    ]
+
+
+def _refuse_different_forms(mesh: DeviceMesh, forms: list[list[tuple[Any, ...]]], owner: str) -> None:
+    ranks = mesh.mesh.flatten().tolist()
+    for rank, form in zip(ranks, forms, strict=True):
+        if form != forms[0]:
+            mine, theirs = ([f for f in a if f not in b] for a, b in ((forms[0], form), (form, forms[0])))
+            raise ValueError(
+                f"The ranks have different tensors in {owner}, or in another order: rank {ranks[0]} has "
+                f"{mine[:3] or 'no other'}, rank {rank} {theirs[:3] or 'no other'}. Build the same model on every rank."
+            )
+
+
+def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold the values: of a wrapper, those inside."""
+    tensor = plain_of(tensor)
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [inner for name in names for inner in plain_tensors(getattr(tensor, name))]
+    return [tensor.as_subclass(torch.Tensor)]
+
+
+def digest(tensor: torch.Tensor) -> torch.Tensor:
+    """A 64-bit hash of a tensor's bytes and their places: int64, 0-d, on its device."""
+    data = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for start in range(0, data.numel(), _CHUNK):
+        piece = data[start : start + _CHUNK]
+        if piece.numel() % 8 or piece.data_ptr() % 8:
+            piece = nn.functional.pad(piece, (0, -piece.numel() % 8)).clone()
+        words = piece.view(torch.int64)
+        first = start // 8
+        # Each word by itself as in splitmix64 (Steele, Lea and Flood, 2014), seeded with its place; sums wrap around.
+        x = torch.arange(first + 1, first + 1 + words.numel(), device=data.device).mul_(-7046029254386353131)
+        x.add_(words)
+        x.bitwise_xor_(x >> 30).mul_(-4658895280553007687)
+        x.bitwise_xor_(x >> 27).mul_(-7723592293110705685)
+        total += x.bitwise_xor_(x >> 31).sum()
+    return total
+
+
+def hash_of(value: object) -> int:
+    """The same number on every rank, which Python's own hash of strings is not."""
+    text = repr(value).encode()
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return int(digest(data))

@@ -1,0 +1,90 @@
+"""Tied weights while a state dict is loaded with ``assign=True``.
+
+torch then assigns to each name by itself, which would part parameters that have several names. Here one parameter goes
+to all of its names, in this unit and in others. How whole tensors are cut is decided in ``cut.py``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.engine.tensors.cut import Cut
+from shardwright.engine.tensors.parameter import ManagedParameter
+
+
+class _Tie(NamedTuple):
+    """What was assigned to the first name of a parameter that the state dict has."""
+
+    key: str
+    parameter: weakref.ref[nn.Parameter]
+    cut: Cut
+    mesh: DeviceMesh
+
+
+class Load:
+    """One call of ``load_state_dict(assign=True)``, which torch's hooks see module by module."""
+
+    def __init__(self, missing: list[str]) -> None:
+        self.missing = missing  #: torch's list of missing keys, one object during the whole call
+        self._ties: dict[tuple[int, str], _Tie] = {}
+
+    def begin(self, p: ManagedParameter, mesh: DeviceMesh, key: str, value: torch.Tensor) -> nn.Parameter:
+        """The first value of a parameter that has several names: put it under all of them."""
+        if isinstance(value, nn.Parameter):
+            new = value
+        else:
+            new = nn.Parameter(value, requires_grad=p.sharded.requires_grad)
+        tie = _Tie(key, weakref.ref(new), p.cut, mesh)
+        for slot in p.slots:
+            module = slot.module()
+            if module is not None and slot.holds(p.sharded):
+                self._ties[id(module), slot.name] = tie
+                slot.show(new)
+        return new
+
+    def again(self, module: nn.Module, name: str, key: str, value: Any, errors: list[str]) -> Any:
+        """The parameter that another name of the same one was given, or None. Reports a value that differs."""
+        tie = self._ties.get((id(module), name))
+        new = tie.parameter() if tie is not None else None
+        if tie is None or new is None or not isinstance(value, torch.Tensor) or value.shape != new.shape:
+            return None
+        if _differs_anywhere(tie, new, value):
+            errors.append(
+                f"{tie.key!r} and {key!r} are names of one tied parameter of shape {tuple(new.shape)}, and the state "
+                "dict has different values for them. Give both the same value, leave one out (strict=False), or untie "
+                "the modules before fully_shard."
+            )
+        return new
+
+
+_load: Load | None = None
+
+
+def load_of(missing: list[str]) -> Load:
+    """The call of ``load_state_dict`` that has this list of missing keys."""
+    global _load
+    if _load is None or _load.missing is not missing:
+        _load = Load(missing)
+    return _load
+
+
+@torch.no_grad()
+def _differs_anywhere(tie: _Tie, new: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether ``value`` is another than ``new`` on any rank; every rank of the mesh must ask."""
+    differs = new.dtype != value.dtype or new.is_meta != value.is_meta
+    if not differs and not value.is_meta and value is not new:
+        one, other = tie.cut.part_of(new), tie.cut.part_of(value)
+        other = other.to(one.device)
+        same = one.eq(other) | (one.ne(one) & other.ne(other))
+        differs = not bool(same.all())
+    flag = torch.tensor(differs, dtype=torch.int32, device=tie.mesh.device_type)
+    for axis in range(tie.mesh.ndim):
+        if tie.mesh.size(axis) > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, tie.mesh.get_group(axis))
+    return bool(flag.item())

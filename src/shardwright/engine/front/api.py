@@ -1,0 +1,456 @@
+"""``fully_shard``: checks its arguments and makes a unit of what it is given.
+
+How parameters are cut is in ``construct.py``, what a step does in ``unit.py`` and ``root.py``. Options of later
+versions are refused here by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from shardwright._torch import DataParallelMeshDims, local_of, sharded_or_replicated_by_torch
+from shardwright.comm import Communicator
+from shardwright.engine.base.offload import offload_of
+from shardwright.engine.base.precision import as_precision
+from shardwright.engine.base.settings import ModelOptions, Settings
+from shardwright.engine.build.build import Given
+from shardwright.engine.build.find import (
+    UNIT,
+    Found,
+    ShardPlacementFn,
+    find_parameters,
+    is_cut,
+    meshes_asked,
+    own_modules,
+    parameters_of,
+)
+from shardwright.engine.build.states import check_states, states_of, sync_states
+from shardwright.engine.front.composable import state_of
+from shardwright.engine.front.copies import convert_buffer
+from shardwright.engine.front.module import FSDPModule, install
+from shardwright.engine.front.selected import hook_backward
+from shardwright.engine.front.undo import Undo
+from shardwright.engine.model.optimizer_hook import hook_optimizers
+from shardwright.engine.model.pools import check_memory
+from shardwright.engine.tensors.extension import is_extended
+from shardwright.engine.tensors.parameter import has_no_values, refuse_while_deferring
+from shardwright.engine.tensors.ranks import Ranks
+from shardwright.engine.tensors.tensor_parallel import data_parallel
+from shardwright.engine.unit.owning import take_over
+from shardwright.engine.unit.unit import Unit
+from shardwright.layout import Ragged, Strategy, resolve
+from shardwright.memory import Allocator
+
+_M = TypeVar("_M", bound="nn.Module | list[nn.Module]")
+
+
+def fully_shard(
+    module: _M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    strategy: str | Strategy | None = None,
+    layout: str | Ragged = "per_parameter",
+    memory: str | Allocator = "dynamic",
+    prefetch: int | str = 1,
+    strict: bool = False,
+    sync_module_states: bool = False,
+    check_module_states: bool = False,
+) -> _M:
+    """Shard the parameters of ``module`` over a device mesh, in place: ZeRO-3, also called FSDP, unless told otherwise.
+
+    The parameters below ``module`` that no earlier call owns become one *unit*: gathered together before the
+    module's forward, released after it, gathered again for backward, their gradients reduced together. Call it
+    bottom-up, on each block and at last on the whole model. Between steps every parameter is a ``DTensor``; build
+    the optimizer after sharding.
+
+    Nothing is communicated here unless one of the last two arguments asks for it, and no process group is made unless
+    ``reshard_after_forward`` is a number: each rank cuts its part out of its own copy, so the copies must be equal
+    (build the model with the same seed on every rank, or give ``sync_module_states``).
+
+    Args:
+        module: a module, or a list of modules that form one unit (say the final norm and the output layer).
+        mesh: ``DeviceMesh`` of one dimension, or of two: replicas outside, shards inside (HSDP). Default: all ranks,
+            on the accelerator if there is one, else on the CPU. Parameters that are DTensors on other axes of the mesh
+            that this one is a part of (tensor, sequence and expert parallelism) are cut within these.
+        reshard_after_forward: True: release the full parameters after forward and gather them again for backward.
+            False: keep them. None: True, but False for the root. An integer k, which divides the number of ranks over
+            which parameters are gathered: keep one k-th, so that backward gathers among k neighbouring ranks only, say
+            those of one host.
+        shard_placement_fn: ``Shard(dim)`` for a parameter, or None for ``Shard(0)``. Any dimension, even or not. Or a
+            :class:`ShardPlacementResult`, for a parameter that is sharded over another mesh than the others. torch's
+            own with a ``mesh_info`` that has ``dp_mesh_dims`` says which dimensions of that mesh are data-parallel.
+        mp_policy: dtypes of computation, reduction and outputs; a :class:`PrecisionPolicy` chooses more. Default: none
+            is changed.
+        offload_policy: ``CPUOffloadPolicy(pin_memory=True)``, or :class:`Offload`, which chooses what lies in the CPU's
+            memory between uses: parameters and gradients, optimizer state. On a CPU mesh that changes nothing.
+        ignored_params: parameters that are left as they are, everywhere.
+        ignored_modules: modules of which all parameters and buffers are left as they are, those of modules below them
+            too: not cut, moved, cast, compared or broadcast. Give them to every call whose module they lie in.
+        strategy: what is sharded over each axis of the mesh: a :class:`Strategy`, or "ddp", "zero1", "zero2", "zero3",
+            "hsdp", "hfsdp". Default: "zero3" on one axis, "hsdp" on two.
+        layout: "per_parameter" (each along its own dimension, as FSDP2 does), or "ragged", :class:`Ragged`: parameters
+            share segments that are cut between rows, blocks of rows or elements, with hardly any padding.
+        memory: on the root: "dynamic", torch's allocator for every lease; "double_buffer" or "max_pool", slots for the
+            units that are being used and prefetched, of one size or of several; "arena", one block for all that the
+            engine leases, planned from the first step; or an :class:`Allocator`. docs/memory.md tells them apart.
+        prefetch: on the root: how many units are gathered ahead, or how many bytes, such as "512 MiB".
+        strict: on the root: raise where a step leases memory outside the plan, instead of telling it once.
+        sync_module_states: broadcast the parameters and buffers that this call takes over from the first rank of the
+            mesh, before they are cut. For models built for real on every rank; give it to every call of a model.
+        check_module_states: compare them over the ranks by hash, and raise on every rank, naming what differs and
+            where; of deferred ones the generators' states that they are drawn from. Give it to every call, too.
+        dp_mesh_dims: a :class:`DataParallelMeshDims` that names the dimensions of ``mesh`` to shard over and to
+            replicate over; several names become one. Every parameter must then be a DTensor on ``mesh``, replicated on
+            these, and remains one on ``mesh`` for its module, unless ``shard_placement_fn`` gives it another mesh.
+            Default: ``mesh`` has no others.
+
+    Returns:
+        The same module (or list), whose class is now a subclass ``FSDP<Class>`` of it and of :class:`FSDPModule`.
+
+    Raises:
+        ValueError: an argument, module or parameter that cannot be sharded, named. Then nothing has changed.
+        NotImplementedError: an option that this version does not honour yet, named.
+
+    The parameters are the same as of ``torch.distributed.fsdp.fully_shard`` in torch 2.13. As there,
+    ``fully_shard.state(module)`` is what torch's own code looks at.
+    """
+    refuse_while_deferring("fully_shard")
+    check_memory(memory, prefetch, strict)
+    for name, value, expected in (
+        ("mp_policy", mp_policy, MixedPrecisionPolicy),
+        ("offload_policy", offload_policy, OffloadPolicy),
+    ):
+        if not isinstance(value, expected):
+            raise ValueError(
+                f"{name} must be a torch.distributed.fsdp.{expected.__name__}, got {value!r} "
+                f"({type(value).__name__})"
+            )
+    modules = _check_modules(module)
+    mesh = mesh if mesh is not None else _default_mesh()
+    ranks = _ranks(mesh, dp_mesh_dims, strategy)
+    offload = offload_of(offload_policy)
+    left_out = _check_ignored(modules, ignored_modules)
+    _refuse_torchs(modules, left_out)
+    ignored = ignored_params or set()
+    untouched = [*ignored, *parameters_of(left_out)]
+    _refuse_scripted(modules, untouched)
+    each = [ranks, *_ranks_of_some(meshes_asked(modules, untouched, shard_placement_fn), strategy, ranks)]
+    founds = [
+        find_parameters(modules, untouched, r, shard_placement_fn, companion=r is not ranks) for r in each
+    ]
+    for r, found in zip(each, founds, strict=True):
+        if r.spmd is not None:
+            _refuse_cut(found)
+    units = [
+        Unit(
+            modules,
+            ranks=r,
+            settings=Settings(_reshard_after_forward(reshard_after_forward, strategy, r, found)),
+            given=Given(as_precision(mp_policy), mp_policy, shard_placement_fn, _layout(layout, r), offload),
+            ignored=ignored,
+            ignored_modules=left_out,
+        )
+        for r, found in zip(each, founds, strict=True)
+    ]
+    unit = units[0]
+    unit.options = ModelOptions(memory, prefetch, strict)
+    for u, found in zip(units, founds, strict=True):
+        u.values.synced, u.values.checked = sync_module_states, check_module_states
+        _same_start(u, modules, found)
+    undo = Undo(modules, founds)
+    try:
+        take_over(units, founds)
+        _move_buffers(modules, left_out, ranks.device)
+        hook_optimizers()
+        hook_backward()
+        install(unit, modules)
+    except BaseException:
+        undo()
+        raise
+    return module
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _reshard_after_forward(
+    value: bool | int | None, strategy: str | Strategy | None, ranks: Ranks, found: Found
+) -> bool | int | None:
+    """True, False, None, or among how many ranks parameters are kept after forward: not 1 and not all."""
+    if value is None or value is False:
+        return value
+    if not isinstance(value, int):
+        raise ValueError(
+            f"reshard_after_forward must be True, False, None or a number of ranks, got {value!r}"
+        )
+    if ranks.replicates_parameters:
+        raise ValueError(
+            f"reshard_after_forward={value} releases full parameters, and strategy {strategy or ranks.strategy!r} "
+            "replicates them until the optimizer's step. Leave it at None, or shard the parameters."
+        )
+    if value is True:
+        return True
+    size = ranks.comm.world_size
+    if value < 1 or size % value:
+        raise ValueError(
+            f"reshard_after_forward={value} must divide the {size} ranks over which parameters are gathered"
+        )
+    if 1 < value < size:
+        for name, parameter, *_ in found.owned:
+            if is_extended(local_of(parameter) if isinstance(parameter, DTensor) else parameter):
+                raise NotImplementedError(
+                    f"parameter {name!r} ({type(parameter).__name__}) has fsdp_pre_all_gather, so it is gathered over "
+                    f"all ranks; pass True or False, not reshard_after_forward={value}"
+                )
+        return value
+    return value > 1  # of one rank everything is kept; of all nothing more than the shard
+
+
+def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    if not modules:
+        raise ValueError("fully_shard needs at least one module, got an empty list")
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise ValueError(f"fully_shard expects nn.Module, got {type(each).__name__}")
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
+            raise ValueError(
+                f"fully_shard needs modules that are called; {type(each).__name__} has no forward. Shard its "
+                "children, each on its own, or pass them as a list."
+            )
+        if isinstance(each, torch.jit.ScriptModule):
+            raise ValueError(
+                f"fully_shard got a ScriptModule ({type(each).__name__}), whose parameters TorchScript holds and "
+                "nobody can exchange. Shard the Python module that it was made of."
+            )
+        if _is_lazy(type(each).forward):
+            raise ValueError(
+                f"The forward of {type(each).__name__} is a generator or coroutine: it runs after the call has "
+                "returned, when the weights are released. Let forward return its results, or shard the modules that "
+                "it calls."
+            )
+        if isinstance(each, FSDPModule):
+            raise ValueError(f"fully_shard was already applied to this {type(each).__name__}; apply it once")
+    below = {id(child): each for each in modules for child in each.modules() if child is not each}
+    for each in modules:
+        if id(each) in below:
+            raise ValueError(
+                f"fully_shard got a {type(each).__name__} that lies inside the {type(below[id(each)]).__name__} of "
+                "the same list; pass only the outer one"
+            )
+    return modules
+
+
+def _is_lazy(forward: Any) -> bool:
+    kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    return any(is_kind(forward) for is_kind in kinds)
+
+
+def _refuse_scripted(modules: list[nn.Module], untouched: Iterable[nn.Parameter]) -> None:
+    """Raise if a ScriptModule inside holds parameters: they could not be exchanged for gathered ones."""
+    known = {id(p) for p in untouched}
+    for top in modules:
+        for name, module in top.named_modules():
+            if isinstance(module, torch.jit.ScriptModule) and any(
+                id(p) not in known for p in module.parameters()
+            ):
+                raise ValueError(
+                    f"Module {name!r} of {type(top).__name__} is a ScriptModule with parameters, which TorchScript "
+                    "holds and nobody can exchange. Use the Python module that it was made of (torch.compile makes it "
+                    "as fast), or pass it in ignored_modules and average its gradients yourself."
+                )
+
+
+def _check_ignored(modules: list[nn.Module], ignored: Iterable[nn.Module] | None) -> list[nn.Module]:
+    if isinstance(ignored, nn.Module):  # which may be iterable itself
+        raise ValueError(
+            f"ignored_modules expects a collection of modules, got a {type(ignored).__name__}; put it in a set"
+        )
+    found = list(ignored) if ignored is not None else []
+    for each in found:
+        if not isinstance(each, nn.Module):
+            raise ValueError(f"ignored_modules expects modules, got {type(each).__name__}")
+    inside = {id(m) for top in found for m in top.modules()}
+    for each in modules:
+        if id(each) in inside:
+            raise ValueError(
+                f"fully_shard was given a {type(each).__name__} that is among its ignored_modules"
+            )
+    return found
+
+
+def _refuse_torchs(modules: list[nn.Module], ignored: list[nn.Module]) -> None:
+    """Raise if torch shards or replicates a module inside."""
+    left_out = {id(m) for top in ignored for m in top.modules()}
+    for top in modules:
+        for name, module in top.named_modules():
+            by = sharded_or_replicated_by_torch(module) if id(module) not in left_out else None
+            if by is not None and not isinstance(module, FSDPModule):
+                raise ValueError(
+                    f"fully_shard of a {type(top).__name__} found {name or 'itself'!r} ({type(module).__name__}), "
+                    f"which torch's {by} was applied to: its parameters belong to another engine. Apply shardwright's "
+                    "fully_shard to it instead, or pass it in ignored_modules."
+                )
+
+
+def _default_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"fully_shard expects a mesh of one dimension, or of two with replicas outside, got {mesh.ndim} dimensions "
+            f"of shape {tuple(mesh.shape)}. Pass the data-parallel part of it, such as mesh['replicate', 'shard']."
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}")
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+_communicators: weakref.WeakValueDictionary[tuple[str, torch.device], Communicator] = (
+    weakref.WeakValueDictionary()
+)
+
+
+def _ranks(mesh: DeviceMesh, dims: Any, strategy: str | Strategy | None) -> Ranks:
+    """Those of a mesh, or of the dimensions of it that ``dims`` names, where that is given."""
+    spmd = None
+    if dims is not None:
+        if not isinstance(dims, DataParallelMeshDims):
+            raise ValueError(f"dp_mesh_dims must be a DataParallelMeshDims, got {dims!r}")
+        if not isinstance(mesh, DeviceMesh):
+            raise ValueError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+        mesh, spmd = data_parallel(mesh, dims)
+        if strategy is None and dims.shard is None:
+            strategy = "ddp"
+    _check_mesh(mesh)
+    device = _device_of(mesh)
+    return Ranks(
+        mesh,
+        resolve(strategy, mesh.ndim),
+        lambda axis: _communicator(mesh.get_group(axis) if axis is not None else None, device),
+        spmd,
+    )
+
+
+def _refuse_cut(found: Found) -> None:
+    for name, parameter, _, parallel in found.owned:
+        if isinstance(parameter, DTensor) and is_cut(parameter, parallel):
+            raise ValueError(
+                f"parameter {name!r} of shape {tuple(parameter.shape)}, a DTensor placed {parameter.placements} on "
+                f"{parameter.device_mesh}, is cut over dimensions that dp_mesh_dims names: expected Replicate() there"
+            )
+
+
+def _ranks_of_some(infos: list[Any], strategy: str | Strategy | None, whole: Ranks) -> list[Ranks]:
+    """Those of parameters for which shard_placement_fn has given other meshes than all have, each mesh once."""
+    known = {whole.mesh: whole}
+    for info in infos:
+        dims = getattr(info, "dp_mesh_dims", None)  # torch's mesh_info of a whole mesh has these
+        if dims is None and info.mesh == whole.mesh:
+            continue
+        _check_mesh(info.mesh)
+        if info.mesh.ndim != whole.mesh.ndim and strategy is not None:
+            raise ValueError(
+                f"strategy {strategy!r} is for the {whole.mesh.ndim} dimensions of {whole.mesh}; shard_placement_fn "
+                f"gives a parameter {info.mesh}. Leave strategy at None, or shard the module that has it by a call of "
+                "its own."
+            )
+        ranks = _ranks(info.mesh if dims is None else info.spmd_mesh, dims, strategy)
+        first = known.setdefault(ranks.mesh, ranks)
+        if first.spmd != ranks.spmd:
+            raise ValueError(
+                f"shard_placement_fn gives one parameter the data-parallel mesh {ranks.mesh} of {_whole(ranks)}, and "
+                f"another one, or fully_shard itself, has it of {_whole(first)}. Expected the same for all parameters "
+                "of a call: shard the modules that differ by calls of their own."
+            )
+    return [ranks for ranks in known.values() if ranks is not whole]
+
+
+def _whole(ranks: Ranks) -> str:
+    return "no other, without dp_mesh_dims" if ranks.spmd is None else str(ranks.spmd.mesh)
+
+
+def _layout(layout: str | Ragged, ranks: Ranks) -> Ragged | None:
+    if layout == "per_parameter":
+        return None
+    if layout == "ragged":
+        layout = Ragged("row")
+    if not isinstance(layout, Ragged):
+        raise ValueError(f'layout must be "per_parameter", "ragged" or a Ragged, got {layout!r}')
+    return layout
+
+
+def _communicator(group: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+    """One per group and device; units keep it alive."""
+    key = (group.group_name if group is not None else "", device)
+    comm = _communicators.get(key)
+    if (
+        comm is None or comm.group is not group
+    ):  # a group made after destroy_process_group may have the old name
+        comm = _communicators[key] = Communicator(group, device)
+    return comm
+
+
+def _same_start(unit: Unit, modules: list[nn.Module], found: Found) -> None:
+    """Broadcast what the unit is about to take over, or compare it over the ranks, where that was asked for."""
+    for name, asked in (("synced", unit.values.synced), ("checked", unit.values.checked)):
+        for module in (m for top in modules for m in top.modules()) if asked else ():
+            inner: Unit | None = module.__dict__.get(UNIT)
+            if inner is not None and inner.parameters and not getattr(inner, name):
+                option = {"synced": "sync_module_states", "checked": "check_module_states"}[name]
+                raise ValueError(
+                    f"{option} holds for what a call takes over, and {inner.name!r} inside was cut without it: each "
+                    f"rank has its part of its own copy. Give {option}=True to every fully_shard of the model."
+                )
+    if unit.values.synced or unit.values.checked:
+        states = states_of(modules, found, unit.watch.ignored_modules())
+        if unit.values.synced:
+            sync_states(unit.mesh, unit.ranks.device, states, unit.name)
+        if unit.values.checked:
+            check_states(unit.mesh, states, unit.name)
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+def _move_buffers(modules: list[nn.Module], ignored: list[nn.Module], device: torch.device) -> None:
+    stays = {id(b) for top in ignored for b in top.buffers()}
+    for top in modules:
+        for _, module in own_modules(top):
+            for name, buffer in module._buffers.items():
+                if buffer is None or id(buffer) in stays:
+                    continue
+                if not has_no_values(buffer) and buffer.device != device:
+                    module._buffers[name] = convert_buffer(buffer, lambda b: b.to(device))

@@ -1,0 +1,269 @@
+"""A sharded module as torch's own code looks at it.
+
+Pipeline schedules, ``replicate``, ``register_fsdp_forward_method`` and ``share_comm_ctx`` of torch know a sharded
+module by its class and by the state that ``torch.distributed.fsdp.fully_shard.state(module)`` returns. Here is that
+state. It has the parts that those callers read and call; every part passes on to the module's unit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, ClassVar, NoReturn, cast
+
+import torch
+from torch import nn
+
+from shardwright._torch import mark_fully_sharded, mark_managed, sharded_state_of
+from shardwright.engine.build.find import own_modules
+from shardwright.engine.model.calls import Calls, depth_of
+from shardwright.engine.model.root import Root, attach, root_of
+from shardwright.engine.tensors.parameter import ManagedParameter
+from shardwright.engine.unit.unit import Unit
+from shardwright.engine.unit.uses import reduce
+
+
+def introduce(unit: Unit, modules: list[nn.Module]) -> None:
+    """Let torch and transformers find that the modules are sharded."""
+    state = ModuleState(unit)
+    for module in modules:
+        mark_fully_sharded(module, state)
+        for _, child in own_modules(module):
+            mark_managed(child)
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    """The state of a module that ``fully_shard`` was applied to; None of any other. torch calls it so."""
+    state = sharded_state_of(module)
+    return state if isinstance(state, ModuleState) else None
+
+
+class _Part:
+    """What it lacks of torch's class can be neither read nor set: that would have no effect here."""
+
+    __slots__ = ()
+    torch_class: ClassVar[str]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise self._missing(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            object.__setattr__(self, name, value)
+        except AttributeError:
+            raise self._missing(name) from None
+
+    def _missing(self, name: str) -> AttributeError:
+        return AttributeError(
+            f"{name!r} of torch's {self.torch_class} is not here: shardwright's own engine sharded this module, and "
+            "has no such part. Use the methods of the sharded module."
+        )
+
+
+class ModuleState(_Part):
+    """What ``fully_shard.state(module)`` returns."""
+
+    __slots__ = ("__weakref__", "calls", "unit")
+    torch_class = "FSDPState"
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        #: Of torch's forward methods, under way: what notices their end, and how many calls were under way before.
+        self.calls: list[tuple[weakref.finalize[Any, Any], int]] = []
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """The copy of a module gets a state of its own when it is sharded."""
+
+    @property
+    def _modules(self) -> tuple[nn.Module, ...]:
+        return tuple(self.unit.watch.modules())
+
+    @property
+    def _is_root(self) -> bool | None:
+        root = root_of(self.unit)
+        return None if root is None else root.top is self.unit
+
+    @property
+    def _device(self) -> torch.device:
+        return self.unit.ranks.device
+
+    @property
+    def _mp_policy(self) -> Any:
+        return self.unit.given.users_policy
+
+    @property
+    def _fsdp_param_groups(self) -> list[ParamGroup]:
+        unit = self.unit
+        return [ParamGroup(each) for each in (unit, *unit.companions) if each.parameters]
+
+    @property
+    def _fsdp_param_group(self) -> ParamGroup | None:
+        groups = self._fsdp_param_groups
+        if len(groups) > 1:
+            raise AssertionError(
+                f"Unit {self.unit.name!r} has parameters on {len(groups)} meshes, so it has as many groups: read "
+                "_fsdp_param_groups."
+            )
+        return groups[0] if groups else None
+
+    @property
+    def _state_ctx(self) -> StateContext:
+        return StateContext(self.unit)
+
+    @property
+    def _comm_ctx(self) -> Any:
+        """Shared by all models over the same ranks, whatever it is set to."""
+        return self.unit.comm
+
+    @_comm_ctx.setter
+    def _comm_ctx(self, value: Any) -> None:
+        pass
+
+    def _lazy_init(self) -> None:
+        unit = self.unit
+        if unit.root is None:
+            attach(unit.watch.modules()[0])
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        unit = self.unit
+        depth = depth_of(unit)
+        args, kwargs = Calls(unit).before_forward(module, args, kwargs)
+        # torch's caller says nothing of an exception. It keeps these arguments, which go when the call ends.
+        kwargs = _Keywords(kwargs)
+        root = cast(Root, root_of(unit))
+        left = weakref.finalize(kwargs, _leave, unit, root.visits.frames[-1], depth)
+        left.atexit = False
+        self.calls.append((left, depth))
+        return args, kwargs
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        unit = self.unit
+        left, depth = self.calls.pop()
+        left.detach()
+        try:
+            return Calls(unit).after_forward(module, args, output)
+        except BaseException:
+            Calls(unit).forward_failed(depth)
+            raise
+
+    def _root_post_backward_final_callback(self) -> None:
+        """All groups' :meth:`ParamGroup.post_backward` were called: wait for the reductions."""
+        root = root_of(self.unit)
+        if root is not None:
+            root.finish_held()
+
+
+class _Keywords(dict[str, Any]):
+    """Arguments that can be referred to weakly."""
+
+
+def _leave(unit: Unit, frame: Any, depth: int) -> None:
+    """A call that torch's forward method had begun was ended by an exception."""
+    root = root_of(unit)
+    if root is not None and frame in root.visits.frames[depth : depth + 1]:
+        Calls(unit).forward_failed(depth)
+
+
+class StateContext(_Part):
+    """What the states of one model share."""
+
+    __slots__ = ("unit",)
+    torch_class = "FSDPStateContext"
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    @property
+    def all_states(self) -> list[ModuleState]:
+        """Of the whole model, the outermost first. Empty before the model's first forward."""
+        root = root_of(self.unit)
+        tops = [unit.watch.modules()[:1] for unit in root.units() if unit.main is None] if root else []
+        return [state for module in tops for m in module if (state := state_of(m)) is not None]
+
+    @property
+    def is_last_backward(self) -> bool:
+        root = self.unit.root
+        return root is None or root.is_last_backward
+
+    @is_last_backward.setter
+    def is_last_backward(self, value: bool) -> None:
+        cast(Any, self.unit.watch.modules()[0]).set_is_last_backward(value)
+
+
+class ParamGroup(_Part):
+    """The parameters of a unit."""
+
+    __slots__ = ("unit",)
+    torch_class = "FSDPParamGroup"
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return tuple(self.unit.watch.modules())
+
+    @property
+    def device(self) -> torch.device:
+        return self.unit.ranks.device
+
+    @property
+    def fsdp_params(self) -> list[Param]:
+        return [Param(p) for p in self.unit.parameters]
+
+    @property
+    def comm_ctx(self) -> Any:
+        """Shared by all models over the same ranks, whatever it is set to."""
+        return self.unit.comm
+
+    @comm_ctx.setter
+    def comm_ctx(self, value: Any) -> None:
+        pass
+
+    @property
+    def _module_fqn(self) -> str:
+        return self.unit.name
+
+    @property
+    def is_unsharded(self) -> bool:
+        return self.unit.weights.forms.full_shown
+
+    @property
+    def is_sharded(self) -> bool:
+        return not self.unit.weights.forms.full_shown
+
+    def reshard(self) -> None:
+        self.unit.release()
+
+    def post_backward(self, *_: Any) -> None:
+        """All backwards of a step are through: release the weights, and reduce what they have left."""
+        unit = self.unit
+        if unit.root is None or unit.activity.busy:
+            return
+        if unit.settings.reshard_after_backward and not unit.ranks.keeps_full:
+            unit.release()
+        waits = unit.gradients.has_gradients()
+        if unit.settings.sync and (waits or unit.gradients.held):
+            reduce(unit, needed=not waits)
+
+
+class Param(_Part):
+    """One parameter."""
+
+    __slots__ = ("parameter",)
+    torch_class = "FSDPParam"
+
+    def __init__(self, parameter: ManagedParameter) -> None:
+        self.parameter = parameter
+
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        return self.parameter.sharded
+
+    @property
+    def unsharded_param(self) -> torch.Tensor:
+        """Its values are there while the module is unsharded."""
+        return self.parameter.full
+
+    @property
+    def _param_fqn(self) -> str:
+        return self.parameter.name

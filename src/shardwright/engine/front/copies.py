@@ -1,0 +1,216 @@
+"""``deepcopy`` of sharded models, and conversions such as ``.to(dtype)`` of them.
+
+Both make units' memory anew through ``construct.py``. A copy shares nothing with its original and has, as copies of
+plain models, no gradients; the settings of its units are carried over. Its gradient hook is a copy, with the state of
+the original's; codecs and the user's own collectives serve both.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwright._torch import local_of, unmark_fully_sharded
+from shardwright.comm import GradientHook
+from shardwright.engine.build.find import UNIT, ShardPlacementFn, ShardPlacementResult, find_parameters
+from shardwright.engine.gradients.stepping import forget_stepped
+from shardwright.engine.tensors.extension import is_attached
+from shardwright.engine.tensors.parameter import ManagedParameter, become
+from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.unset import carry_mark, mark_of
+from shardwright.engine.unit.owning import remake, settle, take_over
+from shardwright.engine.unit.unit import Unit
+
+Install = Callable[[Unit, list[nn.Module]], None]
+
+_UNITS = "shardwright units"  #: in a deepcopy's memo: the units whose modules are being copied
+
+
+def deepcopy_module(module: nn.Module, memo: dict[Any, Any], original: type, install: Install) -> nn.Module:
+    """A deep copy of a sharded ``module``, sharded as it is; ``original`` is its class without ours."""
+    module.__dict__[UNIT].refuse_unsharded("deepcopy of")
+    outermost = _UNITS not in memo
+    units: dict[int, Unit] = memo.setdefault(_UNITS, {})
+    unit: Unit = module.__dict__[UNIT]
+    settle(unit)
+    in_use = unit.weights.forms.full_shown
+    unit.weights.show_sharded()
+    units[id(unit)] = unit
+    result: nn.Module = object.__new__(original)
+    memo[id(module)] = result
+    state = {key: _without(unit, value) for key, value in module.__dict__.items() if key != UNIT}
+    result.__dict__.update(copy.deepcopy(state, memo))
+    unmark_fully_sharded(result)
+    if in_use:
+        unit.weights.show_full()
+    if outermost:
+        # Inner units first, as fully_shard was called; a list unit waits until the last of its modules is there.
+        del memo[_UNITS]
+        for old in sorted(units.values(), key=lambda u: u.serial):
+            modules = [memo.get(id(m)) for m in old.watch.modules()]
+            if all(m is not None for m in modules):
+                _copy_unit(old, [m for m in modules if m is not None], memo, install)
+            else:
+                memo.setdefault(_UNITS, {})[id(old)] = old
+        if not memo.get(_UNITS, True):
+            del memo[_UNITS]
+    return result
+
+
+def _without(unit: Unit, value: Any) -> Any:
+    """A module's attribute, without this unit's hooks if it is a table of hooks."""
+    if not isinstance(value, OrderedDict):
+        return value
+    return OrderedDict(
+        (k, v) for k, v in value.items() if getattr(getattr(v, "__self__", None), "unit", None) is not unit
+    )
+
+
+def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], install: Install) -> None:
+    olds = [old, *old.companions]
+    news = [_like(each, modules, memo) for each in olds]
+    for each in olds:
+        if each.without_values():
+            raise RuntimeError(
+                f"Unit {each.name!r} was sharded deferred or on the meta device and holds no values yet that could be "
+                "copied. Call shardwright.materialize first."
+            )
+        for p in each.parameters:
+            if is_attached(p.local):
+                raise RuntimeError(
+                    f"Parameter {p.name!r} of unit {each.name!r} cannot be copied: fsdp_pre_all_gather was attached to "
+                    "its local tensor, and belongs to that object. Define it on a class before fully_shard."
+                )
+    founds = [
+        find_parameters(
+            modules,
+            new.watch.ignored(),
+            new.ranks,
+            _mesh_of_copies(olds, memo),
+            companion=new is not news[0],
+        )
+        for new in news
+    ]
+    take_over(news, founds)
+    install(news[0], modules)
+
+
+def _mesh_of_copies(olds: list[Unit], memo: dict[Any, Any]) -> ShardPlacementFn:
+    """What gives each copied parameter the mesh that its original is on."""
+    meshes = {id(memo.get(id(p.sharded))): unit.mesh for unit in olds for p in unit.parameters}
+    return lambda p: ShardPlacementResult(None, mesh) if (mesh := meshes.get(id(p))) is not None else None
+
+
+def _like(old: Unit, modules: list[nn.Module], memo: dict[Any, Any]) -> Unit:
+    """A unit with the settings of ``old``, that owns nothing yet."""
+    settings = old.settings
+    transport = settings.transport
+    if transport.hook is not None:
+        transport = replace(transport, hook=_copy_hook(old, memo))
+    all_reduce_hook = copy.deepcopy(settings.all_reduce_hook, memo)
+    new = Unit(
+        modules,
+        ranks=old.ranks,
+        given=old.given,
+        settings=replace(settings, transport=transport, all_reduce_hook=all_reduce_hook),
+        ignored=[memo.get(id(p), p) for p in old.watch.ignored()],
+        ignored_modules=[memo.get(id(m), m) for m in old.watch.ignored_modules()],
+    )
+    new.options, new.values.synced, new.values.checked = old.options, old.values.synced, old.values.checked
+    memo[id(old)] = new
+    for name in ("forward_prefetch", "backward_prefetch"):
+        units = [memo.get(id(u), u) for ref in getattr(settings, name) if (u := ref()) is not None]
+        new.change(**{name: tuple(map(weakref.ref, units))})
+    return new
+
+
+def _copy_hook(old: Unit, memo: dict[Any, Any]) -> GradientHook | None:
+    """One for all units of the copy, which goes on from the state of the original's."""
+    hook = old.settings.transport.hook
+    try:
+        return copy.deepcopy(hook, memo)
+    except Exception as error:
+        raise RuntimeError(
+            f"Unit {old.name!r} cannot be copied, since its gradient hook {type(hook).__name__} cannot: "
+            f"{error}. Give its class a __deepcopy__, or call set_gradient_comm_hook(None) for the copy."
+        ) from error
+
+
+# -- conversions -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def convert(
+    module: nn.Module, units: list[Unit], fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool
+) -> None:
+    """``nn.Module._apply``: ``fn`` on the local part of every sharded parameter below, and on everything else."""
+    modules = list(module.modules()) if recurse else [module]
+    ids = {id(m) for m in modules}
+    managed: set[int] = set()
+    for unit in units:
+        unit.refuse_unsharded("Conversion of")
+    for unit in units:
+        settle(unit)
+        unit.release()
+        here = [p for p in unit.parameters if any(id(slot.module()) in ids for slot in p.slots)]
+        managed.update(id(p.sharded) for p in here)
+        changed = [_convert_parameter(p, unit, fn) for p in here]
+        if any(changed):
+            remake(unit)
+    for each in modules:
+        for parameter in each._parameters.values():
+            if parameter is not None and id(parameter) not in managed:
+                parameter.data = fn(parameter.data)
+                if parameter.grad is not None:
+                    parameter.grad.data = fn(parameter.grad.data)
+        for name, buffer in each._buffers.items():
+            if buffer is not None:
+                each._buffers[name] = convert_buffer(buffer, fn)
+
+
+def convert_buffer(buffer: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What ``fn`` makes of a buffer: one that requires a gradient goes on doing so, and stays a leaf if it was one."""
+    with torch.set_grad_enabled(not buffer.is_leaf):
+        new = fn(buffer)
+    differentiable = new.is_floating_point() or new.is_complex()
+    return new.requires_grad_() if buffer.requires_grad and differentiable and new.is_leaf else new
+
+
+def _convert_parameter(p: ManagedParameter, unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Returns whether the unit's memory has to be made anew, since the dtype is another."""
+    new = fn(p.local)
+    if new is p.local:
+        return False
+    if new.device != p.local.device:
+        raise ValueError(
+            f"Parameter {p.name!r} is sharded over a mesh on {p.local.device.type!r} and cannot move to {new.device}. "
+            "Shard the model over a mesh of that device, or save its state dict and load it there."
+        )
+    forget_stepped([p.sharded])
+    if new.dtype != p.local.dtype and is_attached(p.local):
+        raise ValueError(
+            f"Parameter {p.name!r} cannot become {new.dtype}: fsdp_pre_all_gather was attached to its local tensor, "
+            "and the conversion would make another one. Convert the model first."
+        )
+    gradient = p.sharded.grad
+    new_gradient = None
+    if gradient is not None:
+        new_gradient = fn(local_of(gradient) if isinstance(gradient, (DTensor, RaggedTensor)) else gradient)
+        p.sharded.grad = None
+    if new.dtype == p.local.dtype:
+        if mark_of(p.local) is None:  # else ``to_empty`` would seem to give it values
+            p.local.copy_(new)
+    else:
+        become(p.sharded, p.cut.wrap(new))
+        carry_mark(p.local, local_of(p.sharded))
+    if new_gradient is not None:
+        p.sharded.grad = p.cut.wrap(new_gradient)
+    return new.dtype != p.local.dtype

@@ -1,0 +1,203 @@
+"""A training step in one CUDA graph: the engine's work on the host is done once, and replayed by the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.engine.build.find import UNIT
+from shardwright.engine.model.root import Root, attach
+from shardwright.engine.unit.owning import settle
+from shardwright.engine.unit.unit import Unit
+from shardwright.engine.unit.uses import follow_requires_grad
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A graph, and everything that it reads or writes and that must not move.
+
+    Attributes:
+        replay: runs it on the current stream.
+        inputs: where it reads its inputs.
+        result: what the function returned, over memory that every replay writes.
+        gradients: each parameter's ``.grad``, written likewise.
+        flag: whether the ranks diverged in a replay.
+        state: the engine's, for which the graph is right.
+        memory: the allocator, whose block it uses.
+    """
+
+    replay: Callable[[], None]
+    inputs: tuple[torch.Tensor, ...]
+    result: Any
+    gradients: list[tuple[nn.Parameter, torch.Tensor]]
+    flag: torch.Tensor | None
+    state: object
+    memory: object
+
+
+class GraphedStep:
+    """Forward and backward of a sharded model, captured in a CUDA graph once and replayed afterwards.
+
+    ::
+
+        step = sw.GraphedStep(model, forward_and_backward)
+        for batch in batches:
+            loss = step(batch)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    The first calls run ``function`` as it is; then it is captured with its gathers and reductions, and every later call
+    copies its inputs to where the graph reads them and launches it. The numbers are those of the function itself. A
+    graph repeats what the device did and no Python: the function may not depend on values of tensors (``item``, shapes
+    that depend on data), and what it does on the host happens during the first calls only. Gradients are accumulated
+    inside the function or not at all: the call sets every ``.grad`` anew.
+
+    A graph belongs to the parameters and settings for which it was captured. Where these have changed
+    (``requires_grad``, ``train()`` and ``eval()``, a factor of the gradients, other memory), the step is captured anew.
+
+    Args:
+        model: the root module that ``fully_shard`` was applied to, on a CUDA device.
+        function: calls the model on its arguments, calls ``backward``, returns tensors or nested containers of them.
+        warmup: number of first calls that run the function, at least 2; planned memory is planned after the first that
+            an optimizer's step completes.
+
+    Raises:
+        ValueError: the model is not sharded; ``warmup`` is not an integer of at least 2.
+        NotImplementedError: the model is not on a CUDA device.
+    """
+
+    def __init__(self, model: nn.Module, function: Callable[..., Any], *, warmup: int = 3) -> None:
+        unit = getattr(model, UNIT, None)
+        if not isinstance(unit, Unit):
+            raise ValueError(
+                f"GraphedStep needs a model that was sharded, got a plain {type(model).__name__}"
+            )
+        if type(warmup) is not int or warmup < 2:
+            raise ValueError(f"warmup must be an integer of at least 2, got {warmup!r}")
+        self._streams = unit.comm.streams
+        if not self._streams.captures:
+            raise NotImplementedError(
+                f"CUDA graphs need a model on a CUDA device; this {unit.name} is on {unit.comm.device}. "
+                "Call the function itself."
+            )
+        self._model = model
+        self._function = function
+        self._warmup = self._left = warmup
+        self._captured: _Captured | None = None
+
+    @property
+    def captured(self) -> bool:
+        """Whether the next call replays a graph, if nothing has changed."""
+        return self._captured is not None
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:
+        """Run the step on tensors of the same shapes and dtypes each time.
+
+        Returns:
+            What the function returned. Once captured, the tensors are the same ones after every call: the next call
+            overwrites them.
+
+        Raises:
+            ValueError: an input is no tensor, or is not like that of the capture; gradients of an earlier step are
+                still there.
+            RuntimeError: the function cannot be captured.
+        """
+        for i, given in enumerate(inputs):
+            if not isinstance(given, torch.Tensor):
+                raise ValueError(f"GraphedStep takes tensors, got {type(given).__name__} as input {i}")
+        if self._left:
+            self._left -= 1
+            return self._streams.warm_up(lambda: self._function(*inputs))
+        root = self._root()
+        state = self._state(root)
+        if self._captured is None or self._captured.state != state:
+            self._captured = self._capture(root, state, inputs)
+        captured = self._captured
+        self._copy_inputs(captured, inputs)
+        captured.replay()
+        for parameter, gradient in captured.gradients:
+            parameter.grad = gradient
+        root.agreement.flag, root.agreement.flag_mark = captured.flag, None
+        return captured.result
+
+    def _root(self) -> Root:
+        """The model's root, with nothing gathered, kept or held, so that a graph neither reads nor overwrites it."""
+        unit = getattr(self._model, UNIT)
+        root: Root = unit.root if unit.root is not None else attach(self._model)
+        if root.top is not unit:
+            raise ValueError(
+                f"GraphedStep needs the outermost module, got {type(self._model).__name__}, a part of "
+                f"{root.agreement.name_of(0)}"
+            )
+        for each in root.units():
+            if each.host is not None or each.stepping is not None:
+                raise NotImplementedError(
+                    f"Unit {each.name!r} is offloaded, or its optimizer steps in backward: the host takes part in "
+                    "that, and a graph has none of it. Call the function itself."
+                )
+        root.agreement.check()
+        root.recover_if_failed()
+        for each in root.units():
+            if each.parameters:
+                settle(each)
+                follow_requires_grad(each)
+                each.drop_kept()
+                each.release()
+        if any(unit.gradients.held for unit in root.units()) or any(
+            parameter.grad is not None for parameter in self._model.parameters()
+        ):
+            raise ValueError(
+                "There are gradients of an earlier step. A graphed step sets them anew: call zero_grad() before it "
+                "(with set_to_none=True, the default), and accumulate gradients inside the function."
+            )
+        return root
+
+    def _state(self, root: Root) -> object:
+        return (
+            [module.training for module in self._model.modules()],
+            root.is_last_backward,
+            [
+                (
+                    each.build,
+                    each.settings,
+                    tuple(p.sharded.requires_grad for p in each.parameters),
+                )
+                for each in root.units()
+            ],
+        )
+
+    def _capture(self, root: Root, state: object, inputs: tuple[torch.Tensor, ...]) -> _Captured:
+        static = tuple(given.detach().clone() for given in inputs)
+        memory = root.pools.allocator
+        try:
+            replay, result = root.agreement.streams.capture(lambda: self._function(*static))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"The step of {type(self._model).__name__} cannot be captured in a CUDA graph: {error}. A step in a "
+                "graph must not read values on the host (item, print, shapes that depend on data), move tensors from "
+                "or to the CPU, or leave parameters without gradient on some ranks. Run it without GraphedStep."
+            ) from error
+        finally:
+            flag, root.agreement.flag = (
+                root.agreement.flag,
+                None,
+            )  # of the capture, not of anything that has run
+        for each in root.units():
+            each.drop_kept()
+        gradients = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
+        return _Captured(replay, static, result, gradients, flag, state, memory)
+
+    @staticmethod
+    def _copy_inputs(captured: _Captured, inputs: tuple[torch.Tensor, ...]) -> None:
+        told = [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in (inputs, captured.inputs)]
+        if told[0] != told[1]:
+            raise ValueError(
+                f"This step was captured for inputs of shapes and dtypes {told[1]}, got {told[0]}. Make a GraphedStep "
+                "for each."
+            )
+        for target, source in zip(captured.inputs, inputs, strict=True):
+            target.copy_(source, non_blocking=True)

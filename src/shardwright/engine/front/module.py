@@ -1,0 +1,719 @@
+"""What a sharded module becomes: :class:`FSDPModule`, its methods, and the class made in front of the user's.
+
+The methods set what units do; the units do it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NoReturn, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwright._torch import (
+    TorchFSDPModule,
+    called_by_split_backward,
+    called_by_torchs_fully_shard,
+    fsdp_classes,
+    hide_from_dynamo,
+    local_of,
+    storage_key,
+)
+from shardwright.comm import Codec, GradientHook, RegisteredMemory, SymmetricMemory
+from shardwright.engine.base.precision import restore_buffers
+from shardwright.engine.build.find import UNIT, own_modules
+from shardwright.engine.build.ties import load_of
+from shardwright.engine.front.composable import ModuleState, introduce, state_of
+from shardwright.engine.front.copies import convert, deepcopy_module
+from shardwright.engine.front.lending import lends
+from shardwright.engine.front.resizing import resizes
+from shardwright.engine.model.calls import Calls, depth_of
+from shardwright.engine.model.root import Root, attach, root_of
+from shardwright.engine.tensors.parameter import Managed, ShardedParameter, unit_of
+from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.unit.owning import settle, units_of
+from shardwright.engine.unit.unit import Unit
+from shardwright.engine.unit.uses import (
+    complete,
+    follow_requires_grad,
+    gather_by,
+    issue,
+    reduce_by,
+    valid_for,
+)
+from shardwright.memory import Source
+
+_classes: dict[tuple[type, bool], type] = {}
+
+
+@functools.cache
+def _hide_engine() -> None:
+    rooms = ("shardwright.engine.", "shardwright.comm.", "shardwright.memory.", "shardwright._torch")
+    hide_from_dynamo(*(name for name in sys.modules if name.startswith(rooms) and name != lends.__module__))
+
+
+def install(unit: Unit, modules: list[nn.Module]) -> None:
+    """Let the modules call the unit: hooks, state dicts, and a class in front of each module's own."""
+    _hide_engine()
+    calls = Calls(unit)
+    for module in modules:
+        module.__dict__[UNIT] = unit  # not through setattr, which wrappers pass on to what they wrap
+        module.register_forward_pre_hook(calls.before_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(calls.after_forward)
+        for _, child in own_modules(module):
+            child.register_state_dict_pre_hook(_AtRest(unit))
+            child.register_state_dict_post_hook(_as_dtensors)
+            child.register_load_state_dict_pre_hook(_CutToShards(unit))
+        module.register_load_state_dict_post_hook(_Loaded(unit))
+        own = any(p is not None for p in module._parameters.values())
+        module.__class__ = fsdp_class(type(module), reads_own=own)
+    introduce(unit, modules)
+
+
+def fsdp_class(cls: type, reads_own: bool) -> type:
+    """``FSDP<Class>``; with ``reads_own`` other modules may read its parameters, so reading is noticed.
+
+    torch finds the user's class at index 2 of the bases, as behind its own; torch's own comes last.
+    """
+    key = (cls, reads_own)
+    if key not in _classes:
+        bases = (FSDPModule, cls, TorchFSDPModule)
+        own = {**resizes(cls), **(lends(cls) if reads_own else {})}
+        _classes[key] = type(f"FSDP{cls.__name__}", bases, own)
+        fsdp_classes.setdefault(cls, _classes[key])
+    return _classes[key]
+
+
+def original_class(cls: type) -> type:
+    """The class that :func:`fsdp_class` was put in front of."""
+    return next(c for c in cls.__mro__[1:] if not issubclass(c, FSDPModule))
+
+
+class _UnitHook:
+    """A hook that knows its unit weakly, and that a copy of the module does not inherit."""
+
+    def __init__(self, unit: Unit | None) -> None:
+        self._unit = weakref.ref(unit) if unit is not None else lambda: None
+
+    def __deepcopy__(self, memo: Any) -> _UnitHook:
+        return type(self)(None)
+
+
+class _AtRest(_UnitHook):
+    """Before a state dict is read, and after one was loaded: every parameter is there, and sharded."""
+
+    def __call__(self, *_: Any) -> None:
+        unit = self._unit()
+        if unit is not None:
+            if not (
+                unit.gradients.held and len(unit.watch.references) > 1
+            ):  # else other modules of the unit may come yet
+                settle(unit)
+            _show_sharded(unit)
+
+
+def _show_sharded(unit: Unit) -> None:
+    for each in (unit, *unit.watch.lenders):
+        if not each.activity.calls:
+            complete(each)
+            each.weights.host_may_write()
+            each.weights.show_sharded()
+
+
+class _Loaded(_AtRest):
+    """After a state dict was loaded. That of a whole model gives ranks that have diverged the same weights again."""
+
+    def __call__(self, *given: Any) -> None:
+        super().__call__(*given)
+        unit = self._unit()
+        root = root_of(unit) if unit is not None else None
+        if root is not None and root.top is unit:
+            root.agreement.set_age(0)
+
+
+def _as_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Ragged parameters go into a state dict as DTensors, which torch's state-dict functions gather and load.
+
+    Buffers that were cast have the dtypes of the plain model there.
+    """
+    for name, parameter in module._parameters.items():
+        value = state.get(prefix + name)
+        if isinstance(parameter, RaggedTensor) and isinstance(value, RaggedTensor):
+            state[prefix + name] = value.as_dtensor()
+    restore_buffers(module, state, prefix)
+
+
+class _CutToShards(_UnitHook):
+    """Before a state dict is loaded: also cut the whole tensors in it. Nothing is taken over half-way through."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        unit = self._unit()
+        if unit is None:
+            return
+        _show_sharded(unit)
+        load = load_of(missing) if metadata.get("assign_to_params_buffers") else None
+        for name, parameter in module._parameters.items():
+            key = prefix + name
+            value = state.get(key)
+            tied = load.again(module, name, key, value, errors) if load is not None else None
+            if tied is not None:
+                state[key] = tied
+                continue
+            owner: Unit | None = unit_of(parameter) if isinstance(parameter, Managed) else None
+            p = owner.managed(parameter) if owner is not None else None
+            if owner is None or p is None or not isinstance(value, torch.Tensor):
+                continue
+            if value.shape != p.cut.shape:
+                continue
+            if p.sharded in owner.without_values() and _same_memory(value, p.local):
+                del state[key]  # the parameter itself, which torch puts where a state dict lacks it
+                continue
+            if value is parameter:
+                continue
+            # A parameter that is cut in rows takes a DTensor as it is.
+            if not value.is_meta and not (
+                isinstance(value, DTensor) and isinstance(parameter, ShardedParameter)
+            ):
+                state[key] = p.cut.wrap(p.cut.part_of(value).to(p.local.device))
+            if load is not None and len(p.slots) > 1:
+                state[key] = load.begin(p, owner.mesh, key, state[key])
+
+
+def _same_memory(value: Any, local: torch.Tensor) -> bool:
+    while isinstance(value, (DTensor, RaggedTensor)):
+        value = local_of(value)
+    return (
+        type(value) is type(local) is torch.Tensor
+        and storage_key(value) == storage_key(local)
+        and value.storage_offset() == local.storage_offset()
+    )
+
+
+class UnshardHandle:
+    """What :meth:`FSDPModule.unshard` returns with ``async_op=True``."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        self._units = units
+
+    def wait(self) -> None:
+        """Wait for the gather and show the full parameters. A second call does nothing."""
+        units, self._units = self._units, []
+        for unit in units:
+            if unit.parameters and unit.weights.gathered:
+                unit.weights.wait()
+                unit.weights.show_full()
+
+
+class FSDPModule(TorchFSDPModule):
+    """What a module becomes by :func:`fully_shard`. Made by that function only.
+
+    torch takes it for its own class of this name, of which nothing is inherited (``_refuse_inherited``).
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Container code such as ``Sequential.__getitem__`` builds ``type(self)(...)``: that is a plain module.
+        original: Any = original_class(cls)
+        self: Any = original.__new__(original)
+        self.__init__(*args, **kwargs)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Not a forward hook with always_call: that one misses KeyboardInterrupt, after which users train on.
+        unit: Unit = self.__dict__[UNIT]
+        depth = depth_of(unit)
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            Calls(unit).forward_failed(depth)
+            raise
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
+        return deepcopy_module(cast(nn.Module, self), memo, original_class(type(self)), install)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"A sharded {original_class(type(self)).__name__} cannot be pickled: each rank has a part only, and its "
+            "process group ends with the process. Save its state_dict(), by torch.distributed.checkpoint or torch.save."
+        )
+
+    def _get_fsdp_state(self) -> ModuleState:
+        """What torch's own code looks at."""
+        return cast(ModuleState, state_of(cast(nn.Module, self)))
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted for torch's sake: gathers are always issued asynchronously."""
+
+    def _root(self) -> Root:
+        unit = self._fsdp_unit()
+        return root_of(unit) or attach(cast(nn.Module, self))
+
+    def _fsdp_unit(self) -> Unit:
+        return cast(Unit, getattr(self, UNIT))
+
+    def _only_unit(self, method: str) -> Unit:
+        unit = self._fsdp_unit()
+        if unit.companions:
+            raise ValueError(
+                f"{method} is for parameters on one mesh, and those of unit {unit.name!r} are on several. Shard "
+                "modules with meshes of their own by calls of their own, not by a shard_placement_fn."
+            )
+        return unit
+
+    def _fsdp_units(self, recurse: bool) -> list[Unit]:
+        if not recurse:
+            unit = self._fsdp_unit()
+            return [unit, *unit.companions]
+        return units_of(cast(nn.Module, self))
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own unit (not inner ones) in its compute dtype and show the full parameters.
+
+        With ``async_op`` the gather is only issued; the returned handle's ``wait`` shows the parameters, and so does
+        the module's next forward.
+        """
+        units = self._fsdp_units(recurse=False)
+        for unit in units:
+            unit.refuse_unsharded("unshard() of")
+            if unit.parameters:
+                root = self._root()
+                root.recover_if_failed()
+                if root.caller is None:
+                    root.compute_as(False)
+                settle(unit)
+                if not unit.activity.busy:
+                    follow_requires_grad(unit)
+                generation = root.clock.call if root.caller is not None else root.clock.next_call
+                if not valid_for(unit, generation):
+                    issue(unit, generation)
+        handle = UnshardHandle(units)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Release this module's own full parameters and show the sharded ones."""
+        for unit in self._fsdp_units(recurse=False):
+            if unit.parameters:
+                unit.release()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """With False, backward keeps full gradients, in the reduce dtype, until a backward with True reduces the sum.
+
+        Gradient accumulation without communication; it holds one full gradient of the model per rank. An optimizer's
+        step and ``sw.clip_grad_norm_`` reduce what is held, too. To give it up, call ``zero_grad`` of the model or of
+        an optimizer from ``sw.fully_shard_optimizer``: ``.grad`` is None meanwhile, so nothing else can be seen.
+        """
+        for unit in self._fsdp_units(recurse):
+            unit.change(sync=requires_gradient_sync)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """With False, backward leaves undone what its strategy does once per step: sums over replicas above all.
+
+        Gradient accumulation by the strategy's own rule: where gradients are sharded (zero2, zero3) every backward
+        reduces them; sums over replicas (hsdp), and gradients that are replicated (ddp, zero1), wait for a backward
+        with True, or for clipping or an optimizer's step. ``.grad`` lacks them meanwhile. For the whole model.
+        """
+        self._root().is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether :meth:`finalize_backward` ends a step, as in torch 2.15. Here it may be called in any case.
+
+        A backward that communicates has reduced its gradients when it returns. What backwards without gradient sync
+        have left waits for a backward with it, or for :meth:`finalize_backward`.
+        """
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReduction | None:
+        """Reduce what backwards without gradient sync have left, and release weights that they have kept.
+
+        Args:
+            async_op: return a handle, as torch does. The reductions are over when this returns, in any case.
+
+        Raises:
+            RuntimeError: a backward is under way.
+        """
+        state = state_of(cast(nn.Module, self))
+        root = root_of(self._fsdp_unit())
+        if root is not None and root.in_backward:
+            raise RuntimeError(
+                "finalize_backward was called in the middle of a backward. Call it after that."
+            )
+        if root is not None and state is not None:
+            for each in state._state_ctx.all_states:
+                for group in each._fsdp_param_groups:
+                    group.post_backward()
+            state._root_post_backward_final_callback()
+        return GradientReduction() if async_op else None
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """With False, gradients are summed over the ranks that shard them and not yet over the replicas.
+
+        Gradient accumulation for 2-D meshes, as :meth:`set_is_last_backward` for the whole model.
+        """
+        for unit in self._fsdp_units(recurse):
+            unit.change(all_reduce=requires_all_reduce)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook`` with each reduced gradient of this module's own unit before it is added to ``.grad``.
+
+        Args:
+            hook: receives this rank's flat gradient, in the reduce dtype and after all sums and divisions; may change
+                it in place. Ranks that shard get different parts.
+            stream: on an accelerator, run it there; the computation waits for it.
+        """
+        for unit in self._fsdp_units(recurse=False):
+            unit.change(all_reduce_hook=hook if stream is None else _on_stream(hook, stream))
+
+    def set_gradient_comm_hook(self, hook: GradientHook | None, *, recurse: bool = True) -> None:
+        """Let ``hook`` carry gradients between ranks, in every strategy and over every mesh axis; None: none.
+
+        See :mod:`shardwright.comm_hooks`: :class:`Compressed` (a shorter dtype, int8 blocks), :class:`PowerSGD`, or
+        your own :class:`GradientHook`. Gradients are packed in the reduce dtype, handed to the hook, summed and divided
+        in what it returns. Call it on the root, on every rank alike, between optimizer steps; one object per model. Its
+        ``state_dict`` belongs into checkpoints if it feeds errors back.
+
+        Raises:
+            TypeError: not a GradientHook.
+            RuntimeError: gradients of earlier micro-batches are held.
+        """
+        if hook is not None and not isinstance(hook, GradientHook):
+            raise TypeError(f"expected a GradientHook or None, got {hook!r}")
+        self._root()  # names the units
+        for unit in self._fsdp_units(recurse):
+            reduce_by(unit, hook=hook)
+
+    def set_all_gather_codec(self, codec: Codec | None, *, recurse: bool = True) -> None:
+        """Encode weights for gathers, say by ``Int8Blocks()``: a quarter to half the bytes; None: as they are.
+
+        Every rank computes with the same decoded weights; shards, optimizer and checkpoints keep theirs in full. What
+        that would not make smaller goes as it is, as do parameters with ``fsdp_pre_all_gather``. Over one rank nothing
+        is gathered, so nothing encoded. ZeRO++ calls it quantised weight communication. Not while units are gathered.
+        """
+        if codec is not None and not all(hasattr(codec, name) for name in ("nbytes", "encode", "decode")):
+            raise TypeError(f"expected a codec (nbytes, encode, decode) or None, got {codec!r}")
+        for unit in self._fsdp_units(recurse):
+            gather_by(unit, codec=codec)
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather this module's own unit by ``comm``, torch's ``AllGather`` for FSDP2; None: by torch's.
+
+        It is called with uint8 tensors: the unit's weights and, behind them, 16 bytes by which ranks that diverge are
+        found. What a strategy keeps gathered, or gathers over a second mesh axis, goes through it, too.
+        """
+        unit = self._only_unit("set_custom_all_gather")
+        gather_by(unit, gather=_checked_comm(comm, "AllGather"))
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce-scatter this module's own unit by ``comm``, torch's ``ReduceScatter`` for FSDP2; None: by torch's."""
+        unit = self._only_unit("set_custom_reduce_scatter")
+        reduce_by(unit, scatter=_checked_comm(comm, "ReduceScatter"))
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce-scatter in a process group of its own, so that it and gathers can progress at the same time.
+
+        One communicator serialises its collectives. Every rank must call it alike; the group is made once per mesh.
+        Not while gradients of earlier micro-batches are held.
+        """
+        for unit in self._fsdp_units(recurse):
+            reduce_by(unit, separate=enable)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many packed gradients may be under way at once (default 1), for the whole model.
+
+        More hide a slow reduction behind the next backward, at the price of a buffer of a unit's gradients each.
+        """
+        if (
+            isinstance(max_input_buffers, bool)
+            or not isinstance(max_input_buffers, int)
+            or max_input_buffers < 1
+        ):
+            raise ValueError(f"max_input_buffers must be an integer of at least 1, got {max_input_buffers!r}")
+        self._root().reductions.capacity = max_input_buffers
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Change ``reshard_after_forward`` from now on."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward must be a bool, got {reshard_after_forward!r}")
+        for unit in self._fsdp_units(recurse):
+            if reshard_after_forward and unit.ranks.replicates_parameters:
+                raise ValueError(
+                    f"Unit {unit.name!r} has {unit.ranks.strategy}, which replicates parameters until the optimizer's "
+                    "step; they cannot be resharded after forward. Shard the parameters instead."
+                )
+            unit.change(reshard_after_forward=reshard_after_forward)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """With False, full parameters stay after backward until they change: fewer gathers, more memory."""
+        for unit in self._fsdp_units(recurse):
+            unit.change(reshard_after_backward=reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """With False, backward does not gather this unit; only right for units whose backward needs no weights."""
+        for unit in self._fsdp_units(recurse=False):
+            unit.change(unshard_in_backward=unshard_in_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather these modules' units when this one's forward begins, instead of the one that came next last time."""
+        units = tuple(weakref.ref(u) for u in _units_of(modules))
+        self._fsdp_unit().change(forward_prefetch=units)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather these modules' units when this one's backward begins, instead of the one before it in forward."""
+        units = tuple(weakref.ref(u) for u in _units_of(modules))
+        self._fsdp_unit().change(backward_prefetch=units)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this unit's gradient sums by ``factor`` instead of the number of ranks."""
+        if not factor > 0:
+            raise ValueError(f"the gradient divide factor must be positive, got {factor!r}")
+        for unit in self._fsdp_units(recurse=False):
+            unit.change(divide_by=float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of :meth:`set_gradient_divide_factor`."""
+        warnings.warn(
+            "set_reduce_scatter_divide_factor is deprecated, as in torch; use set_gradient_divide_factor",
+            FutureWarning,
+            stacklevel=2,
+        )
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Sum in the reduce-scatter and divide afterwards, instead of averaging in it, for this module's own unit."""
+        for unit in self._fsdp_units(recurse=False):
+            unit.change(force_sum=enable)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """With True, a trainable parameter that a backward did not use gets a gradient of zero instead of None.
+
+        Then weight decay and momentum act on it. The gradient comes with each backward that reduces, for units that
+        have run at least once. The ranks may use different parameters either way: those that only some ranks used
+        are reduced with zeros from the others.
+        """
+        for unit in self._fsdp_units(recurse):
+            unit.change(fills_unused=reduce_scatter_unused_params)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Let this module's own unit use memory that the process group's backend allocates: NCCL registers it.
+
+        With planned memory, the one block of the model. Takes effect with the next lease, or the next plan.
+
+        Raises:
+            NotImplementedError: the backend allocates none (gloo, NCCL on hardware without it), or torch is too old.
+            ValueError: the model's memory comes from an allocator of the user's.
+        """
+        for unit in self._fsdp_units(recurse=False):
+            _set_source(unit, RegisteredMemory(unit.comm) if enable and unit.comm.group is not None else None)
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Let this module's own unit be gathered into symmetric memory: copy engines or symmetric kernels move it.
+
+        With planned memory, the one block of the model. Every rank must call it alike. NCCL's copy engines also need
+        the communicator's option ``cta_policy`` or ``NCCL_CTA_POLICY=2``.
+
+        Raises:
+            NotImplementedError: no CUDA device, or a torch without symmetric memory.
+            ValueError: the model's memory comes from an allocator of the user's; ``backend`` is not "NCCL".
+        """
+        if backend != "NCCL":
+            raise ValueError(f'backend must be "NCCL", got {backend!r}')
+        for unit in self._fsdp_units(recurse=False):
+            comms = [comm for comm in (*unit.ranks.once, *unit.ranks.gathers) if comm.group is not None]
+            if comms:
+                _set_source(unit, SymmetricMemory(comms, backend))
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next forward's gathers wait for ``event`` (recorded after the optimizer), on an accelerator."""
+        self._root().agreement.streams.gather_after(event)
+
+    def reset_iter_state(self) -> None:
+        """Drop what an exception in forward or backward left behind. The next forward does so by itself."""
+        root = root_of(self._fsdp_unit())
+        if root is not None:
+            root.recover()
+            for unit in root.units():
+                if unit.parameters:
+                    unit.gradients.forget()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module.zero_grad``; also forgets held gradients and gives the gradients' memory back at once."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for unit in self._fsdp_units(recurse=True):
+            if unit.parameters:
+                unit.gradients.forget()
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As ``nn.Module.named_parameters``; first leaves a failed backward behind, which had full ones shown.
+
+        torch's pipeline schedules that compute gradients of weights apart from those of inputs get the full ones.
+        """
+        root = root_of(self._fsdp_unit())
+        if root is not None:
+            root.recover_if_failed()
+        for unit in self._fsdp_units(recurse=True):
+            settle(unit)
+        if called_by_torchs_fully_shard():
+            raise ValueError(
+                f"torch's fully_shard was applied to a module with a {type(self).__name__} inside, which shardwright "
+                "sharded: one engine must have them all. Apply shardwright's fully_shard to the outer module, too."
+            )
+        named = super().named_parameters(*args, **kwargs)
+        return self._named_full(named) if called_by_split_backward() else named
+
+    def _named_full(self, named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
+        root = self._root()
+        for unit in self._fsdp_units(recurse=True):
+            if (
+                unit.parameters and not unit.weights.gathered
+            ):  # the last forward has released what this backward reads
+                issue(unit, root.clock.call)
+            unit.weights.wait()
+        fulls = {id(p.sharded): p.full for unit in self._fsdp_units(recurse=True) for p in unit.parameters}
+        return ((name, fulls.get(id(p), p)) for name, p in named)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """``.to``, ``.half``, ``to_empty`` and the like: the same parameter objects, over new shards if need be."""
+        root = root_of(self._fsdp_unit())
+        if root is not None:
+            root.recover_if_failed()
+        units = [u for u in self._fsdp_units(recurse) if u.parameters]
+        convert(cast(nn.Module, self), units, fn, recurse)
+        return self
+
+
+class GradientReduction:
+    """What :meth:`FSDPModule.finalize_backward` returns with ``async_op=True``."""
+
+    def wait(self) -> None:
+        """Nothing is left to be waited for."""
+
+
+def _refuse_inherited() -> None:
+    """What this torch's class has and ours has not would work on an engine that is not there: it raises an error."""
+    for name, value in vars(TorchFSDPModule).items():
+        if callable(value) and name not in vars(FSDPModule) and not hasattr(object, name):
+            setattr(FSDPModule, name, _refusal(name))
+
+
+def _set_source(unit: Unit, source: Source | None) -> None:
+    """Take the memory of a unit's later leases from there; None: from torch's allocator."""
+    root = root_of(unit)
+    memory = root.pools.memory if root is not None else unit.options.memory
+    if source is not None and not isinstance(memory, str):
+        raise ValueError(
+            f"The memory of unit {unit.name!r} comes from {type(memory).__name__}, an allocator of yours, which "
+            "decides of what kind it is. Register it there, or use the name of one of ours."
+        )
+    unit.site.owner.source = source
+    if root is not None:
+        root.pools.restart()
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{name} of torch {torch.__version__}'s FSDPModule does nothing in shardwright. Leave the call out."
+        )
+
+    refuse.__name__ = name
+    return refuse
+
+
+_refuse_inherited()
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method other than ``forward`` gather and release the unit's parameters as ``forward`` does.
+
+        sw.register_fsdp_forward_method(model, "generate")
+
+    A module that is not sharded is left as it is, so one recipe serves both.
+
+    Raises:
+        ValueError: the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{original_class(type(module)).__name__} has no method {method_name!r}")
+    object.__setattr__(module, method_name, _ForwardMethod(module, getattr(module, method_name)))
+
+
+class _ForwardMethod:
+    """A method of a sharded module that runs as its forward does. Refers to the module weakly; a copy has its own."""
+
+    def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, method)
+        del self.__dict__["__wrapped__"]  # it refers to the module
+        self._module = weakref.ref(module)
+        self._function = getattr(method, "__func__", method)
+        self._bound = getattr(method, "__self__", None) is module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        unit: Unit = module.__dict__[UNIT]
+        depth, calls = depth_of(unit), Calls(unit)
+        try:
+            args, kwargs = calls.before_forward(module, args, kwargs)
+            given = (module, *args) if self._bound else args
+            return calls.after_forward(module, args, self._function(*given, **kwargs))
+        except BaseException:
+            calls.forward_failed(depth)
+            raise
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+        module = memo[id(self._module())]
+        method = self._function.__get__(module) if self._bound else self._function
+        return _ForwardMethod(module, method)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Accepted for torch's sake: models over the same ranks share their streams and communicators anyway.
+
+    Raises:
+        ValueError: a module is not sharded.
+    """
+    _units_of(modules)
+
+
+def _checked_comm(comm: Any, kind: str) -> Any:
+    if comm is not None and not (callable(comm) and hasattr(comm, "allocate")):
+        raise TypeError(f"expected torch's {kind} for FSDP2 (allocate and __call__) or None, got {comm!r}")
+    return comm
+
+
+def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
+    def run(gradient: torch.Tensor) -> None:
+        api = torch.get_device_module(gradient.device)
+        stream.wait_stream(api.current_stream(gradient.device))
+        with api.stream(stream):
+            hook(gradient)
+        api.current_stream(gradient.device).wait_stream(stream)
+
+    return run
+
+
+def _units_of(modules: list[FSDPModule]) -> list[Unit]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"expected modules that fully_shard was applied to, got {type(module).__name__}")
+    return [unit for module in modules for unit in module._fsdp_units(recurse=False)]

@@ -1,0 +1,167 @@
+"""What a sharded model's memory is used for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwright._torch import local_of, storage_key
+from shardwright.engine.gradients.stepping import SteppedGradient
+from shardwright.engine.model.root import root_of
+from shardwright.engine.tensors.parameter import unit_of
+from shardwright.engine.unit.owning import units_of
+from shardwright.memory import Plan, Planned
+from shardwright.memory.plan import at_peak, peak
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes on this rank, by owner. ``str()`` of it is a table.
+
+    Attributes:
+        shards: the sharded parameters.
+        rest: parameters that are not sharded, and buffers.
+        gradients: ``.grad`` of all parameters, now.
+        optimizer: tensors in the state of the optimizers given.
+        memory: how the engine's transient memory is allocated.
+        leased: what is leased of it now, by kind.
+        peak: the most that was leased at once in the step recorded, None before its end.
+        peak_at: unit and kind of the lease that reached it.
+        at_peak: what was leased then, by kind.
+        plan: where slabs lie in one block, its size, the least that any plan could have, and the slots of pools.
+        leases: number of leases inside and outside the plans there were.
+        deviations: leases outside the plan: unit, kind, reason and number.
+    """
+
+    shards: int
+    rest: int
+    gradients: int
+    optimizer: int
+    memory: str
+    leased: dict[str, int]
+    peak: int | None
+    peak_at: tuple[str, str] | None
+    at_peak: dict[str, int]
+    plan: Plan | None
+    leases: tuple[int, int]
+    deviations: tuple[tuple[str, str, str, int], ...]
+
+    def __str__(self) -> str:
+        rows = [
+            ("sharded parameters", self.shards),
+            ("other parameters and buffers", self.rest),
+            ("gradients now", self.gradients),
+            ("optimizer state", self.optimizer),
+        ]
+        rows += [(f"leased now: {kind}", nbytes) for kind, nbytes in sorted(self.leased.items())]
+        if self.peak is not None:
+            rows.append(("peak of leases in a step", self.peak))
+            rows += [(f"  of it {kind}", nbytes) for kind, nbytes in sorted(self.at_peak.items())]
+        if self.plan is not None:
+            rows.append((f"planned, memory={self.memory!r}", self.plan.nbytes))
+            rows.append(("  at least, for any plan", self.plan.lower_bound))
+            rows += [(f"  slot as large as unit {unit!r}", nbytes) for _, nbytes, unit in self.plan.slots]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{name:{width}}  {in_units(nbytes):>10}" for name, nbytes in rows]
+        if self.peak_at is not None:
+            lines.append(
+                f"The peak is reached when unit {self.peak_at[0]!r} leases memory for its {self.peak_at[1]}."
+            )
+        elif self.peak is None:
+            lines.append("No step is complete yet.")
+        if self.plan is not None:
+            lines.append(f"{self.leases[0]:,} leases inside the plan, {self.leases[1]:,} outside.")
+        lines += [
+            f"Outside: {kind} of unit {unit!r}, {n:,}x: {why}." for unit, kind, why, n in self.deviations
+        ]
+        return "\n".join(lines)
+
+
+def memory_report(
+    model: nn.Module, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = ()
+) -> MemoryReport:
+    """What the memory of a sharded model is used for, on this rank, now and in a step. Communicates nothing.
+
+    The step is the first that was completed by an optimizer, or the second where memory is not planned.
+
+    Args:
+        model: to which ``fully_shard`` was applied.
+        optimizers: one or several whose state is to be counted.
+
+    Raises:
+        ValueError: the model is not sharded.
+    """
+    units = units_of(model)
+    if not units:
+        raise ValueError(f"memory_report needs a model that was sharded, got a plain {type(model).__name__}")
+    if isinstance(optimizers, torch.optim.Optimizer):
+        optimizers = [optimizers]
+    parameters = list(model.parameters())
+    shards = [p for p in parameters if unit_of(p) is not None]
+    others = [p for p in parameters if unit_of(p) is None] + list(model.buffers())
+    state = [
+        value
+        for optimizer in optimizers
+        for values in optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    leased: dict[str, int] = {}
+    for slab in (
+        slab for unit in units for slab in unit.weights.copies.slabs() if slab.leased and slab.nbytes
+    ):
+        leased[slab.kind] = leased.get(slab.kind, 0) + slab.nbytes
+    root = root_of(units[0])
+    pools = root.pools if root is not None else None
+    trace = pools.trace if pools is not None else None
+    live, last = at_peak(trace) if trace is not None else ([], None)
+    at: dict[str, int] = {}
+    for item in live:
+        at[item.kind] = at.get(item.kind, 0) + item.nbytes
+    allocator = pools.allocator if pools is not None else None
+    following = allocator if isinstance(allocator, Planned) else None
+    leases = Counter(pools.leases) if pools is not None else Counter()
+    deviations = Counter(pools.deviations) if pools is not None else Counter()
+    if following is not None:
+        leases += Counter(planned=following.planned, dynamic=following.dynamic)
+        deviations += following.deviations
+    memory = pools.memory if pools is not None else units[0].options.memory
+    return MemoryReport(
+        shards=_bytes_of(shards),
+        rest=_bytes_of(others),
+        gradients=_bytes_of([p.grad for p in parameters if not isinstance(p.grad, SteppedGradient | None)]),
+        optimizer=_bytes_of(state),
+        memory=memory if isinstance(memory, str) else type(memory).__name__,
+        leased=leased,
+        peak=peak(trace) if trace is not None else None,
+        peak_at=(last.unit, last.kind) if last is not None else None,
+        at_peak=at,
+        plan=pools.plan if pools is not None else None,
+        leases=(leases["planned"], leases["dynamic"]),
+        deviations=tuple((*key, n) for key, n in deviations.items()),
+    )
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of these tensors' memory on this rank, each storage once."""
+    storages = {}
+    for tensor in tensors:
+        storage = (
+            local_of(tensor).untyped_storage() if hasattr(tensor, "to_local") else tensor.untyped_storage()
+        )
+        storages[storage_key(storage)] = storage.nbytes()
+    return sum(storages.values())
+
+
+def in_units(nbytes: int) -> str:
+    """Bytes as a person reads them."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.2f} {unit}"
+        value /= 1024
+    raise AssertionError

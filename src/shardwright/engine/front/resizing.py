@@ -1,0 +1,130 @@
+"""Embeddings that get another number of rows after ``fully_shard``: ``resize_token_embeddings`` of language models.
+
+The model's own method runs while its embeddings are full, and every rank takes what the first one has made. How
+parameters become full, and what becomes of changed ones, is in ``whole.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from shardwright.engine.build.find import UNIT
+from shardwright.engine.build.states import State, everywhere, sync_states
+from shardwright.engine.front.whole import Options, Shown, showing
+from shardwright.engine.tensors.parameter import STANDS_FOR, Managed
+from shardwright.engine.unit.owning import settle, units_of
+from shardwright.engine.unit.unit import Unit
+
+_METHOD = "resize_token_embeddings"
+
+
+def resizes(cls: type) -> dict[str, Any]:
+    """What a class in front of ``cls`` has if that one resizes its embeddings."""
+    original = getattr(cls, _METHOD, None)
+    if not callable(original):
+        return {}
+
+    @functools.wraps(original)
+    def resize_token_embeddings(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _resize(self, getattr(cls, _METHOD), args, kwargs)
+
+    return {_METHOD: resize_token_embeddings}
+
+
+def _resize(model: nn.Module, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the model's own method, on every rank, with the full parameters of all embeddings in their places."""
+    unit: Unit = model.__dict__[UNIT]
+    embeddings = _embeddings(model)
+    before = _parameters(embeddings)
+    if not any(isinstance(getattr(p, STANDS_FOR, p), Managed) for _, p in before):
+        return original(model, *args, **kwargs)
+    _refuse_different_sizes(unit, args, kwargs)
+    modules = list(dict.fromkeys(m for top in embeddings for m in top.modules()))
+    with showing(model, modules, Options(True, False, False, False), _refuse_unfit):
+        known = {id(p) for _, p in _parameters(embeddings)}
+        failure: Exception | None = None
+        try:
+            result = original(model, *args, **kwargs)
+        except Exception as error:
+            failure = error
+        _raise_everywhere(unit, failure)
+        after = _parameters(_embeddings(model))
+        # New rows are drawn, on each rank from a generator of its own.
+        made = [State(name, p) for name, p in after if STANDS_FOR in p.__dict__ or id(p) not in known]
+        sync_states(unit.mesh, unit.ranks.device, made, unit.name)
+    for each in units_of(model):
+        settle(each)
+    return result
+
+
+def _embeddings(model: nn.Module) -> list[nn.Module]:
+    """Modules whose parameters have a row for each token: those that the model, or one inside it, says, and more."""
+    embeddings: dict[nn.Module, None] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            embeddings[module] = None
+        for name in ("get_input_embeddings", "get_output_embeddings"):
+            try:
+                each = getattr(module, name)()
+            except (AttributeError, NotImplementedError):  # as of a vision tower
+                continue
+            if isinstance(each, nn.Module):
+                embeddings[each] = None
+    return list(embeddings)
+
+
+def _parameters(modules: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """Each once, with a name for messages."""
+    named: dict[int, tuple[str, nn.Parameter]] = {}
+    for top in modules:
+        for module_name, module in top.named_modules(prefix=type(top).__name__):
+            for name, p in module._parameters.items():
+                if p is not None:
+                    named.setdefault(id(p), (f"{module_name}.{name}", p))
+    return list(named.values())
+
+
+def _refuse_different_sizes(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    numbers = [each for each in (*args, *kwargs.values()) if each is None or isinstance(each, int)]
+    sizes = everywhere(unit.mesh, numbers)
+    for rank, theirs in zip(unit.mesh.mesh.flatten().tolist(), sizes, strict=True):
+        if theirs != sizes[0]:
+            raise ValueError(
+                f"{_METHOD} of {unit.name!r} was called with {sizes[0]} on rank {unit.mesh.mesh.flatten()[0]} and with "
+                f"{theirs} on rank {rank}. Give the same arguments on every rank."
+            )
+
+
+def _raise_everywhere(unit: Unit, failure: Exception | None) -> None:
+    """Let a rank whose call has failed keep its exception, and the others name that rank."""
+    failures = everywhere(unit.mesh, None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    for rank, text in zip(unit.mesh.mesh.flatten().tolist(), failures, strict=True):
+        if text is not None:
+            raise RuntimeError(
+                f"{_METHOD} of {unit.name!r} failed on rank {rank} ({text}), so embeddings differ by rank now. Load "
+                "the model again."
+            )
+
+
+def _refuse_unfit(shown: list[Shown]) -> None:
+    for each in shown:
+        where = f"{_METHOD}: parameter {each.p.name!r} of unit {each.unit.name!r}"
+        if each.p.cut.parallel is not None:
+            raise NotImplementedError(
+                f"{where} is tensor-parallel, so it cannot be cut again. Resize the embeddings before the model is "
+                "parallelised and sharded."
+            )
+        if each.p.sharded.grad is not None or each.unit.gradients.held:
+            raise RuntimeError(
+                f"{where} has a gradient, which would be of another shape than the parameter. Call zero_grad() before, "
+                "and build the optimizer after."
+            )
+        if each.unit.stepping is not None:
+            raise RuntimeError(
+                f"{where} is stepped in backward by an optimizer of sw.optim.in_backward. Resize before that is built."
+            )

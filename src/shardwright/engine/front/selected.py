@@ -1,0 +1,161 @@
+"""Backward to selected parameters: ``backward(inputs=...)`` and ``torch.autograd.grad``.
+
+Graphs are made over full parameters, which come and go; users select sharded ones. The autograd engine runs nothing for
+a tensor that is in no graph and calls no hook of it, so the selection is exchanged before the engine sees it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shardwright._torch import (
+    is_transformed,
+    leaf_of,
+    post_accumulate_grad_hooks,
+    set_post_accumulate_grad_hooks,
+    watch_backward,
+)
+from shardwright.engine.model.root import backward_failed, selecting
+from shardwright.engine.tensors.parameter import Managed, unit_of
+from shardwright.engine.unit.unit import Unit
+from shardwright.engine.unit.uses import complete, reduces_now
+
+Run = Callable[..., Any]
+#: Of a selected parameter: its unit and its full form.
+Target = tuple[Unit, torch.Tensor]
+
+
+@functools.cache
+def hook_backward() -> None:
+    """Let backward find what stands for sharded parameters. Done once."""
+    watch_backward(_run)
+
+
+def _run(original: Run, *given: Any, **options: Any) -> Any:
+    try:
+        if not given[4]:  # inputs
+            return original(*given, **options)
+        with selecting():
+            return _run_selected(original, *given, **options)
+    except BaseException as error:
+        backward_failed(error)
+        raise
+
+
+def _run_selected(original: Run, *given: Any, **options: Any) -> Any:
+    outputs, gradients, retain, create, inputs, *rest = given
+    selected = [_parameter_of(each) for each in inputs]
+    targets = _targets(selected)
+    if not targets:
+        return original(*given, **options)
+    exchanged = tuple(
+        targets[id(p)][1] if id(p) in targets else each for p, each in zip(selected, inputs, strict=True)
+    )
+    run = functools.partial(original, outputs, gradients, retain, create, exchanged)
+    if options.get("accumulate_grad"):
+        return run(*rest, **options)
+    if any(map(is_transformed, gradients)):
+        raise RuntimeError(
+            "torch.autograd.grad with is_grads_batched=True got sharded parameters, whose gradients are reduced over "
+            "the ranks one backward at a time. Call it once for each of grad_outputs."
+        )
+    allow_unused = rest[0] if rest else options.pop("allow_unreachable")
+    return _gradients(functools.partial(run, True, **options), selected, targets, allow_unused)
+
+
+def _parameter_of(selected: Any) -> torch.Tensor | None:
+    """The tensor that was selected, itself or by its edge of the graph."""
+    return selected if isinstance(selected, torch.Tensor) else leaf_of(selected.node)
+
+
+def _targets(selected: Sequence[torch.Tensor | None]) -> dict[int, Target]:
+    """By id, those of the selected tensors that a unit has sharded, and what is in graphs for them."""
+    units: dict[int, tuple[Unit, dict[int, torch.Tensor]]] = {}
+    targets: dict[int, Target] = {}
+    for p in selected:
+        # One that needs no gradient is left to torch, which refuses it.
+        unit = unit_of(p) if isinstance(p, Managed) and p.requires_grad else None
+        if unit is None or unit.root is None:
+            continue
+        if id(unit) not in units:
+            unit.root.recover_if_failed()
+            if unit.root.caller is None and not unit.root.backward:
+                unit.root.compute_as(False)  # graphs are over the weights in their compute dtype
+            units[id(unit)] = unit, {id(q.sharded): q.full for q in unit.parameters}
+        full = units[id(unit)][1].get(id(p))
+        if full is not None and full.requires_grad:
+            targets[id(p)] = unit, full
+    return targets
+
+
+def _gradients(
+    run: Run, selected: Sequence[torch.Tensor | None], targets: dict[int, Target], allow_unused: bool
+) -> tuple[torch.Tensor | None, ...]:
+    """What backward would leave in ``.grad`` of selected parameters, and the gradients of the other tensors."""
+    units = {id(unit): unit for unit, _ in targets.values()}
+    for unit in units.values():
+        _refuse_unreduced(unit)
+    parameters = {id(p): p for p in selected if p is not None and id(p) in targets}
+    with _set_aside(list(parameters.values())):
+        handles = [full.register_hook(_keep(unit, full)) for unit, full in targets.values()]
+        try:
+            results = list(run())
+        finally:
+            for handle in handles:
+                handle.remove()
+        for unit in units.values():
+            complete(unit)
+        for i, p in enumerate(selected):
+            if id(p) in parameters:
+                results[i] = parameters[id(p)].grad
+    if not allow_unused and any(result is None for result in results):
+        raise RuntimeError(
+            "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if "
+            "this is the desired behavior."
+        )
+    return tuple(results)
+
+
+def _keep(unit: Unit, full: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """Called with the gradient that autograd captures instead of adding it to ``.grad``, where reductions look."""
+
+    def keep(gradient: torch.Tensor) -> None:
+        full.grad = gradient
+        unit.on_gradient(full)
+
+    return keep
+
+
+@contextmanager
+def _set_aside(parameters: list[torch.Tensor]) -> Iterator[None]:
+    """Let the parameters have no gradient meanwhile, nor hooks that are called when one was added."""
+    before = [(p, p.grad, post_accumulate_grad_hooks(p)) for p in parameters]
+    for p in parameters:
+        p.grad = None
+        set_post_accumulate_grad_hooks(p, None)
+    try:
+        yield
+    finally:
+        for p, gradient, hooks in before:
+            p.grad = gradient
+            set_post_accumulate_grad_hooks(p, hooks)
+
+
+def _refuse_unreduced(unit: Unit) -> None:
+    """Raise if the gradients of this backward would not be reduced at its end, and be those of it alone."""
+    if unit.stepping is not None:
+        raise RuntimeError(
+            f"torch.autograd.grad got parameters of unit {unit.name!r}, whose optimizer steps in backward and uses "
+            "their gradients there. Call leave_backward() of that optimizer first."
+        )
+    if unit.gradients.held or not reduces_now(unit):
+        raise RuntimeError(
+            f"torch.autograd.grad got parameters of unit {unit.name!r} while gradients of micro-batches are held and "
+            "not reduced, so there is none to return. Call it with gradient synchronisation switched on "
+            "(set_requires_gradient_sync, set_requires_all_reduce, set_is_last_backward) and after an optimizer's step."
+        )

@@ -1,0 +1,73 @@
+"""What modules and parameters were before ``fully_shard``, so that a call that raises leaves them as they were.
+
+It knows what a call may change, and not what any of it means.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwright._torch import local_of, rebind
+from shardwright.engine.build.find import Found, own_modules
+from shardwright.engine.tensors.parameter import ManagedParameter, unit_of
+
+_LONGEST = 1000  #: longer containers are the user's tables; the engine writes into none
+
+
+class Undo:
+    """Taken before the first change. Values that ``sync_module_states`` has broadcast stay."""
+
+    def __init__(self, modules: list[nn.Module], founds: list[Found]) -> None:
+        inside = {id(m): m for top in modules for _, m in own_modules(top)}
+        self._modules = [
+            (m, m.__class__, dict(m.__dict__), [_contents(v) for v in m.__dict__.values()])
+            for m in inside.values()
+        ]
+        parameters = {id(p): p for m in inside.values() for p in m._parameters.values() if p is not None}
+        self._parameters: list[tuple[Any, type, dict[str, Any], Any]] = [
+            (p, p.__class__, dict(p.__dict__), _sharded_form(p)) for p in parameters.values()
+        ]
+        self._lenders: list[tuple[Any, ManagedParameter, list[Any]]] = []
+        for sharded in {id(q): q for found in founds for q, _ in found.borrowed}.values():
+            unit = unit_of(sharded)
+            lent = unit.managed(sharded)
+            self._lenders.append((unit, lent, list(lent.slots)))
+
+    def __call__(self) -> None:
+        for module, kind, attributes, contents in self._modules:
+            module.__class__ = kind
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for value, content in zip(attributes.values(), contents, strict=True):
+                if content is not None:
+                    value.clear()
+                    value.extend(content) if isinstance(value, list) else value.update(content)
+        for parameter, its_kind, its_attributes, form in self._parameters:
+            parameter.__class__ = its_kind
+            parameter.__dict__.clear()
+            parameter.__dict__.update(its_attributes)
+            if form is not None:
+                whole, local = form
+                rebind(parameter, whole)
+                parameter._local_tensor = local
+        for unit, lent, slots in self._lenders:
+            lent.slots[:] = slots
+            unit.weights.forms.index()
+
+
+def _contents(value: Any) -> Any:
+    if isinstance(value, (dict, list, set)) and len(value) <= _LONGEST:
+        return value.copy()
+    return None
+
+
+@torch.no_grad()
+def _sharded_form(parameter: nn.Parameter) -> tuple[Any, torch.Tensor] | None:
+    """A tensor-parallel parameter may stay the same object and become a sharded one."""
+    if isinstance(parameter, DTensor) and unit_of(parameter) is None:
+        return parameter.detach(), local_of(parameter)
+    return None

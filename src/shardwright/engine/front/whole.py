@@ -1,0 +1,302 @@
+"""``unsharded``: the full parameters of a model as plain tensors for a while, between steps.
+
+They are gathered one by one from the shards, in the dtype that those have, and are no part of any slab: units, their
+memory and their schedule know nothing of them but that they must not be used meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from shardwright._torch import in_backward, local_of
+from shardwright.engine.base.offload import whole_of
+from shardwright.engine.build.find import UNIT, own_modules
+from shardwright.engine.build.states import digest
+from shardwright.engine.model.agreement import UNSHARD
+from shardwright.engine.model.optimizer_hook import reduce_held
+from shardwright.engine.model.root import root_of
+from shardwright.engine.tensors.parameter import STANDS_FOR, Managed, ManagedParameter, Slot, unit_of
+from shardwright.engine.tensors.reading import FULL, agree_to_read_over
+from shardwright.engine.unit.owning import settle
+from shardwright.engine.unit.unit import Unit
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Options(NamedTuple):
+    writeback: bool
+    rank0_only: bool
+    offload_to_cpu: bool
+    with_grads: bool
+
+
+@dataclass(eq=False)
+class Shown:
+    """A parameter and, where there is one, the full tensor in its place, with hashes of what was gathered."""
+
+    unit: Unit
+    p: ManagedParameter
+    full: nn.Parameter | None
+    value: int = 0
+    gradient: int | None = None
+
+
+@contextmanager
+def unsharded(
+    module: M,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[M]:
+    """Show the full parameters of a sharded module, as plain ``nn.Parameter`` in their storage dtype, for a while.
+
+        with sw.unsharded(model):
+            model.head.weight[:, 0] = 0.0   # every rank does the same
+
+    Every rank must enter it, between steps, and must edit alike: of its edits each rank keeps what belongs to its own
+    shard. It costs the memory of the full parameters (and gradients), on each rank that has them. ``state_dict()``
+    inside is that of a plain model. Forward, backward, optimizer steps, conversions and copies of the sharded units
+    are refused inside. Contexts nest, with equal options where they overlap. A module that is not sharded is left as
+    it is.
+
+    Args:
+        module: a sharded model or any module inside one.
+        recurse: also the parameters of units inside ``module``.
+        writeback: keep what was changed, also when an exception leaves the context. False: the parameters are what
+            they were. Parameters that were replaced, or have another shape (and then no gradient), are taken over by
+            the next forward, or, with False, put back.
+        rank0_only: only the first rank of the mesh gets full tensors and keeps them; on the others the parameters stay
+            sharded, and each is there in full for the moment in which it is gathered. Needs ``writeback=False``.
+        offload_to_cpu: the full parameters (and gradients) are on the CPU. The device holds one of them at a time. Each
+            rank has its own copies, so mostly of use with ``rank0_only``.
+        with_grads: also the full gradients, as ``.grad``, written back like the parameters. Gradients that earlier
+            micro-batches hold back are reduced first, as for clipping.
+
+    Raises:
+        RuntimeError: a forward or backward is under way, or the parameters hold no values yet.
+        ValueError: ``rank0_only`` with ``writeback``, other options than those of a context around this one, or a full
+            tensor that has another dtype in the end, or, if it is tensor-parallel, another shape.
+        NotImplementedError: parameters whose tensors decide themselves what is gathered of them.
+    """
+    options = Options(writeback, rank0_only, offload_to_cpu, with_grads)
+    modules = list(module.modules()) if recurse else [m for _, m in own_modules(module)]
+    if writeback and rank0_only:
+        raise ValueError(
+            "unsharded(rank0_only=True) gives the full parameters to one rank, which cannot write the others' shards. "
+            "Pass writeback=False."
+        )
+    with showing(module, modules, options):
+        yield module
+
+
+@contextmanager
+def showing(
+    top: nn.Module,
+    modules: list[nn.Module],
+    options: Options,
+    check: Callable[[list[Shown]], None] | None = None,
+) -> Iterator[None]:
+    """Show the full parameters of ``modules``, all of them in ``top``, for a while.
+
+    ``check`` is called before the body, with what is shown. If it raises, nothing has changed.
+    """
+    shown = _show(modules, options)
+    try:
+        if check is not None:
+            check(shown)
+        yield
+    finally:
+        _restore(top, shown, options)
+
+
+@torch.no_grad()
+def _show(modules: list[nn.Module], options: Options) -> list[Shown]:
+    found = _find(modules, options)
+    units = list(dict.fromkeys(unit for unit, _ in found))
+    _meet(units)
+    if options.with_grads:
+        reduce_held([p.sharded for _, p in found])
+    first = [not any(unit.mesh.get_coordinate() or ()) for unit, _ in found]
+    with torch.inference_mode(False):
+        shown = [
+            _gather(unit, p, options, wanted=mine or not options.rank0_only)
+            for (unit, p), mine in zip(found, first, strict=True)
+        ]
+    for unit in units:
+        unit.weights.show_sharded()  # where the user has called unshard()
+    for each in shown:
+        each.unit.watch.unsharded[each.p.sharded] = options
+        if each.full is not None:
+            each.p.show(each.full)
+    return shown
+
+
+def _meet(units: list[Unit]) -> None:
+    """Every rank is about to gather, or an error names those that are not."""
+    for root in dict.fromkeys(map(root_of, units)):
+        if root is not None:
+            root.agreement.agree_all(UNSHARD, 0)
+    # Models that were not called yet have no agreement.
+    for comm in dict.fromkeys(comm for unit in units if unit.root is None for comm in unit.ranks.every):
+        agree_to_read_over(comm, FULL)
+
+
+def _find(modules: list[nn.Module], options: Options) -> list[tuple[Unit, ManagedParameter]]:
+    """The sharded parameters that are to be shown and are not yet, each once."""
+    units: list[Unit | None] = [m.__dict__.get(UNIT) for m in modules]
+    units += [unit_of(p) for m in modules for p in _held(m)]
+    for unit in dict.fromkeys(u for u in units if u is not None):
+        _refuse_in_use(unit)
+        if not unit.watch.unsharded:
+            settle(unit)
+    found: dict[nn.Parameter, Unit] = {}
+    for sharded in (p for m in modules for p in _held(m)):
+        unit = unit_of(sharded)
+        if unit is None:
+            continue
+        outer: Options | None = unit.watch.unsharded.get(sharded)
+        if outer is None:
+            found[sharded] = unit
+        elif outer[:-1] != options[:-1] or (options.with_grads and not outer.with_grads):
+            raise ValueError(
+                f"unsharded({_told(options)}) inside unsharded({_told(outer)}) that shows the same parameters of unit "
+                f"{unit.name!r}. Give both the same options."
+            )
+    result = [(unit, p) for sharded, unit in found.items() if (p := unit.managed(sharded)) is not None]
+    for unit, p in result:
+        if p.sharded in unit.without_values():
+            raise RuntimeError(
+                f"Parameter {p.name!r} of unit {unit.name!r} holds no values yet, since it was sharded deferred or on "
+                "the meta device. Call shardwright.materialize(model), or load a checkpoint."
+            )
+        if p.extension is not None:
+            raise NotImplementedError(
+                f"Parameter {p.name!r} of unit {unit.name!r} is a {type(p.local).__name__}, which decides itself what "
+                "is gathered of it; unsharded shows plain tensors only."
+            )
+    return result
+
+
+def _held(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The sharded parameters of a module, also where full ones stand for them."""
+    for p in module._parameters.values():
+        if p is not None:
+            p = getattr(p, STANDS_FOR, p)
+            if isinstance(p, Managed):
+                yield p  # type: ignore[misc]
+
+
+def _refuse_in_use(unit: Unit) -> None:
+    root = root_of(unit)
+    if root is not None:
+        root.recover_if_failed()
+    if unit.activity.busy or in_backward() or (root is not None and (root.caller or root.backward)):
+        raise RuntimeError(
+            f"unsharded was entered while unit {unit.name!r} or its model is in forward or backward. Enter it between "
+            "steps."
+        )
+
+
+def _told(options: Options) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options._asdict().items())
+
+
+def _gather(unit: Unit, p: ManagedParameter, options: Options, wanted: bool) -> Shown:
+    """Every rank takes part."""
+    to_cpu = wanted and options.offload_to_cpu
+    whole = _whole(p.sharded.detach(), to_cpu)
+    gradient = p.sharded.grad if options.with_grads else None
+    whole_gradient = _whole(gradient, to_cpu) if gradient is not None else None
+    if not wanted:
+        return Shown(unit, p, None)
+    full = nn.Parameter(whole, requires_grad=p.sharded.requires_grad)
+    for key, value in p.full.__dict__.items():  # what the user has put on the parameter
+        if not key.startswith("_shardwright"):
+            full.__dict__.setdefault(key, value)
+    full.__dict__[STANDS_FOR] = p.sharded
+    full.grad = whole_gradient
+    shown = Shown(unit, p, full)
+    if options.writeback:
+        shown.value = int(digest(full.detach()))
+        shown.gradient = None if full.grad is None else int(digest(full.grad))
+    return shown
+
+
+def _whole(tensor: Any, to_cpu: bool) -> torch.Tensor:
+    """A full tensor of its own memory."""
+    whole = whole_of(tensor)
+    local = local_of(tensor) if hasattr(tensor, "full_tensor") else tensor
+    same = whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    whole = whole.clone() if same else whole
+    return whole.cpu() if to_cpu else whole
+
+
+@torch.no_grad()
+def _restore(top: nn.Module, shown: list[Shown], options: Options) -> None:
+    """Put the sharded parameters back, and the edits into them. Does not communicate: an exception may have come."""
+    refused: list[str] = []
+    sharded = {id(each.full): each.p.sharded for each in shown if each.full is not None}
+    for module in top.modules():
+        for name, p in module._parameters.items():
+            if id(p) in sharded:  # also under names that were tied to it meanwhile
+                Slot.of(module, name).show(sharded[id(p)])
+    for each in shown:
+        each.unit.watch.unsharded.pop(each.p.sharded, None)
+        if each.full is None:
+            continue
+        for slot in each.p.slots:
+            if slot.holds(each.full) or not options.writeback:
+                slot.show(each.p.sharded)
+        if options.writeback:
+            refused += _write_back(each, options)
+        del each.full.__dict__[STANDS_FOR]
+    if refused:
+        raise ValueError(
+            f"Full parameters cannot be cut as they are now: {'; '.join(refused)}. These were not written back. "
+            "Replace the parameter by another nn.Parameter instead, or change it after the context."
+        )
+
+
+def _write_back(shown: Shown, options: Options) -> list[str]:
+    """Copy this rank's part of an edited full parameter, and of its gradient, into the sharded one.
+
+    Whether it was edited is decided by a digest of the full tensor, so that all ranks decide alike. Returns a
+    description of each parameter that cannot be cut as it is now.
+    """
+    p, full = shown.p, shown.full
+    assert full is not None
+    resized = full.shape != p.sharded.shape
+    if full.dtype != p.local.dtype or (resized and p.cut.parallel is not None):
+        kind = "tensor-parallel " if p.cut.parallel is not None else ""
+        return [
+            f"{kind}{p.name!r} of {tuple(p.sharded.shape)} and {p.local.dtype} is {tuple(full.shape)} and {full.dtype}"
+        ]
+    if resized:
+        try:
+            p.sharded.data = full.detach()
+        except ValueError as error:  # as by a shard_placement_fn
+            return [str(error)]
+        p.sharded.grad = None
+        return []
+    if int(digest(full.detach())) != shown.value:
+        p.local.copy_(p.cut.part_of(full))
+    if options.with_grads:
+        gradient, sharded = full.grad, p.sharded
+        if gradient is None:
+            sharded.grad = None
+        elif sharded.grad is None:
+            part = p.cut.part_of(gradient).to(p.local.device)
+            sharded.grad = p.cut.wrap(part.clone(memory_format=torch.contiguous_format))
+        elif int(digest(gradient)) != shown.gradient:
+            local = local_of(sharded.grad) if hasattr(sharded.grad, "full_tensor") else sharded.grad
+            local.copy_(p.cut.part_of(gradient))
+    return []

@@ -1,0 +1,359 @@
+"""From a reduced tensor to ``.grad``, on the device or the host: shown as DTensors made once, or added to others."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwright._torch import (
+    gradient_hooks,
+    local_of,
+    post_accumulate_grad_hooks,
+    quick_attributes,
+    storage_use_count,
+)
+from shardwright.engine.base.offload import Host, HostSlab
+from shardwright.engine.gradients.packer import Packer
+from shardwright.engine.tensors.parameter import ManagedParameter
+from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.ranks import Ranks
+from shardwright.engine.tensors.summed import only_cut
+from shardwright.layout import Packing
+from shardwright.memory import Owner, Slab
+
+
+class GradientShard:
+    """Memory for this rank's gradients of one packing, and the DTensors over it, made once.
+
+    A user may keep ``p.grad`` beyond ``zero_grad``. Then the memory is theirs: :meth:`exclusive` says so, and the
+    owner makes a new object instead of writing into this one.
+    """
+
+    def __init__(
+        self,
+        packing: Packing,
+        parameters: Sequence[ManagedParameter],
+        device: torch.device,
+        owner: Owner,
+        make_slab: Callable[[int], Slab] | None = None,
+    ) -> None:
+        self.slabs: list[Slab] = []
+        self.flats: list[torch.Tensor] = []
+        #: Whether the collective can write here without a cast.
+        self.direct = len(packing.spans) == 1 and packing.spans[0].grad_dtype == packing.reduce_dtype
+        #: Numbers of the parameters whose gradients are reduced in another order than they lie here.
+        self.repacked = [i for i, p in enumerate(parameters) if p.cut.repacks]
+        self.direct = self.direct and not self.repacked
+        for span in packing.spans:
+            numel = packing.numel if self.direct else span.stop - span.start
+            nbytes = numel * span.grad_dtype.itemsize
+            slab = make_slab(nbytes) if make_slab is not None else Slab(nbytes, device, "gradients", owner)
+            slab.lease()
+            self.slabs.append(slab)
+            self.flats.append(slab.view(span.grad_dtype, 0, (numel,), (1,)))
+        #: What a coalesced collective writes.
+        self.tensors = list(self.flats[0].split(packing.chunks)) if self.direct and packing.shared else []
+        self.locals: list[torch.Tensor] = []
+        self.dtensors: list[DTensor] = []
+        with torch.no_grad():
+            for part, parameter in zip(packing.parts, parameters, strict=True):
+                offset = part.offset - packing.spans[part.span].start
+                view = parameter.cut.local_view(self.flats[part.span], offset)
+                self.dtensors.append(parameter.cut.wrap(view))
+                self.locals.append(local_of(self.dtensors[-1]))
+        del view
+        self._alone = [storage_use_count(flat.untyped_storage()) for flat in self.flats]
+
+    def lease(self) -> None:
+        for slab in self.slabs:
+            slab.lease()
+
+    def release(self) -> None:
+        for slab in self.slabs:
+            slab.release()
+
+    @property
+    def leased(self) -> bool:
+        return self.slabs[0].leased
+
+    def intact(self) -> bool:
+        """Whether the DTensors are still over this memory: a conversion of a module exchanges what is inside them."""
+        return not any(map(operator.is_not, map(local_of, self.dtensors), self.locals))
+
+    def exclusive(self) -> bool:
+        """Whether nobody but the engine and ``p.grad`` refers to these gradients or to their memory.
+
+        A Python reference shows in the count of the object, a view in the count of the storage.
+        """
+        if not self.intact():
+            return False
+        # getrefcount sees: the list, the loop variable, its own argument (and, for a local, the DTensor around it).
+        for dtensor in self.dtensors:
+            if sys.getrefcount(dtensor) > 3:
+                return False
+        for local in self.locals:
+            if sys.getrefcount(local) > 4:
+                return False
+        counts = [storage_use_count(flat.untyped_storage()) for flat in self.flats]
+        return counts == self._alone
+
+
+class Result(NamedTuple):
+    """A reduced tensor.
+
+    Attributes:
+        output: flat, in the dtype of the reduction; the flags behind the gradients.
+        present: for which parameters this rank had gradients; None: for all.
+        fresh: whether no parameter had a gradient when the reduction began.
+        hook: of the user, to be called with the gradients.
+        mark: after the last collective; None: after all that the computation has queued.
+    """
+
+    output: torch.Tensor
+    present: list[bool] | None
+    fresh: bool
+    hook: Callable[[torch.Tensor], None] | None
+    mark: Any
+
+
+class OnDevice:
+    """Gradients that end where they are reduced."""
+
+    def __init__(self, packer: Packer, ranks: Ranks, owner: Owner) -> None:
+        self._packer = packer
+        self._ranks = ranks
+        self._owner = owner
+        self._shard: GradientShard | None = None
+        packing = packer.packing
+        #: What is reduced to be added to gradients that there are.
+        self._sum = Slab(packing.numel * packing.reduce_dtype.itemsize, ranks.device, "sum", owner)
+        self._sum.lease()
+        self._sum_flat = self._sum.view(packing.reduce_dtype, 0, (packing.numel,))
+        self._sum.release()
+
+    def target(self) -> tuple[torch.Tensor, bool]:
+        """Where the result is to be reduced to, and whether no parameter has a gradient now."""
+        fresh = self._has_no_gradients()
+        shard = self._fresh_shard() if fresh else None
+        if shard is not None and shard.direct:
+            return shard.flats[0], fresh
+        self._sum.lease()
+        return self._sum_flat, fresh
+
+    def tensors_of(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
+        """What a coalesced collective writes, if ``flat`` is the memory of gradients."""
+        shard = self._shard
+        return shard.tensors if shard is not None and flat is shard.flats[0] else None
+
+    def deliver(self, result: Result) -> None:
+        """Set or add to every used parameter's ``.grad``."""
+        try:
+            self._call(result)
+            self._accumulate(result)
+        finally:
+            self._sum.release()
+
+    def _call(self, result: Result) -> None:
+        if result.hook is not None:
+            result.hook(result.output[: self._packer.packing.flags])
+
+    def _accumulate(self, result: Result) -> None:
+        output = result.output
+        used: list[bool] | None = None
+        if result.present is not None:
+            # Only a rank that lacks a gradient has to look at what the others had; the host waits for it.
+            if self._ranks.local.streams.capturing:
+                raise RuntimeError(
+                    "some parameters have no gradient on this rank, and whether others have one is not known before it "
+                    "has run; freeze them with requires_grad_(False), or let every parameter take part"
+                )
+            start = self._packer.packing.flags
+            used = [flag != 0 for flag in output[start : start + len(self._packer.parameters)].tolist()]
+        with quick_attributes():
+            hooked = any([gradient_hooks(p) for p in self._packer.shardeds])
+            listeners = [post_accumulate_grad_hooks(p) for p in self._packer.shardeds]
+        if hooked and not all(only_cut(gradient_hooks(p)) for p in self._packer.shardeds):
+            self._add_one_by_one(output, used)
+        elif result.fresh and self._has_no_gradients():
+            with quick_attributes():
+                self._hand_over(output, used)
+        elif self._ours() and used is None and not (self._shard is not None and self._shard.repacked):
+            assert self._shard is not None
+            for flat, span in zip(self._shard.flats, self._packer.packing.spans, strict=True):
+                flat[: span.stop - span.start].add_(output[span.start : span.stop])
+        else:
+            self._add_one_by_one(output, used)
+        for i, posts in enumerate(listeners):
+            if posts and (used is None or used[i]):
+                for post in list(posts.values()):
+                    post(self._packer.shardeds[i])
+
+    def _has_no_gradients(self) -> bool:
+        with quick_attributes():
+            return all([p.grad is None for p in self._packer.shardeds])
+
+    def _fresh_shard(self) -> GradientShard:
+        shard = self._shard
+        if shard is not None and shard.leased and not shard.exclusive():
+            self._shard = None  # someone kept these gradients: the memory is theirs now
+        if self._shard is None:
+            self._shard = self._new_shard()
+        self._shard.lease()
+        return self._shard
+
+    @torch.inference_mode(False)
+    def _new_shard(self) -> GradientShard:
+        return GradientShard(self._packer.packing, self._packer.parameters, self._ranks.device, self._owner)
+
+    def _hand_over(self, output: torch.Tensor, used: list[bool] | None) -> None:
+        shard = self._shard
+        assert shard is not None
+        if not shard.direct:
+            for flat, span in zip(shard.flats, self._packer.packing.spans, strict=True):
+                flat.copy_(output[span.start : span.stop])
+        for i in shard.repacked:
+            shard.locals[i].copy_(
+                self._packer.parameters[i].cut.packed_view(output, self._packer.packing.parts[i].offset)
+            )
+        for i, (parameter, gradient) in enumerate(zip(self._packer.shardeds, shard.dtensors, strict=True)):
+            if used is None or used[i]:
+                parameter.grad = gradient
+
+    def _ours(self) -> bool:
+        shard = self._shard
+        return (
+            shard is not None
+            and all([p.grad is g for p, g in zip(self._packer.shardeds, shard.dtensors, strict=True)])
+            and shard.intact()
+        )
+
+    def _add_one_by_one(self, output: torch.Tensor, used: list[bool] | None) -> None:
+        """Parameter by parameter: the user set, dropped or hooks into gradients, or some parameters were unused."""
+        with torch.no_grad():
+            for i, (parameter, part) in enumerate(self._packer.pairs()):
+                if used is not None and not used[i]:
+                    continue
+                local = parameter.cut.packed_view(output, part.offset)
+                form = torch.contiguous_format if parameter.cut.repacks else torch.preserve_format
+                dtype = self._packer.packing.spans[part.span].grad_dtype
+                new: torch.Tensor = parameter.cut.wrap(local.to(dtype, copy=True, memory_format=form))
+                for hook in list((gradient_hooks(parameter.sharded) or {}).values()):
+                    changed = hook(new)
+                    new = new if changed is None else changed
+                old = parameter.sharded.grad
+                if old is None:
+                    parameter.sharded.grad = new
+                else:
+                    kinds = (DTensor, RaggedTensor)
+                    target = local_of(old) if isinstance(old, kinds) else old
+                    target.add_(local_of(new) if isinstance(new, kinds) else new)
+
+    @property
+    def arriving(self) -> bool:
+        """Whether a copy to the host is under way."""
+        return False
+
+    @property
+    def arrived(self) -> bool:
+        """Whether :meth:`land` need not wait."""
+        return True
+
+    def leave_device(self) -> None:
+        """The computation waits for a copy to the host, and the device's memory is given back."""
+
+    def land(self) -> None:
+        """The host waits for a copy to it, and sets or adds to every used parameter's ``.grad``."""
+
+    def discard(self) -> None:
+        """A backward has failed."""
+        self._sum.release()
+
+    def release_unused(self) -> None:
+        """Give the gradients' memory back once every ``.grad`` is None again."""
+        shard = self._shard
+        if shard is None or not shard.leased:
+            return
+        with quick_attributes():
+            if any([p.grad is g for p, g in zip(self._packer.shardeds, shard.dtensors, strict=True)]):
+                return
+        if shard.exclusive():
+            shard.release()
+        else:
+            self._shard = None
+
+
+class OnHost(OnDevice):
+    """Gradients that end in the CPU's memory. :meth:`deliver` starts the copy, :meth:`land` waits for it."""
+
+    def __init__(self, packer: Packer, ranks: Ranks, owner: Owner, host: Host) -> None:
+        super().__init__(packer, ranks, owner)
+        self._host = host
+        self._arrival: Result | None = None  #: what the copy under way fills, and the mark after it
+
+    def target(self) -> tuple[torch.Tensor, bool]:
+        fresh = self._has_no_gradients()
+        if fresh:
+            self._fresh_shard()
+        self._sum.lease()
+        return self._sum_flat, fresh
+
+    def tensors_of(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
+        return None
+
+    def deliver(self, result: Result) -> None:
+        """The sum stays on the device until the copy has read it."""
+        self._call(result)
+        packing, shard, host = self._packer.packing, self._shard, self._host
+        if result.fresh and shard is not None and shard.direct and self._has_no_gradients():
+            landing = shard.flats[0]
+        else:
+            landing = host.zeros(packing.numel, packing.reduce_dtype)
+        after = result.mark if result.hook is None else None
+        landed = host.download(landing, result.output, after)
+        self._arrival = result._replace(output=landing, hook=None, mark=landed)
+
+    @torch.inference_mode(False)
+    def _new_shard(self) -> GradientShard:
+        def slab(nbytes: int) -> Slab:
+            return HostSlab(nbytes, "gradients", self._owner, self._host)
+
+        packer = self._packer
+        return GradientShard(packer.packing, packer.parameters, torch.device("cpu"), self._owner, slab)
+
+    @property
+    def arriving(self) -> bool:
+        return self._arrival is not None
+
+    @property
+    def arrived(self) -> bool:
+        return self._arrival is None or self._host.streams.is_over(self._arrival.mark)
+
+    def leave_device(self) -> None:
+        if self._arrival is not None and self._sum.leased:
+            self._host.streams.join(self._arrival.mark)
+            self._sum.release()
+
+    def land(self) -> None:
+        arrival = self._arrival
+        if arrival is not None:
+            self.leave_device()
+            self._host.streams.host_wait(arrival.mark)
+            self._arrival = None
+            self._accumulate(arrival)
+
+    def discard(self) -> None:
+        if self._arrival is not None:
+            self.leave_device()
+            self._host.streams.host_wait(self._arrival.mark)
+            self._arrival = None
+        else:
+            super().discard()
+
+    def release_unused(self) -> None:
+        if self._arrival is None:
+            super().release_unused()

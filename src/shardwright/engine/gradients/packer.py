@@ -1,0 +1,160 @@
+"""From autograd's full gradients to one flat tensor, rank-major, in a single pass that casts and copies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from shardwright._torch import chunk_cat, quick_attributes
+from shardwright.engine.tensors.parameter import ManagedParameter
+from shardwright.engine.tensors.ranks import Ranks
+from shardwright.layout import GradientPart, Packing, UnitLayout
+
+#: What is packed: the number of a parameter, zeros, or numbers and offsets of 0-d parameters and the room they take.
+Item = int | torch.Tensor | tuple[tuple[tuple[int, int], ...], int]
+
+_zeros: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def _shared_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """To be read only: one memory for all units, or every unit would keep its padding of all ranks at rest."""
+    numel = math.prod(shape)
+    if (dtype, device) not in _zeros or _zeros[dtype, device].numel() < numel:
+        _zeros[dtype, device] = torch.zeros(numel, dtype=dtype, device=device)
+    return _zeros[dtype, device][:numel].view(shape)
+
+
+class Packer:
+    """The gradients of one packing.
+
+    Attributes:
+        packing: what is packed, and where.
+        parameters: whose gradients.
+        shardeds: their sharded forms.
+    """
+
+    def __init__(
+        self, packing: Packing, layout: UnitLayout, parameters: Sequence[ManagedParameter], ranks: Ranks
+    ) -> None:
+        self.packing = packing
+        self.parameters = [parameters[part.index] for part in packing.parts]
+        self.shardeds = [p.sharded for p in self.parameters]
+        self._ranks = ranks
+        # _chunk_cat wants one input dtype. Gradients come in the parameters' compute dtypes; where those differ,
+        # each gradient is cast on its own before.
+        dtypes = {layout.specs[part.index].compute_dtype for part in packing.parts}
+        self._input_dtype = dtypes.pop() if len(dtypes) == 1 else None
+        dtype = self._input_dtype or packing.reduce_dtype
+        self._flags = torch.zeros(ranks.parts, packing.flag_slots, dtype=dtype, device=ranks.device)
+        self._flags[:, : len(packing.parts)] = 1
+        self._items = self._plan_items(dtype)
+        #: Whether gradients are packed as they are.
+        self._plain = bool(packing.shared) or all(
+            p.spec.is_natural and p.spec.shape and part.chunk for p, part in self.pairs()
+        )
+
+    def pairs(self) -> list[tuple[ManagedParameter, GradientPart]]:
+        return list(zip(self.parameters, self.packing.parts, strict=True))
+
+    def take(self, fill: bool = False) -> tuple[list[torch.Tensor], list[bool] | None]:
+        """Take the full gradients off the parameters, in packing order; and which there are, None meaning all.
+
+        ``fill``: unused parameters count as having gradients of zero.
+        """
+        with quick_attributes():
+            gradients, present = self._take_gradients(fill)
+        tensors = [
+            gradients[item] if type(item) is int else self._packed_item(item, gradients)
+            for item in self._items
+        ]
+        flags = self._flags
+        if present is not None:
+            flags = flags.clone()
+            flags[:, [i for i, there in enumerate(present) if not there]] = 0
+        tensors.append(flags)
+        return tensors, present
+
+    def _take_gradients(self, fill: bool) -> tuple[list[torch.Tensor], list[bool] | None]:
+        gradients: list[torch.Tensor] = []
+        present: list[bool] | None = None
+        dtype, n = self._input_dtype, self._ranks.parts
+        for i, parameter in enumerate(self.parameters):
+            full = parameter.full
+            gradient = full.grad
+            full.grad = None
+            # Not what was frozen since forward, as autograd does.
+            if gradient is None or not self.shardeds[i].requires_grad:
+                if not (fill and self.shardeds[i].requires_grad):
+                    if present is None:
+                        present = [True] * len(self.parameters)
+                    present[i] = False
+                shape = parameter.spec.shape
+                gradient = torch.zeros(shape, dtype=self._flags.dtype, device=self._flags.device)
+            else:
+                if parameter.view is not full:
+                    gradient = parameter.cut.parallel.gradient(gradient, self.packing.reduce_dtype)  # type: ignore[union-attr]
+                if gradient.dtype != dtype:
+                    gradient = gradient.to(self._flags.dtype)
+            if not self._plain:
+                spec = parameter.spec
+                gradient = gradient.expand(n, 1) if spec.replicated else gradient.permute(spec.order)
+            gradients.append(gradient)
+        return gradients, present
+
+    def _plan_items(self, dtype: torch.dtype) -> list[Item]:
+        """What is packed behind one another: numbers of parameters, zeros, and 0-d parameters that share a segment."""
+        n, device, packing = self._ranks.parts, self._ranks.device, self.packing
+        items: list[Item] = []
+
+        def zeros(*shape: int) -> None:
+            if 0 not in shape:
+                items.append(_shared_zeros(shape, dtype, device))
+
+        if not packing.shared:
+            for i, part in enumerate(packing.parts):
+                if part.chunk:
+                    items.append(i)
+                zeros(n, part.gap)
+            return items
+        places = {part.index: i for i, part in enumerate(packing.parts)}
+        for segment in packing.shared:
+            if segment.replicated:
+                numbers = tuple((places.get(m.index, -1), m.offset) for m in segment.members)
+                items.append((numbers, segment.chunk))
+                continue
+            end = 0
+            for member in sorted(segment.members, key=lambda m: m.offset):
+                zeros(member.offset - end)
+                if member.index not in places:
+                    zeros(member.numel)
+                elif member.numel:
+                    items.append(places[member.index])
+                end = member.stop
+            zeros(n * segment.chunk - end)
+        return items
+
+    def _packed_item(self, item: Item, gradients: list[torch.Tensor]) -> torch.Tensor:
+        if isinstance(item, torch.Tensor):
+            return item
+        places, chunk = item  # type: ignore[misc]
+        row = self._flags.new_zeros(chunk)
+        for place, offset in places:
+            if place >= 0:
+                row[offset] = gradients[place]
+        return row.expand(self._ranks.parts, chunk)
+
+    def pack(self, tensors: list[torch.Tensor], out: torch.Tensor) -> None:
+        """One pass that casts and copies: rank-major, a row for each, or one segment after another, all in one row."""
+        chunk_cat(tensors, 0, 1 if self.packing.shared else self._ranks.parts, out=out)
+
+    def has_gradients(self) -> bool:
+        """Whether a full gradient waits."""
+        with quick_attributes():
+            return any([p.full.grad is not None for p in self.parameters])
+
+    def drop(self) -> None:
+        """Forget the full gradients."""
+        for parameter in self.parameters:
+            parameter.full.grad = None

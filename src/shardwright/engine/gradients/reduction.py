@@ -1,0 +1,342 @@
+"""The gradients of one packing, through one backward after another: pack, reduce, accumulate, hand over.
+
+There is one :class:`Reduction` per reduce dtype of a unit. It reduces with one collective per mesh axis. It does not
+decide when to reduce; the unit does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shardwright.comm import Communicator, Division, GradientHook, Pending, plan_division
+from shardwright.engine.base.home import Announcer
+from shardwright.engine.base.offload import Host
+from shardwright.engine.gradients.carried import carriers
+from shardwright.engine.gradients.delivery import OnDevice, OnHost, Result
+from shardwright.engine.gradients.packer import Packer
+from shardwright.engine.tensors.parameter import ManagedParameter
+from shardwright.engine.tensors.ranks import Ranks
+from shardwright.layout import Packing, UnitLayout
+from shardwright.memory import Owner, Slab
+
+
+class Sum:
+    """Gradients that were added up and are not handed over yet, and for which parameters there were any."""
+
+    __slots__ = ("present", "value")
+
+    def __init__(self, parameters: int) -> None:
+        self.value: torch.Tensor | None = None
+        self.present = [False] * parameters
+
+    def add(self, value: torch.Tensor, present: list[bool] | None) -> None:
+        """``value`` becomes the sum, or is added to it; ``present`` None means all parameters."""
+        self.value = value if self.value is None else self.value.add_(value)
+        self.present = [before or (present is None or present[i]) for i, before in enumerate(self.present)]
+
+    def take(self, other: Sum) -> None:
+        """Add another one, which is not used any more."""
+        if other.value is not None:
+            self.add(other.value, other.present)
+
+    def forget(self) -> None:
+        self.value, self.present = None, [False] * len(self.present)
+
+    def with_present(self, present: list[bool] | None) -> list[bool] | None:
+        """For which parameters there are gradients in this and in another sum; None means all."""
+        if present is None:
+            return None
+        both = [a or b for a, b in zip(present, self.present, strict=True)]
+        return None if all(both) else both
+
+
+class Flight:
+    """A reduction from its start to its end.
+
+    Attributes:
+        todo: over which communicators it is to go on.
+        value: the result so far.
+        output: where it is to end; None: with the ranks that shard gradients, as a sum that is held.
+        present: for which parameters there are gradients; None: for all.
+        fresh: whether no parameter had a gradient when it began.
+        pending: the last collective.
+    """
+
+    __slots__ = (
+        "_merged",
+        "announcer",
+        "division",
+        "fresh",
+        "output",
+        "pending",
+        "present",
+        "todo",
+        "value",
+    )
+
+    def __init__(
+        self, announcer: Announcer, division: Division, target: tuple[torch.Tensor, bool] | None
+    ) -> None:
+        self.announcer = announcer
+        self.division = division
+        self.output: torch.Tensor | None
+        self.output, self.fresh = target if target is not None else (None, False)
+        self.todo: list[Communicator] = []
+        self.value: torch.Tensor
+        self.present: list[bool] | None = None
+        self.pending: Pending | None = None
+        #: Sums that are in it, with what they were before: they are held again if it fails.
+        self._merged: list[tuple[Sum, torch.Tensor, list[bool]]] = []
+
+    def merge(self, held: Sum) -> None:
+        """Add to the result what was held before."""
+        if held.value is not None:
+            self.value.view(-1).add_(held.value.view(-1))
+            self.present = held.with_present(self.present)
+            self._merged.append((held, held.value, held.present))
+            held.forget()
+
+    def fail(self) -> None:
+        """Wait for what is under way, and hold again what was held."""
+        if self.pending is not None:
+            self.pending.drop()
+        for held, value, present in self._merged:
+            held.value, held.present = value, present
+
+
+class Reduction:
+    """See the module's docstring.
+
+    Attributes:
+        packing: what is reduced, and where it lies.
+        fingerprint: tells packings of equal size and different parameters apart; the same number on every rank.
+        retired: whether requires_grad changed since, so that only what is held comes through here.
+    """
+
+    def __init__(
+        self,
+        packing: Packing,
+        layout: UnitLayout,
+        parameters: Sequence[ManagedParameter],
+        ranks: Ranks,
+        owner: Owner,
+        hook: GradientHook | None = None,
+        unit: str = "",
+        host: Host | None = None,
+    ) -> None:
+        self.packing = packing
+        self._ranks = ranks
+        self._packer = packer = Packer(packing, layout, parameters, ranks)
+        self._delivery = (
+            OnDevice(packer, ranks, owner) if host is None else OnHost(packer, ranks, owner, host)
+        )
+        self.fingerprint = hash(tuple(part.index for part in packing.parts)) % (1 << 31)
+        self.retired = False
+        self._packed = Slab(
+            ranks.parts * packing.numel * packing.reduce_dtype.itemsize, ranks.device, "reduction", owner
+        )
+        self._packed.lease()
+        shape = (1, ranks.parts * packing.numel) if packing.shared else (ranks.parts, packing.numel)
+        self._packed_view = self._packed.view(packing.reduce_dtype, 0, shape)
+        self._packed_flat = self._packed.view(packing.reduce_dtype, 0, (ranks.parts * packing.numel,))
+        self._packed_tensors = self._split(self._packed_flat)
+        self._packed.release()
+        self._held = Sum(len(packing.parts))  #: whole gradients that were not reduced
+        #: Sums over the ranks that shard gradients, not yet over the others.
+        self._partial = Sum(len(packing.parts))
+        self._way = [*ranks.scatters, *ranks.late, *ranks.replicas]
+        self._carriers = carriers(hook, unit, packing, self.fingerprint, layout.specs, ranks)
+        self._flight: Flight | None = None
+
+    # -- what is held --------------------------------------------------------------------------------------------
+
+    def has_gradients(self) -> bool:
+        """Whether a full gradient waits."""
+        return self._packer.has_gradients()
+
+    def hold(self) -> None:
+        """Keep this micro-batch's gradients, full and in the dtype of such sums, without communication."""
+        tensors, present = self._packer.take()
+        device = self._ranks.device
+        packed = torch.empty(self._packed_view.shape, dtype=self.packing.held_dtype, device=device)
+        self._packer.pack(tensors, packed)
+        self._held.add(packed, present)
+
+    def take_held(self, other: Reduction) -> None:
+        """Hold what ``other``, of the same packing, held, too."""
+        self._held.take(other._held)
+        self._partial.take(other._partial)
+
+    def drop_held(self) -> None:
+        """Forget the sums of earlier micro-batches."""
+        self._held.forget()
+        self._partial.forget()
+
+    # -- reduce --------------------------------------------------------------------------------------------------
+
+    def start(
+        self, last: bool, factor: float | None, force_sum: bool, announcer: Announcer, fill: bool = False
+    ) -> None:
+        """Pack and issue the first collective. :meth:`go_on` issues the others, :meth:`finish` hands over the result.
+
+        ``last`` False: the sum stays with the ranks that shard gradients until a later call with True, or
+        :meth:`start_late`. ``fill``: parameters without a gradient get one of zero.
+        """
+        ranks, numel = self._ranks, self.packing.numel
+        flight = self._begin(last, factor, force_sum, announcer)
+        tensors, flight.present = self._packer.take(fill and not self.retired)
+        if ranks.parts > 1:
+            self._packed.lease()
+            flight.value = self._packed_flat
+            self._packer.pack(tensors, self._packed_view)
+        else:
+            flight.value = self._new(numel) if flight.output is None else flight.output
+            self._packer.pack(tensors, flight.value.view(1, numel))
+        tensors.clear()
+        flight.merge(self._held)
+        flight.todo = self._way[:] if last else ranks.scatters[:]
+        if flight.todo:
+            self._next(flight, None)
+        else:
+            _scale(flight.value, flight.division)
+
+    def start_late(self, factor: float | None, force_sum: bool, announcer: Announcer) -> None:
+        """The rest of the way for what the ranks that shard gradients have summed up already."""
+        flight = self._begin(True, factor, force_sum, announcer)
+        flight.todo = [*self._ranks.late, *self._ranks.replicas]
+        flight.present = [False] * len(self.packing.parts)
+        late = math.prod(c.world_size for c in self._ranks.late)
+        assert flight.output is not None
+        flight.value = (flight.output if late == 1 else self._new(late * self.packing.numel)).zero_()
+        flight.merge(self._partial)
+        self._next(flight, None)
+
+    def _begin(self, last: bool, factor: float | None, force_sum: bool, announcer: Announcer) -> Flight:
+        division = plan_division(
+            self.packing.reduce_dtype, self._ranks.size, factor, force_sum or len(self._way) != 1
+        )
+        self._flight = Flight(announcer, division, self._delivery.target() if last else None)
+        return self._flight
+
+    def _new(self, numel: int) -> torch.Tensor:
+        return torch.empty(numel, dtype=self.packing.reduce_dtype, device=self._ranks.device)
+
+    def _next(self, flight: Flight, after: Pending | None) -> None:
+        """Issue the next collective of the way, after another, or after the computation so far."""
+        comm, value, whole = flight.todo.pop(0), flight.value, flight.division
+        announce = flight.announcer(comm, value.numel() * value.element_size())
+        division = whole
+        if len(self._way) > 1:
+            division = Division(
+                whole.average,
+                whole.before if comm is self._way[0] else 1.0,
+                whole.after if comm is self._way[-1] else 1.0,
+            )
+        carrier = self._carriers.get(comm)
+        if comm in self._ranks.replicas:
+            if carrier is not None:
+                flight.pending = carrier.run([value], value, division, announce, after)
+            else:
+                flight.pending = comm.all_reduce(value, division, announce, after)
+            return
+        rest = value.numel() // comm.world_size
+        output = flight.output
+        into = output if output is not None and rest == self.packing.numel else self._new(rest)
+        flight.value = into
+        outputs, inputs = self._tensors(into), self._tensors(value)
+        if carrier is not None:
+            flight.pending = carrier.run(inputs, into, division, announce, after)
+            return
+        flight.pending = comm.reduce_scatter(outputs, inputs, division, announce, after)
+
+    def _tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors that are reduced, as views of their memory, for however many parts that holds."""
+        if flat is self._packed_flat:
+            return self._packed_tensors
+        if len(self.packing.chunks) == 1:
+            return [flat]
+        return self._delivery.tensors_of(flat) or self._split(flat)
+
+    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        chunks = self.packing.chunks
+        if len(chunks) == 1:
+            return [flat]
+        parts = flat.numel() // self.packing.numel
+        return list(flat.split([chunk * parts for chunk in chunks]))
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether collectives are left to issue."""
+        return self._flight is not None and bool(self._flight.todo)
+
+    def go_on(self) -> None:
+        """Issue the rest of the way: the first collective is to be done by now."""
+        flight = self._flight
+        while flight is not None and flight.todo:
+            assert flight.pending is not None
+            flight.pending.wait()
+            self._packed.release()
+            after: Pending | None = flight.pending
+            if flight.todo[0] not in self._ranks.scatters and self._partial.value is not None:
+                flight.merge(self._partial)
+                after = None  # but after the addition
+            self._next(flight, after)
+
+    def finish(self, hook: Callable[[torch.Tensor], None] | None = None) -> None:
+        """Order the computation after the reduction and set or add to every used parameter's ``.grad``."""
+        flight = self._flight
+        if flight is None:
+            return
+        self.go_on()
+        mark = None
+        if flight.pending is not None:
+            mark = flight.pending.mark
+            flight.pending.wait()
+        self._flight = None
+        self._packed.release()
+        if flight.output is None:
+            self._partial.add(flight.value.view(-1).to(self.packing.held_dtype), flight.present)
+        else:
+            self._delivery.deliver(Result(flight.output, flight.present, flight.fresh, hook, mark))
+
+    def discard(self) -> None:
+        """Forget a backward that failed: its full gradients and a pending reduction's result, not what came before."""
+        self._packer.drop()
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.fail()
+            self._packed.release()
+        self._delivery.discard()
+
+    def release_unused(self) -> None:
+        """Give the gradients' memory back once every ``.grad`` is None again."""
+        if self._flight is None:
+            self._delivery.release_unused()
+
+    # -- on the way to the host ----------------------------------------------------------------------------------
+
+    @property
+    def lands(self) -> bool:
+        """Whether a copy to the host is under way."""
+        return self._delivery.arriving
+
+    @property
+    def arrived(self) -> bool:
+        """Whether :meth:`land` need not wait."""
+        return self._delivery.arrived
+
+    def leave_device(self) -> None:
+        self._delivery.leave_device()
+
+    def land(self) -> None:
+        self._delivery.land()
+
+
+def _scale(tensor: torch.Tensor, division: Division) -> None:
+    """What a reduction over no other rank does."""
+    divisor = division.before * division.after
+    if divisor != 1.0:
+        tensor.div_(divisor)

@@ -1,0 +1,160 @@
+"""Optimizers that step a unit while backward still runs: when a unit's gradients are all there, and who is told.
+
+How a step is made is the optimizer's business (``optim/in_backward.py``); nothing here knows what an optimizer does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardwright._torch import quick_attributes
+from shardwright.engine.tensors.parameter import ManagedParameter
+
+
+class Stepped(Protocol):
+    """A unit, as far as steps go."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def parameters(self) -> list[ManagedParameter]: ...
+
+    @property
+    def gradients(self) -> Any: ...
+
+    @property
+    def build(self) -> int: ...
+
+    def drop_kept(self) -> None: ...
+
+
+class Stepper(Protocol):
+    """An optimizer that steps some parameters of a unit."""
+
+    def open_step(self, unit: Any) -> Any:
+        """What :meth:`step_unit` is given for ``unit``, soon: options as they are now. What it needs may be fetched."""
+
+    def step_unit(self, unit: Any, step: Any) -> None:
+        """Step those of its parameters that belong to ``unit`` and have a gradient, and set these to None."""
+
+    def backward_ended(self) -> bool:
+        """Units stepped from now on belong to another step. Returns whether any were in this one."""
+
+
+class SteppedGradient(torch.Tensor):
+    """``.grad`` of a parameter that was stepped in backward. It has no memory, and every use of its values raises.
+
+    None would say that there was no gradient: ``torch.nn.utils.clip_grad_norm_`` would find a norm of 0.
+    """
+
+    unit: str
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor, unit: str) -> SteppedGradient:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            cls, parameter.shape, dtype=parameter.grad_dtype or parameter.dtype, device=parameter.device
+        )
+
+    def __init__(self, parameter: torch.Tensor, unit: str) -> None:
+        self.unit = unit
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"SteppedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, unit={self.unit!r})"
+
+    def full_tensor(self) -> torch.Tensor:
+        self._refuse()
+
+    def to_local(self) -> torch.Tensor:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise RuntimeError(
+            f"The gradient of a parameter of unit {self.unit!r}, of shape {tuple(self.shape)}, is gone: its optimizer "
+            "has stepped in backward. What needs all gradients before a step (clipping by their norm, GradScaler) "
+            "needs sw.fully_shard_optimizer without in_backward; each alone is clipped by in_backward(clip_value=)."
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.zero_.default:  # zero_grad
+            return args[0]
+        if func is torch.ops.aten._foreach_zero_.default:
+            for gradient in args[0]:
+                gradient.zero_()
+            return None
+        next(value for value in tree_leaves((args, kwargs)) if isinstance(value, cls))._refuse()
+
+
+def forget_stepped(parameters: Iterable[torch.Tensor]) -> None:
+    """Where ``.grad`` was stepped, set it to None: the step is over, or another begins."""
+    with quick_attributes():
+        for p in parameters:
+            if type(p.grad) is SteppedGradient:
+                p.grad = None
+
+
+class Stepping:
+    """Whether a unit is to be stepped, and by whom. It holds them, as nobody else may. Other units have none.
+
+    Attributes:
+        due: whether gradients of the last micro-batch are in, or on their way, and were not stepped yet.
+    """
+
+    def __init__(self) -> None:
+        self.steppers: list[Stepper] = []
+        self.due = False
+        self._steps: list[tuple[Stepper, Any]] = []
+        self._marks = WeakTensorKeyDictionary()
+        #: How many root calls had begun before the backward that is to be stepped, and before the one stepped last.
+        self._due_in = self._stepped_in = -1
+
+    def expect(self, unit: Stepped, last: bool, calls_begun: int) -> None:
+        """A reduction of the unit begins, in the ``last`` backward of a step or in an earlier one."""
+        self.due = last
+        if last:
+            self._due_in = calls_begun
+            self._steps = [(stepper, stepper.open_step(unit)) for stepper in self.steppers]
+
+    def run(self, unit: Stepped) -> None:
+        """Step the unit, whose gradients were reduced. Its weights are not read any more in this backward.
+
+        Raises:
+            RuntimeError: it was stepped already since the forward that these gradients belong to.
+        """
+        self.due = False
+        steps, self._steps = self._steps, []
+        with quick_attributes():
+            present = [p.sharded for p in unit.parameters if p.sharded.grad is not None]
+        if not present or not steps:
+            return
+        if self._stepped_in == self._due_in:
+            raise RuntimeError(
+                f"Gradients of unit {unit.name!r} came after its optimizer had stepped it in backward, so they are "
+                "those of weights that are gone. With several backwards for one step call "
+                "set_is_last_backward(False) before all but the last; use weights inside the unit's forward alone; "
+                "and checkpoint units that are used more than once with use_reentrant=False."
+            )
+        self._stepped_in = self._due_in
+        unit.drop_kept()
+        for stepper, step in steps:
+            stepper.step_unit(unit, step)
+        self.mark(unit, present)
+        unit.gradients.release_unused()
+
+    def mark(self, unit: Stepped, parameters: Iterable[torch.Tensor]) -> None:
+        """Where there is no gradient (any more), say that it was used, or is to be used when it has arrived."""
+        with quick_attributes():
+            for p in parameters:
+                if p.grad is None:
+                    mark = self._marks.get(p)
+                    if mark is None or mark.dtype != (p.grad_dtype or p.dtype):
+                        mark = self._marks[p] = SteppedGradient(p, unit.name)
+                    p.grad = mark

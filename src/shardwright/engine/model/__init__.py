@@ -1,0 +1,1 @@
+"""What the units of one model share: time, order, agreement, memory, and the hooks that move them."""

@@ -1,0 +1,97 @@
+"""A unit's part in backward: from the first output that it reaches to the last input that it leaves."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwright._torch import alone, annotate
+from shardwright.engine.base.visit import Visit
+from shardwright.engine.model.root import root_of
+from shardwright.engine.unit.unit import Unit
+from shardwright.engine.unit.uses import issue, reduce
+
+
+class Backward:
+    """Hears of every visit. It has no state: a unit's is its ``activity``, a model's its root's."""
+
+    def enter(self, visit: Visit) -> None:
+        """Backward has reached an output of a visit: gather the weights that it will read."""
+        unit: Unit = visit.unit
+        if visit not in unit.activity.visits:
+            root = root_of(unit)
+            assert root is not None
+            with annotate("pre_backward", unit.weights.label), alone(root.device):
+                _enter(unit, visit)
+
+    def after_call(self, visit: Visit) -> None:
+        """Backward has produced the gradients of one call's inputs."""
+        visit.open -= 1
+        if visit.open == 0 and not visit.endless:
+            with alone(visit.unit.comm.device):
+                self.close(visit)
+
+    def close(self, visit: Visit) -> None:
+        """A visit's backward is through: without others under way give the weights back and reduce the gradients."""
+        unit: Unit = visit.unit
+        activity, weights, root = unit.activity, unit.weights, root_of(unit)
+        if visit not in activity.visits:
+            return
+        activity.visits.discard(visit)
+        activity.unfinished.discard(visit)
+        assert root is not None
+        root.visits.leave(visit)
+        if not activity.visits and weights.parameters:
+            if not activity.calls:  # else this backward ran inside the unit's own forward
+                weights.kept = unit.site.ranks.keeps_full or not unit.settings.reshard_after_backward
+                if weights.kept:
+                    weights.show_sharded()
+                else:
+                    weights.release()
+            if not activity.unfinished:
+                weights.drop_secondary()
+            reduce(unit)
+        for guest in visit.guests:
+            guest.close()
+
+
+BACKWARD = Backward()
+
+
+def _enter(unit: Unit, visit: Visit) -> None:
+    root = root_of(unit)
+    assert root is not None
+    unit.refuse_unsharded("Backward through")
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"Backward with create_graph=True reached unit {unit.name!r}: sharded parameters do not support double "
+            "backward, because their memory is released after each use. Use first-order gradients only."
+        )
+    if visit.build != unit.build:
+        raise RuntimeError(
+            f"Parameters of unit {unit.name!r} were replaced by others of another shape or dtype since the forward "
+            "that this backward belongs to. Run the forward again."
+        )
+    root.enter_backward()
+    visit.open = visit.calls
+    unit.activity.visits.add(visit)
+    root.visits.enter(visit)
+    for host in visit.hosts:  # units may run inside one another
+        host.before_backward()
+    root.visits.close_later(visit)
+    if unit.weights.parameters:
+        unit.activity.entered = True
+        if not visit.lasting:
+            _show(unit, visit)
+    for guest in visit.guests:
+        guest.before_backward()
+
+
+def _show(unit: Unit, visit: Visit) -> None:
+    root, weights = root_of(unit), unit.weights
+    assert root is not None
+    weights.notice_edits()
+    if unit.settings.unshard_in_backward and not (weights.gathered and weights.is_current):
+        issue(unit, root.clock.call, look=False)
+    root.backward_reaches(visit)
+    weights.wait()
+    weights.show_full()

@@ -1,0 +1,309 @@
+"""Calls of a unit's modules: its weights are gathered and shown before forward, and kept or released after it."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright._torch import address_of, alone, annotate, in_backward, next_sequence_number
+from shardwright.engine.base.visit import Frame, Visit
+from shardwright.engine.model.backward import BACKWARD
+from shardwright.engine.model.root import Root, attach, root_of
+from shardwright.engine.tensors.parameter import FullParameter, plain_of
+from shardwright.engine.unit.hooks import (
+    hidden_tensors,
+    map_arguments,
+    map_tensors,
+    mark_inputs,
+    mark_made,
+    mark_outputs,
+    opaque_or_mutable,
+    refuse_opaque,
+)
+from shardwright.engine.unit.owning import refuse_sharded_stand_ins, settle, settle_now
+from shardwright.engine.unit.unit import Unit
+from shardwright.engine.unit.uses import follow_requires_grad, issue, leave_forward
+from shardwright.engine.weights.lasting import Lasting, lasting_kind
+
+#: Results of calls that have not run yet.
+LAZY = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+
+
+class Calls:
+    """The hooks of a unit's modules.
+
+    Attributes:
+        unit: whose.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        unit = self.unit
+        root = root_of(unit) or _join(unit, module)
+        with annotate("pre_forward", unit.weights.label):
+            return _before(unit, root, module, args, kwargs)
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        unit = self.unit
+        with annotate("post_forward", unit.weights.label):
+            return _after(unit, module, output)
+
+    def forward_failed(self, depth: int) -> None:
+        """An exception passes through a call that began when ``depth`` others were under way: leave all in order."""
+        root = root_of(self.unit)
+        if root is not None:
+            with alone(root.device):
+                _leave_failed(root, depth)
+
+
+def depth_of(unit: Unit) -> int:
+    """How many calls of units are under way in the unit's model."""
+    root = root_of(unit)
+    return len(root.visits.frames) if root is not None else 0
+
+
+def lend_if_called(unit: Unit) -> None:
+    """A parameter of this unit's module is read: inside another unit's call, lend it to that."""
+    root = root_of(unit)
+    if root is not None and not unit.weights.forms.full_shown and root.visits.frames:
+        lend(unit, root.visits.frames[-1])
+
+
+def lend(unit: Unit, frame: Frame) -> None:
+    """This unit's weights are read inside another unit's call: show them until it returns, and in its backward."""
+    if frame.unit is unit or unit in frame.guests or not unit.weights.parameters:
+        return
+    root = root_of(unit) or _join(unit, unit.watch.modules()[0])
+    lasting = lasting_kind()
+    with alone(root.device):
+        _lend(unit, root, frame, lasting)
+
+
+def _join(unit: Unit, module: nn.Module) -> Root:
+    with alone(unit.comm.device):
+        return attach(module)
+
+
+# -- before forward --------------------------------------------------------------------------------------------------
+
+
+def _before(unit: Unit, root: Root, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    recomputing = in_backward()
+    if recomputing:
+        root.enter_backward()
+    elif root.caller is None:
+        with alone(root.device):
+            root.begin(unit, module)
+        device = root.device
+        if device.type != "cpu":
+            args, kwargs = map_arguments(lambda t: t.to(device, non_blocking=True), args, kwargs)
+    frame = Frame(unit, next_sequence_number())
+    root.visits.frames.append(frame)  # taken off by _after or _leave_failed
+    frame.containers = opaque_or_mutable(args, kwargs)
+    policy = unit.given.policy
+    dtype = policy.param_dtype
+    if dtype is not None and policy.cast_forward_inputs and not root.full_precision:
+        args, kwargs = map_arguments(lambda t: t.to(dtype) if t.is_floating_point() else t, args, kwargs)
+    lasting = lasting_kind()
+    with alone(root.device):
+        if (unit.watch.lenders or not unit.weights.parameters) and not recomputing:
+            settle(unit)
+        if unit.weights.parameters:
+            _use(unit, root, frame, recomputing, lasting)
+    lenders = unit.watch.lenders
+    if (lenders or unit.weights.parameters) and lasting is None and _is_marked(unit, recomputing):
+        args, kwargs = _mark(unit, root, frame, args, kwargs, recomputing)
+    for lender in lenders:
+        lend(lender, frame)
+    return args, kwargs
+
+
+def _use(unit: Unit, root: Root, frame: Frame, recomputing: bool, lasting: type[Lasting] | None) -> None:
+    """A call that reads the full weights begins: gather them or take what was prefetched, and show them.
+
+    ``lasting``: of what kind the copies are that are to be shown, if any.
+    """
+    activity = unit.activity
+    unit.refuse_unsharded("Forward of")
+    if not activity.calls and not activity.to_run and not recomputing:
+        if not unit.weights.forms.full_shown:
+            settle_now(unit)
+        if unit.weights.forms.lends_over:
+            refuse_sharded_stand_ins(unit)
+        follow_requires_grad(unit)
+        if len(unit.watch.references) > 1:
+            activity.to_run = {id(m()) for m in unit.watch.references}
+    activity.calls += 1
+    weights = unit.weights
+    weights.forms.hide_lasting()
+    if not recomputing:
+        root.forward_reaches(unit)
+    elif not weights.gathered:
+        issue(unit, root.clock.call)
+    weights.wait()
+    weights.show_full()
+    if lasting is not None:
+        _show_lasting(unit, root, frame, lasting)
+
+
+def _show_lasting(unit: Unit, root: Root, frame: Frame, kind: type[Lasting]) -> None:
+    """Let the modules compute with copies of the full weights, and hear when their gradients are there."""
+    visit = root.visits.of(
+        unit, BACKWARD, recomputing=True
+    )  # of its own, since other calls have other copies
+    visit.calls, visit.endless, visit.lasting = 1, True, True
+    host = frame.visit if frame.unit is not unit and frame.visit is not None else root.visits.around(frame)
+    if host is not None:
+        visit.hosts.append(host)
+    lasting = unit.weights.forms.lasting = kind(unit.weights.parameters, visit)
+    if unit.stepping is not None and lasting.has_graph:
+        unit.activity.unfinished.add(visit)
+
+
+def _is_marked(unit: Unit, recomputing: bool) -> bool:
+    """Whether a call needs marks in the graph.
+
+    Recomputation for a visit whose backward is under way fills saved tensors of the first graph, which is marked
+    already; reentrant checkpointing runs backward through the recomputed graph itself.
+    """
+    return torch.is_grad_enabled() and not (recomputing and bool(unit.activity.visits))
+
+
+def _mark(unit: Unit, root: Root, frame: Frame, args: Any, kwargs: Any, recomputing: bool) -> tuple[Any, Any]:
+    """Let the call's visit hear of its backward from the inputs; outputs are marked when there are any."""
+    visit = frame.visit = root.visits.of(unit, BACKWARD, recomputing)
+    host = root.visits.around(frame)
+    if host is not None and host not in visit.hosts:
+        visit.hosts.append(host)
+    args, kwargs, marked, frame.entry = mark_inputs(visit, args, kwargs)
+    frame.begun = next_sequence_number()
+    visit.calls += 1
+    visit.endless |= not marked
+    if unit.site.neighbours is not None or unit.stepping is not None:
+        unit.activity.unfinished.add(visit)
+    return args, kwargs
+
+
+def _lend(unit: Unit, root: Root, frame: Frame, lasting: type[Lasting] | None) -> None:
+    recomputing = in_backward()
+    if recomputing:
+        root.enter_backward()
+    elif root is not frame.unit.root and root.caller is None:
+        root.clock.turn()  # it is of another model, of which this is no call
+        assert frame.unit.root is not None
+        root.compute_as(root.full_precision_in_eval and frame.unit.root.full_precision)
+    frame.guests.append(unit)
+    _use(unit, root, frame, recomputing, lasting)
+    if lasting is None and _is_marked(unit, recomputing):
+        if frame.visit is None:
+            # Of its own, since it has no marked input.
+            frame.visit = root.visits.of(frame.unit, BACKWARD, recomputing=True)
+            frame.visit.calls += 1
+            frame.visit.endless = True
+        guest = root.visits.of(unit, BACKWARD, recomputing=True)
+        guest.calls += 1
+        if unit.stepping is not None:
+            unit.activity.unfinished.add(guest)
+        frame.visit.guests.append(guest)
+
+
+# -- after forward ---------------------------------------------------------------------------------------------------
+
+
+def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
+    root = root_of(unit)
+    assert root is not None
+    frame = root.visits.frames[-1]  # taken off when nothing can fail any more, else by _leave_failed
+    visit, weights = frame.visit, unit.weights
+    unit.activity.to_run.discard(id(module))
+    if isinstance(output, LAZY):
+        raise TypeError(
+            f"The forward of unit {unit.name!r} ({type(module).__name__}) returned a {type(output).__name__}, "
+            "which runs when the weights are released. Let forward return its results, or shard the modules that "
+            "it calls."
+        )
+    if weights.parameters and weights.forms.lasting is None:
+        output = _copy_weights(unit, output)
+    if visit is not None:
+        found = unit.watch.stash.find(frame.containers)
+        found_or_hidden = found if type(output) is torch.Tensor else [*found, *hidden_tensors(output)]
+        if found_or_hidden:
+            _refuse_weights(unit, found_or_hidden, module)
+        stashed = mark_made(visit, found, frame.entry)
+        marked = mark_outputs(visit, output, frame.entry) or stashed
+        if not marked and next_sequence_number() > frame.begun:
+            refuse_opaque(output, f"unit {unit.name!r} ({type(module).__name__})")
+        visit.returns |= marked
+        visit.end = root.clock.tick()
+        for stay in visit.guests:
+            stay.end = visit.end
+    recomputing = in_backward()
+    with alone(root.device):
+        root.visits.frames.pop()
+        for guest in frame.guests:
+            _leave(guest, root, None, recomputing)
+        if weights.parameters:
+            _leave(unit, root, visit, recomputing)
+        if not recomputing and not root.visits.frames and root.caller is not None:
+            root.end()
+    dtype = unit.given.policy.output_dtype
+    if dtype is not None and not root.full_precision:
+        output = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
+    return output
+
+
+def _leave(unit: Unit, root: Root, visit: Visit | None, recomputing: bool) -> None:
+    """A call that read the full weights has returned."""
+    activity = unit.activity
+    activity.calls -= 1
+    if not activity.calls and not activity.to_run and not recomputing:
+        root.forward_leaves(unit, visit)
+        leave_forward(unit)
+
+
+def _leave_failed(root: Root, depth: int) -> None:
+    frames = root.visits.frames[depth:]
+    del root.visits.frames[depth:]
+    for unit in [u for frame in reversed(frames) for u in (*frame.guests, frame.unit)]:
+        activity = unit.activity
+        if unit.weights.parameters and activity.calls:
+            activity.calls -= 1
+            if not activity.calls and not in_backward():
+                activity.to_run.clear()
+                unit.release()
+    if not root.visits.frames and root.caller is not None and not in_backward():
+        root.abandon()
+
+
+def _copy_weights(unit: Unit, output: Any) -> Any:
+    """Clone outputs that are views of the unit's weights, whose memory is about to go."""
+    slab = unit.weights.copy.slab
+    start = slab.address
+    end = start + slab.nbytes
+
+    def check(tensor: torch.Tensor) -> torch.Tensor:
+        plain = plain_of(tensor)
+        if type(plain) in (torch.Tensor, FullParameter) and start <= address_of(plain) < end:
+            return tensor.clone()
+        return tensor
+
+    return map_tensors(check, output)
+
+
+def _refuse_weights(unit: Unit, tensors: list[torch.Tensor], module: nn.Module) -> None:
+    """Raise if a view of the unit's weights was put where it can't be exchanged for a copy."""
+    slab = unit.weights.copy.slab
+    start, end = slab.address, slab.address + slab.nbytes
+    for tensor in tensors:
+        plain = plain_of(tensor)
+        if type(plain) is torch.Tensor and start <= address_of(plain) < end:
+            raise RuntimeError(
+                f"Unit {unit.name!r} ({type(module).__name__}) keeps a view of its weights, of shape "
+                f"{tuple(tensor.shape)}, in an attribute or an object, but their memory is released after forward. "
+                "Keep a clone, or return the view."
+            )

@@ -1,0 +1,40 @@
+"""Which root calls compute with weights as they are stored: those in eval mode, where a model asks for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardwright.engine.unit.unit import Unit
+
+
+def wanted(model: nn.Module) -> bool:
+    """Whether a root call of ``model`` computes with weights as they are stored."""
+    if model.training:
+        return False
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{type(model).__name__} has full_precision_in_eval and was called in eval mode with gradients enabled; "
+            "backward needs the weights in their compute dtype. Call it under torch.no_grad() or inference_mode(), "
+            "or train()."
+        )
+    return True
+
+
+def check_agree(units: list[Unit], names: list[str]) -> bool:
+    """Whether the units of a model ask for full precision in eval mode, which is all of them or none."""
+    asks = [unit.given.policy.full_precision_in_eval for unit in units]
+    if len(set(asks)) > 1:
+        with_it = names[asks.index(True)]
+        without = names[asks.index(False)]
+        raise ValueError(
+            f"full_precision_in_eval holds for a whole model, and {with_it!r} has it while {without!r} has not. Give "
+            "every fully_shard call a policy with the same value."
+        )
+    for unit, name in zip(units, names, strict=True) if asks[0] else ():
+        if unit.weights.copies.extended_kinds:
+            raise NotImplementedError(
+                f"full_precision_in_eval: parameters of {name!r} decide themselves what is gathered of them "
+                f"({unit.weights.copies.extended_kinds} has fsdp_pre_all_gather). Leave it at False."
+            )
+    return asks[0]

@@ -1,0 +1,51 @@
+"""What travels with every gather on an accelerator: a unit's number and the age of a rank's weights."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwright.comm import Communicator, Streams
+from shardwright.engine.base.home import HEADER
+
+
+class Headers:
+    """Those of a model's units, so that one call compares them all."""
+
+    def __init__(self, comms: list[Communicator], device: torch.device, streams: Streams) -> None:
+        """``comms``: of each unit's gathers."""
+        self._streams = streams
+        rows = [[number, 0] for number in range(len(comms))]
+        places = [
+            torch.tensor(row * comm.world_size, dtype=torch.int64, device="cpu")
+            for row, comm in zip(rows, comms, strict=True)
+        ]
+        self._received = torch.cat(places).to(device)
+        with streams.fork("gather"):  # where alone it is read, written and given back
+            self._sent = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
+        self._places = self._received.split([len(place) for place in places])
+        own: list[int] = []  # where this rank's own word is
+        for comm in comms:
+            start = len(own) + HEADER * comm.rank
+            own += [start + word for word in range(HEADER)] * comm.world_size
+        self._own = torch.tensor(own, dtype=torch.int64, device="cpu").to(device)
+
+    def of(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What goes with each gather of a unit, and where every rank's arrives."""
+        return self._sent[number], self._places[number]
+
+    def set_age(self, age: int) -> None:
+        # After gathers that are under way; what the optimizer does elsewhere is not waited for.
+        with self._streams.beside("gather"):
+            self._sent.select(1, 1).fill_(age)  # an assignment would make a tensor of the number
+
+    def mine(self) -> torch.Tensor:
+        """A copy of the root's, whose first word may be written to."""
+        return self._sent[0].clone()
+
+    def differ(self) -> torch.Tensor:
+        """Whether any rank has sent another one than this rank; on the device."""
+        return (self._received != self._received[self._own]).any()
+
+    def forget(self) -> None:
+        """What other ranks have sent was looked at."""
+        self._received.copy_(self._received[self._own])

@@ -1,0 +1,171 @@
+"""Before and after an optimizer's step: its parameters are a model's, and every gradient is there."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardwright._torch import increment_version, storage_key, subclasses_dispatch
+from shardwright.engine.base.companion import companion_of
+from shardwright.engine.base.precision import refuse_gradient_dtypes
+from shardwright.engine.model.root import Root, root_of, roots
+from shardwright.engine.tensors.parameter import (
+    DEFERRED,
+    TAKEN,
+    UNIT_OF,
+    Managed,
+    RaggedParameter,
+    ShardedParameter,
+    unit_of,
+)
+from shardwright.engine.unit.unit import Unit
+from shardwright.engine.unit.uses import reduce
+
+
+@functools.cache
+def hook_optimizers() -> None:
+    """Look after this process's models before and after any torch optimizer steps. Done once."""
+    stepping: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Root]] = weakref.WeakKeyDictionary()
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not getattr(type(optimizer), COUNTS_STEPS, False):
+            stepping[optimizer] = before_optimizer_step(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        count_step(stepping.pop(optimizer, ()))
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
+#: The attribute of a class of optimizers whose step calls :func:`before_optimizer_step` and :func:`count_step` itself.
+COUNTS_STEPS = "_shardwright_counts_steps"
+
+
+def count_step(roots: Iterable[Root]) -> None:
+    """An optimizer has made a step with parameters of these models."""
+    for root in roots:
+        root.count_step()
+
+
+def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
+    """No model's ranks have diverged, a failed backward is left behind, and every gradient is there.
+
+    Returns the models of which the step counts: not where ``sw.optim.in_backward`` has stepped (what it has left to
+    step differs by rank), and not of a step that changes nothing, as torch makes it to give an optimizer a state.
+    """
+    for each in list(roots):
+        each.agreement.check()
+        each.recover_if_failed()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    kinds = set(map(type, parameters))
+    _refuse_dead(parameters, kinds)
+    companion = companion_of(optimizer)
+    first = not companion.stepped
+    if first:
+        _refuse_deferred_state(optimizer)
+        if parameters and all(p.is_meta and p.grad is None for p in parameters):
+            raise RuntimeError(
+                "Every parameter of the optimizer is on the meta device and has no gradient: it was built before the "
+                "model got memory (as by to_empty), so its step would train nothing. Build it from "
+                "model.parameters() afterwards."
+            )
+    stepped = list(_units_of(parameters, kinds))
+    if first:
+        _refuse_state_on_device(optimizer, stepped)
+        companion.stepped = True
+    for unit in stepped:
+        unit.refuse_unsharded("An optimizer's step of")
+        unit.drop_kept()  # some kernels write without moving a version counter
+        if (root := root_of(unit)) is not None:
+            root.pools.step()
+    reduce_held(parameters)
+    if any(unit.gradients.chooses_dtype for unit in stepped):
+        refuse_gradient_dtypes(optimizer, parameters)
+    if not subclasses_dispatch:  # else those that are written move theirs by themselves
+        increment_version([p for p in parameters if unit_of(p) is not None and p.grad is not None])
+    if all(type(lr := group.get("lr")) in (int, float) and lr == 0 for group in optimizer.param_groups):
+        return []
+    return list({id(r): r for u in stepped if (r := root_of(u)) is not None and u.stepping is None}.values())
+
+
+#: What a parameter is while its unit has it, so never one that the model has no more, or that has no values.
+_SHARDED = {ShardedParameter, RaggedParameter}
+
+
+def _refuse_dead(parameters: list[torch.Tensor], kinds: set[type]) -> None:
+    """Raise if one of the parameters, which are of these classes, was sharded or materialized as another object.
+
+    In every step, as groups may be changed by anyone; so sharded parameters are not even looked at.
+    """
+    if kinds <= _SHARDED:
+        return
+    deferred = {kind for kind in kinds if getattr(kind, DEFERRED, False)}
+    if not deferred and not any(TAKEN in p.__dict__ for p in parameters):
+        return
+    for p in parameters:
+        taken = p.__dict__.get(TAKEN)
+        if taken is not None and not isinstance(p, Managed):
+            if not isinstance(taken.sharded, Managed) or unit_of(taken.sharded) is not None:
+                raise RuntimeError(
+                    f"The optimizer holds parameter {taken.label!r} as it was before the model was sharded or "
+                    "materialized, so its step would train nothing. Call shardwright.fully_shard_optimizer(optimizer) "
+                    "after fully_shard, or build the optimizer from model.parameters() afterwards."
+                )
+        elif type(p) in deferred:
+            raise RuntimeError(
+                f"The optimizer holds a deferred parameter of shape {tuple(p.shape)}, which has no values yet. Call "
+                "shardwright.materialize(model) first."
+            )
+
+
+def _refuse_deferred_state(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if getattr(type(value), DEFERRED, False):
+                raise RuntimeError(
+                    f"Optimizer state {key!r} is deferred: the optimizer made it from deferred parameters. Call "
+                    "shardwright.fully_shard_optimizer(optimizer), or build the optimizer after materialize."
+                )
+
+
+def _units_of(parameters: list[torch.Tensor], kinds: set[type]) -> Iterable[Unit]:
+    """The units whose parameters, or the local tensors of them, are among these, which are of these classes."""
+    refs = {id(ref): ref for p in parameters if (ref := p.__dict__.get(UNIT_OF)) is not None}  # one for many
+    units = {id(u): u for ref in refs.values() if (u := ref()) is not None}
+    if not kinds.isdisjoint((torch.Tensor, nn.Parameter)):
+        plain = {storage_key(p) for p in parameters if type(p) in (torch.Tensor, nn.Parameter)}
+        for unit in (unit for root in list(roots) for unit in root.units() if id(unit) not in units):
+            if any(storage_key(shard) in plain for shard in unit.weights.shards):
+                units[id(unit)] = unit
+    return units.values()
+
+
+def reduce_held(parameters: Iterable[torch.Tensor]) -> None:
+    """Reduce what micro-batches without communication have left of these parameters, since it is needed now."""
+    if not any(unit.gradients.held for root in roots for unit in root.units()):
+        return
+    held = {id(u): u for p in parameters if (u := unit_of(p)) is not None and u.gradients.held}
+    for unit in held.values():
+        reduce(unit, needed=True)
+        root = root_of(unit)
+        assert root is not None
+        root.finish_held()
+
+
+def _refuse_state_on_device(optimizer: torch.optim.Optimizer, units: Iterable[Unit]) -> None:
+    """Raise if the optimizer does not keep its state where the units' policy says."""
+    if not companion_of(optimizer).brings_state:
+        for unit in units:
+            if unit.state_host is not None:
+                raise RuntimeError(
+                    f"Unit {unit.name!r} has Offload(parameters=False), by which optimizer state lies in the CPU's "
+                    f"memory, and this {type(optimizer).__name__} would keep it on {unit.ranks.device}. Pass it "
+                    "through shardwright.fully_shard_optimizer first."
+                )

@@ -1,0 +1,75 @@
+"""The reductions of a model that are under way: one after another, in one order on every rank."""
+
+from __future__ import annotations
+
+import weakref
+
+from shardwright.engine.model.arrivals import Arrivals
+from shardwright.engine.unit.unit import Unit
+from shardwright.engine.unit.uses import continue_reduction, finish_reduction, land
+
+
+class Reductions:
+    """Those of one model.
+
+    Attributes:
+        capacity: how many packed buffers may be alive.
+        arrivals: units whose gradients are on their way to the CPU's memory.
+    """
+
+    __slots__ = ("_scattering", "_summing", "_units", "arrivals", "capacity")
+
+    def __init__(self, units: list[weakref.ref[Unit]]) -> None:
+        self._units = units
+        self.capacity = 1
+        self.arrivals = Arrivals()
+        self._scattering: list[
+            int
+        ] = []  #: units whose gradients' reduce-scatter is under way, the oldest first
+        self._summing: list[int] = []  #: units whose gradients are being summed over the replicas
+
+    def make_room(self, number: int) -> None:
+        """At most ``capacity`` packed buffers are alive, and one sum over the replicas is under way.
+
+        Nothing of unit ``number`` is: it may be reduced twice in one backward, and has one place for the result.
+        """
+        if number in self._scattering or number in self._summing:
+            self.finish()
+        begins = self._units[number]()
+        if begins is not None and begins.gradients.arriving:
+            land(begins)
+        while len(self._scattering) >= self.capacity:
+            oldest = self._scattering.pop(0)
+            unit = self._units[oldest]()
+            if unit is None:
+                continue
+            self._finish_sums()
+            if continue_reduction(unit):
+                self._summing.append(oldest)
+            else:
+                finish_reduction(unit)
+        if begins is not None and begins.site.reads is not None:
+            self.arrivals.poll()
+
+    def begun(self, number: int) -> None:
+        """A unit's reduce-scatter is under way."""
+        self._scattering.append(number)
+
+    def _finish_sums(self) -> None:
+        while self._summing:
+            if (unit := self._units[self._summing.pop(0)]()) is not None:
+                finish_reduction(unit)
+
+    def finish(self) -> None:
+        """Everything that is under way is waited for and handed over."""
+        numbers, self._scattering = self._scattering, []
+        units = [u for number in numbers if (u := self._units[number]()) is not None]
+        for unit in units:
+            continue_reduction(unit)
+        self._finish_sums()
+        for unit in units:
+            finish_reduction(unit)
+
+    def forget(self) -> None:
+        """A backward has failed: units drop their own."""
+        self._scattering, self._summing = [], []

@@ -1,0 +1,419 @@
+"""The root: what the units of one model share, from the beginning to the end of a forward or a backward.
+
+Any unit may be called first; the outermost call is the root call. The order seen in one root call is the guess for
+the next. A guess moves a gather earlier and nothing else: every unit still checks that its slab is of this call.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from shardwright._torch import alone, annotate, in_backward, queue_callback
+from shardwright.engine.base.clock import Clock
+from shardwright.engine.base.home import Place
+from shardwright.engine.base.precision import cast_buffers
+from shardwright.engine.base.settings import ModelOptions
+from shardwright.engine.base.visit import Visit
+from shardwright.engine.build.find import UNIT, own_modules
+from shardwright.engine.model.agreement import END_BACKWARD, END_FORWARD, Agreement
+from shardwright.engine.model.full_precision import check_agree, wanted
+from shardwright.engine.model.order import Order
+from shardwright.engine.model.pools import Pools, prefetch_budget
+from shardwright.engine.model.prefetch import Prefetch
+from shardwright.engine.model.reductions import Reductions
+from shardwright.engine.model.visits import Visits
+from shardwright.engine.unit.unit import Unit
+from shardwright.engine.unit.uses import (
+    fills,
+    issue,
+    leave_forward,
+    recover,
+    reduce,
+    reduces_now,
+    step_if_due,
+    valid_for,
+)
+from shardwright.engine.weights.weights import Weights
+
+roots: weakref.WeakSet[Root] = weakref.WeakSet()
+
+
+class Root:
+    """Units refer to it; it refers to them weakly.
+
+    Attributes:
+        gathered: numbers of the units whose slabs are leased.
+        clock: which root call or backward it is.
+        visits: calls under way, and what they leave in the graph.
+        reductions: those under way.
+        caller: the unit whose call is the outermost; None: no forward is under way.
+        backward: whether a backward has reached the model and has not ended.
+        is_last_backward: whether it is the last one of a step.
+        selects: whether it runs only what leads to tensors that the user has selected.
+        full_precision_in_eval: whether root calls in eval mode compute with weights as they are stored.
+        full_precision: whether the root call under way does so, or the last one.
+        observer: called when a gather is issued and when it is awaited.
+    """
+
+    def __init__(self, units: list[Unit], names: list[str]) -> None:
+        self._units = [weakref.ref(u) for u in units]
+        self.device = units[0].ranks.device
+        self.gathered: set[int] = set()
+        self.full_precision_in_eval = check_agree(units, names)
+        self.full_precision = False
+        self.caller: Unit | None = None
+        self.backward = False
+        self.is_last_backward = True
+        self.selects = False
+        self.observer: Callable[[str, Weights], None] | None = None
+        self._task: weakref.ref[_Task] | None = None
+        self._failures = 0  #: in the groups of the model, when a forward or backward began last
+        self._stepped_within = 0  #: steps of optimizers in the backward under way
+        options = units[0].options
+        depth, nbytes = prefetch_budget(options.prefetch)
+        self.pools = Pools(options.memory, depth, options.strict)
+        # A plan is made of the first step, whose order nobody has seen.
+        first = [n for n, unit in enumerate(units) if unit.parameters] if self.pools.planned else []
+        self.clock = Clock()
+        self._order = Order(first)
+        self._prefetch = Prefetch(self._units, self._order, depth, nbytes)
+        self.visits = Visits(self.clock, self._order)
+        self.reductions = Reductions(self._units)
+        self.agreement = Agreement(units, names)
+        try:
+            for number, (unit, name) in enumerate(zip(units, names, strict=True)):
+                headers = self.agreement.headers_of(number)
+                unit.join(Place(self, number, name, name if number else "", *headers))
+            self.pools.join(units)
+        except BaseException:  # so that the next call makes a root again
+            for unit in units:
+                unit.root = None
+            raise
+        self.agreement.begin()  # last, so that a rank on which this failed counts as the others do
+
+    @property
+    def top(self) -> Unit | None:
+        """The unit that the module above all others belongs to."""
+        return self._units[0]()
+
+    def units(self) -> list[Unit]:
+        return [u for ref in self._units if (u := ref()) is not None and u.root is self]
+
+    def _gathered_units(self) -> list[Unit]:
+        return [
+            u for number in sorted(self.gathered, reverse=True) if (u := self._units[number]()) is not None
+        ]
+
+    def notify(self, event: str, weights: Weights) -> None:
+        if self.observer is not None:
+            self.observer(event, weights)
+
+    def compute_as(self, full_precision: bool) -> None:
+        """Gather weights as they are stored from now on, or in their compute dtypes. No call may be under way."""
+        if self.full_precision != full_precision:
+            try:
+                for unit in self.units():
+                    unit.weights.compute_as(full_precision)
+            except BaseException:
+                for unit in self.units():
+                    unit.weights.compute_as(self.full_precision)
+                raise
+            self.full_precision = full_precision
+
+    def _enter(self) -> None:
+        """A forward or backward begins. After a failure the ranks guess no order: each may know of other calls."""
+        failures = self.agreement.enter()
+        if failures != self._failures:
+            self._order.forget()
+            self._failures = failures
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def begin(self, unit: Unit, module: nn.Module) -> None:
+        """The outermost call of this model begins, that of a ``module`` of ``unit``."""
+        with annotate("root_pre_forward"):
+            self.agreement.check()
+            self.recover_if_failed()
+            if self.full_precision_in_eval:
+                self.compute_as(wanted(module))
+            self._enter()
+            self.clock.begin_call()
+            self.caller = unit
+            self.visits.frames.clear()
+            self._order.begin(unit.number)
+            for each in self.units():
+                each.gradients.release_unused()
+            self.pools.begin()
+
+    def forward_reaches(self, unit: Unit) -> None:
+        """A unit is about to compute: make sure that it is being gathered, and gather the next one beside it."""
+        call = self.clock.call
+        if not valid_for(unit, call):
+            issue(unit, call)
+        for other in self._prefetch.after(unit):
+            if other.root is self and other.parameters and not valid_for(other, call):
+                issue(other, call)
+
+    def forward_leaves(self, unit: Unit, visit: Visit | None) -> None:
+        """The last call of a unit has returned. In front of one without outputs nothing is gathered for backward."""
+        if visit is not None and visit.returns:
+            visit.place = len(visit.order)
+            visit.order.append(unit.number)
+
+    def end(self) -> None:
+        """The outermost call has returned: what was prefetched and not used is dropped."""
+        caller, self.caller = self.caller, None
+        assert caller is not None
+        self.visits.end_call()
+        used = set(self._order.seen)
+        for unit in self._gathered_units():
+            if unit.activity.to_run:
+                leave_forward(unit)
+            elif unit.number not in used and not unit.weights.kept:
+                unit.release()
+        self.agreement.agree_all(END_FORWARD, caller.number)
+        self._order.end(caller.number)
+
+    def abandon(self) -> None:
+        """The outermost call has failed: nothing of it is kept, and its order is no guess for the next."""
+        error = sys.exc_info()[1]
+        if error is not None:
+            self.agreement.leave(END_FORWARD, error)
+        self.caller = None
+        self.visits.frames.clear()
+        self.visits.end_call()
+        for unit in self.units():
+            unit.activity.forget_calls()
+            unit.weights.drop_secondary()
+        for unit in self._gathered_units():
+            unit.release()
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward that has reached this model is under way, and has not died."""
+        return self.backward and self._task is not None and self._task() is not None
+
+    def enter_backward(self) -> None:
+        """Backward has reached this model, perhaps for the first time: be called when it ends."""
+        self.recover_if_failed()
+        if not self.backward:
+            task = _Task(self)
+            queue_callback(task)
+            self._task = weakref.ref(task)
+            self.backward = True
+            if self.caller is None:
+                self._enter()
+                self.compute_as(False)
+            self.clock.turn()
+
+    def backward_reaches(self, visit: Visit) -> None:
+        """Gather beside this unit's backward the one whose backward comes next."""
+        for other in self._prefetch.before(visit):
+            if (
+                other.root is self
+                and other.parameters
+                and not other.weights.gathered
+                and other.settings.unshard_in_backward
+            ):
+                issue(other, self.clock.call, look=False)  # its backward looks
+
+    def finish_held(self) -> None:
+        """What micro-batches have left was reduced outside of any backward: wait for it."""
+        self.reductions.finish()
+        self.reductions.arrivals.end_backward()
+
+    def end_backward(self) -> None:
+        """Backward is over: reduce what is left, in one order on all ranks, and leave everything sharded."""
+        self.visits.close_all()
+        for unit in reversed(self.units()):
+            if unit.parameters:
+                _finish_backward(unit)
+        self.finish_held()
+        stepped = _end_steps(self.units())
+        for unit in self._gathered_units():
+            if not unit.weights.kept and not unit.activity.calls:  # backward may have run inside a forward
+                unit.release()
+        self.backward = False
+        self.clock.turn()
+        self.pools.trained = True
+        if stepped:
+            self.pools.step()
+        self._count_steps_within(stepped)
+        self.agreement.agree_all(END_BACKWARD, 0)
+        self.agreement.compare()
+
+    def forget_task(self) -> None:
+        """The end of a backward has raised. Whoever handles that may call the model."""
+        self._task = None
+
+    # -- steps of optimizers -------------------------------------------------------------------------------------
+
+    def count_step(self) -> None:
+        """An optimizer has stepped parameters of this model.
+
+        What is stepped within a backward (by hooks of parameters) counts when that is over: gradients arrive at the
+        host of an offloaded unit at other times on other ranks.
+        """
+        if self.in_backward:
+            self._stepped_within += 1
+        else:
+            self.agreement.set_age(self.agreement.age + 1)
+
+    def _count_steps_within(self, stepped: bool = False) -> None:
+        """Backward is over; ``stepped``: ``sw.optim.in_backward`` has stepped units in it."""
+        within, self._stepped_within = self._stepped_within + stepped, 0
+        self.agreement.set_age(self.agreement.age + within)
+
+    # -- failures ------------------------------------------------------------------------------------------------
+
+    def recover_if_failed(self) -> None:
+        """If the last backward raised, it never reached its end: drop what it left."""
+        if self.backward and not self.in_backward:
+            self.recover()
+
+    def recover(self) -> None:
+        """An exception left a forward or backward unfinished: its slabs and its gradients are dropped."""
+        self.reductions.arrivals.recover()
+        self.caller = None
+        self.backward = False
+        self.visits.forget()
+        self.reductions.forget()
+        self.agreement.forget_backward()
+        self._count_steps_within()
+        for unit in self.units():
+            recover(unit)
+
+
+def _end_steps(units: list[Unit]) -> bool:
+    """Step in backward what is left to step. Returns whether any unit was, now or before."""
+    units = [unit for unit in reversed(units) if unit.stepping is not None]
+    for unit in units:
+        step_if_due(unit)
+    steppers = {id(s): s for unit in units if unit.stepping is not None for s in unit.stepping.steppers}
+    return any([stepper.backward_ended() for stepper in steppers.values()])
+
+
+def _finish_backward(unit: Unit) -> None:
+    """Leave a unit's backward if that is still to do; reduce what came late or was held before."""
+    activity, gradients = unit.activity, unit.gradients
+    if activity.visits:
+        for visit in list(activity.visits):
+            visit.close()
+    elif gradients.has_gradients():
+        reduce(unit)
+    elif reduces_now(unit):
+        if gradients.held:
+            reduce(unit, needed=True)
+        elif fills(unit) and unit.weights.forms.ever_shown and not activity.entered:
+            reduce(unit)
+    activity.entered = False
+
+
+def root_of(unit: Unit) -> Root | None:
+    """The model of a unit, after the first call."""
+    return unit.root  # type: ignore[return-value]
+
+
+class _Task:
+    """Called when the backward that it was queued in ends. If that raises, the task dies with it, uncalled."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+
+    def __call__(self) -> None:
+        try:
+            with annotate("root_post_backward_callback"), alone(self._root.device):
+                self._root.end_backward()
+        except BaseException:
+            self._root.forget_task()  # the exception keeps this alive
+            raise
+
+
+@torch.inference_mode(False)
+def attach(module: nn.Module) -> Root:
+    """Make ``module`` the root of every unit below it. Units that had a smaller root join this one."""
+    units: list[Unit] = []
+    names: list[str] = []
+    for name, child in module.named_modules():
+        unit = getattr(child, UNIT, None)
+        if unit is None or unit in units:
+            continue
+        if (root := root_of(unit)) is not None and (root.caller is not None or root.backward):
+            raise RuntimeError(
+                f"Module {name!r} was called on its own and is not finished, so it cannot become part of "
+                f"{type(module).__name__} now. Call the outer module first."
+            )
+        for each in (unit, *unit.companions):
+            units.append(each)
+            names.append(name or unit.name)
+            if each is not unit:
+                names[-1] += f" on {each.mesh.mesh_dim_names or each.mesh.mesh.tolist()}"
+    if len(units[0].watch.references) > 1 and len(units) > 1:
+        raise RuntimeError(
+            f"The first module called belongs to a unit of {len(units[0].watch.references)} modules, which cannot be "
+            "the root. Call fully_shard on the whole model, too, and call that."
+        )
+    _check_meshes(units, names)
+    for unit, name in zip(units[1:], names[1:], strict=True):
+        if unit.options != ModelOptions():
+            raise ValueError(
+                f"fully_shard of {name!r} was given memory, prefetch or strict, which hold for a whole model: give "
+                f"them to the call for {type(module).__name__}"
+            )
+    for unit in units:
+        modules = [m for top in unit.watch.modules() for _, m in own_modules(top)]
+        cast_buffers(modules, unit.watch.ignored(), unit.watch.ignored_modules(), unit.given.policy)
+    root = Root(units, names)
+    roots.add(root)
+    return root
+
+
+def _check_meshes(units: list[Unit], names: list[str]) -> None:
+    """Every parameter lies on all ranks that have data of their own: nobody else would sum its gradients up."""
+    owners = [(unit, name) for unit, name in zip(units, names, strict=True) if unit.parameters]
+    if not owners:
+        return
+    largest, its_name = max(owners, key=lambda owner: owner[0].mesh.size())
+    ranks = set(largest.mesh.mesh.flatten().tolist())
+    for unit, name in owners:
+        if unit.mesh.device_type != largest.mesh.device_type:
+            raise ValueError(
+                f"Unit {name!r} is on {unit.mesh} and {its_name!r} on {largest.mesh}: give one device"
+            )
+        for p in unit.parameters if unit.mesh != largest.mesh else ():
+            mesh = unit.mesh if p.cut.parallel is None else p.cut.parallel.rest
+            if not ranks <= set(mesh.mesh.flatten().tolist()):
+                raise ValueError(
+                    f"Parameter {p.name!r} of unit {name!r} lies on ranks {mesh.mesh.tolist()}, and unit {its_name!r} "
+                    f"is sharded over {largest.mesh.mesh.tolist()}: the other ranks' gradients would not reach it. "
+                    "Shard both over the same ranks, or parallelize the module over those that are missing first, as "
+                    "for expert parallelism."
+                )
+
+
+def backward_failed(error: BaseException) -> None:
+    """An exception has left a backward: the ranks that go on with it hear of that."""
+    for root in list(roots) if not in_backward() else ():
+        if root.backward and not root.in_backward and root.caller is None:
+            root.agreement.leave(END_BACKWARD, error)
+
+
+@contextmanager
+def selecting() -> Iterator[None]:
+    """Backward runs only what leads to selected tensors, and changes no gradient of others."""
+    selected = [root for root in roots if not root.selects]
+    for root in selected:
+        root.selects = True
+    try:
+        yield
+    finally:
+        for root in selected:
+            root.selects = False

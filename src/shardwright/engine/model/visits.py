@@ -1,0 +1,80 @@
+"""The calls of a model's units that are under way, and the visits that they leave in the graph."""
+
+from __future__ import annotations
+
+from shardwright.engine.base.clock import Clock
+from shardwright.engine.base.visit import Frame, Listener, Visit
+from shardwright.engine.model.order import Order
+from shardwright.engine.unit.unit import Unit
+
+
+class Visits:
+    """Those of one model.
+
+    Attributes:
+        frames: calls of units under way, the innermost last.
+        open: visits whose backward is under way.
+    """
+
+    __slots__ = ("_clock", "_of_call", "_order", "frames", "open")
+
+    def __init__(self, clock: Clock, order: Order) -> None:
+        self._clock = clock
+        self._order = order
+        self.frames: list[Frame] = []
+        self.open: list[Visit] = []
+        self._of_call: dict[int, Visit] = {}  #: by unit
+
+    def of(self, unit: Unit, listener: Listener, recomputing: bool) -> Visit:
+        """The visit of ``unit`` in this root call; a recomputed call is a visit of its own, outside any order."""
+        if recomputing:
+            return Visit(unit, listener, [], self._clock.tick())
+        visit = self._of_call.get(unit.number)
+        if visit is None:
+            visit = Visit(unit, listener, self._order.left, self._clock.tick())
+            self._of_call[unit.number] = visit
+        return visit
+
+    def around(self, frame: Frame) -> Visit | None:
+        """The visit of the innermost call around ``frame`` that has one."""
+        for other in reversed(self.frames):
+            if other is not frame and other.visit is not None and other.visit.unit is not frame.unit:
+                return other.visit
+        return None
+
+    def enter(self, visit: Visit) -> None:
+        """Backward has reached a visit."""
+        self.open.append(visit)
+
+    def close_later(self, visit: Visit) -> None:
+        """Close visits whose forward began after that of ``visit`` had ended.
+
+        Autograd runs nodes in the reverse of the order in which they were made, so nothing of those is left. Where
+        no input of a unit needs a gradient, on this rank or on any, nothing else would say so before the end.
+        """
+        self._close_begun_after(visit.end)
+
+    def leave(self, visit: Visit) -> None:
+        """Backward has left a visit."""
+        self.open.remove(visit)
+        self._close_begun_after(visit.begin)
+
+    def close_all(self) -> None:
+        """Backward is over."""
+        self._close_begun_after(-1)
+
+    def _close_begun_after(self, time: int) -> None:
+        """Close these, the latest first, whatever the order in which this rank's backward has reached them."""
+        later = sorted((v for v in self.open if v.begin > time), key=lambda v: -v.begin)
+        for other in later:
+            other.close()
+
+    def end_call(self) -> None:
+        """A root call has returned or failed; its visits are the graph's."""
+        self._of_call = {}
+
+    def forget(self) -> None:
+        """A forward or backward has failed."""
+        self.frames.clear()
+        self.open.clear()
+        self._of_call = {}

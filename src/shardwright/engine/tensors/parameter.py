@@ -1,0 +1,403 @@
+"""One managed parameter in its two forms: sharded (what optimizers and checkpoints see) and full (what forward sees).
+
+Both objects are made once per unit layout. Which of them a module shows is decided by the unit; collectives are not
+known here.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwright._torch import (
+    called_by_compiler,
+    called_by_parameter,
+    called_by_split_backward,
+    local_of,
+    rebind,
+    share_gradient_hooks,
+)
+from shardwright.engine.tensors.cut import Cut
+from shardwright.engine.tensors.extension import Extension, is_attached, is_extended
+from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.tensors.sharded_tensor import EDITED, ShardedCopy, ShardedTensor, as_class
+from shardwright.engine.tensors.summed import forget_cut
+from shardwright.engine.tensors.unset import unmark
+
+#: Set on a parameter that a unit has taken over, so that tied weights and optimizers built too early are noticed.
+TAKEN = "_shardwright_taken_by"
+#: Set on a sharded parameter: a weak reference to its unit.
+UNIT_OF = "_shardwright_unit_of"
+#: Set on a full parameter: what to call when its ``.data`` is handed out.
+ON_DATA = "_shardwright_on_data"
+#: Set on a full parameter: the sharded one in whose place it is shown.
+STANDS_FOR = "_shardwright_stands_for"
+#: True on classes of tensors whose values are computed later (``shardwright.init``), which have a hash ``origin``.
+DEFERRED = "_shardwright_deferred"
+_NOT_COPIED = {
+    UNIT_OF,
+    TAKEN,
+    STANDS_FOR,
+    EDITED,
+    "_is_param",
+}  #: attributes of a parameter that its sharded and full forms do not get
+
+
+class Taken(NamedTuple):
+    """What the parameter became, and a name for messages."""
+
+    label: str
+    sharded: nn.Parameter
+
+
+class Managed(torch.Tensor):
+    """A sharded parameter, which knows its unit, so that what is done through ``.data`` is not lost."""
+
+    __slots__ = ()
+    _copy: Callable[[], torch.Tensor]  #: without graph and without a unit
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        alias: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        if unit_of(self) is not None:
+            alias._local_tensor = local_of(self)  # type: ignore[attr-defined]  # by which edits are noticed
+        return alias
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        unit = unit_of(self)
+        if unit is None:
+            become(self, value)
+            return
+        with torch.no_grad():
+            unit.assign_data(self, value)
+
+    def detach(self) -> torch.Tensor:
+        alias = super().detach()
+        if not torch.compiler.is_compiling() and called_by_parameter():
+            alias.__class__ = type(self)  # which it asks for. It is of no unit until one takes it over.
+        return alias
+
+    def view_as(self, other: torch.Tensor) -> torch.Tensor:
+        if called_by_split_backward():
+            raise RuntimeError(
+                "A zero-bubble pipeline schedule asked a stage for its parameters, and the stage's own module is not "
+                "sharded, only modules inside it are: their gradients would be lost. Apply fully_shard to the whole "
+                "module of the stage, too."
+            )
+        return super().view_as(other)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        memo[id(self)] = result = nn.Parameter(self._copy(), requires_grad=self.requires_grad)
+        for key, value in self.__dict__.items():
+            if key != UNIT_OF:
+                result.__dict__[key] = copy.deepcopy(value, memo)
+        return result  # without gradient, as copies of plain parameters are
+
+
+class ShardedParameter(Managed, ShardedTensor):  # type: ignore[metaclass]
+    """The parameter that is cut in rows."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def __tensor_unflatten__(*parts: Any) -> DTensor:
+        return as_class(ShardedParameter, DTensor.__tensor_unflatten__(*parts))  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = nn.Parameter(self._as_dtensor(), requires_grad=self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+    def _copy(self) -> torch.Tensor:
+        return self._as_dtensor(clone=True)
+
+
+class RaggedParameter(Managed, RaggedTensor):  # type: ignore[misc]
+    """The parameter that is cut between granules."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def __tensor_unflatten__(*parts: Any) -> RaggedTensor:
+        return as_class(RaggedParameter, RaggedTensor.__tensor_unflatten__(*parts))  # type: ignore[no-any-return]
+
+    def _copy(self) -> torch.Tensor:
+        return RaggedTensor(self._local_tensor.detach().clone(), self.spec)
+
+
+def become(sharded: Any, new: Any) -> None:
+    """Make ``sharded``, the same object, what ``new`` is, which is sharded in the same manner."""
+    # A parameter that was made of a view of another one has its own local tensor from now on.
+    sharded.__dict__.pop(EDITED, None)
+    if isinstance(new, RaggedTensor):
+        sharded.become(new)
+    else:
+        if new.placements != sharded.placements:
+            forget_cut(sharded)
+        rebind(sharded, new)
+
+
+# torch's stager of asynchronous checkpoints copies what a class itself names in its slots, and nothing else.
+for _cls in (ShardedTensor, ShardedCopy, ShardedParameter):
+    _cls.__slots__ = DTensor.__slots__  # type: ignore[assignment]
+
+
+class Full(torch.Tensor):
+    """A full parameter that tells its unit of edits through ``.data``, which move no version counter."""
+
+    __slots__ = ()
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        if not called_by_compiler():  # which looks at it once, and changes nothing
+            self.__dict__[ON_DATA](self)
+        alias: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        if isinstance(self, DTensor):
+            alias._local_tensor = local_of(self)  # type: ignore[attr-defined]
+        return alias
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise RuntimeError(
+                f"A full weight of shape {tuple(self.shape)} and {self.dtype} cannot become one of shape "
+                f"{tuple(value.shape)} and {value.dtype} while its unit is in use. Assign to the sharded parameter "
+                "between steps."
+            )
+        with torch.no_grad():
+            self.copy_(
+                value
+            )  # its memory is the slab's, which graphs made before view, too, and must now refuse
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy, since torch saves the whole memory that a tensor views.
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class FullParameter(Full, nn.Parameter):
+    """That of a parameter that lies on data-parallel ranks alone: all of it."""
+
+    __slots__ = ()
+
+
+class FullDTensor(Full, DTensor):
+    """That of a tensor-parallel one: this rank's part of it is full."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def __tensor_unflatten__(*parts: Any) -> DTensor:
+        """As torch.compile traces with it, which expects tensors of this class again when the graph runs."""
+        result = DTensor.__tensor_unflatten__(*parts)
+        result.__class__ = FullDTensor
+        return result
+
+
+def plain_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that has the memory: of a DTensor the local one."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def has_no_values(tensor: torch.Tensor) -> bool:
+    """Whether it is on the meta device, or deferred: a shape, whose values come later."""
+    return tensor.is_meta or getattr(type(plain_of(tensor)), DEFERRED, False)
+
+
+def refuse_while_deferring(doing: str) -> None:
+    """Raise RuntimeError where tensors that are made now would be deferred ones."""
+    if getattr(type(torch.empty(0, device="cpu")), DEFERRED, False):
+        raise RuntimeError(
+            f"{doing} was called inside deferred_init, which records operations instead of carrying them out. Call it "
+            "after the context."
+        )
+
+
+def unit_of(parameter: torch.Tensor) -> Any:
+    """The unit of a sharded parameter, or None if it has none (any more)."""
+    ref = parameter.__dict__.get(UNIT_OF)
+    return ref() if ref is not None else None
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A name under which a module holds the parameter; tied weights have several."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    #: The module's own registry, or None where its class intercepts assignment (LSTM keeps a second list).
+    registry: dict[str, nn.Parameter | None] | None
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str) -> Slot:
+        plain = type(module).__setattr__ in (nn.Module.__setattr__, object.__setattr__)
+        return cls(weakref.ref(module), name, module._parameters if plain else None)
+
+    def held(self) -> nn.Parameter | None:
+        """What the module has there now; None also if it is gone."""
+        module = self.module()
+        return None if module is None else module._parameters.get(self.name)
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether the module still has this parameter, or is gone."""
+        if self.registry is not None:
+            return self.registry.get(self.name) is parameter
+        module = self.module()
+        return module is None or module._parameters.get(self.name) is parameter
+
+    def show(self, parameter: nn.Parameter) -> None:
+        if self.registry is not None:
+            self.registry[self.name] = parameter
+        elif (module := self.module()) is not None:
+            setattr(module, self.name, parameter)
+
+
+class ManagedParameter:
+    """A parameter of a unit.
+
+    Attributes:
+        name: the qualified name, for messages.
+        sharded: ``nn.Parameter`` over a DTensor or RaggedTensor in the storage dtype; views the unit's shard.
+        cut: how it is cut.
+        local: the plain local tensor behind ``sharded``.
+        full: ``nn.Parameter`` in the compute dtype; views the unit's slab, readable only while that is leased. Of a
+            tensor-parallel one a DTensor.
+        view: the plain tensor behind ``full``.
+        slots: where modules hold it; other units may add some that borrow it.
+    """
+
+    __slots__ = ("cut", "extension", "full", "lent_over", "local", "name", "sharded", "slots", "spec", "view")
+
+    def __init__(
+        self,
+        cut: Cut,
+        slots: list[Slot],
+        sharded: nn.Parameter,
+        local: torch.Tensor,
+        full: nn.Parameter,
+    ) -> None:
+        self.name = cut.spec.name
+        self.spec = cut.spec
+        self.cut = cut
+        self.slots = slots
+        self.sharded = sharded
+        self.local = local
+        self.full = full
+        self.view = plain_of(full)
+        self.extension: Extension | None = None
+        self.lent_over = False  #: a tensor that is no parameter stands in its place for now
+
+    def show(self, form: nn.Parameter) -> None:
+        for slot in self.slots:
+            if not (self.lent_over and not isinstance(slot.held(), nn.Parameter)):
+                slot.show(form)
+
+    def stand_in(self) -> torch.Tensor | None:
+        """A tensor in this one's place that is no parameter."""
+        held = (slot.held() for slot in self.slots)
+        return next((t for t in held if t is not None and not isinstance(t, nn.Parameter)), None)
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the module's parameter is no longer the one whose shard is gathered."""
+        if local_of(self.sharded) is not self.local:  # type: ignore[arg-type]
+            return True
+        if self.extension is None and is_attached(self.local):
+            return True
+        return any(not slot.holds(self.sharded) for slot in self.slots)
+
+    def take_values(self, source: torch.Tensor) -> None:
+        """Copy this rank's part of ``source``, of this shape and sharded or not, into the shard."""
+        self.local.copy_(self.cut.part_of(source))
+        unmark(self.local)
+
+    def adopt_full(self, tensor: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
+        """An extended parameter was gathered for the first time: this is its full form from now on."""
+        self.full = self.view = listen(nn.Parameter(tensor), on_gradient, self.sharded.requires_grad)
+        self.full.__dict__[STANDS_FOR] = self.sharded
+
+    @property
+    def counters(self) -> tuple[torch.Tensor, ...]:
+        """The tensors whose version counters move with edits of the full form."""
+        return (self.full,) if self.view is self.full else (self.full, self.view)
+
+    def write_back(self, gathered: torch.Tensor | None = None) -> None:
+        """The full form may have been changed in place while it was shown: keep what is new in this rank's part.
+
+        What is as it was ``gathered`` (default: the shard, cast) stays as it is, since the gather may have rounded it.
+        """
+        if self.extension is not None:
+            raise RuntimeError(
+                f"Parameter {self.name!r} was changed in place while it was full, and {type(self.local).__name__} "
+                "decides itself what is gathered of it, so the change cannot be kept. Change it between steps."
+            )
+        full = self.cut.of_full(self.view.detach())
+        local = self.local.to(full.device)
+        same = full == (local.to(full.dtype) if gathered is None else gathered)
+        if same.all():
+            return
+        with torch.no_grad():
+            self.local.copy_(torch.where(same, local, full))
+
+
+def build(
+    original: nn.Parameter,
+    cut: Cut,
+    slots: list[Slot],
+    *,
+    local: torch.Tensor,
+    full: torch.Tensor,
+    on_gradient: Callable[[torch.Tensor], None],
+    on_data: Callable[[torch.Tensor], None],
+) -> ManagedParameter:
+    """Make both forms, keep the original's attributes, and let ``on_gradient`` hear of every full gradient.
+
+    A parameter that is sharded already stays the same object, since optimizers may hold it.
+    """
+    sharded: Any = nn.Parameter(cut.wrap(local), requires_grad=original.requires_grad)
+    kind = RaggedParameter if isinstance(sharded, RaggedTensor) else ShardedParameter
+    same_kind = isinstance(original, DTensor if kind is ShardedParameter else RaggedTensor)
+    on_meta = original.is_meta  # a tensor that has memory cannot take its place
+    if same_kind and not on_meta and original.device_mesh == sharded.device_mesh:  # type: ignore[attr-defined]
+        become(original, sharded)
+        sharded = original
+    else:
+        forget_cut(original)  # which made gradients as this one was sharded
+        share_gradient_hooks(original, sharded)
+    sharded.__class__ = kind
+    if is_extended(local):  # this object, or its class, of which making a parameter takes an alias
+        sharded._local_tensor = local
+    shown = full if cut.parallel is None else cut.parallel.wrap(full)
+    full_parameter: Any = nn.Parameter(shown, requires_grad=original.requires_grad)
+    for form in (sharded, full_parameter):
+        for key, value in original.__dict__.items():
+            if key not in _NOT_COPIED:
+                form.__dict__.setdefault(key, value)
+    if original.is_floating_point() or original.is_complex():
+        listen(full_parameter, on_gradient, original.requires_grad)
+    full_parameter.__dict__[ON_DATA] = on_data
+    full_parameter.__dict__[STANDS_FOR] = sharded
+    full_parameter.__class__ = FullParameter if shown is full else FullDTensor
+    return ManagedParameter(cut, slots, sharded, local_of(sharded), full_parameter)
+
+
+def listen(
+    full: nn.Parameter, on_gradient: Callable[[torch.Tensor], None], requires_grad: bool
+) -> nn.Parameter:
+    full.requires_grad_(True)  # a hook needs it once; requires_grad follows the sharded form
+    full.register_post_accumulate_grad_hook(on_gradient)
+    full.requires_grad_(requires_grad)
+    return full

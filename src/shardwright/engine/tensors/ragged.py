@@ -1,0 +1,494 @@
+"""The sharded tensor of ragged layouts: global shape outside, a flat range of its elements on each rank.
+
+What may be done with one is the table of ``ragged_ops.py``; all else raises. Units, slabs and optimizers are not known
+here. A wrong answer made from the local piece alone is the one thing that must never come out of these files.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils._pytree import tree_leaves
+
+from shardwright._torch import called_by_stager, disabled_torch_function, dtensor_of, is_traced
+from shardwright.engine.tensors.compound import copied, has_other_lengths, part_as
+from shardwright.engine.tensors.gathering import full_of
+from shardwright.engine.tensors.naming import parameter_of
+from shardwright.engine.tensors.ragged_spec import RaggedSpec
+from shardwright.engine.tensors.unset import begin_edit, unmark
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+#: What may be done with a ragged tensor, see ``ragged_ops.py``.
+HANDLERS: dict[Any, Handler] = {}
+
+
+class RaggedTensor(torch.Tensor):
+    """A tensor of global shape of which this rank holds a contiguous range, possibly none, possibly all.
+
+    Element-wise operations among tensors of equal spec, 0-d tensors and numbers run on the local tensors without
+    communication. Norms, ``sum``, ``mean``, ``max``, ``min``, ``any``, ``all`` and ``equal`` are global: one
+    all-reduce, so every rank must call them. ``copy_`` takes its part of a whole tensor, and of one sharded
+    otherwise, for which every rank must call it. All else raises NotImplementedError.
+    """
+
+    __slots__ = ("_local_tensor", "spec")
+    _local_tensor: torch.Tensor
+    spec: RaggedSpec
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, spec: RaggedSpec, requires_grad: bool = False) -> RaggedTensor:
+        """Wrap ``local``, of ``spec.local_shape`` for this rank, contiguous and without graph; it is not copied."""
+        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, spec.global_shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+        )
+        self._local_tensor = local
+        self.spec = spec
+        return self  # type: ignore[no-any-return]
+
+    def __init_subclass__(cls) -> None:
+        # torch's stager of asynchronous checkpoints copies what ``__slots__`` names on the class itself, and would
+        # write uninitialised memory for a subclass that names none.
+        cls.__slots__ = RaggedTensor.__slots__
+
+    __torch_function__ = disabled_torch_function
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[RaggedSpec, bool]]:
+        """What torch.compile computes with: the local tensor."""
+        return ["_local_tensor"], (self.spec, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: tuple[RaggedSpec, bool], size: Any, stride: Any
+    ) -> RaggedTensor:
+        return RaggedTensor(inner["_local_tensor"], *context)
+
+    def _stable_hash_for_caching(self) -> str:
+        """For torch.compile's cache of graphs."""
+        return f"{self.spec.stable_hash()}{self.requires_grad}"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
+        result = HANDLERS.get(func, _refused)(func, args, kwargs)
+        for local in given:
+            unmark(local)
+        return result
+
+    @classmethod
+    def from_full(cls, source: torch.Tensor, spec: RaggedSpec) -> RaggedTensor:
+        """A copy of this rank's part of ``source``, which is whole, a DTensor or a RaggedTensor.
+
+        Communicates, on every rank, only for one that is sharded and not as ``spec`` says.
+        """
+        return cls(copied(part_of(source, spec)), spec)
+
+    def data_ptr(self) -> int:
+        return 0 if called_by_stager() else self._local_tensor.data_ptr()
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return self.spec.mesh
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's elements: the very tensor, so what is written to it is written to this one."""
+        return self._local_tensor
+
+    @torch.no_grad()
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, without graph, on this one's device. Every rank of the mesh must call it."""
+        spec = self.spec
+        if self._local_tensor.is_meta:
+            return self._local_tensor.new_empty(spec.global_shape)
+        part = self._gathered()
+        return part if spec.parallel is None else full_of(spec.parallel.wrap(part))
+
+    def _gathered(self) -> torch.Tensor:
+        """The tensor of ``spec.shape``, from the ranks that cut it."""
+        local, spec = self._local_tensor.detach(), self.spec
+        if spec.world_size == 1:
+            return copied(local).view(spec.shape)
+        refuse_traced(local)
+        if not has_other_lengths(local):
+            refuse_to_join(self)
+        local = local.reshape(-1)
+        width = max(stop - start for start, stop in spec.ranges)
+        mine = local.new_empty(width, device=device_of(spec, local))
+        mine[: local.numel()].copy_(local)
+        # As bytes: backends do not know every dtype.
+        gathered = mine.new_empty(spec.world_size, width)
+        dist.all_gather(list(gathered.view(torch.uint8).unbind()), mine.view(torch.uint8), group=spec.group)
+        by_rank = dict(zip(spec.order, gathered, strict=True))
+        pieces = [by_rank[r][: stop - start] for r, (start, stop) in enumerate(spec.ranges) if stop > start]
+        return (torch.cat(pieces) if pieces else mine).view(spec.shape).to(local.device)
+
+    @torch.no_grad()
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
+    ) -> DTensor:
+        """A DTensor with these values on the same mesh. Every rank must call it.
+
+        Args:
+            device_mesh: this tensor's own, as in ``DTensor.redistribute``.
+            placements: ``Replicate()`` on every mesh dimension, which gathers (the default), or on all but the last
+                and ``Shard(0)`` there, which moves every element to its new owner and no further.
+
+        Raises:
+            NotImplementedError: other placements, or another mesh.
+        """
+        mesh, ndim = self.spec.mesh, self.spec.mesh.ndim
+        placements = tuple(placements) if placements is not None else (Replicate(),) * ndim
+        if placements == (Replicate(),) * ndim:
+            local = self.full_tensor()
+        elif placements == (Replicate(),) * (ndim - 1) + (Shard(0),) and self.spec.cuts_last:
+            rows, row = _ranges_by_rows(self.spec), self.spec.shape[1:]
+            local = _exchange(self._local_tensor, self.spec, self.spec.ranges, rows)
+            start, stop = rows[self.spec.rank]
+            local = local.view((stop - start) // max(math.prod(row), 1) if self.spec.numel else 0, *row)
+        else:
+            raise NotImplementedError(
+                "A ragged tensor redistributes to Replicate() or Shard(0) on the last mesh dimension and Replicate() "
+                f"on the others, not to {placements}; redistribute the result."
+            )
+        if device_mesh is not None and device_mesh != mesh:
+            raise NotImplementedError(
+                f"A ragged tensor redistributes on its own mesh {mesh}, not on {device_mesh}."
+            )
+        return dtensor_of(local, mesh, placements, self.shape, self.stride())
+
+    def as_dtensor(self) -> RaggedDTensor:
+        """This tensor in a state dict: a DTensor that torch's state-dict functions gather and load. Not a copy."""
+        placements = (Replicate(),) * self.spec.mesh.ndim
+        with torch.inference_mode(self.is_inference()):  # what is loaded into later must not become one
+            result: Any = dtensor_of(self.detach(), self.spec.mesh, placements, self.shape, self.stride())
+        result.__class__ = RaggedDTensor
+        return result  # type: ignore[no-any-return]
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, RaggedTensor) or value.shape != self.shape:
+            raise NotImplementedError(
+                f"The data of {described(self)} can be set to a RaggedTensor of that shape, not to a "
+                f"{type(value).__name__} of shape {tuple(value.shape)}. Use copy_, under no_grad."
+            )
+        self.become(value)
+
+    def become(self, other: RaggedTensor) -> None:
+        """Make this object what ``other`` is: shape, dtype, local tensor and spec."""
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # this is the outside only
+        self._local_tensor, self.spec = other._local_tensor, other.spec
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedTensor:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only ragged tensors that are leaves of the graph can be deep-copied; detach it first."
+            )
+        result: Any = RaggedTensor(copied(self._local_tensor), self.spec, self.requires_grad)
+        memo[id(self)] = result
+        if self.grad is not None and not isinstance(self, nn.Parameter):
+            result.grad = copy.deepcopy(self.grad, memo)  # copies of parameters have no gradient
+        result.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return result  # type: ignore[no-any-return]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        start, stop = self.spec.ranges[self.spec.rank]
+        kind = "Parameter containing:\n" if isinstance(self, nn.Parameter) else ""
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"{kind}{type(self).__name__}(shape={tuple(self.shape)}, elements {start}:{stop} of {self.spec.numel} on "
+            f"rank {self.spec.rank} of {self.spec.world_size}, local={self._local_tensor}{grad})"
+        )
+
+    # -- ways around the dispatcher ------------------------------------------------------------------------------------
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        # Gathering would hang where only rank 0 saves, which is how torch.save is mostly called.
+        raise NotImplementedError(
+            f"pickle and torch.save do not take {described(self)}: this rank has a piece of it. Save "
+            ".full_tensor(), called on every rank, or the state dict with "
+            'torch.distributed.checkpoint, or shard with layout="per_parameter".'
+        )
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        refuse("numpy", self)
+
+    def __array__(self, dtype: Any = None) -> NoReturn:
+        refuse("numpy", self)
+
+    def tolist(self) -> NoReturn:
+        refuse("tolist", self)
+
+    def share_memory_(self) -> NoReturn:
+        refuse(
+            "share_memory_", self
+        )  # there is no memory behind the wrapper: torch's own crashes the process
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse("__dlpack__", self)
+
+    # -- torch.distributed.checkpoint: this rank's rectangles ----------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        parallel = self.spec.parallel
+        if parallel is not None and not parallel.is_first_copy:
+            return []  # ranks with other parts of other parameters may cut this one elsewhere: chunks would overlap
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in self.spec.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        local, start = self._local_tensor.detach(), 0
+        for offsets, sizes in self.spec.boxes:
+            if offsets == index.offset:
+                part = part_as(local, start, sizes)
+                return part if part is not None else refuse_to_cut(local, self.spec, sizes)
+            start += sizes.numel()
+        raise ValueError(
+            f"Rank {self.spec.rank} has no part of {index.fqn!r} that begins at {index.offset}; its parts are "
+            f"{self.spec.boxes}."
+        )
+
+
+class RaggedDTensor(DTensor):
+    """A ragged tensor in a state dict: a DTensor, replicated, whose local tensor is the ragged one.
+
+    ``torch.distributed.checkpoint.state_dict`` knows sharded tensors by ``isinstance(value, DTensor)`` alone. What
+    it then calls does the right thing here: ``redistribute`` and ``full_tensor`` gather, ``to_local().copy_(whole)``
+    takes this rank's part, and saving and loading go by the ragged tensor's rectangles.
+    """
+
+    __slots__ = ()
+
+    @property
+    def ragged(self) -> RaggedTensor:
+        return self._local_tensor  # type: ignore[return-value]
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        return self.ragged
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        self._refuse_on_every_rank()
+        return self.ragged.full_tensor()
+
+    def _refuse_on_every_rank(self) -> None:
+        """Raise where any rank's part cannot be gathered: optimizers choose the class of their state part by part."""
+        ragged = self.ragged
+        local, spec = ragged._local_tensor, ragged.spec
+        if spec.world_size == 1 or local.is_meta or parameter_of(local) or is_traced(local):
+            return  # parameters are of one class on every rank
+        own = not has_other_lengths(local)
+        found = torch.tensor(float(own), device=device_of(spec, local))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=spec.group)
+        if found.item():  # reading it synchronises, as full state dicts do anyway
+            refuse_to_join(ragged, "this rank" if own else "another rank")
+
+    def redistribute(  # type: ignore[override]
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> DTensor:
+        self._refuse_on_every_rank()
+        return self.ragged.redistribute(device_mesh, placements)
+
+    # Torch's own would give a plain DTensor, which says it is replicated and gathers no more.
+
+    def to(self, *args: Any, **kwargs: Any) -> RaggedDTensor:  # type: ignore[override]
+        moved = self.ragged.to(*args, **kwargs)
+        return self if moved is self.ragged else moved.as_dtensor()  # type: ignore[attr-defined,no-any-return]
+
+    def cpu(self) -> RaggedDTensor:  # type: ignore[override]
+        return self.to("cpu")
+
+    def detach(self) -> RaggedDTensor:
+        return self.ragged.as_dtensor()
+
+    def clone(self, **kwargs: Any) -> RaggedDTensor:  # type: ignore[override]
+        return self.ragged.clone(**kwargs).as_dtensor()  # type: ignore[attr-defined,no-any-return]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
+        if id(self) not in memo:
+            memo[id(self)] = copy.deepcopy(self.ragged, memo).as_dtensor()
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.ragged.__reduce_ex__(protocol)
+        raise AssertionError
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"RaggedDTensor({self.ragged!r})"
+
+
+RaggedDTensor.__slots__ = tuple(DTensor.__slots__)  # type: ignore[assignment]  # for the stager, too; adds no slot
+
+
+# -- values from elsewhere ---------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def part_of(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
+    """This rank's part of ``source``, in its local shape; may be a view. See :meth:`RaggedTensor.from_full`."""
+    rank = spec.rank
+    if isinstance(source, DTensor) and isinstance(source._local_tensor, RaggedTensor):
+        source = source._local_tensor  # of a state dict, or a result of arithmetic with its values
+    if source.shape != spec.global_shape:
+        source = _expanded(source, spec)
+    if isinstance(source, RaggedTensor):
+        if source.spec == spec:
+            return source._local_tensor.detach()
+        like = (source.spec.mesh, source.spec.axes, source.spec.parallel) == (
+            spec.mesh,
+            spec.axes,
+            spec.parallel,
+        )
+        if like and len(spec.axes) == 1:
+            local = _exchange(source._local_tensor, spec, source.spec.ranges, spec.ranges)
+            return local.view(spec.local_shape(rank))
+        source = source.full_tensor()
+    elif isinstance(source, DTensor):
+        by_rows = (Replicate(),) * (spec.mesh.ndim - 1) + (Shard(0),)
+        if source.device_mesh == spec.mesh and source.placements == by_rows and spec.cuts_last:
+            local = _exchange(source.to_local(), spec, _ranges_by_rows(spec), spec.ranges)
+            return local.view(spec.local_shape(rank))
+        source = full_of(source) if spec.parallel is None else source
+    if spec.parallel is not None:
+        source = spec.parallel.part_of(source)
+    start, _ = spec.ranges[rank]
+    if source.numel() and not any(
+        source.stride()
+    ):  # one number everywhere, of which flattening would make a copy
+        return source.detach().as_strided((), ()).expand(spec.local_shape(rank))
+    part = part_as(source.detach(), start, spec.local_shape(rank))
+    return part if part is not None else refuse_to_cut(source, spec, spec.local_shape(rank))
+
+
+def _expanded(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
+    if isinstance(source, (RaggedTensor, DTensor)):
+        raise ValueError(
+            f"A ragged tensor of shape {tuple(spec.global_shape)} takes values from a sharded tensor of that shape, "
+            f"found {tuple(source.shape)}."
+        )
+    return source.expand(spec.global_shape)
+
+
+def _ranges_by_rows(spec: RaggedSpec) -> list[tuple[int, int]]:
+    """The flat ranges of ``Shard(0)``, which cuts as torch.chunk does."""
+    width = -(-spec.shape[0] // spec.world_size) * math.prod(spec.shape[1:])
+    return [(min(r * width, spec.numel), min((r + 1) * width, spec.numel)) for r in range(spec.world_size)]
+
+
+def _exchange(
+    local: torch.Tensor, spec: RaggedSpec, have: list[tuple[int, int]], want: list[tuple[int, int]]
+) -> torch.Tensor:
+    """Flat ranges of one cut into those of another over ``spec``'s group: one all-to-all, each element once at most."""
+    refuse_traced(local)
+    if not has_other_lengths(local):
+        refuse_to_join(RaggedTensor(local, spec))
+    size, flat = local.dtype.itemsize, local.detach().reshape(-1)
+    mine, wanted = have[spec.rank], want[spec.rank]
+    send = [size * _overlap(mine, other) for other in want]
+    receive = [size * _overlap(wanted, other) for other in have]
+    device = device_of(spec, local)
+    result = flat.new_empty(wanted[1] - wanted[0], device=device)
+    source = flat.to(device).view(torch.uint8)  # all of it is wanted somewhere: both cut the whole tensor
+    dist.all_to_all_single(result.view(torch.uint8), source, receive, send, group=spec.group)
+    return result.to(local.device)
+
+
+def _overlap(a: tuple[int, int], b: tuple[int, int]) -> int:
+    return max(0, min(a[1], b[1]) - max(a[0], b[0]))
+
+
+def device_of(spec: RaggedSpec, local: torch.Tensor) -> torch.device:
+    """Where the group communicates: tensors that were offloaded go there and back."""
+    kind = spec.mesh.device_type
+    return local.device if local.device.type == kind else torch.device(kind)
+
+
+def refuse_traced(local: torch.Tensor) -> None:
+    """Raise if torch.compile is following: the collectives here would be carried out now, and not by the graph."""
+    if is_traced(local):
+        raise NotImplementedError(
+            "A compiled function gathers a ragged tensor, or brings one into another cut, which torch.compile cannot "
+            "record. Call full_tensor() and copy_ between tensors of different cuts outside of the compiled function."
+        )
+
+
+def described(tensor: RaggedTensor) -> str:
+    """For messages: which parameter it is, or which it is cut like."""
+    shape = tuple(tensor.shape)
+    if parameter := parameter_of(tensor._local_tensor):
+        return f"a ragged tensor (parameter {parameter}, of shape {shape})"
+    parameter = parameter_of(tensor.spec)
+    return f"a ragged tensor of shape {shape}" + (f" (cut as parameter {parameter})" if parameter else "")
+
+
+def refuse(name: Any, arguments: Any) -> NoReturn:
+    """Raise for an operation on ``arguments``, among which a ragged tensor is."""
+    tensors = [each for each in tree_leaves(arguments) if isinstance(each, RaggedTensor)]
+    label = described(tensors[0]) if tensors else "a ragged tensor"
+    raise NotImplementedError(
+        f"{name} is not supported on {label}, of which each rank has a range of elements: it would give a result of "
+        "this rank's alone. Use .full_tensor(), called on every rank, or the full parameters inside "
+        '`with shardwright.unsharded(model):`, or shard with layout="per_parameter". If a module was called outside '
+        "the forward of its unit, call it inside, or apply fully_shard to it before the outer module. To use a weight "
+        "after forward, in a loss for example, call unshard() on the module of its unit before each such use."
+    )
+
+
+def refuse_to_join(tensor: RaggedTensor, where: str = "this rank") -> NoReturn:
+    """Raise for a tensor whose part there is of a class that makes no tensors of other lengths."""
+    local = tensor._local_tensor
+    kind = "" if has_other_lengths(local) else f" ({type(local).__name__})"
+    raise NotImplementedError(
+        f"{described(tensor)} cannot be gathered or moved to other ranks: in a ragged layout parts have different "
+        f"lengths, and the class of its part on {where}{kind} makes no tensors of other lengths. Save and load sharded "
+        "state dicts with torch.distributed.checkpoint, which stores each rank's part. For full state dicts "
+        'shard with layout="per_parameter", or use an optimizer whose state is plain tensors, as sw.AdamW8bit.'
+    )
+
+
+def refuse_to_cut(source: torch.Tensor, spec: RaggedSpec, shape: Sequence[int]) -> NoReturn:
+    """Raise for a tensor whose class cannot be cut into this part."""
+    parameter = parameter_of(spec)
+    raise NotImplementedError(
+        f"The {type(source).__name__} of shape {tuple(source.shape)}"
+        + (f" (cut as parameter {parameter})" if parameter else "")
+        + f" cannot be cut into a part of shape {tuple(shape)}, which this rank's range of a ragged layout has: its "
+        'class has no such view. Shard with layout="per_parameter", or use an optimizer whose state is plain tensors, '
+        "as sw.AdamW8bit."
+    )
+
+
+def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # In inference mode operations arrive that are made of others.
+    with torch.no_grad():
+        result = func.decompose(*args, **kwargs)
+    return result if result is not NotImplemented else refuse(func, (args, kwargs))

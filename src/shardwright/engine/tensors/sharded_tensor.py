@@ -1,0 +1,515 @@
+"""The sharded tensor of layouts that cut rows: a DTensor of which every edit is noticed, and every number global.
+
+Units and modules are not known here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardwright._torch import (
+    StridedShard,
+    called_by_stager,
+    dtensor_of,
+    increment_version,
+    local_of,
+    storage_key,
+    subclasses_dispatch,
+    waited,
+)
+from shardwright.engine.tensors.gathering import full_of, gathers_plainly, replicated, whole
+from shardwright.engine.tensors.naming import parameter_of
+from shardwright.engine.tensors.reading import agree_to_read
+from shardwright.engine.tensors.summed import cut_gradient, joins_loss
+from shardwright.engine.tensors.through_whole import (
+    BY_POSITION,
+    Step,
+    can_edit,
+    edit,
+    make_into,
+    refuse,
+    views,
+    whole_of,
+)
+from shardwright.engine.tensors.unset import begin_edit, mark_of, unmark
+
+#: Set on a view of a sharded parameter: the local tensor whose counter moves with edits of it.
+EDITED = "_edited"
+_aten = torch.ops.aten
+_detach = _aten.detach.default
+_RANDOM = torch.Tag.nondeterministic_seeded
+#: They have no result for a rank whose part is empty. In its place stands an element that changes no other rank's.
+_EXTREMES = {
+    _aten.max.default: -math.inf, _aten.amax.default: -math.inf, _aten.argmax.default: -math.inf,
+    _aten.min.default: math.inf, _aten.amin.default: math.inf, _aten.argmin.default: math.inf,
+}  # fmt: skip
+_NORMS = {_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar}
+#: They leave a number Partial, to be summed up later. All others of a Partial number communicate.
+_LINEAR = {
+    _aten.clone, _aten.detach, _aten.alias, _aten._to_copy, _aten.neg, _aten.stack, _aten.cat,
+    _aten.view, _aten.unsqueeze, _aten.squeeze, _aten.expand, _aten.zeros_like, _aten.empty_like, _aten.ones_like,
+    _aten.full_like,
+}  # fmt: skip
+
+_SUMS = {_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.sub_.Tensor}
+#: Autograd makes their gradients of a number, which is the same on every rank.
+_SUMMED = {_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim}
+#: Torch sums up what each rank has of norms and extremes that were not reduced yet, as if those added up.
+_LINEAR_BY_TORCH = _SUMMED | {_aten.nansum.default}
+_JOINS = {_aten.stack.default, _aten.cat.default}
+#: They compute with a rank's own data. Torch takes a plain tensor of one element for the same on every rank.
+_ON_DATA = {
+    _aten.embedding.default, _aten._embedding_bag.default, _aten.mm.default, _aten.addmm.default,
+    _aten.convolution.default,
+}  # fmt: skip
+_READS_BY_POSITION = {_aten.index, _aten.index_select, _aten.gather, _aten.take, _aten.masked_select}
+
+
+class _EqualsDTensor(type(DTensor)):  # type: ignore[misc]
+    """Torch's modes that count collectives or memory ask ``kind == DTensor``, and would pass over a subclass."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is DTensor or cls is other
+
+    __hash__ = type.__hash__
+
+
+class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
+    """A sharded parameter, a gradient, a view of one or its ``.data``, or what operations make of them.
+
+    Every edit moves the local tensor's counter: below autograd, where a DTensor's operations run on local tensors, none
+    moves by itself. ``item``, ``float``, ``bool`` and ``tolist`` give the number of the whole tensor, for which every
+    rank must call them. Sums and norms stay Partial until then. Pickles of it are those of plain DTensors.
+    """
+
+    __slots__ = ()
+    _edited: torch.Tensor  #: the parameter's local tensor, where this is a view of it
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if func is _aten._local_scalar_dense.default:
+            return _whole(args[0]).item()
+        if (
+            func in _SUMS
+            and all(_real(t) for t in args[:2] if isinstance(t, DTensor))
+            and joins_loss(func, args)
+        ):
+            return func(*[_number_of(t) if isinstance(t, ShardedTensor) else t for t in args], **kwargs)
+        given = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
+        if _RANDOM in func.tags and func._schema.is_mutable and isinstance(args[0], DTensor):
+            result = _draw_whole(func, args, kwargs)
+        elif func.overloadpacket in BY_POSITION and _real(args[0]):
+            result = _edit_by_position(func, args, kwargs)
+        elif "out" in kwargs and not any(isinstance(t, DTensor) for t in tree_leaves(args)):
+            result = _edit_by_position(func, args, kwargs, into=kwargs["out"])
+        else:
+            result = cls._operate(func, types, args, kwargs)
+        for local in given:
+            unmark(local)
+        return result
+
+    @classmethod
+    def _operate(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func in _ON_DATA and any(type(t) is torch.Tensor for t in args):
+            _refuse_mixed(func, args, RuntimeError("each rank may have another value"))
+        if func in _SUMMED and _real(args[0]):
+            _cut_gradient(args[0])
+        if func is _detach and any(p.is_partial() for p in args[0].placements):
+            return _detached(args[0])
+        if func in _EXTREMES or func in _NORMS:
+            args = _with_neutral(func, args)
+        elif func in _LINEAR_BY_TORCH:
+            args = (_reduced(args[0]), *args[1:])
+        elif func in _JOINS:
+            args = (_alike(args[0]), *args[1:])
+        elif func.overloadpacket not in _LINEAR:
+            for t in args[:2]:
+                if isinstance(t, DTensor) and not t.dim() and any(p.is_partial() for p in t.placements):
+                    _agree(t)
+                    break
+        try:
+            result = DTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[arg-type]
+        except (RuntimeError, NotImplementedError) as error:
+            known = args and isinstance(args[0], ShardedTensor) and _real(args[0])
+            # As of parts of different sizes, or with plain tensors of the whole shape beside it.
+            if known and (func.is_view or func.overloadpacket in _READS_BY_POSITION):
+                result = _of_whole(func, args, kwargs)
+            elif known and func._schema.is_mutable and not kwargs.get("out") and can_edit(func):
+                return _edit_by_position(func, args, kwargs)
+            elif "mixed torch.Tensor and DTensor" in str(error):
+                _refuse_mixed(func, tree_leaves((args, kwargs)), error)
+            else:
+                raise
+        if func._schema.is_mutable:
+            many = isinstance(args[0], (list, tuple))
+            edits = [t for t in (args[0] if many else args[:1]) if isinstance(t, ShardedTensor)]
+            counters = [t.__dict__.get(EDITED, local_of(t)) for t in edits]
+            # Operations on one tensor move the counter of its wrapper, those on many do not.
+            counters += edits if many else []
+            increment_version([t for t in counters if not t.is_inference()])
+            return result
+        if func.is_view and isinstance(args[0], ShardedTensor):
+            return _as_views(func, args, kwargs, result)
+        for made in _plain(result):
+            made.__class__ = ShardedTensor
+        return result
+
+    @staticmethod
+    def __tensor_unflatten__(*parts: Any) -> DTensor:
+        """As torch.compile traces with it, which expects tensors of this class again when the graph runs."""
+        return as_sharded(DTensor.__tensor_unflatten__(*parts))
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole tensor on every rank, with graph, as of a DTensor. Every rank of the mesh must call it."""
+        if grad_placements is None and gathers_plainly(self):
+            return whole(self)
+        return super().full_tensor(grad_placements=grad_placements)
+
+    def redistribute(
+        self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **kwargs: Any
+    ) -> DTensor:
+        everywhere = placements is not None and all(p.is_replicate() for p in placements)
+        own = device_mesh is None or device_mesh == self.device_mesh
+        if everywhere and own and not kwargs and gathers_plainly(self) and not self.requires_grad:
+            return as_sharded(replicated(self))
+        return as_sharded(super().redistribute(device_mesh, placements, **kwargs))
+
+    def data_ptr(self) -> int:
+        return 0 if called_by_stager() else local_of(self).data_ptr()
+
+    def tolist(self) -> Any:
+        return _whole(self).tolist()
+
+    def __format__(self, form: str) -> str:
+        return format(self.item(), form) if form and not self.dim() else object.__format__(self, form)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            if not self.is_leaf:
+                raise RuntimeError(
+                    "Only sharded tensors that are leaves of the graph can be deep-copied; detach it first."
+                )
+            copied = as_sharded(self._as_dtensor(clone=True))
+            memo[id(self)] = copied.requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._as_dtensor().__reduce_ex__(protocol)
+
+    def _as_dtensor(self, clone: bool = False) -> DTensor:
+        local = local_of(self).detach()
+        local = local.clone() if clone else local
+        return dtensor_of(local, self.device_mesh, self.placements, self.shape, self.stride())
+
+
+class ShardedCopy(ShardedTensor):  # type: ignore[metaclass]
+    """A view of a sharded tensor for which elements had to be gathered, so it has memory of its own.
+
+    What is done to it in place is done to the tensor that it is a view of. If that was changed since, the elements are
+    gathered again where they are read, for which every rank must come, as for the view itself.
+    """
+
+    __slots__ = ()
+    _viewed: ShardedTensor
+    _steps: tuple[Step, ...]  #: from the base to this view
+    _seen: int  #: the counter of the base's local tensor when elements were gathered
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            written = args[0] if not kwargs.get("out") and args else kwargs.get("out")
+            if isinstance(written, ShardedCopy):
+                if written is not args[0] or not can_edit(func):
+                    refuse(func, written)
+                begin_edit(func, args, kwargs)
+                _refresh([*args[1:], kwargs])
+                edit(written._viewed, written._steps, func, args, kwargs)
+                return _written(written)
+            if isinstance(written, (list, tuple)) and any(isinstance(t, ShardedCopy) for t in written):
+                refuse(func, next(t for t in written if isinstance(t, ShardedCopy)))
+        _refresh([args, kwargs])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def full_tensor(self, **kwargs: Any) -> torch.Tensor:
+        _refresh(self)
+        return super().full_tensor(**kwargs)
+
+    def to_local(self, **kwargs: Any) -> torch.Tensor:
+        _refresh(self)
+        return super().to_local(**kwargs)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        _refresh(self)
+        return super().redistribute(*args, **kwargs)
+
+
+def _counter(base: ShardedTensor) -> torch.Tensor:
+    return base.__dict__.get(EDITED, local_of(base))  # type: ignore[no-any-return]
+
+
+def _version(base: ShardedTensor) -> int:
+    counter = _counter(base)
+    return 0 if counter.is_inference() else counter._version
+
+
+def _written(view: ShardedCopy) -> ShardedCopy:
+    """Say that the base of a view was changed."""
+    base = view._viewed
+    counter = _counter(base)
+    if counter is not local_of(base) and not counter.is_inference():
+        increment_version([counter])
+    unset = mark_of(counter)
+    if unset is not None:
+        if view.numel() == unset.numel:
+            unmark(counter)
+        else:
+            unset.in_parts = True
+    view._seen = -1
+    return view
+
+
+def _refresh(arguments: Any) -> None:
+    """Gather the elements of views again whose base was changed since."""
+    for view in tree_leaves(arguments):
+        if isinstance(view, ShardedCopy) and view._seen != _version(view._viewed):
+            fresh: Any = views(view._viewed, view._steps)
+            view._local_tensor, view._spec = local_of(fresh), fresh._spec
+            view._seen = _version(view._viewed)
+
+
+def _detached(number: DTensor) -> DTensor:
+    """A Partial tensor without its graph. Torch 2.15 would reduce a norm for that, as autograd does to keep it."""
+    local = local_of(number).detach()
+    return as_sharded(dtensor_of(local, number.device_mesh, number.placements, number.shape, number.stride()))
+
+
+def _as_views(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """The results of a view as such: of the same memory, or with what is to be done when they are changed."""
+    base: Any = args[0]
+    viewed = local_of(base)
+    many = isinstance(result, (list, tuple))
+    for number, each in enumerate(result if many else (result,)):
+        if not isinstance(each, DTensor):
+            continue
+        made: Any = each
+        made._local_tensor = waited(local_of(made))
+        made._edited = base.__dict__.get(EDITED, viewed)
+        if type(base) is not ShardedCopy and (not _real(made) or _shares_order(made, base)):
+            made.__class__ = ShardedTensor
+            if func is _detach:
+                made._local_tensor = viewed  # the very same: below autograd counters are not shared
+            continue
+        made.__class__ = ShardedCopy
+        step = Step(func, tuple(args[1:]), kwargs, number if many else None)
+        is_copy = isinstance(base, ShardedCopy)
+        made._viewed, made._steps = (
+            (base._viewed, (*base._steps, step)) if is_copy else (_alias(base), (step,))
+        )
+        made._seen = _version(made._viewed)
+    return result
+
+
+def _alias(tensor: ShardedTensor) -> ShardedTensor:
+    """Another tensor over the same memory, as ``detach`` gives it."""
+    alias: Any = tensor._as_dtensor()
+    alias.__class__ = ShardedTensor
+    alias._local_tensor = local_of(tensor)
+    alias._edited = tensor.__dict__.get(EDITED, local_of(tensor))
+    return alias  # type: ignore[no-any-return]
+
+
+def _shares_order(view: DTensor, base: DTensor) -> bool:
+    """Whether a view has the memory of what it is a view of, and this rank's part of it is one run of elements.
+
+    Newer versions of torch flatten a tensor that is cut along an inner dimension into one that is cut in stripes.
+    """
+    if any(isinstance(p, StridedShard) and p not in base.placements for p in view.placements):
+        return False
+    return storage_key(local_of(view)) == storage_key(local_of(base))
+
+
+def _real(tensor: Any) -> bool:
+    """Whether it is sharded and holds values: not while a compiler traces."""
+    return (
+        isinstance(tensor, DTensor) and type(waited(local_of(tensor))) is torch.Tensor and not tensor.is_meta
+    )
+
+
+def _cut_again(mesh: DeviceMesh, placements: Sequence[Placement], gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of a tensor of these placements that was summed up or added to a plain loss."""
+    if not isinstance(gradient, DTensor):
+        gradient = DTensor.from_local(gradient, mesh, (Replicate(),) * mesh.ndim, run_check=False)
+    if any(p.is_partial() for p in placements):
+        return gradient
+    return gradient.redistribute(placements=placements)
+
+
+def _cut_gradient(tensor: DTensor) -> None:
+    cut_gradient(tensor, functools.partial(_cut_again, tensor.device_mesh, tensor.placements))
+
+
+def _number_of(tensor: ShardedTensor) -> torch.Tensor:
+    """The number as a plain one, which autograd takes for the tensor's own."""
+    _cut_gradient(tensor)
+    return _whole(tensor)
+
+
+@torch.no_grad()
+def _of_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """A view or an index that DTensor cannot take of the parts: of the whole, on every rank."""
+    base: DTensor = args[0]
+    mesh, placements = base.device_mesh, (Replicate(),) * base.device_mesh.ndim
+
+    def wrapped(made: torch.Tensor) -> DTensor:
+        return dtensor_of(made, mesh, placements, made.shape, made.stride())
+
+    whole = base.full_tensor()
+    if whole.stride() != base.stride():
+        whole = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=whole.device).copy_(
+            whole
+        )
+    others, named = tree_map(whole_of, args[1:]), tree_map(whole_of, kwargs)
+    result = func(whole, *others, **named)
+    return [wrapped(t) for t in result] if isinstance(result, (list, tuple)) else wrapped(result)
+
+
+def _edit_by_position(func: Any, args: Any, kwargs: Any, into: Any = None) -> Any:
+    target = args[0] if into is None else into
+    if not isinstance(target, ShardedTensor):
+        refuse(func, target)
+    if into is None:
+        edit(target, (), func, args, kwargs)
+    else:
+        make_into(target, func, args, kwargs)
+    counter = _counter(target)
+    if counter is not local_of(target) and not counter.is_inference():
+        increment_version([counter])
+    return target
+
+
+def as_class(kind: type[Any], tensor: Any) -> Any:
+    tensor.__class__ = kind
+    return tensor
+
+
+def as_sharded(tensor: DTensor) -> DTensor:
+    """The same tensor, of which numbers are global and edits are noticed.
+
+    On torch 2.11, which asks no subclass of DTensor about operations on it, it stays what it is: there numbers are
+    those of DTensors, and ``detach`` gives no subclass, so that none could become a parameter.
+    """
+    if subclasses_dispatch and type(tensor) is DTensor:
+        tensor.__class__ = ShardedTensor
+    return tensor
+
+
+def _plain(result: Any) -> Iterator[Any]:
+    """Plain DTensors among the results of an operation."""
+    for each in result if isinstance(result, (list, tuple)) else (result,):
+        if type(each) is DTensor:
+            yield each
+
+
+@torch.no_grad()
+def _whole(tensor: ShardedTensor) -> torch.Tensor:
+    """The whole of a tensor of which a number is read. Every rank must come."""
+    _agree(tensor)
+    there = torch.device(tensor.device_mesh.device_type)
+    local = local_of(tensor).detach().to(there)  # it may have been offloaded, and communicates on the device
+    plain = dtensor_of(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+    return full_of(plain)
+
+
+def _agree(tensor: DTensor) -> None:
+    """All ranks are about to communicate for a number of this tensor."""
+    mesh = tensor.device_mesh
+    if _real(tensor):
+        axes = [a for a, p in enumerate(tensor.placements) if not p.is_replicate() and mesh.size(a) > 1]
+        device = torch.device(mesh.device_type)
+        agree_to_read(map(mesh.get_group, axes), device, f"{tensor.placements} {tensor.dtype} {tensor.shape}")
+
+
+def _adds_up(placement: Placement) -> bool:
+    return type(placement) is Partial and placement.reduce_op in ("sum", "avg")
+
+
+@torch.no_grad()
+def _reduced(tensor: Any, keeps: Callable[[Placement], bool] = _adds_up) -> Any:
+    """The tensor, reduced over the ranks where it is Partial, but for those placements that ``keeps`` keeps."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = [Replicate() if p.is_partial() and not keeps(p) else p for p in tensor.placements]
+    if placements == list(tensor.placements):
+        return tensor
+    _agree(tensor)
+    return DTensor.redistribute(tensor, placements=placements)
+
+
+def _alike(tensors: Sequence[Any]) -> Sequence[Any]:
+    """Tensors to be joined: reduced, if they are Partial in different ways, from which torch finds no common one."""
+    kinds = {p for t in tensors if isinstance(t, DTensor) for p in t.placements if p.is_partial()}
+    return tensors if len(kinds) < 2 else [_reduced(t, lambda p: False) for t in tensors]
+
+
+def _with_neutral(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, with an element that does not count where this rank has none."""
+    value: float | None = _EXTREMES.get(func)
+    if value is None:
+        order = args[1] if len(args) > 1 else 2
+        if not math.isinf(order):
+            return args
+        value = 0.0 if order > 0 else math.inf
+    if isinstance(args[0], (list, tuple)):
+        return [_filled(t, value) for t in args[0]], *args[1:]
+    return _filled(args[0], value), *args[1:]
+
+
+def _filled(tensor: Any, value: float) -> Any:
+    if not isinstance(tensor, DTensor) or local_of(tensor).numel() or not tensor.numel():
+        return tensor
+    local = local_of(tensor)
+    if local.dtype == torch.bool:
+        value = float(value > 0)
+    elif not local.is_floating_point():
+        limits = torch.iinfo(local.dtype)
+        value = limits.max if value > 0 else limits.min
+    local = local.new_full([max(size, 1) for size in local.shape], value)
+    return dtensor_of(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+
+
+def _refuse_mixed(func: Any, arguments: Iterable[Any], error: RuntimeError) -> NoReturn:
+    """A sharded parameter met a plain tensor: mostly a module was called outside the forward of its unit."""
+    tensor = next(t for t in arguments if isinstance(t, ShardedTensor))
+    name = parameter_of(tensor.__dict__.get(EDITED, local_of(tensor)))
+    label = f"Parameter {name}" if name else "A sharded parameter"
+    raise RuntimeError(
+        f"{label} met a plain tensor in {func} while it is sharded ({error}). Modules show full parameters inside the "
+        "forward of a sharded module only, also with reshard_after_forward=False. Move this use into such a forward, "
+        "or into a method that sw.register_fsdp_forward_method(module, name) names. To use a weight after forward, in "
+        "a loss for example, call unshard() on the module of its unit before each such use. If a module was called on "
+        "its own, apply fully_shard to it before the outer module. Or make the plain tensor a DTensor, or edit full "
+        "parameters inside `with shardwright.unsharded(model):`."
+    ) from error
+
+
+def _draw_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Fill this rank's part with what a whole tensor would have been filled with, there.
+
+    Ranks that are seeded alike agree. DTensor's own would give every rank the same numbers on the CPU.
+    """
+    target = args[0]
+    whole = torch.empty(target.shape, dtype=target.dtype, device=local_of(target).device)
+    func(whole, *args[1:], **kwargs)
+    part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+    local_of(target).copy_(local_of(part))
+    return target

@@ -1,0 +1,235 @@
+"""A unit's gradients: what of them is held, and the reductions that were planned for them (``reduction.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from shardwright._torch import annotate, quick_attributes
+from shardwright.comm import separate, with_scatters
+from shardwright.engine.base.home import Place
+from shardwright.engine.base.offload import Host
+from shardwright.engine.base.settings import Settings, Transport
+from shardwright.engine.gradients.due import Due, Held, due
+from shardwright.engine.gradients.reduction import Reduction
+from shardwright.engine.tensors.ranks import Ranks
+from shardwright.engine.weights.weights import Weights
+from shardwright.layout import GradientDtypes, Packing, plan_packing
+
+
+def ranks_of_scatters(ranks: Ranks, transport: Transport) -> Ranks:
+    """Over which ranks, and by what, gradients are reduced."""
+    if transport.separate:
+        ranks = ranks.with_scatters(separate)
+    if transport.scatter is not None:
+        ranks = ranks.with_scatters(partial(with_scatters, custom=transport.scatter))
+    return ranks
+
+
+class Gradients:
+    """Those of one build of a unit's memory.
+
+    Attributes:
+        dtypes: of each parameter.
+        ranks: over which they are reduced.
+        reductions: one for each packing, and those of an earlier ``requires_grad`` while they hold sums.
+        held: of earlier micro-batches.
+        arriving: whether gradients are on their way to the CPU's memory.
+        late: whether they are those of a backward that is over.
+    """
+
+    __slots__ = (
+        "_held_before",
+        "_host",
+        "_trainable",
+        "_weights",
+        "arriving",
+        "dtypes",
+        "held",
+        "late",
+        "ranks",
+        "reductions",
+    )
+
+    def __init__(
+        self, weights: Weights, dtypes: Sequence[GradientDtypes], ranks: Ranks, host: Host | None
+    ) -> None:
+        self._weights = weights
+        self._host = host
+        self.dtypes = list(dtypes)
+        self.ranks = ranks
+        self.reductions: list[Reduction] = []
+        self.held = Held.NOTHING
+        self._held_before = Held.NOTHING  #: when the reduction under way began
+        self._trainable: tuple[bool, ...] | None = None
+        self.arriving = False
+        self.late = False
+
+    @property
+    def chooses_dtype(self) -> bool:
+        """Whether the user has asked for a dtype of ``.grad``."""
+        return any(dtypes.grad is not None for dtypes in self.dtypes)
+
+    # -- plan ----------------------------------------------------------------------------------------------------
+
+    def follow_requires_grad(self, transport: Transport) -> bool:
+        """Take over ``requires_grad`` from the sharded parameters. Returns whether it had changed."""
+        with quick_attributes():
+            trainable = tuple([p.requires_grad for p in self._weights.forms.shardeds])
+        if trainable == self._trainable:
+            return False
+        self.finish_all()
+        # What micro-batches before the change have left is reduced beside the new gradients.
+        held = self.reductions if self.held else []
+        for reduction in held:
+            reduction.retired = True
+        for p, flag in zip(self._weights.parameters, trainable, strict=True):
+            p.full.requires_grad_(flag)
+        self.reductions = [*self._plan(trainable, transport), *held]
+        self._trainable = trainable  # last: what has failed before is done again
+        return True
+
+    def plan_again(self, ranks: Ranks, transport: Transport) -> None:
+        """Between steps: the transport was changed."""
+        self.ranks = ranks
+        self._trainable = None
+        self.reductions = []
+        self.follow_requires_grad(transport)
+
+    @torch.inference_mode(False)
+    def _plan(self, trainable: tuple[bool, ...], transport: Transport) -> list[Reduction]:
+        packings = plan_packing(self._weights.layout, trainable, self.dtypes)
+        return [self._reduction(packing, transport) for packing in packings]
+
+    def _reduction(self, packing: Packing, transport: Transport) -> Reduction:
+        weights = self._weights
+        # A hook keeps what it knows by the names of units, which the model gives.
+        hook = transport.hook if weights.place is not None else None
+        return Reduction(
+            packing,
+            weights.layout,
+            weights.parameters,
+            self.ranks,
+            weights.site.owner,
+            hook,
+            weights.site.owner.name,
+            self._host,
+        )
+
+    # -- reduce --------------------------------------------------------------------------------------------------
+
+    def reduce(self, place: Place, settings: Settings, needed: bool, completes: bool, fill: bool) -> bool:
+        """Reduce the gradients, zeros where there are none, or hold them. Returns whether a reduction was begun."""
+        action = due(
+            sync=settings.sync,
+            completes=completes,
+            finishes_late=self.ranks.finishes_late,
+            held=self.held,
+            needed=needed,
+        )
+        if action is Due.HOLD:
+            self.held = action.leaves
+            for reduction in self.reductions:
+                if reduction.has_gradients():
+                    reduction.hold()
+            return False
+        self._held_before, self.held = self.held, action.leaves if self.reductions else Held.NOTHING
+        if not self.reductions:
+            return False
+        place.home.reductions.make_room(place.number)
+        announce = place.home.agreement.announce_reduction
+        with annotate("post_backward_reduce", place.label):
+            for reduction in self.reductions:
+                announcer = partial(announce, place.number, reduction.fingerprint)
+                division = settings.divide_by, settings.force_sum
+                if action is Due.FINISH_SUMS:
+                    reduction.start_late(*division, announcer)
+                else:
+                    reduction.start(action is Due.FINISH, *division, announcer, fill)
+        return True
+
+    def has_gradients(self) -> bool:
+        """Whether a full gradient waits."""
+        return any(r.has_gradients() for r in self.reductions)
+
+    def go_on(self, label: str) -> bool:
+        """Issue what follows the reduce-scatter. Returns whether that was anything."""
+        if not any(reduction.goes_on for reduction in self.reductions):
+            return False
+        with annotate("all_reduce", label):
+            for reduction in self.reductions:
+                reduction.go_on()
+        return True
+
+    def finish(self, settings: Settings) -> None:
+        """Wait for what is under way, and hand it over."""
+        for reduction in self.reductions:
+            reduction.finish(settings.all_reduce_hook)
+        self._held_before = Held.NOTHING
+        self._drop_retired()
+
+    def finish_all(self) -> None:
+        """As :meth:`finish`, where the model does not ask for it."""
+        for reduction in self.reductions:
+            reduction.finish()
+
+    def discard(self) -> None:
+        """A backward has failed: forget it, and hold again what was held before."""
+        self.arriving = self.late = False
+        for reduction in self.reductions:
+            reduction.discard()
+        self.held = max(self.held, self._held_before)
+        self._held_before = Held.NOTHING
+
+    # -- what is held --------------------------------------------------------------------------------------------
+
+    def _drop_retired(self) -> None:
+        """If nothing is held any more, reductions planned for an earlier requires_grad have done their part."""
+        if not self.held and any(r.retired for r in self.reductions):
+            self.reductions = [r for r in self.reductions if not r.retired]
+
+    def forget(self, among: set[int] | None = None) -> None:
+        """After ``zero_grad``: drop held sums (if all parameters are ``among`` the ids given) and gradients' memory."""
+        if self.held and (among is None or all(id(p) in among for p in self._weights.forms.shardeds)):
+            for reduction in self.reductions:
+                reduction.drop_held()
+            self.held = Held.NOTHING
+            self._drop_retired()
+        self.release_unused()
+
+    def take_held(self, others: list[Reduction], transport: Transport) -> None:
+        """Hold what the reductions of the memory before this one held, for the same parameters."""
+        self.held = Held.WHOLE
+        self.reductions = [r for r in self.reductions if not r.retired]
+        packings = {r.packing: r for r in self.reductions}
+        for other in others:
+            mine = packings.get(other.packing)
+            if mine is None:
+                mine = self._reduction(other.packing, transport)
+                mine.retired = True
+                self.reductions.append(mine)
+            mine.take_held(other)
+
+    def release_unused(self) -> None:
+        for reduction in self.reductions:
+            reduction.release_unused()
+
+    # -- on their way to the host --------------------------------------------------------------------------------
+
+    def begin_arrival(self) -> None:
+        self.arriving = any(r.lands for r in self.reductions)
+
+    def leave_device(self) -> None:
+        for reduction in self.reductions:
+            reduction.leave_device()
+
+    def has_arrived(self) -> bool:
+        return all(r.arrived for r in self.reductions)
+
+    def land(self) -> None:
+        """The host waits for the gradients."""
+        self.arriving = self.late = False
+        for reduction in self.reductions:
+            reduction.land()

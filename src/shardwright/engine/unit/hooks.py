@@ -1,0 +1,288 @@
+"""How the engine listens to a model: tensors found in inputs and outputs, and marks in the autograd graph.
+
+What happens when a hook fires is the unit's business. Graph hooks hold their visit strongly, so a graph that outlives
+its model still finds its weights; nothing here refers to a module.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright._torch import SHARDED_MARKS, next_sequence_number, sequence_number, waited
+from shardwright.engine.base.visit import Visit
+
+TensorMap = Callable[[torch.Tensor], torch.Tensor]
+
+
+def map_tensors(function: TensorMap, tree: Any, mutable: bool = True) -> Any:
+    """``tree`` with ``function`` applied to every tensor in tuples, named tuples, lists, dicts and dataclasses.
+
+    Returns the same object where nothing changed, so a caller's containers keep their identity. With ``mutable``
+    False lists and mappings are left as they are: what is put into them must reach the caller.
+    """
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if not mutable and isinstance(tree, (list, Mapping)):
+        return tree
+    if isinstance(tree, (tuple, list)):
+        items = [map_tensors(function, item, mutable) for item in tree]
+        if all(new is old for new, old in zip(items, tree, strict=True)):
+            return tree
+        if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+            return type(tree)(*items)
+        return type(tree)(items)
+    if isinstance(tree, Mapping):
+        changed = {key: map_tensors(function, value, mutable) for key, value in tree.items()}
+        if all(changed[key] is tree[key] for key in tree):
+            return tree
+        result = dict(tree) if type(tree) is dict else _copy_mapping(tree)
+        for key, value in changed.items():
+            result[key] = value
+        return result
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
+        changed = {name: map_tensors(function, value, mutable) for name, value in fields.items()}
+        if all(changed[name] is fields[name] for name in fields):
+            return tree
+        result = copy.copy(tree)  # not dataclasses.replace, which runs __post_init__ again
+        for name, value in changed.items():
+            object.__setattr__(result, name, value)
+        return result
+    return tree
+
+
+def map_arguments(function: TensorMap, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a call with ``function`` applied to every tensor in them."""
+    if len(args) == 1 and not kwargs:
+        return (map_tensors(function, args[0]),), kwargs
+    return map_tensors(function, (args, kwargs))  # type: ignore[no-any-return]
+
+
+def _copy_mapping(tree: Mapping[Any, Any]) -> Any:
+    return tree.copy() if hasattr(tree, "copy") else dict(tree)
+
+
+class _AfterBackward(torch.autograd.Function):
+    """The identity on a unit's inputs; its backward runs when the unit's own backward has produced their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, visit: Visit, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.visit = visit
+        # torch.compile would take one that is still communicated for one without a graph.
+        return tuple(map(waited, inputs))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.visit.after_backward()
+        return (None, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, visit: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        # Views, as the outputs are of the inputs.
+        return tuple([None if t is None else t.view_as(t) for t in tangents])
+
+
+def mark_inputs(visit: Visit, args: Any, kwargs: Any) -> tuple[Any, Any, bool, int]:
+    """Let ``visit`` hear when the gradients of these inputs are there.
+
+    Also returns whether any input needs a gradient, and the number of the first autograd node of the call. One marked
+    input is enough, since its node runs after all that the call makes; so lists and dicts, to which the call may add,
+    are left alone.
+    """
+    found: dict[int, torch.Tensor] = {}  # a tensor that comes twice stays one tensor
+
+    def find(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            found[id(tensor)] = tensor
+        return tensor
+
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+        find(args[0])
+    else:
+        for value in (*args, *kwargs.values()):
+            map_tensors(find, value, mutable=False)
+    if not found:
+        return args, kwargs, False, next_sequence_number()
+    results = _AfterBackward.apply(visit, *found.values())
+    if not isinstance(results, tuple):
+        results = (results,)
+    marked = dict(zip(found, results, strict=True))
+
+    def exchange(value: Any) -> Any:
+        return map_tensors(lambda t: marked.get(id(t), t), value, mutable=False)
+
+    args = tuple(exchange(value) for value in args)
+    kwargs = {key: exchange(value) for key, value in kwargs.items()}
+    return args, kwargs, True, sequence_number(results[0])
+
+
+def opaque_or_mutable(args: Any, kwargs: Any) -> list[Any]:
+    """Inputs that a call may put tensors into: lists, dicts, caches."""
+    return [v for v in (*args, *kwargs.values()) if not isinstance(v, _PLAIN) and not _is_short(v)]
+
+
+def _is_short(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value)
+
+
+def mark_outputs(visit: Visit, output: Any, entry: int) -> bool:
+    """Let ``visit`` hear when backward reaches any of these outputs. False if none of them has a graph.
+
+    ``entry`` is the number that :func:`mark_inputs` returned.
+    """
+    nodes: list[Any] = []
+
+    def find(tensor: torch.Tensor) -> torch.Tensor:
+        # What is handed through or kept from an earlier call was made before this one, and is none of its business.
+        if tensor.grad_fn is not None and sequence_number(tensor) >= entry:
+            nodes.append(tensor.grad_fn)
+            # An in-place operation on a view rebuilds the view's node and drops hooks on it, not those on its base.
+            base = tensor._base if tensor._is_view() else None
+            if base is not None and base.grad_fn is not None and sequence_number(base) > entry:
+                nodes.append(base.grad_fn)
+        return tensor
+
+    map_tensors(find, output)
+    for tensor in hidden_tensors(output):
+        find(tensor)
+
+    def before(gradients: Any) -> None:
+        visit.before_backward()
+
+    for node in nodes:
+        node.register_prehook(before)
+    return bool(nodes)
+
+
+def opaque_objects(tree: Any) -> Iterator[Any]:
+    """Objects of other classes in an output, which may hold tensors."""
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from opaque_objects(item)
+    elif isinstance(tree, Mapping):
+        yield from opaque_objects(list(tree.values()))
+        if hasattr(tree, "__dict__"):
+            yield from opaque_objects(list(vars(tree).values()))
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        yield from opaque_objects([getattr(tree, field.name) for field in dataclasses.fields(tree)])
+    elif not isinstance(tree, _PLAIN):
+        yield tree
+
+
+#: What no tensor of a graph is inside of, or where looking for one leads out of the output.
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, range, slice, type),
+    *(torch.Tensor, torch.dtype, torch.device, torch.Size, torch.layout, torch.Generator),
+    *(nn.Module, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, weakref.ref, enum.Enum),
+)
+_DEPTH = 8  #: how far hidden tensors are looked for
+
+
+def hidden_tensors(output: Any) -> Iterator[torch.Tensor]:
+    """Tensors in attributes of objects of other classes, such as a cache of keys and values, at any depth."""
+    if type(output) is torch.Tensor:
+        return
+    seen: set[int] = set()
+    todo = [(item, 0) for item in opaque_objects(output)]
+    while todo:
+        item, depth = todo.pop()
+        if id(item) in seen or depth > _DEPTH:
+            continue
+        seen.add(id(item))
+        for value in _inside(item):
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif not isinstance(value, _PLAIN):
+                todo.append((value, depth + 1))
+
+
+def _inside(item: Any) -> Iterator[Any]:
+    if isinstance(item, Mapping):
+        yield from item.values()
+    elif isinstance(item, (tuple, list, set, frozenset, deque)):
+        yield from item
+    yield from getattr(item, "__dict__", {}).values()
+    for cls in type(item).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(item, name):
+                yield getattr(item, name)
+
+
+class StashedTensors:
+    """Tensors that modules keep in attributes, such as an auxiliary loss: backward may start from them, too."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = [weakref.ref(m) for m in modules]
+        self._known: list[tuple[int, tuple[str, ...]]] = [(-1, ())] * len(modules)
+
+    def find(self, containers: list[Any]) -> list[torch.Tensor]:
+        """All of them, and those in ``containers`` that a call was given."""
+        found: list[torch.Tensor] = list(hidden_tensors([_Box(c) for c in containers])) if containers else []
+        for i, ref in enumerate(self._modules):
+            module = ref()
+            if module is None:
+                continue
+            attributes = module.__dict__
+            size, names = self._known[i]
+            if size != len(attributes):
+                constants = getattr(type(module), "__constants__", ())  # such as in_features
+                settings = _OF_EVERY_MODULE.union((constants,) if isinstance(constants, str) else constants)
+                names = tuple(name for name in attributes if name not in settings)
+                self._known[i] = (len(attributes), names)
+            for name in names:
+                value: Any = attributes.get(name)
+                kind = type(value)
+                if kind in _NO_CONTAINER:
+                    continue
+                if kind is torch.Tensor:
+                    found.append(value)
+                elif isinstance(value, (list, tuple, dict, deque)) and 0 < len(value) <= _LONGEST:
+                    if kind is tuple and type(value[0]) in _NO_CONTAINER:
+                        continue  # a shape or the like
+                    found.extend(hidden_tensors([_Box(value)]))
+            if module._buffers:
+                found.extend(t for t in module._buffers.values() if t is not None)
+        return found
+
+
+def mark_made(visit: Visit, tensors: list[torch.Tensor], entry: int) -> bool:
+    """Mark those of the tensors that the call has made, by their number. Returns whether there were any."""
+    return bool(tensors) and mark_outputs(visit, tensors, entry)
+
+
+class _Box:
+    """Makes a container opaque, so that it is looked into at any depth."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+#: What attributes of modules mostly are; asked first, since isinstance takes longer.
+_NO_CONTAINER = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device})
+_LONGEST = (
+    1000  #: containers with more items are tables, not losses, and would be looked through in every forward
+)
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"_shardwright_unit", *SHARDED_MARKS}
+
+
+def refuse_opaque(output: Any, where: str) -> None:
+    """Raise if ``output``, in which no graph was found, may hide one in an object that cannot be looked into."""
+    for item in opaque_objects(output):
+        if type(item).__module__ == "numpy" or any(True for _ in hidden_tensors(item)):
+            continue  # numbers, or tensors of which none has a graph
+        raise TypeError(
+            f"The output of {where} must be tensors, in tuples, lists, dicts or dataclasses, so that backward can "
+            f"be followed; found a {type(item).__name__}. Return its tensors, or make it a dataclass."
+        )

@@ -1,0 +1,212 @@
+"""Giving a unit its parameters: at ``fully_shard``, after users replaced some, and in copies of a model."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwright._torch import untransformed
+from shardwright.engine.build.build import build_memory
+from shardwright.engine.build.find import UNIT, Found, find_parameters, is_cut, own_modules
+from shardwright.engine.tensors.naming import remember
+from shardwright.engine.tensors.parameter import (
+    TAKEN,
+    UNIT_OF,
+    ManagedParameter,
+    Taken,
+    has_no_values,
+    unit_of,
+)
+from shardwright.engine.tensors.ragged import RaggedTensor
+from shardwright.engine.unit.unit import Unit
+from shardwright.engine.unit.uses import complete
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """Every unit at or below a module, once, each with its companions."""
+    mains: dict[Unit, None] = dict.fromkeys(
+        u for m in model.modules() if (u := m.__dict__.get(UNIT)) is not None
+    )
+    return [unit for main in mains for unit in (main, *main.companions)]
+
+
+def own_parameters(unit: Unit, found: Found) -> None:
+    """Make the unit's memory, and put the sharded parameters into the modules."""
+    owned = found.owned
+    unset = unit.without_values()  # a change of dtype does not give them any
+    built = build_memory(owned, unit.site, unit.given)
+    unit.own(built)
+    parameters = built.parameters
+    for p, (_, original, _, _) in zip(parameters, owned, strict=True):
+        if original in unset or has_no_values(original):
+            unit.values.expect(p, unset.get(original, original), unit.name)
+    ref = weakref.ref(unit)
+    for p, (_, original, _, _) in zip(parameters, owned, strict=True):
+        setattr(p.sharded, UNIT_OF, ref)
+        remember(unit, p.sharded)
+        if original is not p.sharded:
+            setattr(original, TAKEN, Taken(f"{p.name} of {unit.name}", p.sharded))
+        p.show(p.sharded)
+
+
+def borrow_parameters(unit: Unit, found: Found) -> None:
+    """Put the sharded parameters of other units under the names that this unit's modules have for them."""
+    watch = unit.watch
+    watch.lenders, watch.borrowed = [], found.borrowed
+    watch.look()
+    for sharded, slot in found.borrowed:
+        lender = unit_of(sharded)
+        if lender not in watch.lenders:
+            watch.lenders.append(lender)
+        lent = lender.managed(sharded)
+        assert lent is not None
+        if not any(s.registry is slot.registry and s.name == slot.name for s in lent.slots):
+            lent.slots.append(slot)
+            lender.weights.forms.index()
+        slot.show(sharded)
+
+
+def take_over(units: list[Unit], founds: list[Found]) -> None:
+    """Let a unit and its companions own what was found for each, and the first have what the others own."""
+    main, *companions = units
+    borrowed = []
+    for unit, found in zip(companions, founds[1:], strict=True):
+        unit.main = weakref.ref(main)
+        own_parameters(unit, found)
+        borrow_parameters(unit, found)
+        borrowed += [(p.sharded, slot) for p in unit.parameters for slot in p.slots]
+    main.companions = companions
+    if founds[0].owned:
+        own_parameters(main, founds[0])
+    borrow_parameters(main, Found(founds[0].owned, [*founds[0].borrowed, *borrowed]))
+
+
+# -- parameters replaced by the user ---------------------------------------------------------------------------------
+
+
+def settle(unit: Unit) -> None:
+    """Take over parameters that users replaced, unless the unit is in use."""
+    if not unit.weights.forms.full_shown and not unit.activity.busy:
+        if unit.site.reads is not None:
+            complete(unit)
+            unit.weights.host_may_write()
+        settle_now(unit)
+
+
+def settle_now(unit: Unit) -> None:
+    """Take over what users put in the place of the unit's parameters, by making its memory anew.
+
+    The old parameters keep their values, for whoever still has them and may put them back. A tensor that is no
+    parameter is left in its place: ``torch.func.functional_call`` lends it to the module for one call.
+    """
+    watch, forms = unit.watch, unit.weights.forms
+    if watch.paused or watch.unsharded:
+        return
+    if not forms.lends_over and forms.untouched() and not watch.changed(shows_full):
+        return
+    parameters = unit.weights.parameters
+    replaced = [p for p in parameters if p.replaced]
+    for p in parameters:
+        p.lent_over = False
+    lent = [p for p in replaced if p.stand_in() is not None]
+    for p in lent:
+        p.lent_over = True
+    forms.lends_over = bool(lent)
+    if len(lent) < len(replaced) or watch.changed(shows_full):
+        remake(unit)
+
+
+def shows_full(unit: Unit) -> bool:
+    """Whether full parameters stand in modules in the place of some of the unit's."""
+    return unit.weights.forms.full_shown or bool(unit.watch.unsharded)
+
+
+def refuse_sharded_stand_ins(unit: Unit) -> None:
+    """Raise if a module is about to compute with a sharded tensor that stands in the place of a parameter."""
+    for p in unit.parameters:
+        held = p.stand_in() if p.lent_over else None
+        if held is not None and is_cut(plain := untransformed(held), p.cut.parallel):
+            raise RuntimeError(
+                f"Parameter {p.name!r} of unit {unit.name!r} was replaced for this call (torch.func.functional_call) "
+                f"by a sharded {type(plain).__name__} of shape {tuple(plain.shape)}, and modules compute with full "
+                "tensors. Give .full_tensor() of it, called on every rank, or the parameter itself."
+            )
+
+
+@torch.inference_mode(False)  # the next step writes to what is made here
+def remake(unit: Unit) -> None:
+    """Make the unit's memory again from the parameters that its modules hold now."""
+    unit.release()
+    modules = unit.watch.modules()
+    own = {id(m) for top in modules for _, m in own_modules(top)}
+    lent = [
+        (p.sharded, slot)
+        for p in unit.parameters
+        for slot in p.slots
+        if id(slot.module()) not in own and slot.holds(p.sharded)
+    ]
+    found = find_parameters(
+        modules,
+        unit.watch.ignored(),
+        unit.ranks,
+        unit.given.placement_fn,
+        unit,
+        companion=unit.main is not None,
+    )
+    for owned in found.owned:
+        owned.slots.extend(slot for sharded, slot in lent if sharded is owned.parameter)
+    before = unit.parameters
+    held = unit.gradients.reductions if unit.gradients.held else []
+    known = {id(p.sharded) for p in before}
+    if not any(id(owned.parameter) in known for owned in found.owned):
+        held = []  # it belongs to parameters that are the model's no more, as a plain parameter's .grad would
+    if held and not _same_parameters(before, found):
+        raise RuntimeError(
+            f"Parameters of unit {unit.name!r} were replaced by others while gradients of earlier micro-batches are "
+            "held. Replace them between optimizer steps."
+        )
+    for name, parameter, *_ in found.owned:
+        if not isinstance(parameter, (DTensor, RaggedTensor)) and parameter.grad is not None:
+            raise RuntimeError(
+                f"Parameter {name!r} of unit {unit.name!r} was put in the place of another and has a gradient, that of "
+                "this rank alone. Set its .grad to None, and replace parameters outside of forward."
+            )
+    try:
+        _retire(unit)
+        own_parameters(unit, found)
+        borrow_parameters(unit, found)
+        unit.rejoin()
+        if held:
+            unit.gradients.take_held(held, unit.settings.transport)
+    except BaseException:
+        unit.remake_later(held)
+        raise
+    finally:
+        kept = {id(p.sharded) for p in unit.parameters}
+        for p in before:
+            # It is nobody's now, and a module that was tied to it may still have it.
+            if id(p.sharded) not in kept and unit_of(p.sharded) is unit:
+                p.sharded.__dict__.pop(UNIT_OF, None)
+
+
+def _retire(unit: Unit) -> None:
+    """Before the unit's memory is made again: give the old one back."""
+    unit.release()
+    unit.gradients.finish_all()
+    complete(unit)
+    unit.weights.host_may_write()
+    unit.activity.visits.clear()
+    unit.watch.lenders = []
+
+
+def _same_parameters(before: list[ManagedParameter], found: Found) -> bool:
+    """Whether the very same parameters are there, whatever their values."""
+    return len(before) == len(found.owned) and all(
+        p.sharded is owned.parameter
+        and owned.parameter.shape == p.cut.shape
+        and owned.parameter.dtype == p.spec.storage_dtype
+        for p, owned in zip(before, found.owned, strict=True)
+    )

@@ -1,0 +1,217 @@
+"""What is done with a unit: its weights are gathered, kept and released, its gradients reduced and stepped.
+
+When, is decided in ``calls.py``, ``backward.py`` and ``root.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardwright.engine.base.settings import Transport
+from shardwright.engine.gradients.stepping import forget_stepped
+from shardwright.engine.unit.gradients import ranks_of_scatters
+from shardwright.engine.unit.unit import Unit
+
+
+def valid_for(unit: Unit, call: int) -> bool:
+    """Whether the slab may be read by the given root call without filling it again."""
+    if unit.gradients.late:
+        complete(unit)
+    return unit.weights.valid_for(call)
+
+
+def issue(unit: Unit, call: int, look: bool = True) -> None:
+    """See :meth:`Weights.issue`. Gradients of an earlier backward are waited for before."""
+    if unit.gradients.late:
+        complete(unit)
+    if unit.values:
+        _refuse_without_values(unit)
+    root = unit.root
+    assert root is not None
+    unit.weights.issue(call, look, root.backward)
+
+
+def _refuse_without_values(unit: Unit) -> None:
+    """Raise if a parameter has no values, on every rank where ranks agree before a gather.
+
+    A rank without any element of a parameter cannot see whether the others were given values. It goes on.
+    """
+    unset = unit.without_values()
+    comm = unit.weights.copies.training.gather.first
+    missing = [
+        i
+        for i, p in enumerate(unit.parameters)
+        if p.sharded in unset and (p.local.numel() or not p.sharded.numel() or not comm.exchanges)
+    ]
+    if missing:
+        assert unit.root is not None
+        unit.root.agreement.agree_on_missing(comm, unit.number, missing[0])
+        names = ", ".join(repr(p.name) for p in unit.parameters if p.sharded in unset)
+        raise RuntimeError(
+            f"Parameters {names} of unit {unit.name!r} hold no values yet, since they were "
+            "sharded deferred or on the meta device. Call shardwright.materialize(model), or load a checkpoint."
+        )
+
+
+def leave_forward(unit: Unit) -> None:
+    """The last call of a forward has returned: keep the weights or release them."""
+    unit.activity.to_run.clear()
+    weights = unit.weights
+    if _keeps_after_forward(unit):
+        weights.show_sharded()
+        return
+    if (
+        weights.copies.secondary is not None
+        and unit.settings.reshard_after_forward is not True
+        and torch.is_grad_enabled()
+    ):
+        weights.keep_secondary()
+    weights.release()
+
+
+def _keeps_after_forward(unit: Unit) -> bool:
+    weights = unit.weights
+    if unit.site.ranks.keeps_full:
+        weights.kept = True
+        return True
+    reshard = unit.settings.reshard_after_forward
+    if torch.is_grad_enabled():
+        return not (unit.number != 0 if reshard is None else bool(reshard))
+    # Asked for, so kept for the next evaluation step too, until weights change.
+    weights.kept = reshard is False
+    return weights.kept
+
+
+def fills(unit: Unit) -> bool:
+    """Whether this backward gives unused parameters gradients of zero. One to selected tensors does not."""
+    return unit.settings.fills_unused and not (unit.root is not None and unit.root.selects)
+
+
+def reduces_now(unit: Unit) -> bool:
+    """Whether a backward leaves reduced gradients, nothing held."""
+    return unit.settings.sync and _reduces_all(unit)
+
+
+def _reduces_all(unit: Unit) -> bool:
+    """Whether the backward under way leaves nothing for the last of its step."""
+    root, ranks = unit.root, unit.site.ranks
+    assert root is not None
+    return (root.is_last_backward and unit.settings.all_reduce) or not (ranks.finishes_late or ranks.waits)
+
+
+def reduce(unit: Unit, needed: bool = False) -> None:
+    """Reduce the gradients, zeros where there are none, or hold them while communication is switched off.
+
+    Whether to reduce depends only on which units ran, never on which gradients this rank has: the ranks must
+    issue the same reductions in the same order. ``needed``: no backward has come here since, but what is held is
+    needed.
+    """
+    root, settings, stepping, place = unit.root, unit.settings, unit.stepping, unit.weights.place
+    assert root is not None
+    assert place is not None
+    if stepping is not None:
+        forget_stepped(unit.weights.forms.shardeds)
+        stepping.due = False  # a reduction under way is stepped together with what comes now
+    begun = unit.gradients.reduce(place, settings, needed, _reduces_all(unit), fills(unit))
+    if not begun:
+        return
+    root.reductions.begun(unit.number)
+    if stepping is not None:
+        last_backward = settings.sync and settings.all_reduce and root.is_last_backward
+        stepping.expect(unit, last_backward, root.clock.begun)
+
+
+def continue_reduction(unit: Unit) -> bool:
+    """Issue what follows the reduce-scatter. Returns whether that was anything."""
+    place = unit.weights.place
+    return unit.gradients.go_on(place.label if place is not None else "")
+
+
+def finish_reduction(unit: Unit) -> None:
+    unit.gradients.finish(unit.settings)
+    if unit.site.reads is not None and unit.root is not None:
+        unit.root.reductions.arrivals.add(unit)
+    # While other calls wait for their backward, more gradients may come: then the end of backward steps it.
+    if not unit.activity.unfinished:
+        step_if_due(unit)
+
+
+def step_if_due(unit: Unit) -> None:
+    """No more gradients come in this backward. A call of the unit under way still reads the weights."""
+    stepping = unit.stepping
+    if stepping is not None and stepping.due and not unit.activity.calls and not unit.gradients.arriving:
+        stepping.run(unit)
+
+
+def land(unit: Unit) -> None:
+    """The host waits for the gradients, and steps the unit if no more can come in this backward."""
+    if unit.stepping is not None:
+        forget_stepped(unit.weights.forms.shardeds)
+    unit.gradients.land()
+    if not unit.activity.unfinished:
+        step_if_due(unit)
+
+
+def complete(unit: Unit) -> None:
+    """Wait for gradients of an earlier backward that are still on their way to the host, and step them."""
+    if unit.gradients.late:
+        land(unit)
+        if unit.stepping is not None and unit.stepping.due:  # its backward is over, and its next use waits
+            unit.stepping.run(unit)
+
+
+def follow_requires_grad(unit: Unit) -> None:
+    """Take over ``requires_grad`` from the sharded parameters, which users may have changed since."""
+    if unit.gradients.late:
+        complete(unit)
+    unit.gradients.follow_requires_grad(unit.settings.transport)
+
+
+def recover(unit: Unit) -> None:
+    """Drop what an interrupted forward or backward left behind."""
+    unit.activity.forget()
+    if unit.stepping is not None:
+        unit.stepping.due = False
+    unit.gradients.discard()
+    if unit.parameters:
+        unit.weights.release()
+        unit.weights.drop_secondary()
+
+
+def gather_by(unit: Unit, **changes: Any) -> None:
+    """Replace these of the :class:`Transport`, between steps, and lay out gathers for it."""
+    unit.weights.compute_as(False)
+    unit.release()
+    unit.change(transport=replace(unit.settings.transport, **changes))
+    unit.weights.gather_by(unit.settings.transport)
+
+
+def reduce_by(unit: Unit, **changes: Any) -> None:
+    """Replace these of the :class:`Transport`, between steps, and plan reductions for it.
+
+    Raises:
+        RuntimeError: gradients of earlier micro-batches are held.
+        ValueError: two would reduce gradients.
+    """
+    transport = replace(unit.settings.transport, **changes)
+    _refuse_to_reduce_by(unit, transport)
+    finish_reduction(unit)
+    unit.change(transport=transport)
+    unit.gradients.plan_again(ranks_of_scatters(unit.site.ranks, transport), transport)
+
+
+def _refuse_to_reduce_by(unit: Unit, transport: Transport) -> None:
+    if unit.gradients.held:
+        raise RuntimeError(
+            f"Unit {unit.name!r} holds gradients of earlier micro-batches; change how they are reduced between "
+            "optimizer steps."
+        )
+    if transport.hook is not None and transport.scatter is not None:
+        raise ValueError(
+            f"Unit {unit.name!r} has a gradient hook, which reduces by collectives of its own, and a "
+            "reduce-scatter of yours, which would never be called. Give one of set_gradient_comm_hook and "
+            "set_custom_reduce_scatter, and None to the other."
+        )

@@ -1,0 +1,91 @@
+"""Which form of a unit's parameters its modules hold: the sharded ones, the full ones, or copies of the full ones."""
+
+from __future__ import annotations
+
+import operator
+
+from shardwright._torch import local_of
+from shardwright.engine.tensors.extension import any_attached
+from shardwright.engine.tensors.parameter import ManagedParameter
+from shardwright.engine.weights.lasting import Lasting
+
+
+class Forms:
+    """Those of one build of a unit's memory.
+
+    Attributes:
+        full_shown: whether modules hold the full parameters.
+        ever_shown: whether any call or backward has ever used the unit.
+        lends_over: whether tensors that are no parameters stand in the place of some.
+        lasting: copies shown in the place of the full parameters.
+        shardeds: the sharded parameters.
+    """
+
+    __slots__ = (
+        "_local_attributes",
+        "_locals",
+        "_other_slots",
+        "_parameters",
+        "_plain_slots",
+        "ever_shown",
+        "full_shown",
+        "lasting",
+        "lends_over",
+        "shardeds",
+    )
+
+    def __init__(self, parameters: list[ManagedParameter], ever_shown: bool) -> None:
+        self._parameters = parameters
+        self.full_shown = False
+        self.ever_shown = ever_shown
+        self.lends_over = False
+        self.lasting: Lasting | None = None
+        self.index()
+
+    def index(self) -> None:
+        """Remember where modules hold the parameters, for the loops of every forward and backward."""
+        parameters = self._parameters
+        self._plain_slots = [
+            (slot.registry, slot.name, p.sharded, p.full)
+            for p in parameters
+            for slot in p.slots
+            if slot.registry is not None
+        ]
+        self._other_slots = [p for p in parameters if any(slot.registry is None for slot in p.slots)]
+        self.shardeds = [p.sharded for p in parameters]
+        self._locals = [p.local for p in parameters]
+        #: Attributes of the local tensors, where users may attach ``fsdp_pre_all_gather`` after ``fully_shard``.
+        self._local_attributes = [p.local.__dict__ for p in parameters if p.extension is None]
+
+    def untouched(self) -> bool:
+        """Whether the modules hold the sharded parameters, over their shards, as far as is seen at once."""
+        return not (
+            self._other_slots
+            or any([registry.get(name) is not sharded for registry, name, sharded, _ in self._plain_slots])
+            or any(map(operator.is_not, map(local_of, self.shardeds), self._locals))  # type: ignore[arg-type]
+            or any_attached(self._local_attributes)
+        )
+
+    def show_full(self) -> None:
+        """Where a module holds something else than the sharded parameter, the user has put it there: it stays."""
+        self.full_shown = self.ever_shown = True  # first: a loop that is interrupted is undone as a whole
+        for registry, name, sharded, full in self._plain_slots:
+            if registry.get(name) is sharded:
+                registry[name] = full
+        for p in self._other_slots:
+            p.show(p.full)
+
+    def show_sharded(self) -> None:
+        """As :meth:`show_full`."""
+        for registry, name, sharded, full in self._plain_slots:
+            if registry.get(name) is full:
+                registry[name] = sharded
+        for p in self._other_slots:
+            p.show(p.sharded)
+        self.full_shown = False
+
+    def hide_lasting(self) -> None:
+        """Show the full parameters again in the place of copies, if these are shown."""
+        if self.lasting is not None:
+            self.lasting.hide()
+            self.lasting = None

@@ -1,0 +1,74 @@
+"""Edits of full weights, which the shards must get: in place, through ``.data``, and under a codec's rounding."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwright.engine.tensors.parameter import ManagedParameter
+from shardwright.engine.weights.full_weights import Copies
+
+
+class FullEdits:
+    """Those of one build of a unit's memory."""
+
+    __slots__ = ("_copies", "_decoded", "_given", "_parameters", "_unit")
+
+    def __init__(self, parameters: list[ManagedParameter], copies: Copies, unit: str) -> None:
+        self._parameters = parameters
+        self._copies = copies
+        self._unit = unit
+        self._given: set[int] = (
+            set()
+        )  #: full parameters whose ``.data`` was handed out: edits may come unseen
+        self._decoded: dict[int, torch.Tensor] = {}  #: of those, this rank's part as a codec has left it
+
+    def give(self, full: torch.Tensor, there: bool) -> None:
+        """The ``.data`` of a full parameter is handed out; ``there``: its weights are in the slab."""
+        self._given.add(id(full))
+        if there:
+            self._remember(full)
+
+    def arrive(self) -> None:
+        """Weights were gathered."""
+        if self._given:
+            self._decoded.clear()
+            for full in self._copies.current.counters.tensors:
+                if id(full) in self._given:
+                    self._remember(full)
+
+    def leave(self) -> None:
+        """The weights are released."""
+        self._decoded.clear()
+
+    def write_back(self, there: bool) -> bool:
+        """Write edits into the shards, as they would be without us. Returns whether there may have been any."""
+        moved, given = self._copies.current.counters.look(), self._given
+        if not (moved or given) or not there:
+            return False
+        for p in self._parameters:
+            if id(p.full) in given or any(id(t) in moved for t in p.counters):
+                p.write_back(self._gathered_part(p))
+        return True
+
+    def _remember(self, full: torch.Tensor) -> None:
+        """An edit cannot be told from a codec's rounding by the shard: keep what came, unless it was edited."""
+        key = id(full)
+        if self._copies.transport.codec is None or key in self._decoded:
+            return
+        p = next(p for p in self._parameters if p.full is full)
+        if self._copies.current.counters.intact(p.counters):
+            self._decoded[key] = p.cut.of_full(p.view.detach()).clone()
+
+    def _gathered_part(self, p: ManagedParameter) -> torch.Tensor | None:
+        """What was gathered of this rank's part; None: the shard, in the dtype of computation."""
+        codec = self._copies.transport.codec
+        if codec is None:
+            return None
+        part = self._decoded.get(id(p.full))
+        if part is None:
+            raise RuntimeError(
+                f"Parameter {p.name!r} of unit {self._unit!r} was changed in place while it was full. The gathered "
+                f"copy has the rounding of {codec!r}, so the change cannot be separated from it. Change the parameter "
+                "between steps, or call set_all_gather_codec(None)."
+            )
+        return part

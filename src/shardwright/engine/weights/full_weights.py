@@ -1,0 +1,217 @@
+"""A unit's full weights: in the dtypes of computation, as they are stored, and what neighbours keep of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from shardwright.engine.base.home import Place
+from shardwright.engine.base.settings import Transport
+from shardwright.engine.base.site import Site
+from shardwright.engine.tensors.parameter import ManagedParameter, plain_of
+from shardwright.engine.weights.gather import Extend, Gather, SecondaryShard, plan_gather
+from shardwright.engine.weights.ledger import FullCounters
+from shardwright.layout import UnitLayout
+from shardwright.memory import Owner, Slab
+
+
+class Copy:
+    """A unit's full weights in one precision.
+
+    Attributes:
+        slab: their memory.
+        gather: what fills it.
+        counters: of edits of the full parameters.
+        forms: of each parameter the full form and what of it is plain, as they were when the copy was last in use.
+    """
+
+    __slots__ = ("counters", "forms", "gather", "owner", "slab")
+
+    def __init__(
+        self, owner: Owner, slab: Slab, gather: Gather, forms: list[tuple[nn.Parameter, torch.Tensor]]
+    ) -> None:
+        self.owner = owner
+        self.slab = slab
+        self.gather = gather
+        self.forms = forms
+        self.counters = FullCounters([t for i in range(len(forms)) for t in self.counted(i)])
+
+    def counted(self, index: int) -> tuple[torch.Tensor, ...]:
+        """As ``counters`` of a parameter, of its full form here."""
+        full, view = self.forms[index]
+        return (full,) if view is full else (full, view)
+
+
+class Copies:
+    """Those of one build of a unit's memory.
+
+    Attributes:
+        current: what is in use.
+        training: what backward reads; in the dtypes of computation.
+        stored: the weights as they are stored, once a model has asked for it.
+        secondary: what this rank keeps after forward for its neighbours.
+        transport: for which gathers are laid out.
+        extended: parameters that gather themselves.
+    """
+
+    __slots__ = (
+        "_layout",
+        "_on_extended",
+        "_parameters",
+        "_shards",
+        "_site",
+        "current",
+        "extended",
+        "secondary",
+        "stored",
+        "training",
+        "transport",
+    )
+
+    def __init__(
+        self,
+        site: Site,
+        transport: Transport,
+        layout: UnitLayout,
+        shards: list[torch.Tensor],
+        slab: Slab,
+        parameters: list[ManagedParameter],
+        on_extended: weakref.WeakMethod[Callable[[], None]],
+    ) -> None:
+        self._site = site
+        self._layout = layout
+        self._shards = shards
+        self._parameters = parameters
+        self._on_extended = on_extended
+        self.extended = [p for p in parameters if p.extension is not None]
+        self.plan(transport, slab)
+
+    def plan(self, transport: Transport, slab: Slab) -> None:
+        """Lay out gathers into ``slab``."""
+        self.transport = transport
+        site = self._site
+        gather = self._plan_gather(self._layout, slab, site.owner)
+        self.training = self.current = Copy(
+            site.owner, slab, gather, [(p.full, p.view) for p in self._parameters]
+        )
+        self.stored: Copy | None = None
+        full = gather.outputs[:-1]
+        self.secondary = (
+            SecondaryShard(site.neighbours, full, slab.nbytes, site.owner)
+            if site.neighbours is not None and full
+            else None
+        )
+
+    def _plan_gather(self, layout: UnitLayout, slab: Slab, owner: Owner) -> Gather:
+        site, extend, detail = self._site, None, 0
+        if self.extended:
+            comm = site.ranks.comm
+            extend = Extend(self.extended, comm, site.reads, site.on_gradient, self._on_extended)
+            detail = hash(tuple(i for i, p in enumerate(self._parameters) if p.extension))
+        cuts = [p.cut for p in self._parameters]
+        return plan_gather(
+            layout,
+            self._shards,
+            cuts,
+            slab,
+            site.ranks,
+            self.transport,
+            owner,
+            site.reads,
+            extend,
+            detail,
+        )
+
+    @property
+    def extended_kinds(self) -> str:
+        """Classes of the tensors that gather themselves."""
+        return ", ".join(dict.fromkeys(type(p.local).__name__ for p in self.extended))
+
+    def each(self) -> Iterator[Copy]:
+        """Those that there are."""
+        yield self.training
+        if self.stored is not None:
+            yield self.stored
+
+    def join(self, place: Place) -> None:
+        """Exchange the headers of a place in a model with each gather."""
+        header, headers = place.header.view(torch.uint8), place.headers.view(torch.uint8)
+        for copy in self.each():
+            copy.gather.address(header, headers)
+        if self.secondary is not None:
+            self.secondary.address(headers, self._site.ranks.comm.ranks)
+
+    @torch.inference_mode(False)
+    def use(self, full_precision: bool, place: Place | None) -> None:
+        """Gather weights as they are stored from now on, or in their compute dtypes. Nothing may be gathered."""
+        if not full_precision:
+            self.current.gather.drop()  # but what training keeps until the weights change stays
+            self._use(self.training)
+            return
+        if self.stored is None:
+            self.stored = self._plan_stored()
+            if place is not None:
+                self.join(place)
+        self._use(self.stored)
+
+    def _plan_stored(self) -> Copy:
+        """The same shards and places in the slab, in other dtypes.
+
+        Leases come from outside any plan: a step has none. Backward never reads these weights.
+        """
+        owner = Owner(f"{self._site.owner.name}, full precision")
+        layout = self._layout.as_stored()
+        slab = Slab(layout.slab_nbytes, self._site.ranks.device, "parameters", owner)
+        slab.lease()
+        gather = self._plan_gather(layout, slab, owner)
+        forms = _forms(self._parameters, layout, slab)
+        slab.release()
+        return Copy(owner, slab, gather, forms)
+
+    def _use(self, copy: Copy) -> None:
+        self.current.forms = [(p.full, p.view) for p in self._parameters]
+        for p, (full, view) in zip(self._parameters, copy.forms, strict=True):
+            full.requires_grad_(p.full.requires_grad)
+            p.full, p.view = full, view
+        self.current = copy
+        copy.counters.forget()
+
+    def slabs(self) -> list[Slab]:
+        """All slabs, also those of the precision that is not in use."""
+        return [slab for copy in self.each() for slab in copy.owner.slabs]
+
+    def drop(self) -> None:
+        """Give back what gathers over outer axes keep until the weights change."""
+        for copy in self.each():
+            copy.gather.drop()
+
+    def counters(self, places: list[int]) -> list[torch.Tensor]:
+        """The tensors whose version counters move with edits of these parameters' full forms.
+
+        Those of a copy that is not in use, too: graphs over its memory are to notice.
+        """
+        tensors = [t for i in places for t in self._parameters[i].counters]
+        for copy in self.each():
+            if copy is not self.current:
+                tensors += [t for i in places for t in copy.counted(i)]
+        return tensors
+
+
+def _forms(
+    parameters: list[ManagedParameter], layout: UnitLayout, slab: Slab
+) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """The full forms over the slab, with the attributes of those there are, and what of each is plain."""
+    runs = {m.index: run for run in layout.runs for s in run.segments for m in s.members}
+    forms: list[tuple[nn.Parameter, torch.Tensor]] = []
+    for index, p in enumerate(parameters):
+        view = p.cut.full_view(slab, runs[index])
+        shown = view if p.cut.parallel is None else p.cut.parallel.wrap(view)
+        full = nn.Parameter(shown, requires_grad=p.full.requires_grad)
+        for key, value in p.full.__dict__.items():
+            full.__dict__.setdefault(key, value)
+        full.__class__ = type(p.full)
+        forms.append((full, plain_of(full)))
+    return forms

@@ -1,0 +1,399 @@
+"""A gather: from a unit's shards to its full weights. A tuple of small stages, then one collective into the slab.
+
+Stages are made once, for a layout and a transport. A feature that a unit does not use has no stage: in one dtype on one
+mesh axis there is none at all. Codecs are the communicators' (``comm``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+from shardwright._torch import foreach_copy_, subclasses_dispatch
+from shardwright.comm import Communicator, Pending, with_gathers
+from shardwright.engine.base.home import HEADER, Place
+from shardwright.engine.base.offload import HostReads
+from shardwright.engine.base.settings import Transport
+from shardwright.engine.tensors.cut import Cut
+from shardwright.engine.tensors.parameter import ManagedParameter
+from shardwright.engine.tensors.ranks import Ranks
+from shardwright.engine.weights.ledger import NEVER
+from shardwright.layout import Run, UnitLayout
+from shardwright.memory import Owner, Slab
+
+#: Whether foreach operations on sharded parameters move a version counter (``ShardedTensor``). Where they do not,
+#: nothing that was gathered serves beyond its root call.
+edits_are_seen = subclasses_dispatch
+
+Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  #: destinations and sources
+_NO_COPIES: Copies = ([], [])
+
+
+class Parcel:
+    """A gather that is being issued: what stages change, and what the collective at the end takes."""
+
+    __slots__ = ("casts", "epoch", "inputs", "nbytes", "outputs", "place")
+
+    def __init__(self, gather: Gather, place: Place, epoch: int) -> None:
+        self.place = place
+        self.epoch = epoch  #: of the weights that are gathered
+        self.outputs = gather.outputs
+        self.inputs = gather.inputs
+        self.nbytes = gather.nbytes
+        self.casts = _NO_COPIES  #: to be made on the stream of the next collective, before it
+
+    def announce(self, comm: Communicator, nbytes: int, detail: int = 0) -> Callable[[], None] | None:
+        place = self.place
+        return place.home.agreement.announce_gather(place.number, comm, nbytes, detail)
+
+
+class Stage(Protocol):
+    """What comes before the last collective of a gather."""
+
+    def begin(self, parcel: Parcel) -> None: ...
+
+    def end(self) -> None:
+        """The gather was waited for."""
+
+
+class Hop:
+    """A collective of an outer mesh axis, into memory of its own."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        slab: Slab,
+        kept: bool,
+    ) -> None:
+        self.comm = comm
+        self.inputs = inputs
+        self.outputs = outputs
+        self.slab = slab
+        self.kept = kept  #: whether the result serves until the weights change
+        self.epoch = NEVER  #: of the weights that are kept here
+        self._pending: Pending | None = None
+
+    def serves(self, epoch: int) -> bool:
+        """Whether nothing need be gathered here."""
+        return self.kept and self.epoch == epoch and edits_are_seen
+
+    def begin(self, parcel: Parcel) -> None:
+        casts, parcel.casts = parcel.casts, _NO_COPIES
+        if self.serves(parcel.epoch):
+            return
+        self.slab.lease()
+        self.epoch = NEVER
+        announce = parcel.announce(self.comm, self.slab.nbytes)
+        pending = self.comm.all_gather(self.outputs, self.inputs, casts, None, announce)
+        if self.comm.streams.asynchronous:
+            pending.wait()  # on an accelerator the stream keeps the order
+        self._pending = pending
+        self.epoch = parcel.epoch
+
+    def end(self) -> None:
+        self._pending = None
+        if not self.kept:
+            self.slab.release()
+
+    def drop(self) -> None:
+        """The weights are about to change."""
+        self.epoch = NEVER
+        self.slab.release()
+
+
+class Upload:
+    """Shards in the CPU's memory: copied to the device first."""
+
+    def __init__(self, slab: Slab, copies: Copies, reads: HostReads, after: Hop | None) -> None:
+        self._slab = slab
+        self._copies = copies
+        self._reads = reads
+        self._after = after  #: the first outer collective, which may have them already
+
+    def begin(self, parcel: Parcel) -> None:
+        if self._after is None or not self._after.serves(parcel.epoch):
+            self._slab.lease()
+            self._reads.mark = self._reads.host.upload(*self._copies)
+
+    def end(self) -> None:
+        self._slab.release()
+
+
+class Cast:
+    """Shards that are gathered in another dtype or order than they are stored in."""
+
+    def __init__(self, slab: Slab, copies: Copies) -> None:
+        self._slab = slab
+        self._copies = copies
+
+    def begin(self, parcel: Parcel) -> None:
+        self._slab.lease()
+        parcel.casts = self._copies
+
+    def end(self) -> None:
+        self._slab.release()
+
+
+class Extend:
+    """Parameters whose tensors decide themselves what is gathered of them (``fsdp_pre_all_gather``)."""
+
+    def __init__(
+        self,
+        parameters: list[ManagedParameter],
+        comm: Communicator,
+        reads: HostReads | None,
+        on_gradient: Callable[[torch.Tensor], None],
+        adopted: weakref.WeakMethod[Callable[[], None]],
+    ) -> None:
+        self._parameters = parameters
+        self._comm = comm
+        self._reads = reads
+        self._on_gradient = on_gradient
+        self._adopted = adopted
+
+    @torch.no_grad()
+    def begin(self, parcel: Parcel) -> None:
+        outputs, inputs = parcel.outputs[:-1], parcel.inputs[:-1]
+        reads = self._reads
+        for p in self._parameters:
+            assert p.extension is not None
+            local = p.local if reads is None else reads.host.lifted(p.local)
+            received, sent = p.extension.begin(local, self._comm.exchanges)
+            outputs += received
+            inputs += sent
+        if reads is not None:
+            reads.mark = reads.host.mark()
+        parcel.nbytes = sum(t.numel() for t in outputs)
+        parcel.outputs = [*outputs, parcel.outputs[-1]]
+        parcel.inputs = [*inputs, parcel.inputs[-1]]
+
+    def end(self) -> None:
+        for p in self._parameters:
+            assert p.extension is not None
+            full = p.extension.finish(p.local, p.full)
+            if full is not None:
+                p.adopt_full(full, self._on_gradient)
+        if (adopted := self._adopted()) is not None:
+            adopted()
+
+
+class Gather:
+    """All of it.
+
+    Attributes:
+        comm: of the collective that fills the slab.
+        hops: the collectives before it, if shards lie on several axes; they are stages, too.
+        outputs, inputs: of the last collective, the headers last.
+        nbytes: of the outputs, without headers.
+        detail: stands for the parameters that gather themselves; 0 if there are none.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        nbytes: int,
+        stages: Iterable[Stage] = (),
+        hops: Iterable[Hop] = (),
+        detail: int = 0,
+    ) -> None:
+        self.comm = comm
+        self.hops = tuple(hops)
+        self.nbytes = nbytes
+        self.detail = detail
+        header = torch.zeros(HEADER, dtype=torch.int64, device=comm.device).view(torch.uint8)
+        self.outputs = [*outputs, header]
+        self.inputs = [*inputs, header]  # until the unit has its place
+        self._stages = tuple(stages)
+
+    def address(self, header: torch.Tensor, headers: torch.Tensor) -> None:
+        """Send ``header`` with each gather, and receive all ranks' in ``headers``; bytes of both."""
+        self.inputs[-1], self.outputs[-1] = header, headers
+
+    def begin(self, place: Place, epoch: int) -> Pending:
+        """Issue it."""
+        parcel = Parcel(self, place, epoch)
+        for stage in self._stages:
+            stage.begin(parcel)
+        announce = parcel.announce(self.comm, parcel.nbytes, self.detail)
+        return self.comm.all_gather(parcel.outputs, parcel.inputs, parcel.casts, None, announce)
+
+    def end(self) -> None:
+        """It was waited for."""
+        for stage in self._stages:
+            stage.end()
+
+    def drop(self) -> None:
+        """Give back what of outer axes is kept until the weights change."""
+        for hop in self.hops:
+            hop.drop()
+
+    @property
+    def first(self) -> Communicator:
+        """Of the first collective."""
+        return self.hops[0].comm if self.hops else self.comm
+
+
+class _Pieces:
+    """This rank's chunks on their way to the first collective, as bytes, and where each rank's go."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.dtypes: list[torch.dtype] = []
+        self.offsets: list[int] = []  #: in the slab, in bytes
+        self.sizes: list[int] = []  #: of one rank's piece
+
+
+def plan_gather(
+    layout: UnitLayout,
+    shards: list[torch.Tensor],
+    cuts: list[Cut],
+    slab: Slab,
+    ranks: Ranks,
+    transport: Transport,
+    owner: Owner,
+    reads: HostReads | None,
+    extend: Extend | None,
+    detail: int,
+) -> Gather:
+    """Make, once, every view that a gather needs: of the shards (or their cast), the slab and what lies between."""
+    pieces, upload, cast = _prepare(layout, shards, cuts, owner, ranks.device, reads is not None)
+    comms = [*ranks.once, *ranks.gathers] or [ranks.local]
+    comms = [with_gathers(c, transport.gather, transport.codec, pieces.dtypes) for c in comms]
+    hops: list[Hop] = []
+    inputs, sizes = pieces.tensors, pieces.sizes
+    for i, comm in enumerate(comms[:-1]):
+        sizes = [nbytes * comm.world_size for nbytes in sizes]
+        between = Slab(sum(sizes), ranks.device, "outer gather", owner)
+        between.lease()
+        offsets = [0, *itertools.accumulate(sizes)][:-1]
+        outputs = [between.byte_view(*place) for place in zip(offsets, sizes, strict=True)]
+        between.release()
+        hops.append(Hop(comm, inputs, outputs, between, kept=i == len(ranks.once) - 1))
+        inputs = outputs
+    last = comms[-1]
+    sizes = [nbytes * last.world_size for nbytes in sizes]
+    outputs = [slab.byte_view(*place) for place in zip(pieces.offsets, sizes, strict=True)]
+    stages: list[Stage] = []
+    if upload is not None and reads is not None:
+        stages.append(Upload(*upload, reads, hops[0] if hops else None))
+    if cast is not None:
+        stages.append(Cast(*cast))
+    stages += hops
+    if extend is not None:
+        stages.append(extend)
+    return Gather(last, outputs, inputs, slab.nbytes, stages, hops, detail)
+
+
+def _prepare(
+    layout: UnitLayout,
+    shards: list[torch.Tensor],
+    cuts: list[Cut],
+    owner: Owner,
+    device: torch.device,
+    offloaded: bool,
+) -> tuple[_Pieces, tuple[Slab, Copies] | None, tuple[Slab, Copies] | None]:
+    """What is sent, and the memory and the copies of what is uploaded and what is cast on the way."""
+    repacks = {i: cut for i, cut in enumerate(cuts) if cut.repacks}
+    staged = [r for r in layout.runs if r.is_cast or _repacked(r, repacks)]
+    cast = _room(staged, [r.compute_dtype for r in staged], device, "cast shard", owner)
+    uploaded = [r for r in layout.runs if offloaded and not r.extended]
+    upload = _room(uploaded, [r.storage_dtype for r in uploaded], device, "uploaded shard", owner)
+    uploads: Copies = [], []
+    casts: Copies = [], []
+    pieces = _Pieces()
+    cast_bytes = upload_bytes = 0
+    payloads = iter(shards)
+    for run in layout.runs:
+        size = run.compute_dtype.itemsize
+        for s in run.segments:
+            payload = next(payloads)
+            if run.extended or not s.chunk:
+                continue
+            if offloaded:
+                offset = upload_bytes // run.storage_dtype.itemsize + s.shard_offset
+                target = upload.view(run.storage_dtype, offset, (s.chunk,))
+                uploads[0].append(target)
+                uploads[1].append(payload)
+                payload = target
+            cut = repacks.get(s.members[0].index) if repacks else None
+            if run.is_cast or cut is not None:
+                target = cast.view(run.compute_dtype, cast_bytes // size + s.shard_offset, (s.chunk,))
+                if cut is None:
+                    casts[0].append(target)
+                    casts[1].append(payload)
+                else:
+                    own = cut.local_view(payload, 0)
+                    casts[0].extend([cut.packed_view(target, 0), target[own.numel() :]])
+                    casts[1].extend([own, payload[own.numel() :]])  # and the padding
+                payload = target
+            pieces.tensors.append(payload.view(torch.uint8))
+            pieces.dtypes.append(run.compute_dtype)
+            pieces.offsets.append(run.slab_bytes + s.slab_offset * size)
+            pieces.sizes.append(s.chunk * size)
+        if run in staged:
+            cast_bytes += run.shard_numel * size
+        upload_bytes += run.shard_numel * run.storage_dtype.itemsize if not run.extended else 0
+    cast.release()
+    upload.release()
+    return pieces, (upload, uploads) if uploads[0] else None, (cast, casts) if casts[0] else None
+
+
+def _repacked(run: Run, repacks: dict[int, Cut]) -> bool:
+    return any(m.index in repacks for s in run.segments for m in s.members)
+
+
+def _room(runs: list[Run], dtypes: list[torch.dtype], device: torch.device, kind: str, owner: Owner) -> Slab:
+    """Leased memory for this rank's chunks of some runs, in some dtypes."""
+    numels = [r.shard_numel * dtype.itemsize for r, dtype in zip(runs, dtypes, strict=True)]
+    slab = Slab(sum(numels), device, kind, owner)
+    slab.lease()
+    return slab
+
+
+class SecondaryShard:
+    """``reshard_after_forward=k``: one k-th of the full weights, kept after forward for the gather of backward.
+
+    That gather runs among k neighbouring ranks, say those of one host, instead of all. ZeRO++ calls what is kept the
+    secondary partition (https://arxiv.org/abs/2306.10209, section 3.2).
+
+    Attributes:
+        gather: among the neighbours.
+        epoch: of the weights that are kept here.
+        slab: memory of this rank's part.
+    """
+
+    def __init__(self, comm: Communicator, full: list[torch.Tensor], nbytes: int, owner: Owner) -> None:
+        sizes = [t.numel() // comm.world_size for t in full]
+        self._sources = [t.narrow(0, comm.rank * size, size) for t, size in zip(full, sizes, strict=True)]
+        self.slab = Slab(sum(sizes), full[0].device, "secondary shard", owner)
+        self.slab.lease()
+        ends = list(itertools.accumulate(sizes))
+        self._parts = [self.slab.byte_view(end - size, size) for end, size in zip(ends, sizes, strict=True)]
+        self.slab.release()
+        self.gather = Gather(comm, full, self._parts, nbytes)
+        self._header = torch.zeros(HEADER, dtype=torch.int64, device=comm.device).view(torch.uint8)
+        self.epoch = NEVER
+
+    def address(self, headers: torch.Tensor, ranks: list[int]) -> None:
+        """Receive the neighbours' headers each in its own place among those of ``ranks``; bytes."""
+        comm, size = self.gather.comm, self._header.numel()
+        first = ranks.index(comm.ranks[0])
+        self.gather.address(self._header, headers.narrow(0, first * size, comm.world_size * size))
+
+    def keep(self, epoch: int, header: torch.Tensor) -> None:
+        """Copy this rank's part of the full weights, which must be there, and what was sent with their gather."""
+        self.slab.lease()
+        foreach_copy_([*self._parts, self._header], [*self._sources, header])
+        self.epoch = epoch
+
+    def drop(self) -> None:
+        self.epoch = NEVER
+        self.slab.release()

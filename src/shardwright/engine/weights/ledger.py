@@ -1,0 +1,74 @@
+"""When weights changed: version counters, and an epoch that grows with each edit of the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwright._torch import quick_attributes
+from shardwright.engine.tensors.parameter import ManagedParameter
+
+NEVER = -1  #: the epoch of what holds no weights
+
+
+class Ledger:
+    """Edits of a unit's shards.
+
+    Attributes:
+        epoch: how many edits were noticed. What was gathered is of an epoch, and holds the weights while it is this.
+    """
+
+    __slots__ = ("_versions", "_watched", "epoch")
+
+    def __init__(self, parameters: Sequence[ManagedParameter]) -> None:
+        #: A parameter's own counter moves with an edit, or its local tensor's.
+        self._watched = [(p.sharded, p.local) for p in parameters]
+        self._versions = [p._version + q._version for p, q in self._watched]
+        self.epoch = 0
+
+    def look(self) -> list[int]:
+        """The places of parameters that were edited since the last look."""
+        with quick_attributes():
+            versions = [p._version + q._version for p, q in self._watched]
+        known = self._versions
+        if versions == known:
+            return []
+        self._versions = versions
+        self.epoch += 1
+        return [i for i, (new, old) in enumerate(zip(versions, known, strict=True)) if new != old]
+
+    def write(self) -> None:
+        """The engine itself has edited shards: what the user does next is the next edit."""
+        self._versions = [p._version + q._version for p, q in self._watched]
+        self.epoch += 1
+
+
+class FullCounters:
+    """Edits of full parameters, in one precision."""
+
+    __slots__ = ("_versions", "tensors")
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._versions = [t._version for t in tensors]
+
+    def forget(self) -> None:
+        """Edits until now are no edits of what comes."""
+        self._versions = [t._version for t in self.tensors]
+
+    def look(self) -> set[int]:
+        """Ids of the tensors that were edited since the last look."""
+        with quick_attributes():
+            versions = [t._version for t in self.tensors]
+        known = self._versions
+        if versions == known:
+            return set()
+        self._versions = versions
+        return {id(t) for t, new, old in zip(self.tensors, versions, known, strict=True) if new != old}
+
+    def intact(self, among: Sequence[torch.Tensor]) -> bool:
+        """Whether these were not edited since the last look."""
+        ids = set(map(id, among))
+        known = zip(self.tensors, self._versions, strict=True)
+        return all(t._version == version for t, version in known if id(t) in ids)

@@ -1,0 +1,42 @@
+"""The states of the memory into which a unit gathers its weights, and what moves it between them.
+
+Which parameters modules show is a value of its own (``forms.py``), and so is the age of the weights (an epoch of the
+``Ledger``).
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Residence(enum.Enum):
+    """Of a unit's full weights."""
+
+    SHARDED = "no memory"
+    ISSUING = "leased; a collective that writes to it is being issued, or was interrupted while it was"
+    GATHERING = "leased; a gather is under way"
+    RESIDENT = "leased; what was gathered is there, unless the gather has failed"
+
+
+class Event(enum.Enum):
+    """What happens to it."""
+
+    ISSUE = "a gather begins: a forward, a backward, a prefetch or `unshard()`"
+    ISSUED = "the collective is on its way"
+    FAIL = "the gather raised an error before its collective: nothing was begun"
+    WAIT = "the computation is ordered after the gather"
+    RELEASE = "the memory is given back"
+
+
+#: What may happen in which state, and what follows. ISSUING stays when a release finds it: the memory of a gather that
+#: was interrupted may still be written to, and the next gather takes it over.
+ALLOWED = {
+    (Residence.SHARDED, Event.ISSUE): Residence.ISSUING,
+    (Residence.RESIDENT, Event.ISSUE): Residence.ISSUING,
+    (Residence.ISSUING, Event.ISSUE): Residence.ISSUING,
+    (Residence.ISSUING, Event.ISSUED): Residence.GATHERING,
+    (Residence.ISSUING, Event.FAIL): Residence.RESIDENT,
+    (Residence.GATHERING, Event.WAIT): Residence.RESIDENT,
+    (Residence.RESIDENT, Event.RELEASE): Residence.SHARDED,
+    (Residence.ISSUING, Event.RELEASE): Residence.ISSUING,
+}
