@@ -201,7 +201,7 @@ def test_the_state_has_what_torchs_callers_read(rank: int, world_size: int) -> N
     state._root_post_backward_final_callback()
     for p, g in zip(model.parameters(), expected_gradients(world_size), strict=True):
         torch.testing.assert_close(full(p.grad), 2 * g / world_size)
-    assert not any(u.gathered for u in model._fsdp_units(recurse=True))
+    assert not any(u.weights.gathered for u in model._fsdp_units(recurse=True))
     for part in (state, group, state._state_ctx, group.fsdp_params[0]):
         with pytest.raises(AttributeError, match="shardwright's own engine sharded this module"):
             part.post_forward_mesh_info = None  # type: ignore[attr-defined]

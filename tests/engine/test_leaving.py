@@ -340,7 +340,7 @@ def test_unlike_guesses_cost_one_step(rank: int, world_size: int) -> None:
     model = shard_layers(plain)
     check_step(model, plain, rank, world_size)
     if rank == 0:
-        for order in getattr(model, UNIT).root._orders.values():
+        for order in getattr(model, UNIT).root._order._last.values():
             order[-2:] = reversed(order[-2:])
     with pytest.raises(RuntimeError, match="diverged"):
         loss_of(model, rank).backward()

@@ -452,7 +452,7 @@ def test_report(rank: int, world_size: int) -> None:
         assert 2 * local <= report.optimizer <= 2 * local + 64 * len(list(model.parameters()))
         slabs = sorted((u.weights.copy.slab.nbytes for u in units_of(model) if u.number), reverse=True)
         # Two units and the root's, one reduction, and gradients of what is through.
-        assert report.at_peak["parameters"] <= sum(slabs[:2]) + units_of(model)[0].slab.nbytes
+        assert report.at_peak["parameters"] <= sum(slabs[:2]) + units_of(model)[0].weights.copy.slab.nbytes
         assert report.peak is not None and report.peak >= sum(report.at_peak.values())
         assert report.peak_at is not None and report.peak_at[1] in report.at_peak
         text = str(report)
@@ -461,7 +461,9 @@ def test_report(rank: int, world_size: int) -> None:
             assert report.plan is pools(model).plan and report.leases[1] == 0
             assert "leases inside the plan, 0 outside" in text
         loss = model(torch.ones(1, 8)).sum()
-        assert sw.memory_report(model).leased.get("parameters", 0) == units_of(model)[0].slab.nbytes
+        assert (
+            sw.memory_report(model).leased.get("parameters", 0) == units_of(model)[0].weights.copy.slab.nbytes
+        )
         loss.backward()
         assert sw.memory_report(model).gradients >= local
 

@@ -55,11 +55,11 @@ def reductions(modules: Iterable[nn.Module]) -> list[int]:
     count = [0]
     for unit in (u for module in modules for u in module._fsdp_units(recurse=True)):
 
-        def reduce(needed: bool = False, unit: Any = unit, before: Any = unit.reduce) -> None:
+        def reduce(*given: Any, unit: Any = unit, before: Any = unit.gradients.reduce) -> Any:
             count[0] += unit.settings.sync
-            before(needed)
+            return before(*given)
 
-        unit.reduce = reduce
+        unit.gradients.reduce = reduce
     return count
 
 

@@ -40,19 +40,6 @@ class Gradients:
         late: whether they are those of a backward that is over.
     """
 
-    __slots__ = (
-        "_held_before",
-        "_host",
-        "_trainable",
-        "_weights",
-        "arriving",
-        "dtypes",
-        "held",
-        "late",
-        "ranks",
-        "reductions",
-    )
-
     def __init__(
         self, weights: Weights, dtypes: Sequence[GradientDtypes], ranks: Ranks, host: Host | None
     ) -> None:

@@ -40,3 +40,19 @@ ALLOWED = {
     (Residence.RESIDENT, Event.RELEASE): Residence.SHARDED,
     (Residence.ISSUING, Event.RELEASE): Residence.ISSUING,
 }
+
+
+def table() -> str:
+    """The states and what may happen in them, as docs/architecture.md has them."""
+    lines = ["| state | its memory |", "|---|---|"]
+    lines += [f"| {state.name} | {state.value} |" for state in Residence]
+    lines += ["", "| from | event | to | what happens |", "|---|---|---|---|"]
+    lines += [
+        f"| {state.name} | {event.name} | {after.name} | {event.value} |"
+        for (state, event), after in ALLOWED.items()
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
