@@ -102,6 +102,10 @@ class Place:
     header: torch.Tensor
     headers: torch.Tensor
 
+    def bytes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The header and the headers, as what gathers move."""
+        return self.header.view(torch.uint8), self.headers.view(torch.uint8)
+
     def check_headers(self, comm: Communicator) -> None:
         """Raise if another rank of a gather gathered another unit, or weights of another age.
 

@@ -428,7 +428,7 @@ def _same_start(unit: Unit, modules: list[nn.Module], found: Found) -> None:
     for name, asked in (("synced", unit.values.synced), ("checked", unit.values.checked)):
         for module in (m for top in modules for m in top.modules()) if asked else ():
             inner: Unit | None = module.__dict__.get(UNIT)
-            if inner is not None and inner.parameters and not getattr(inner, name):
+            if inner is not None and inner.parameters and not getattr(inner.values, name):
                 option = {"synced": "sync_module_states", "checked": "check_module_states"}[name]
                 raise ValueError(
                     f"{option} holds for what a call takes over, and {inner.name!r} inside was cut without it: each "

@@ -138,7 +138,7 @@ class Copies:
 
     def join(self, place: Place) -> None:
         """Exchange the headers of a place in a model with each gather."""
-        header, headers = place.header.view(torch.uint8), place.headers.view(torch.uint8)
+        header, headers = place.bytes()
         for copy in self.each():
             copy.gather.address(header, headers)
         if self.secondary is not None:
@@ -151,11 +151,13 @@ class Copies:
             self.current.gather.drop()  # but what training keeps until the weights change stays
             self._use(self.training)
             return
-        if self.stored is None:
-            self.stored = self._plan_stored()
+        stored = self.stored
+        if stored is None:
+            stored = self._plan_stored()
             if place is not None:
-                self.join(place)
-        self._use(self.stored)
+                stored.gather.address(*place.bytes())
+            self.stored = stored  # whole, or not at all
+        self._use(stored)
 
     def _plan_stored(self) -> Copy:
         """The same shards and places in the slab, in other dtypes.
