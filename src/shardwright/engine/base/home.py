@@ -18,7 +18,7 @@ Announcer = Callable[[Communicator, int], "Callable[[], None] | None"]
 
 
 class Announcements(Protocol):
-    """How ranks find that they have diverged. See ``agreement.py``."""
+    """How ranks find that they have diverged. See ``model/agreement.py``."""
 
     def announce_gather(
         self, number: int, comm: Communicator, nbytes: int, extended: int = 0
@@ -34,13 +34,13 @@ class Announcements(Protocol):
 
 
 class Arriving(Protocol):
-    """Units whose gradients are on their way to the CPU's memory. See ``arrivals.py``."""
+    """Units whose gradients are on their way to the CPU's memory. See ``model/arrivals.py``."""
 
     def add(self, unit: Any) -> None: ...
 
 
 class Reducing(Protocol):
-    """Reductions of a model that are under way. See ``reductions.py``."""
+    """Reductions of a model that are under way. See ``model/reductions.py``."""
 
     @property
     def arrivals(self) -> Arriving: ...

@@ -1,6 +1,6 @@
 """The dtypes of a unit: a policy with more to say than torch's, and what one parameter or buffer is to become.
 
-How weights are gathered in the dtype in which they are stored is in ``full_precision.py``.
+How weights are gathered in the dtype in which they are stored is in ``model/full_precision.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What goes on in a unit: a frame while a call of it runs, a visit in the graph for its backward, and both together.
 
-All are plain records. What is done with them is decided in ``calls.py``, ``backward.py`` and ``root.py``.
+All are plain records. What is done with them is decided in the room ``model``.
 """
 
 from __future__ import annotations

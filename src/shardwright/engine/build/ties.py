@@ -1,7 +1,7 @@
 """Tied weights while a state dict is loaded with ``assign=True``.
 
 torch then assigns to each name by itself, which would part parameters that have several names. Here one parameter goes
-to all of its names, in this unit and in others. How whole tensors are cut is decided in ``cut.py``.
+to all of its names, in this unit and in others. How whole tensors are cut is decided in ``tensors/cut.py``.
 """
 
 from __future__ import annotations

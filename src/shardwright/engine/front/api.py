@@ -1,7 +1,7 @@
 """``fully_shard``: checks its arguments and makes a unit of what it is given.
 
-How parameters are cut is in ``construct.py``, what a step does in ``unit.py`` and ``root.py``. Options of later
-versions are refused here by name.
+How parameters are cut is in ``build/build.py``, what a step does in ``model/root.py`` and ``unit/uses.py``. Options of
+later versions are refused here by name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``deepcopy`` of sharded models, and conversions such as ``.to(dtype)`` of them.
 
-Both make units' memory anew through ``construct.py``. A copy shares nothing with its original and has, as copies of
+Both make units' memory again (``unit/owning.py``). A copy shares nothing with its original and has, as copies of
 plain models, no gradients; the settings of its units are carried over. Its gradient hook is a copy, with the state of
 the original's; codecs and the user's own collectives serve both.
 """

@@ -1,4 +1,4 @@
-"""A unit's gradients: what of them is held, and the reductions that were planned for them (``reduction.py``)."""
+"""A unit's gradients: what of them is held, and the reductions that were planned for them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A unit: the parameters that one ``fully_shard`` call owns. It composes their weights and their gradients.
 
-Its hooks are in ``calls.py`` and ``backward.py``. In which order units are prefetched is decided in ``root.py``.
-docs/architecture.md has the states of a unit.
+What is done with it is in ``uses.py``. When, is decided in the room ``model``. docs/architecture.md has the whole.
 """
 
 from __future__ import annotations

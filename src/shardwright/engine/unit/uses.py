@@ -1,6 +1,6 @@
 """What is done with a unit: its weights are gathered, kept and released, its gradients reduced and stepped.
 
-When, is decided in ``calls.py``, ``backward.py`` and ``root.py``.
+When, is decided in ``model/calls.py``, ``model/backward.py`` and ``model/root.py``.
 """
 
 from __future__ import annotations
