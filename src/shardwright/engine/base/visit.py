@@ -57,7 +57,7 @@ class Visit:
         self.unit = unit
         self.listener = listener
         self.build: int = (
-            unit.build
+            unit.weights.build
         )  #: of the unit's memory; a graph over an earlier one can't be run any more
         self.order = order  #: numbers of the units in the order in which they left forward
         self.place = -1  #: of this unit in that order

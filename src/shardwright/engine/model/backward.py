@@ -6,7 +6,7 @@ import torch
 
 from shardwright._torch import alone, annotate
 from shardwright.engine.base.visit import Visit
-from shardwright.engine.model.root import root_of
+from shardwright.engine.model.root import Root
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import issue, reduce
 
@@ -18,8 +18,7 @@ class Backward:
         """Backward has reached an output of a visit: gather the weights that it will read."""
         unit: Unit = visit.unit
         if visit not in unit.activity.visits:
-            root = root_of(unit)
-            assert root is not None
+            root: Root = unit.root  # type: ignore[assignment]
             with annotate("pre_backward", unit.weights.label), alone(root.device):
                 _enter(unit, visit)
 
@@ -27,18 +26,18 @@ class Backward:
         """Backward has produced the gradients of one call's inputs."""
         visit.open -= 1
         if visit.open == 0 and not visit.endless:
-            with alone(visit.unit.comm.device):
+            with alone(visit.unit.root.device):
                 self.close(visit)
 
     def close(self, visit: Visit) -> None:
         """A visit's backward is through: without others under way give the weights back and reduce the gradients."""
         unit: Unit = visit.unit
-        activity, weights, root = unit.activity, unit.weights, root_of(unit)
+        activity, weights = unit.activity, unit.weights
+        root: Root = unit.root  # type: ignore[assignment]
         if visit not in activity.visits:
             return
         activity.visits.discard(visit)
         activity.unfinished.discard(visit)
-        assert root is not None
         root.visits.leave(visit)
         if not activity.visits and weights.parameters:
             if not activity.calls:  # else this backward ran inside the unit's own forward
@@ -58,15 +57,14 @@ BACKWARD = Backward()
 
 
 def _enter(unit: Unit, visit: Visit) -> None:
-    root = root_of(unit)
-    assert root is not None
+    root: Root = unit.root  # type: ignore[assignment]
     unit.refuse_unsharded("Backward through")
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"Backward with create_graph=True reached unit {unit.name!r}: sharded parameters do not support double "
             "backward, because their memory is released after each use. Use first-order gradients only."
         )
-    if visit.build != unit.build:
+    if visit.build != unit.weights.build:
         raise RuntimeError(
             f"Parameters of unit {unit.name!r} were replaced by others of another shape or dtype since the forward "
             "that this backward belongs to. Run the forward again."
@@ -87,8 +85,8 @@ def _enter(unit: Unit, visit: Visit) -> None:
 
 
 def _show(unit: Unit, visit: Visit) -> None:
-    root, weights = root_of(unit), unit.weights
-    assert root is not None
+    root: Root = unit.root  # type: ignore[assignment]
+    weights = unit.weights
     weights.notice_edits()
     if unit.settings.unshard_in_backward and not (weights.gathered and weights.is_current):
         issue(unit, root.clock.call, look=False)

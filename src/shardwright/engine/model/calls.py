@@ -44,7 +44,7 @@ class Calls:
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         unit = self.unit
-        root = root_of(unit) or _join(unit, module)
+        root: Root = unit.root or _join(unit, module)  # type: ignore[assignment]
         with annotate("pre_forward", unit.weights.label):
             return _before(unit, root, module, args, kwargs)
 
@@ -216,8 +216,7 @@ def _lend(unit: Unit, root: Root, frame: Frame, lasting: type[Lasting] | None) -
 
 
 def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
-    root = root_of(unit)
-    assert root is not None
+    root: Root = unit.root  # type: ignore[assignment]
     frame = root.visits.frames[-1]  # taken off when nothing can fail any more, else by _leave_failed
     visit, weights = frame.visit, unit.weights
     unit.activity.to_run.discard(id(module))
@@ -282,7 +281,7 @@ def _leave_failed(root: Root, depth: int) -> None:
 
 def _copy_weights(unit: Unit, output: Any) -> Any:
     """Clone outputs that are views of the unit's weights, whose memory is about to go."""
-    slab = unit.weights.copy.slab
+    slab = unit.weights.copies.current.slab
     start = slab.address
     end = start + slab.nbytes
 

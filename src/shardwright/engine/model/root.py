@@ -157,7 +157,7 @@ class Root:
         if not valid_for(unit, call):
             issue(unit, call)
         for other in self._prefetch.after(unit):
-            if other.root is self and other.parameters and not valid_for(other, call):
+            if other.root is self and other.weights.parameters and not valid_for(other, call):
                 issue(other, call)
 
     def forward_leaves(self, unit: Unit, visit: Visit | None) -> None:
@@ -219,7 +219,7 @@ class Root:
         for other in self._prefetch.before(visit):
             if (
                 other.root is self
-                and other.parameters
+                and other.weights.parameters
                 and not other.weights.gathered
                 and other.settings.unshard_in_backward
             ):
@@ -234,7 +234,7 @@ class Root:
         """Backward is over: reduce what is left, in one order on all ranks, and leave everything sharded."""
         self.visits.close_all()
         for unit in reversed(self.units()):
-            if unit.parameters:
+            if unit.weights.parameters:
                 _finish_backward(unit)
         self.finish_held()
         stepped = _end_steps(self.units())

@@ -33,6 +33,7 @@ class Gradients:
 
     Attributes:
         dtypes: of each parameter.
+        chooses_dtype: whether the user has asked for a dtype of ``.grad``.
         ranks: over which they are reduced.
         reductions: one for each packing, and those of an earlier ``requires_grad`` while they hold sums.
         held: of earlier micro-batches.
@@ -46,6 +47,7 @@ class Gradients:
         self._weights = weights
         self._host = host
         self.dtypes = list(dtypes)
+        self.chooses_dtype = any(each.grad is not None for each in dtypes)
         self.ranks = ranks
         self.reductions: list[Reduction] = []
         self.held = Held.NOTHING
@@ -53,11 +55,6 @@ class Gradients:
         self._trainable: tuple[bool, ...] | None = None
         self.arriving = False
         self.late = False
-
-    @property
-    def chooses_dtype(self) -> bool:
-        """Whether the user has asked for a dtype of ``.grad``."""
-        return any(dtypes.grad is not None for dtypes in self.dtypes)
 
     # -- plan ----------------------------------------------------------------------------------------------------
 

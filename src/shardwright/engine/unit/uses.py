@@ -27,7 +27,7 @@ def issue(unit: Unit, call: int, look: bool = True) -> None:
     """See :meth:`Weights.issue`. Gradients of an earlier backward are waited for before."""
     if unit.gradients.late:
         complete(unit)
-    if unit.values:
+    if unit.values.unset:
         _refuse_without_values(unit)
     root = unit.root
     assert root is not None
@@ -43,7 +43,7 @@ def _refuse_without_values(unit: Unit) -> None:
     comm = unit.weights.copies.training.gather.first
     missing = [
         i
-        for i, p in enumerate(unit.parameters)
+        for i, p in enumerate(unit.weights.parameters)
         if p.sharded in unset and (p.local.numel() or not p.sharded.numel() or not comm.exchanges)
     ]
     if missing:

@@ -20,17 +20,13 @@ class Values:
         checked: whether they were compared.
     """
 
-    __slots__ = ("_unset", "checked", "synced")
+    __slots__ = ("checked", "synced", "unset")
 
     def __init__(self) -> None:
         self.synced = False
         self.checked = False
         #: Parameters without values: what each was before it was sharded, and counts of edits since.
-        self._unset: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
-
-    def __bool__(self) -> bool:
-        """Whether any parameter may be without values."""
-        return bool(self._unset)
+        self.unset: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
 
     def expect(self, p: ManagedParameter, source: torch.Tensor, unit: str) -> None:
         """The shard holds no values of ``p`` until somebody writes them; ``source`` is what was sharded.
@@ -39,13 +35,13 @@ class Values:
         """
         blank(p.local)
         mark(p.local, Unset(f"parameter {p.name!r} of unit {unit!r}", p.sharded.numel()))
-        self._unset[p.sharded] = source, p.sharded._version + p.local._version
+        self.unset[p.sharded] = source, p.sharded._version + p.local._version
 
     def missing(self, parameters: Sequence[ManagedParameter]) -> dict[nn.Parameter, torch.Tensor]:
         """Sharded parameters that nobody has given values yet, and what each was before it was sharded."""
-        if self._unset:
+        if self.unset:
             known = {p.sharded: p for p in parameters}
-            for sharded, (_, version) in list(self._unset.items()):
+            for sharded, (_, version) in list(self.unset.items()):
                 if sharded not in known:
                     continue
                 local = local_of(sharded)  # another one than the unit's since it was assigned to ``.data``
@@ -56,5 +52,5 @@ class Values:
                     if not given:
                         continue
                 unmark(local)
-                del self._unset[sharded]
-        return {q: source for q, (source, _) in self._unset.items()}
+                del self.unset[sharded]
+        return {q: source for q, (source, _) in self.unset.items()}

@@ -9,32 +9,33 @@ from shardwright.engine.weights.full_weights import Copies
 
 
 class FullEdits:
-    """Those of one build of a unit's memory."""
+    """Those of one build of a unit's memory.
 
-    __slots__ = ("_copies", "_decoded", "_given", "_parameters", "_unit")
+    Attributes:
+        given: full parameters whose ``.data`` was handed out: edits may come unseen.
+    """
+
+    __slots__ = ("_copies", "_decoded", "_parameters", "_unit", "given")
 
     def __init__(self, parameters: list[ManagedParameter], copies: Copies, unit: str) -> None:
         self._parameters = parameters
         self._copies = copies
         self._unit = unit
-        self._given: set[int] = (
-            set()
-        )  #: full parameters whose ``.data`` was handed out: edits may come unseen
+        self.given: set[int] = set()  #: full parameters whose ``.data`` was handed out: edits may come unseen
         self._decoded: dict[int, torch.Tensor] = {}  #: of those, this rank's part as a codec has left it
 
     def give(self, full: torch.Tensor, there: bool) -> None:
         """The ``.data`` of a full parameter is handed out; ``there``: its weights are in the slab."""
-        self._given.add(id(full))
+        self.given.add(id(full))
         if there:
             self._remember(full)
 
     def arrive(self) -> None:
         """Weights were gathered."""
-        if self._given:
-            self._decoded.clear()
-            for full in self._copies.current.counters.tensors:
-                if id(full) in self._given:
-                    self._remember(full)
+        self._decoded.clear()
+        for full in self._copies.current.counters.tensors:
+            if id(full) in self.given:
+                self._remember(full)
 
     def leave(self) -> None:
         """The weights are released."""
@@ -42,7 +43,7 @@ class FullEdits:
 
     def write_back(self, there: bool) -> bool:
         """Write edits into the shards, as they would be without us. Returns whether there may have been any."""
-        moved, given = self._copies.current.counters.look(), self._given
+        moved, given = self._copies.current.counters.look(), self.given
         if not (moved or given) or not there:
             return False
         for p in self._parameters:

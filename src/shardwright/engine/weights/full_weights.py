@@ -187,8 +187,9 @@ class Copies:
 
     def drop(self) -> None:
         """Give back what gathers over outer axes keep until the weights change."""
-        for copy in self.each():
-            copy.gather.drop()
+        self.training.gather.drop()
+        if self.stored is not None:
+            self.stored.gather.drop()
 
     def counters(self, places: list[int]) -> list[torch.Tensor]:
         """The tensors whose version counters move with edits of these parameters' full forms.

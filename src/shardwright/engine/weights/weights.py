@@ -36,6 +36,7 @@ class Weights:
         shards: this rank's chunks of the layout's segments, padded.
         copies: the full weights.
         place: in a model; None before the first call.
+        label: in profiles.
         call: the root call (or backward) for which the slab was filled.
         kept: whether the slab is kept beyond its root call, on purpose.
         epoch: of the weights in the slab.
@@ -60,6 +61,7 @@ class Weights:
         self.forms: Forms = Forms(parameters, before is not None and before.forms.ever_shown)
         self.ledger = Ledger(parameters)
         self.place: Place | None = None
+        self.label = ""
         self.residence = SHARDED
         self._flight: tuple[Pending, Gather] | None = None
         self.call = -1
@@ -79,7 +81,7 @@ class Weights:
 
     def join(self, place: Place) -> None:
         """Take a place in a model."""
-        self.place = place
+        self.place, self.label = place, place.label
         if self.parameters:
             self.copies.join(place)
 
@@ -117,7 +119,8 @@ class Weights:
 
     def _keep_edits(self) -> None:
         """Weights may have been edited while they were full: the edits go into the shard, as they would without us."""
-        if self._edits.write_back(self.ready):
+        there = self.copies.current.slab.leased and self._flight is None
+        if self._edits.write_back(there):
             # The slab has the edit, and the full parameters' counters have moved with it.
             fresh = self.is_current
             self.ledger.write()
@@ -128,11 +131,6 @@ class Weights:
         self._edits.give(full, self.ready)
 
     # -- gather --------------------------------------------------------------------------------------------------
-
-    @property
-    def label(self) -> str:
-        """The unit's, in profiles."""
-        return self.place.label if self.place is not None else ""
 
     @property
     def is_current(self) -> bool:
@@ -204,7 +202,8 @@ class Weights:
         gather.end()
         if gather.comm.streams.asynchronous:
             place.check_headers(self.site.ranks.comm)
-        self._edits.arrive()
+        if self._edits.given:
+            self._edits.arrive()
 
     def _adopt(self) -> None:
         """Parameters that gather themselves have their full forms."""
