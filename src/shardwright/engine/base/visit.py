@@ -9,16 +9,6 @@ import weakref
 from typing import Any, Protocol
 
 
-class Visited(Protocol):
-    """What a visit knows of its unit."""
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def build(self) -> int: ...
-
-
 class Listener(Protocol):
     """Who hears when backward comes to a unit and when it has left it."""
 

@@ -86,7 +86,7 @@ class GraphedStep:
             )
         self._model = model
         self._function = function
-        self._warmup = self._left = warmup
+        self._left = warmup
         self._captured: _Captured | None = None
 
     @property

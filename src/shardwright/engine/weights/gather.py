@@ -77,7 +77,7 @@ class Hop:
         self.slab = slab
         self.kept = kept  #: whether the result serves until the weights change
         self.epoch = NEVER  #: of the weights that are kept here
-        self._pending: Pending | None = None
+        self._pending: Pending | None = None  #: kept until the end: its buffers live as long
 
     def serves(self, epoch: int) -> bool:
         """Whether nothing need be gathered here."""
