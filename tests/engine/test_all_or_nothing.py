@@ -13,7 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardwright as sw
-from shardwright.engine import api, construct
+from shardwright.engine.build import build
+from shardwright.engine.front import api
+from shardwright.engine.tensors.parameter import ManagedParameter
+from shardwright.engine.unit import owning
 from tests.engine.kit.models import full
 from tests.support import multirank, world_mesh
 
@@ -49,13 +52,15 @@ def picture(model: nn.Module) -> Any:
 
 def places() -> Iterator[tuple[Any, str]]:
     """Functions in which a failure is injected, early and late in a call."""
-    for name in ("own_parameters", "borrow_parameters", "build", "plan_unit", "make_cut"):
-        yield construct, name
+    for name in ("own_parameters", "borrow_parameters"):
+        yield owning, name
+    for name in ("build_memory", "build", "plan_unit", "make_cut"):
+        yield build if name != "build_memory" else owning, name
     for name in ("_move_buffers", "install", "hook_optimizers"):
         yield api, name
     yield nn.Module, "register_forward_pre_hook"
     yield nn.Module, "register_load_state_dict_post_hook"
-    yield construct.ManagedParameter, "show"
+    yield ManagedParameter, "show"
 
 
 @multirank(2)

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine import reading, whole
 from shardwright.engine.build.find import UNIT
+from shardwright.engine.front import whole
 from shardwright.engine.model.root import attach
+from shardwright.engine.tensors import reading
 from tests.support import multirank
 
 #: Said by a rank whose model was called, and by one whose model was not.

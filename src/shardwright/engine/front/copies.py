@@ -22,6 +22,7 @@ from shardwright._torch import local_of, unmark_fully_sharded
 from shardwright.comm import GradientHook
 from shardwright.engine.build.find import UNIT, ShardPlacementFn, ShardPlacementResult, find_parameters
 from shardwright.engine.gradients.stepping import forget_stepped
+from shardwright.engine.model.calls import Calls
 from shardwright.engine.tensors.extension import is_attached
 from shardwright.engine.tensors.parameter import ManagedParameter, become
 from shardwright.engine.tensors.ragged import RaggedTensor
@@ -70,8 +71,12 @@ def _without(unit: Unit, value: Any) -> Any:
     if not isinstance(value, OrderedDict):
         return value
     return OrderedDict(
-        (k, v) for k, v in value.items() if getattr(getattr(v, "__self__", None), "unit", None) is not unit
+        (key, hook) for key, hook in value.items() if not _is_of(unit, getattr(hook, "__self__", None))
     )
+
+
+def _is_of(unit: Unit, calls: Any) -> bool:
+    return isinstance(calls, Calls) and calls.unit is unit
 
 
 def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], install: Install) -> None:

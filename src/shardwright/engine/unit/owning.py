@@ -33,6 +33,7 @@ def units_of(model: nn.Module) -> list[Unit]:
     return [unit for main in mains for unit in (main, *main.companions)]
 
 
+@torch.inference_mode(False)
 def own_parameters(unit: Unit, found: Found) -> None:
     """Make the unit's memory, and put the sharded parameters into the modules."""
     owned = found.owned

@@ -194,7 +194,7 @@ class Unit:
                 self.gradients.plan_again(self.gradients.ranks, self.settings.transport)
 
     def rejoin(self) -> None:
-        """After the unit's memory was made: compute as the model does."""
+        """After the unit's memory was made, or its gathers: compute as the model does."""
         if self.root is not None:
             self.weights.compute_as(self.root.full_precision)
 

@@ -187,6 +187,7 @@ def gather_by(unit: Unit, **changes: Any) -> None:
     unit.release()
     unit.change(transport=replace(unit.settings.transport, **changes))
     unit.weights.gather_by(unit.settings.transport)
+    unit.rejoin()
 
 
 def reduce_by(unit: Unit, **changes: Any) -> None:
@@ -198,6 +199,7 @@ def reduce_by(unit: Unit, **changes: Any) -> None:
     """
     transport = replace(unit.settings.transport, **changes)
     _refuse_to_reduce_by(unit, transport)
+    complete(unit)
     finish_reduction(unit)
     unit.change(transport=transport)
     unit.gradients.plan_again(ranks_of_scatters(unit.site.ranks, transport), transport)

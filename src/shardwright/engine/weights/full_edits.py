@@ -6,6 +6,7 @@ import torch
 
 from shardwright.engine.tensors.parameter import ManagedParameter
 from shardwright.engine.weights.full_weights import Copies
+from shardwright.memory import Owner
 
 
 class FullEdits:
@@ -15,12 +16,12 @@ class FullEdits:
         given: full parameters whose ``.data`` was handed out: edits may come unseen.
     """
 
-    __slots__ = ("_copies", "_decoded", "_parameters", "_unit", "given")
+    __slots__ = ("_copies", "_decoded", "_owner", "_parameters", "given")
 
-    def __init__(self, parameters: list[ManagedParameter], copies: Copies, unit: str) -> None:
+    def __init__(self, parameters: list[ManagedParameter], copies: Copies, owner: Owner) -> None:
         self._parameters = parameters
         self._copies = copies
-        self._unit = unit
+        self._owner = owner
         self.given: set[int] = set()  #: full parameters whose ``.data`` was handed out: edits may come unseen
         self._decoded: dict[int, torch.Tensor] = {}  #: of those, this rank's part as a codec has left it
 
@@ -68,8 +69,8 @@ class FullEdits:
         part = self._decoded.get(id(p.full))
         if part is None:
             raise RuntimeError(
-                f"Parameter {p.name!r} of unit {self._unit!r} was changed in place while it was full. The gathered "
-                f"copy has the rounding of {codec!r}, so the change cannot be separated from it. Change the parameter "
-                "between steps, or call set_all_gather_codec(None)."
+                f"Parameter {p.name!r} of unit {self._owner.name!r} was changed in place while it was full. The "
+                f"gathered copy has the rounding of {codec!r}, so the change cannot be separated from it. Change the "
+                "parameter between steps, or call set_all_gather_codec(None)."
             )
         return part

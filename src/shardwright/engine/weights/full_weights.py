@@ -89,6 +89,7 @@ class Copies:
         self.extended = [p for p in parameters if p.extension is not None]
         self.plan(transport, slab)
 
+    @torch.inference_mode(False)
     def plan(self, transport: Transport, slab: Slab) -> None:
         """Lay out gathers into ``slab``."""
         self.transport = transport

@@ -174,6 +174,10 @@ class Extend:
         parcel.inputs = [*inputs, parcel.inputs[-1]]
 
     def end(self) -> None:
+        """What was gathered is looked at in :meth:`finish`."""
+
+    def finish(self) -> None:
+        """No rank has gathered something else."""
         for p in self._parameters:
             assert p.extension is not None
             full = p.extension.finish(p.local, p.full)
@@ -203,6 +207,7 @@ class Gather:
         stages: Iterable[Stage] = (),
         hops: Iterable[Hop] = (),
         detail: int = 0,
+        extend: Extend | None = None,
     ) -> None:
         self.comm = comm
         self.hops = tuple(hops)
@@ -212,6 +217,7 @@ class Gather:
         self.outputs = [*outputs, header]
         self.inputs = [*inputs, header]  # until the unit has its place
         self._stages = tuple(stages)
+        self._extend = extend
 
     def address(self, header: torch.Tensor, headers: torch.Tensor) -> None:
         """Send ``header`` with each gather, and receive all ranks' in ``headers``; bytes of both."""
@@ -229,6 +235,11 @@ class Gather:
         """It was waited for."""
         for stage in self._stages:
             stage.end()
+
+    def finish(self) -> None:
+        """The ranks have gathered the same."""
+        if self._extend is not None:
+            self._extend.finish()
 
     def drop(self) -> None:
         """Give back what of outer axes is kept until the weights change."""
@@ -289,7 +300,7 @@ def plan_gather(
     stages += hops
     if extend is not None:
         stages.append(extend)
-    return Gather(last, outputs, inputs, slab.nbytes, stages, hops, detail)
+    return Gather(last, outputs, inputs, slab.nbytes, stages, hops, detail, extend)
 
 
 def _prepare(

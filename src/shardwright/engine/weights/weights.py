@@ -69,7 +69,7 @@ class Weights:
         self.epoch = NEVER
         adopted = weakref.WeakMethod(self._adopt)
         self.copies = Copies(site, transport, layout, shards, slab, parameters, adopted)
-        self._edits = FullEdits(parameters, self.copies, site.owner.name)
+        self._edits = FullEdits(parameters, self.copies, site.owner)
         slab.release()
 
     def gather_by(self, transport: Transport) -> None:
@@ -202,6 +202,7 @@ class Weights:
         gather.end()
         if gather.comm.streams.asynchronous:
             place.check_headers(self.site.ranks.comm)
+        gather.finish()
         if self._edits.given:
             self._edits.arrive()
 
