@@ -99,6 +99,15 @@ def test_files_name_no_machine_and_no_package_index() -> None:
     assert not found, "\n".join(found)
 
 
+def test_every_module_is_tracked() -> None:
+    """A pattern in ``.gitignore`` once kept an ``__init__.py`` of the package out of every clone."""
+    files = set(_project_files())
+    if not files:
+        pytest.skip("not a git checkout")
+    modules = [path for room in ("src", "tests") for path in (ROOT / room).rglob("*.py")]
+    assert [str(path.relative_to(ROOT)) for path in modules if path not in files] == []
+
+
 def _project_files() -> list[Path]:
     """Tracked files and those about to be: what git knows or would add."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]

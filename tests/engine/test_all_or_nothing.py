@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardwright as sw
-from shardwright.engine.build import build
+from shardwright.engine.assembly import build
 from shardwright.engine.front import api
 from shardwright.engine.tensors.parameter import ManagedParameter
 from shardwright.engine.unit import owning

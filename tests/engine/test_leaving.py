@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright.comm_hooks import PowerSGD
-from shardwright.engine.build.find import UNIT
+from shardwright.engine.assembly.find import UNIT
 from tests.engine.kit.models import full, shard_layers, three_layers
 from tests.support import multirank, world_mesh
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.build.find import UNIT
+from shardwright.engine.assembly.find import UNIT
 from shardwright.engine.weights.residence import ALLOWED, Event, Residence, table
 from shardwright.engine.weights.weights import Weights
 from tests.support.pool import multirank

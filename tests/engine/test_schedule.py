@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwright as sw
 from shardwright.comm import collectives
 from shardwright.comm.streams import HostStreams
-from shardwright.engine.build.find import UNIT
+from shardwright.engine.assembly.find import UNIT
 from tests.engine.kit.models import build, full, loss_of, shard, tokens
 from tests.support import multirank, world_mesh
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.build.states import digest
+from shardwright.engine.assembly.states import digest
 from tests.engine.kit.models import Model, build, full
 from tests.engine.kit.places import On, on, on_meshes
 from tests.support import multirank, world_mesh

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import shardwright as sw
+from shardwright.engine.assembly.find import UNIT
 from shardwright.engine.base import offload
-from shardwright.engine.build.find import UNIT
 from tests.engine.kit.models import Model, Reference, build, full, loss_of, shard, tokens
 from tests.engine.kit.places import On, on, on_meshes
 from tests.engine.kit.subclasses import HalfGathered

@@ -33,7 +33,7 @@ from shardwright.checkpoint.model import (
     tensors_of,
 )
 from shardwright.checkpoint.names import KeyMap, Source, keys_of, source_of, views_of
-from shardwright.engine.build.states import everywhere, hash_of
+from shardwright.engine.assembly.states import everywhere, hash_of
 from shardwright.engine.tensors.parameter import refuse_while_deferring
 from shardwright.engine.unit.owning import units_of
 from shardwright.init.delivery import refuse_graphs

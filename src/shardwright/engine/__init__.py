@@ -1,9 +1,9 @@
 """The sharding engine: ``fully_shard`` and what happens in the hooks it installs."""
 
 import shardwright.engine.tensors.ragged_ops  # noqa: F401  # fills the table of operations on ragged tensors
+from shardwright.engine.assembly.find import ShardPlacementResult
 from shardwright.engine.base.offload import Offload
 from shardwright.engine.base.precision import PrecisionPolicy
-from shardwright.engine.build.find import ShardPlacementResult
 from shardwright.engine.front.api import fully_shard
 from shardwright.engine.front.graphed import GraphedStep
 from shardwright.engine.front.module import (

@@ -42,7 +42,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from shardwright.engine import fully_shard
-from shardwright.engine.build.find import ShardPlacementFn
+from shardwright.engine.assembly.find import ShardPlacementFn
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.init import deferred_init, materialize
 from shardwright.init.recorder import DeferredTensor

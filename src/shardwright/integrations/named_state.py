@@ -28,8 +28,8 @@ from shardwright.checkpoint.digests import Digest
 from shardwright.checkpoint.metadata import Damaged
 from shardwright.checkpoint.model import first_rank, on_every_rank
 from shardwright.engine import FSDPModule
+from shardwright.engine.assembly.states import everywhere
 from shardwright.engine.base.companion import companion_of
-from shardwright.engine.build.states import everywhere
 from shardwright.engine.tensors.parameter import unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.integrations.named_files import (

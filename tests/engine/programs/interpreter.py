@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.engine.build.find import UNIT
+from shardwright.engine.assembly.find import UNIT
 from tests.engine.programs.compare import full
 from tests.engine.programs.grammar import (
     ALIASES,

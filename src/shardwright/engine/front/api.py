@@ -1,7 +1,7 @@
 """``fully_shard``: checks its arguments and makes a unit of what it is given.
 
-How parameters are cut is in ``build/build.py``, what a step does in ``model/root.py`` and ``unit/uses.py``. Options of
-later versions are refused here by name.
+How parameters are cut is in ``assembly/build.py``, what a step does in ``model/root.py`` and ``unit/uses.py``. Options
+of later versions raise an error here.
 """
 
 from __future__ import annotations
@@ -20,11 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwright._torch import DataParallelMeshDims, local_of, sharded_or_replicated_by_torch
 from shardwright.comm import Communicator
-from shardwright.engine.base.offload import offload_of
-from shardwright.engine.base.precision import as_precision
-from shardwright.engine.base.settings import ModelOptions, Settings
-from shardwright.engine.build.build import Given
-from shardwright.engine.build.find import (
+from shardwright.engine.assembly.build import Given
+from shardwright.engine.assembly.find import (
     UNIT,
     Found,
     ShardPlacementFn,
@@ -34,7 +31,10 @@ from shardwright.engine.build.find import (
     own_modules,
     parameters_of,
 )
-from shardwright.engine.build.states import check_states, states_of, sync_states
+from shardwright.engine.assembly.states import check_states, states_of, sync_states
+from shardwright.engine.base.offload import offload_of
+from shardwright.engine.base.precision import as_precision
+from shardwright.engine.base.settings import ModelOptions, Settings
 from shardwright.engine.front.composable import state_of
 from shardwright.engine.front.copies import convert_buffer
 from shardwright.engine.front.module import FSDPModule, install

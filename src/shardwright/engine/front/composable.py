@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwright._torch import mark_fully_sharded, mark_managed, sharded_state_of
-from shardwright.engine.build.find import own_modules
+from shardwright.engine.assembly.find import own_modules
 from shardwright.engine.model.calls import Calls, depth_of
 from shardwright.engine.model.root import Root, attach, root_of
 from shardwright.engine.tensors.parameter import ManagedParameter

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.engine.build.find import UNIT
+from shardwright.engine.assembly.find import UNIT
 from shardwright.engine.model.root import Root, attach
 from shardwright.engine.unit.owning import settle
 from shardwright.engine.unit.unit import Unit

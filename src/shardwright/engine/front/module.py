@@ -26,9 +26,9 @@ from shardwright._torch import (
     storage_key,
 )
 from shardwright.comm import Codec, GradientHook, RegisteredMemory, SymmetricMemory
+from shardwright.engine.assembly.find import UNIT, own_modules
+from shardwright.engine.assembly.ties import load_of
 from shardwright.engine.base.precision import restore_buffers
-from shardwright.engine.build.find import UNIT, own_modules
-from shardwright.engine.build.ties import load_of
 from shardwright.engine.front.composable import ModuleState, introduce, state_of
 from shardwright.engine.front.copies import convert, deepcopy_module
 from shardwright.engine.front.lending import lends

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.engine.build.find import UNIT
-from shardwright.engine.build.states import State, everywhere, sync_states
+from shardwright.engine.assembly.find import UNIT
+from shardwright.engine.assembly.states import State, everywhere, sync_states
 from shardwright.engine.front.whole import Options, Shown, showing
 from shardwright.engine.tensors.parameter import STANDS_FOR, Managed
 from shardwright.engine.unit.owning import settle, units_of

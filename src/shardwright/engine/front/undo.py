@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import local_of, rebind
-from shardwright.engine.build.find import Found, own_modules
+from shardwright.engine.assembly.find import Found, own_modules
 from shardwright.engine.tensors.parameter import ManagedParameter, unit_of
 
 _LONGEST = 1000  #: longer containers are the user's tables; the engine writes into none

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from shardwright._torch import in_backward, local_of
+from shardwright.engine.assembly.find import UNIT, own_modules
+from shardwright.engine.assembly.states import digest
 from shardwright.engine.base.offload import whole_of
-from shardwright.engine.build.find import UNIT, own_modules
-from shardwright.engine.build.states import digest
 from shardwright.engine.model.agreement import UNSHARD
 from shardwright.engine.model.optimizer_hook import reduce_held
 from shardwright.engine.model.root import root_of

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from shardwright._torch import alone, annotate, in_backward, queue_callback
+from shardwright.engine.assembly.find import UNIT, own_modules
 from shardwright.engine.base.clock import Clock
 from shardwright.engine.base.home import Place
 from shardwright.engine.base.precision import cast_buffers
 from shardwright.engine.base.settings import ModelOptions
 from shardwright.engine.base.visit import Visit
-from shardwright.engine.build.find import UNIT, own_modules
 from shardwright.engine.model.agreement import END_BACKWARD, END_FORWARD, Agreement
 from shardwright.engine.model.full_precision import check_agree, wanted
 from shardwright.engine.model.order import Order

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import untransformed
-from shardwright.engine.build.build import build_memory
-from shardwright.engine.build.find import UNIT, Found, find_parameters, is_cut, own_modules
+from shardwright.engine.assembly.build import build_memory
+from shardwright.engine.assembly.find import UNIT, Found, find_parameters, is_cut, own_modules
 from shardwright.engine.tensors.naming import remember
 from shardwright.engine.tensors.parameter import (
     TAKEN,

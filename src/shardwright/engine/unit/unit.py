@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from shardwright._torch import local_of
 from shardwright.comm import Communicator, neighbours
+from shardwright.engine.assembly.build import Built, Given, cut_for
 from shardwright.engine.base.home import Home, Place
 from shardwright.engine.base.offload import Host, HostReads
 from shardwright.engine.base.settings import ModelOptions, Settings
 from shardwright.engine.base.site import Site
 from shardwright.engine.base.visit import Activity
-from shardwright.engine.build.build import Built, Given, cut_for
 from shardwright.engine.gradients.due import Held
 from shardwright.engine.gradients.reduction import Reduction
 from shardwright.engine.gradients.stepping import Stepping

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.engine.build.find import own_modules, parameters_of
+from shardwright.engine.assembly.find import own_modules, parameters_of
 from shardwright.engine.tensors.parameter import Slot, unit_of
 from shardwright.engine.unit.hooks import StashedTensors
 

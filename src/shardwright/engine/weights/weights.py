@@ -1,6 +1,6 @@
 """A unit's weights in their memory: gather, show, release, and notice edits. It is not decided here when.
 
-How the memory is made is in ``build/build.py``, how it is filled in ``gather.py``.
+How the memory is made is in ``assembly/build.py``, how it is filled in ``gather.py``.
 """
 
 from __future__ import annotations

@@ -15,13 +15,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwright._torch import local_of
+from shardwright.engine.assembly.find import Owned, ShardPlacementFn, mesh_asked, parallel_of_parameter
+from shardwright.engine.base.offload import Offload
+from shardwright.engine.base.precision import PrecisionPolicy, gradient_dtypes, policy_for
+from shardwright.engine.base.site import Site
 from shardwright.engine.tensors.cut import Cut, cut_alone, make_cut
 from shardwright.engine.tensors.extension import Extension, is_attached, is_extended
-from shardwright.engine.build.find import Owned, ShardPlacementFn, mesh_asked, parallel_of_parameter
-from shardwright.engine.base.site import Site
-from shardwright.engine.base.offload import Offload
 from shardwright.engine.tensors.parameter import Managed, ManagedParameter, build, has_no_values
-from shardwright.engine.base.precision import PrecisionPolicy, gradient_dtypes, policy_for
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.tensors.tensor_parallel import TensorParallel
 from shardwright.layout import GradientDtypes, Ragged, TensorSpec, UnitLayout, plan_unit

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.engine.build.find import Found, is_cut, own_modules
+from shardwright.engine.assembly.find import Found, is_cut, own_modules
 from shardwright.engine.tensors.parameter import has_no_values, plain_of
 
 _CHUNK = 1 << 23  #: bytes that are hashed at a time

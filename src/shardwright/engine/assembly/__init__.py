@@ -1,0 +1,1 @@
+"""Modules in, a unit's memory out. Nothing here knows units."""
