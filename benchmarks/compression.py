@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwright.comm_hooks import Cast, Compressed, Int8Blocks, PowerSGD
 from shardwright.train.config import load_config
 from shardwright.train.data.corpus import load_corpus
-from shardwright.train.loop import Trainer
 from shardwright.train.stop import StopRequest
+from shardwright.train.trainer import Trainer
 from shardwright.train.world import World, make_mesh
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "llama_debug.toml"

@@ -30,8 +30,8 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright.train.config import load_config
 from shardwright.train.data.corpus import load_corpus
-from shardwright.train.loop import Trainer
 from shardwright.train.stop import StopRequest
+from shardwright.train.trainer import Trainer
 from shardwright.train.world import World, make_mesh
 
 ROOT = Path(__file__).parents[1]

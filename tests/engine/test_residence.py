@@ -77,6 +77,9 @@ def test_runs_move_as_the_table_says(rank: int, world_size: int) -> None:
             gather.begin = fail
             with pytest.raises(error):
                 model(torch.ones(2, 8))
+            if error is Boom:
+                with pytest.raises(error):
+                    model[0].unshard()
             gather.begin = begin
             model(torch.ones(2, 8)).sum().backward()
         assert moves.seen | {(Residence.ISSUING, Residence.ISSUING)} == MOVES

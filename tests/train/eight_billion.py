@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright.train.config import Config
 from shardwright.train.data import Corpus
-from shardwright.train.loop import Trainer
+from shardwright.train.trainer import Trainer
 from shardwright.train.world import World, make_mesh
 
 RANKS = 1024

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from shardwright import cli
 from shardwright.train.config import Config
 from shardwright.train.data import Corpus
-from shardwright.train.loop import Trainer
+from shardwright.train.trainer import Trainer
 from shardwright.train.world import World, make_mesh
 from tests.support.pool import forkserver
 

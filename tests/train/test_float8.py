@@ -17,7 +17,7 @@ from shardwright.train import checkpoint
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.float8 import check_float8
-from shardwright.train.loop import Trainer
+from shardwright.train.trainer import Trainer
 from tests.support.pool import multirank
 from tests.train.jobs import tiny
 from tests.train.kit.parallel import take_steps

@@ -18,13 +18,13 @@ from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
 from shardwright.train.data import batch
 from shardwright.train.errors import UserError
-from shardwright.train.loop import Trainer
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import build_model
 from shardwright.train.models.hybrid import Hybrid, MixtureOfExperts
 from shardwright.train.models.kinds import tensor_plan
 from shardwright.train.models.styles import SummedParts, rows_of, spread_experts
 from shardwright.train.stop import StopRequest
+from shardwright.train.trainer import Trainer
 from tests.support.matrix import select, together
 from tests.support.pool import multirank, world_mesh
 from tests.train.jobs import tiny

@@ -13,10 +13,10 @@ from shardwright.train.config import Config
 from shardwright.train.data import Corpus
 from shardwright.train.data import batch as batch_of
 from shardwright.train.layouts import alike, units_of
-from shardwright.train.loop import Trainer
 from shardwright.train.models.build import build_model
 from shardwright.train.models.hybrid import HYBRID_PRESETS, Hybrid, MixtureOfExperts
 from shardwright.train.stop import StopRequest
+from shardwright.train.trainer import Trainer
 from shardwright.train.world import World, make_mesh
 from tests.support import multirank, world_mesh
 from tests.train import jobs

@@ -13,7 +13,7 @@ from shardwright.train.models import hugging_face, kinds
 from shardwright.train.models.build import model_of
 from shardwright.train.models.kinds import KINDS
 from shardwright.train.models.presets import PRESETS, LlamaConfig
-from shardwright.train.schema import ModelConfig
+from shardwright.train.sections import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from shardwright.train import checkpoint
 from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
-from shardwright.train.loop import Trainer
 from shardwright.train.models.build import build_model
+from shardwright.train.trainer import Trainer
 from shardwright.train.world import World, make_mesh
 from tests.support.matrix import select, together
 from tests.support.pool import multirank

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import foreach_mul_, foreach_norm, local_of
-from shardwright.engine.model.agreement import CLIP
+from shardwright.engine.model.divergence import CLIP
 from shardwright.engine.model.optimizer_hook import reduce_held
 from shardwright.engine.model.root import root_of
 from shardwright.engine.tensors.parameter import unit_of

@@ -157,7 +157,7 @@ class _InBackward:
     def _params_of(self, unit: Unit) -> list[list[torch.Tensor]]:
         """Those of the unit, group by group. Groups and units seldom change, so it is remembered."""
         units = _steps_of(self).units
-        key = unit.build, [len(group["params"]) for group in self.param_groups]
+        key = unit.generation, [len(group["params"]) for group in self.param_groups]
         known = units.get(unit)
         if known is None or known[0] != key:
             params = [[p for p in group["params"] if unit_of(p) is unit] for group in self.param_groups]

@@ -1,6 +1,6 @@
 """Configurations: read from TOML, overridden from the command line, refused in words a user can act on.
 
-The keys themselves are declared in `schema`. Nothing here imports torch, so that `--help` and a mistyped key
+The keys themselves are declared in `sections`. Nothing here imports torch, so that `--help` and a mistyped key
 are answered at once.
 """
 
@@ -20,10 +20,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from shardwright.train.errors import UserError
-from shardwright.train.schema import (
+from shardwright.train.schema import Config, toml_value
+from shardwright.train.sections import (
     ActivationConfig,
     CheckpointConfig,
-    Config,
     DataConfig,
     LogConfig,
     ModelConfig,
@@ -34,7 +34,6 @@ from shardwright.train.schema import (
     Section,
     TrainConfig,
     ValidationConfig,
-    toml_value,
 )
 
 __all__ = [

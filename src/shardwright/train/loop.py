@@ -1,38 +1,25 @@
-"""The training loop: what one rank does from the first sample to the last checkpoint.
-
-It reads as if there were one engine and one rank: engines differ in `parallel`, files in `runs` and `checkpoint`.
-Where a run stands is one integer, the samples seen: step s takes samples [s*G, (s+1)*G) of the order, and each rank a
-contiguous part of them, so any number of ranks sees the same sequence.
-"""
+"""The training loop: what one rank does from the first sample to the last checkpoint. Files are in `runs`."""
 
 from __future__ import annotations
 
-import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from rich.console import Console
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 from shardwright._torch import dump_memory_history, record_memory_history
 from shardwright.engine.front.report import in_units
-from shardwright.train import checkpoint, float8, metrics, parallel, report
-from shardwright.train.activations import Recompiles, prepare_blocks
-from shardwright.train.checks import check_batch_fits
-from shardwright.train.config import Config, OptimizerConfig
-from shardwright.train.data import Corpus, batch, decode
-from shardwright.train.data.corpus import encode
+from shardwright.train import checkpoint, metrics, report
+from shardwright.train.activations import Recompiles
+from shardwright.train.config import Config
+from shardwright.train.data import Corpus
 from shardwright.train.errors import UserError
-from shardwright.train.generate import sample
 from shardwright.train.resuming import changes_in_words, resume_command
 from shardwright.train.runs import (
     RunFolder,
@@ -47,231 +34,8 @@ from shardwright.train.runs import (
 )
 from shardwright.train.starting import START
 from shardwright.train.stop import StopRequest
+from shardwright.train.trainer import StepResult, Trainer, learning_rate
 from shardwright.train.world import World
-
-PROMPT_BYTES = 48
-VALIDATION_SEED = 0  # of the choice of windows: the same ones whatever the run's own seed
-
-
-class NonFiniteError(Exception):
-    """Loss or gradient norm is no longer a number: the run cannot go on."""
-
-
-def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
-    """Rate of step number `step` (from 0) of `steps`: rises over the warm-up to lr, then falls to min_lr_ratio * lr
-    at the last step."""
-    if step < settings.warmup_steps:
-        return settings.lr * (step + 1) / settings.warmup_steps
-    if settings.schedule == "constant":
-        return settings.lr
-    done = (step - settings.warmup_steps) / max(1, steps - 1 - settings.warmup_steps)
-    part = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
-    return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * part)
-
-
-def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Of every token, float32 [B * S]."""
-    return whole(F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten(), reduction="none"))
-
-
-def whole(loss: Tensor) -> Tensor:
-    """Every rank's, of logits that may be cut."""
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What all ranks know after a step.
-
-    `loss` is the cross-entropy alone, `stop` the signal that asks to end here, 0 for none.
-    """
-
-    loss: float
-    grad_norm: float | None  # None where the optimizer has used the gradients before all were known
-    data_seconds: float
-    stop: int
-    auxiliary: Mapping[str, float]  # by name, the losses beside the cross-entropy
-
-
-class Trainer:
-    """A model in training on one rank. Every method is called by all ranks together."""
-
-    def __init__(self, config: Config, world: World, corpus: Corpus) -> None:
-        self.config, self.world, self.corpus = config, world, corpus
-        self.micro_batches = config.train.accumulation_steps(world.data_size)
-        check_batch_fits(config.train, corpus.windows(config.train.seq_len))
-        if config.validation.every:
-            corpus.windows(config.train.seq_len, "validation")
-        torch.manual_seed(config.run.seed)  # equal on all ranks, which is what makes their models equal
-        plain = parallel.build_for(config, corpus.vocab_size)
-        self.parameters = plain.num_params()
-        self.flops_per_token = plain.flops_per_token(config.train.seq_len)
-        self.auxiliary, self.auxiliary_sums = plain.auxiliary, plain.auxiliary_sums
-        self.loss_weights = torch.tensor([1.0, *self.auxiliary.values()], device=world.device)
-        self.shapes = checkpoint.shapes_of(plain)
-        matrices = parallel.matrix_names(plain)
-        float8.convert(plain, config)
-        prepare_blocks(plain, config)
-        self.model: nn.Module = parallel.parallelize(plain, config.parallel, world.mesh)
-        self.optimizer = parallel.build_optimizer(self.model, config, matrices)
-        #: Forward and backward of a step.
-        self.work: Callable[..., Tensor] = self._forward_backward
-        if config.train.cuda_graph:
-            self.work = sw.GraphedStep(self.model, self._forward_backward)
-        self.position = checkpoint.Position(step=0, samples=0)
-        self.recompiles = Recompiles()
-        self.peak_memory = 0  # bytes held at most by this rank
-
-    # -- one step
-
-    def train_step(self, stop: StopRequest) -> StepResult:
-        """Forward and backward over the step's micro-batches, then one optimizer step.
-
-        Raises NonFiniteError, on all ranks, where loss or norm is not finite: before weights are touched, unless the
-        optimizer steps in backward.
-        """
-        train, step = self.config.train, self.position.step
-        step_tokens = train.global_batch * train.seq_len
-        started = time.perf_counter()
-        batches = [tensor for number in range(self.micro_batches) for tensor in self._micro_batch(number)]
-        data_seconds = time.perf_counter() - started
-        rate = learning_rate(step, train.steps, self.config.optimizer)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        with parallel.parallel_loss(self.config.parallel):
-            loss_sums = self.work(*batches)
-        norm = parallel.clip_gradients(self.model, self.config)
-        (loss, *others), stop_signal = self._agree(loss_sums / step_tokens, stop)
-        auxiliary = dict(zip(self.auxiliary, others, strict=True))
-        grad_norm = None if norm is None else float(norm)
-        result = StepResult(loss, grad_norm, data_seconds, stop_signal, auxiliary)
-        if not (math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm))):
-            told, updated = (
-                (grad_norm, "nothing") if grad_norm is not None else ("not known", "what was reached")
-            )
-            raise NonFiniteError(
-                f"step {step + 1}: expected a finite loss and gradient norm, found loss {loss}, norm "
-                f"{told}; {updated} was updated. Try a lower optimizer.lr or a longer "
-                "optimizer.warmup_steps"
-            )
-        self.optimizer.step()
-        float8.prepare_scales(self.model, self.config)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.position = checkpoint.Position(step + 1, self.position.samples + train.global_batch)
-        return result
-
-    def _forward_backward(self, *batches: Tensor) -> Tensor:
-        """Inputs and targets [B, S] of one micro-batch after another; returns the losses summed over all tokens:
-        cross-entropy, then the auxiliary ones, float64 [1 + auxiliaries]."""
-        train = self.config.train
-        step_tokens = train.global_batch * train.seq_len
-        loss_sums = torch.zeros(1 + len(self.auxiliary), dtype=torch.float64, device=self.world.device)
-        for first in range(0, len(batches), 2):
-            last = first + 2 == len(batches)
-            reduced = last or train.accumulate == "communicate"
-            with parallel.gradient_sync(self.model, wanted=reduced, last=last):
-                sums = self._summed_losses(batches[first], batches[first + 1])
-                # Engines average gradients over the ranks; the sum over all tokens by their global count is wanted.
-                ((sums * self.loss_weights).sum() * (self.world.data_size / step_tokens)).backward()
-            loss_sums += sums.detach()
-        return loss_sums
-
-    def _micro_batch(self, number: int) -> tuple[Tensor, Tensor]:
-        train = self.config.train
-        share = train.global_batch // self.world.data_size
-        first = self.position.samples + self.world.data_rank * share + number * train.micro_batch
-        inputs_BS, targets_BS = batch(
-            self.corpus, self.config.run.seed, first, train.micro_batch, train.seq_len
-        )
-        return inputs_BS.to(self.world.device), targets_BS.to(self.world.device)
-
-    def _summed_losses(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Cross-entropy, then the losses named in `auxiliary`, summed over the tokens: float32."""
-        if not self.auxiliary:
-            return self._losses(inputs_BS, targets_BS).sum()[None]
-        with parallel.compute_precision(self.config.parallel, self.world.device):
-            logits_BSV, extras = self.model(inputs_BS, extras=True)
-        sums = self.auxiliary_sums(extras, targets_BS)
-        return torch.stack(
-            [cross_entropy(logits_BSV, targets_BS).sum(), *(whole(sums[name]) for name in self.auxiliary)]
-        )
-
-    def _losses(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Cross-entropy of every token, float32 [B * S]."""
-        with parallel.compute_precision(self.config.parallel, self.world.device):
-            logits_BSV = self.model(inputs_BS)
-        return cross_entropy(logits_BSV, targets_BS)
-
-    def _agree(self, shares: Tensor, stop: StopRequest) -> tuple[list[float], int]:
-        """Sum the ranks' shares of the losses and, in the same reduction, the signals they have seen.
-
-        Signals reach ranks at different moments; by their sum all stop after the same step.
-        """
-        seen = [float(stop.wanted == signal.SIGINT), float(stop.wanted == signal.SIGTERM)]
-        totals = torch.cat([shares, torch.tensor(seen, dtype=torch.float64, device=shares.device)])
-        dist.all_reduce(totals)
-        *losses, interrupts, terminations = totals.tolist()
-        losses = [loss / self.world.tensor for loss in losses]  # which ranks of the same data have each
-        if interrupts:
-            return losses, signal.SIGINT
-        return losses, signal.SIGTERM if terminations else 0
-
-    # -- between steps
-
-    @torch.no_grad()
-    def validate(self) -> float:
-        """Mean loss over the validation windows, the same ones every time and for any number of ranks."""
-        train, world = self.config.train, self.world
-        windows = self.corpus.windows(train.seq_len, "validation")
-        wanted = min(windows, self.config.validation.batches * train.global_batch)
-        rounds = math.ceil(wanted / (world.data_size * train.micro_batch))
-        total = torch.zeros((), dtype=torch.float64, device=world.device)
-        self.model.eval()
-        for number in range(rounds):
-            first = (number * world.data_size + world.data_rank) * train.micro_batch
-            # Every rank runs the same number of passes, as sharded engines must; beyond the end on windows that
-            # do not count.
-            count = max(0, min(train.micro_batch, wanted - first))
-            start = first if count else 0
-            inputs, targets = batch(
-                self.corpus, VALIDATION_SEED, start, count or 1, train.seq_len, split="validation"
-            )
-            with parallel.parallel_loss(self.config.parallel):
-                losses = self._losses(inputs.to(world.device), targets.to(world.device))
-            total += losses.double().sum() if count else 0.0
-        self.model.train()
-        parallel.free_gathered(self.model)
-        dist.all_reduce(total)
-        return float(total) / world.tensor / (wanted * train.seq_len)
-
-    @torch.no_grad()
-    def sample(self) -> tuple[str, str]:
-        """A prompt from the corpus and what the model makes of it. Ranks run in step, so any size of model fits."""
-        source = self.corpus.validation if len(self.corpus.validation) >= PROMPT_BYTES else self.corpus.train
-        # Decoding and encoding again drops a character cut in half at either end.
-        prompt = decode(source[:PROMPT_BYTES]).strip("\ufffd")
-        torch.compiler.set_stance("force_eager")  # every token is of another length
-        tokens = sample(
-            self.model, encode(prompt), count=self.config.run.sample_tokens, temperature=0.8, top_k=50, seed=0,
-            context=self.config.train.seq_len, device=self.world.device, multiple=self.world.tensor,
-        )  # fmt: skip
-        torch.compiler.set_stance("default")
-        parallel.free_gathered(self.model)
-        return prompt, decode(tokens)
-
-    def save(self, folder: RunFolder, reporter: metrics.Reporter) -> None:
-        keep = self.config.checkpoint.keep
-        checkpoint.save(folder.checkpoints, self.model, self.optimizer, self.position, keep, reporter.say)
-
-    def load(self, folder: RunFolder, reporter: metrics.Reporter) -> None:
-        """Go on from the run's newest whole checkpoint."""
-        self.position = checkpoint.load_newest(
-            folder.checkpoints, self.model, self.optimizer, self.shapes, reporter.say
-        )
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# The whole job
 
 
 def train(config: Config, folder: RunFolder, corpus: Corpus, world: World, resume: bool) -> int:

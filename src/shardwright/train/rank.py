@@ -34,9 +34,10 @@ from shardwright.train.environment import (
 )
 from shardwright.train.errors import UserError
 from shardwright.train.lock import share
-from shardwright.train.loop import NonFiniteError, train
+from shardwright.train.loop import train
 from shardwright.train.runs import RunFolder, open_folder
 from shardwright.train.starting import START
+from shardwright.train.trainer import NonFiniteError
 from shardwright.train.world import World, join_world, pick_device
 
 

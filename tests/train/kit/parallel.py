@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from shardwright.train.config import Config
 from shardwright.train.data import Corpus
-from shardwright.train.loop import Trainer
 from shardwright.train.models.build import build_model
 from shardwright.train.stop import StopRequest
+from shardwright.train.trainer import Trainer
 
 
 def corpus() -> Corpus:

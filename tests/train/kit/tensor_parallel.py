@@ -6,7 +6,7 @@ import torch
 
 from shardwright.train.config import Config
 from shardwright.train.data import Corpus
-from shardwright.train.loop import Trainer
+from shardwright.train.trainer import Trainer
 from shardwright.train.world import World, make_mesh
 from tests.train.kit.parallel import corpus
 

@@ -29,7 +29,7 @@ from shardwright.memory import Slab
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Given:
+class Arguments:
     """What ``fully_shard`` was given for a unit, and what stays so.
 
     Attributes:
@@ -58,18 +58,18 @@ class Built(NamedTuple):
 
 
 def _spec_of(
-    name: str, parameter: nn.Parameter, parallel: TensorParallel | None, site: Site, given: Given
+    name: str, parameter: nn.Parameter, parallel: TensorParallel | None, site: Site, arguments: Arguments
 ) -> TensorSpec:
-    dim = _placement_dim(given.placement_fn, name, parameter)
-    shares = given.layout is not None or len(site.ranks.axes) > 1
+    dim = _placement_dim(arguments.placement_fn, name, parameter)
+    shares = arguments.layout is not None or len(site.ranks.axes) > 1
     if shares and dim:
-        how = f"layout {given.layout}" if given.layout is not None else str(site.ranks.strategy)
+        how = f"layout {arguments.layout}" if arguments.layout is not None else str(site.ranks.strategy)
         raise ValueError(
             f"shard_placement_fn asks for dimension {dim} of parameter {name!r}, but {how} cuts parameters by the "
             "order of their elements. Return None or Shard(0)."
         )
     storage = parameter.dtype
-    own = policy_for(given.policy, name, parameter)
+    own = policy_for(arguments.policy, name, parameter)
     compute = (own.param_dtype or storage) if parameter.is_floating_point() else storage
     inner = local_of(parameter) if isinstance(parameter, (DTensor, RaggedTensor)) else parameter
     extended = is_extended(inner)
@@ -77,7 +77,7 @@ def _spec_of(
         raise NotImplementedError(
             f"parameter {name!r} of unit {site.owner.name!r}: fsdp_pre_all_gather was attached to its local tensor "
             f"after fully_shard, which needs layout 'per_parameter' without offload; this unit has "
-            f"{'layout ' + repr(given.layout) if site.reads is None else 'offloaded parameters'}. Define it on the "
+            f"{'layout ' + repr(arguments.layout) if site.reads is None else 'offloaded parameters'}. Define it on the "
             "class of the parameter before fully_shard."
         )
     if extended and (dim or not parameter.ndim):
@@ -118,14 +118,14 @@ def _memory_order(parameter: nn.Parameter, dim: int) -> tuple[int, ...]:
 
 
 @torch.inference_mode(False)
-def build_memory(owned: list[Owned], site: Site, given: Given) -> Built:
+def build_memory(owned: list[Owned], site: Site, arguments: Arguments) -> Built:
     """Cut each parameter, and make both of its forms."""
     ranks, device, reads = site.ranks, site.ranks.device, site.reads
-    specs = [_spec_of(each.name, each.parameter, each.parallel, site, given) for each in owned]
-    policies = [policy_for(given.policy, each.name, each.parameter) for each in owned]
+    specs = [_spec_of(each.name, each.parameter, each.parallel, site, arguments) for each in owned]
+    policies = [policy_for(arguments.policy, each.name, each.parameter) for each in owned]
     dtypes = [gradient_dtypes(own, s.compute_dtype) for own, s in zip(policies, specs, strict=True)]
     trainable = [each.parameter.requires_grad for each in owned]
-    layout = plan_unit(specs, ranks.parts, given.layout, trainable)
+    layout = plan_unit(specs, ranks.parts, arguments.layout, trainable)
     slab = Slab(layout.slab_nbytes, device, "parameters", site.owner)
     slab.lease()  # views are made over memory that is there
     managed: list[ManagedParameter | None] = [None] * len(owned)
@@ -165,7 +165,7 @@ def build_memory(owned: list[Owned], site: Site, given: Given) -> Built:
                     module = slots[0].module()
                     if run.extended and module is not None:
                         own = policies[member.index]
-                        policy = given.users_policy if own is given.policy else own
+                        policy = arguments.users_policy if own is arguments.policy else own
                         p.extension = Extension(specs[member.index], ranks, module, policy, site.owner)
     parameters = [p for p in managed if p is not None]
     for p, each in zip(parameters, dtypes, strict=True):
@@ -174,7 +174,7 @@ def build_memory(owned: list[Owned], site: Site, given: Given) -> Built:
     return Built(layout, shards, slab, parameters, dtypes)
 
 
-def cut_for(p: ManagedParameter, value: torch.Tensor, site: Site, given: Given) -> Cut:
+def cut_for(p: ManagedParameter, value: torch.Tensor, site: Site, arguments: Arguments) -> Cut:
     """How a value of another shape or dtype is cut that was assigned to ``.data`` of a parameter."""
     new = nn.Parameter(value, requires_grad=False)
     parallel = parallel_of_parameter(p.name, new, site.ranks)
@@ -183,7 +183,7 @@ def cut_for(p: ManagedParameter, value: torch.Tensor, site: Site, given: Given) 
             f"The data of tensor-parallel parameter {p.name!r} of shape {tuple(p.cut.shape)} was set to a plain "
             f"tensor of shape {tuple(value.shape)}. Give a DTensor on {p.cut.parallel.mesh}."
         )
-    return cut_alone(site.ranks, _spec_of(p.name, new, parallel, site, given), parallel, p.cut)
+    return cut_alone(site.ranks, _spec_of(p.name, new, parallel, site, arguments), parallel, p.cut)
 
 
 def _extended_local(site: Site, cut: Cut, original: nn.Parameter) -> torch.Tensor:

@@ -81,11 +81,11 @@ def find_parameters(
     ranks: Ranks,
     placement_fn: ShardPlacementFn | None = None,
     unit: Any = None,
-    companion: bool = False,
+    sibling: bool = False,
 ) -> Found:
     """Parameters below ``modules`` that no inner unit owns, each once, with every name that tied weights have.
 
-    Those that ``placement_fn`` gives another mesh are left out; for a ``companion`` all but those that it gives this
+    Those that ``placement_fn`` gives another mesh are left out; for a ``sibling`` all but those that it gives this
     one. ``unit`` is the one they belong to already, if this is not the first time.
     """
     owned: dict[int, Owned] = {}
@@ -101,12 +101,12 @@ def find_parameters(
                 slot = Slot.of(module, name)
                 lent = _lent_by_another(full_name, parameter, top, unit)
                 if lent is not None:
-                    if not companion:
+                    if not sibling:
                         borrowed.append((lent, slot))
                     continue
                 if unit is None or unit_of(parameter) is not unit:
                     mesh = mesh_asked(placement_fn, parameter)
-                    if not (mesh == ranks.mesh or (mesh is None and not companion)):
+                    if not (mesh == ranks.mesh or (mesh is None and not sibling)):
                         continue
                 parallel = parallel_of_parameter(full_name, parameter, ranks)
                 if unit_of(parameter) is not unit or unit is None:

@@ -47,7 +47,7 @@ class Reducing(Protocol):
 
     def make_room(self, number: int) -> None: ...
 
-    def begun(self, number: int) -> None: ...
+    def add(self, number: int) -> None: ...
 
 
 class Home(Protocol):
@@ -60,6 +60,7 @@ class Home(Protocol):
         is_last_backward: whether it is the last one of a step.
         selects: whether it runs only what leads to tensors that the user has selected.
         clock: which root call it is.
+        observer: called with ``"issue"`` or ``"wait"`` and the weights whose gather is issued or awaited.
     """
 
     gathered: set[int]
@@ -68,6 +69,7 @@ class Home(Protocol):
     is_last_backward: bool
     selects: bool
     clock: Clock
+    observer: Callable[[str, Any], None] | None
 
     @property
     def agreement(self) -> Announcements: ...
@@ -77,8 +79,6 @@ class Home(Protocol):
 
     @property
     def in_backward(self) -> bool: ...
-
-    def notify(self, event: str, weights: Any) -> None: ...
 
     def enter_backward(self) -> None: ...
 

@@ -28,17 +28,17 @@ class Visit:
     __slots__ = (
         "__weakref__",
         "begin",
-        "build",
         "calls",
         "end",
         "endless",
+        "generation",
         "guests",
         "hosts",
         "lasting",
         "listener",
-        "open",
         "order",
         "place",
+        "remaining",
         "returns",
         "unit",
     )
@@ -46,15 +46,15 @@ class Visit:
     def __init__(self, unit: Any, listener: Listener, order: list[int], begin: int) -> None:
         self.unit = unit
         self.listener = listener
-        self.build: int = (
-            unit.weights.build
+        self.generation: int = (
+            unit.weights.generation
         )  #: of the unit's memory; a graph over an earlier one can't be run any more
         self.order = order  #: numbers of the units in the order in which they left forward
         self.place = -1  #: of this unit in that order
         self.begin = begin
         self.end = begin
         self.calls = 0
-        self.open = 0  #: calls whose backward has not reached the inputs yet
+        self.remaining = 0  #: calls whose backward has not reached the inputs yet
         self.returns = False  #: whether backward may come, through an output
         self.endless = False  #: no input needs a gradient, so nothing tells when backward is through
         self.lasting = False  #: whether the graph has copies of the weights, so that backward needs no gather
@@ -74,7 +74,7 @@ class Visit:
 class Frame:
     """A call of a unit that is under way."""
 
-    __slots__ = ("begun", "containers", "entry", "guests", "unit", "visit")
+    __slots__ = ("containers", "entry", "first_own", "guests", "unit", "visit")
 
     def __init__(self, unit: Any, entry: int) -> None:
         self.unit = unit
@@ -82,7 +82,7 @@ class Frame:
         #: Number of the first autograd node that this call may have made, perhaps the engine's.
         self.entry = entry
         #: Number of the first that the module itself makes, if it makes one.
-        self.begun = entry
+        self.first_own = entry
         self.containers: list[Any] = []  #: inputs that the call may have put tensors into
         self.guests: list[Any] = []  #: units whose weights are read inside the call
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright._torch import DataParallelMeshDims, local_of, sharded_or_replicated_by_torch
 from shardwright.comm import Communicator
-from shardwright.engine.assembly.build import Given
+from shardwright.engine.assembly.build import Arguments
 from shardwright.engine.assembly.find import (
     UNIT,
     Found,
@@ -153,7 +153,7 @@ def fully_shard(
     _refuse_scripted(modules, untouched)
     each = [ranks, *_ranks_of_some(meshes_asked(modules, untouched, shard_placement_fn), strategy, ranks)]
     founds = [
-        find_parameters(modules, untouched, r, shard_placement_fn, companion=r is not ranks) for r in each
+        find_parameters(modules, untouched, r, shard_placement_fn, sibling=r is not ranks) for r in each
     ]
     for r, found in zip(each, founds, strict=True):
         if r.spmd is not None:
@@ -163,7 +163,9 @@ def fully_shard(
             modules,
             ranks=r,
             settings=Settings(_reshard_after_forward(reshard_after_forward, strategy, r, found)),
-            given=Given(as_precision(mp_policy), mp_policy, shard_placement_fn, _layout(layout, r), offload),
+            arguments=Arguments(
+                as_precision(mp_policy), mp_policy, shard_placement_fn, _layout(layout, r), offload
+            ),
             ignored=ignored,
             ignored_modules=left_out,
         )

@@ -88,12 +88,12 @@ class ModuleState(_Part):
 
     @property
     def _mp_policy(self) -> Any:
-        return self.unit.given.users_policy
+        return self.unit.arguments.users_policy
 
     @property
     def _fsdp_param_groups(self) -> list[ParamGroup]:
         unit = self.unit
-        return [ParamGroup(each) for each in (unit, *unit.companions) if each.parameters]
+        return [ParamGroup(each) for each in (unit, *unit.siblings) if each.parameters]
 
     @property
     def _fsdp_param_group(self) -> ParamGroup | None:

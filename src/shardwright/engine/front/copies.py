@@ -51,7 +51,7 @@ def deepcopy_module(module: nn.Module, memo: dict[Any, Any], original: type, ins
     result.__dict__.update(copy.deepcopy(state, memo))
     unmark_fully_sharded(result)
     if in_use:
-        unit.weights.show_full()
+        unit.weights.forms.show_full()
     if outermost:
         # Inner units first, as fully_shard was called; a list unit waits until the last of its modules is there.
         del memo[_UNITS]
@@ -80,7 +80,7 @@ def _is_of(unit: Unit, calls: Any) -> bool:
 
 
 def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], install: Install) -> None:
-    olds = [old, *old.companions]
+    olds = [old, *old.siblings]
     news = [_like(each, modules, memo) for each in olds]
     for each in olds:
         if each.without_values():
@@ -100,7 +100,7 @@ def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], instal
             new.watch.ignored(),
             new.ranks,
             _mesh_of_copies(olds, memo),
-            companion=new is not news[0],
+            sibling=new is not news[0],
         )
         for new in news
     ]
@@ -124,7 +124,7 @@ def _like(old: Unit, modules: list[nn.Module], memo: dict[Any, Any]) -> Unit:
     new = Unit(
         modules,
         ranks=old.ranks,
-        given=old.given,
+        arguments=old.arguments,
         settings=replace(settings, transport=transport, all_reduce_hook=all_reduce_hook),
         ignored=[memo.get(id(p), p) for p in old.watch.ignored()],
         ignored_modules=[memo.get(id(m), m) for m in old.watch.ignored_modules()],

@@ -131,7 +131,7 @@ class GraphedStep:
         if root.top is not unit:
             raise ValueError(
                 f"GraphedStep needs the outermost module, got {type(self._model).__name__}, a part of "
-                f"{root.agreement.name_of(0)}"
+                f"{root.agreement.model.name_of(0)}"
             )
         for each in root.units():
             if each.host is not None or each.stepping is not None:
@@ -162,7 +162,7 @@ class GraphedStep:
             root.is_last_backward,
             [
                 (
-                    each.build,
+                    each.generation,
                     each.settings,
                     tuple(p.sharded.requires_grad for p in each.parameters),
                 )

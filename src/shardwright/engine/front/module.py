@@ -217,7 +217,7 @@ class UnshardHandle:
         for unit in units:
             if unit.parameters and unit.weights.gathered:
                 unit.weights.wait()
-                unit.weights.show_full()
+                unit.weights.forms.show_full()
 
 
 class FSDPModule(TorchFSDPModule):
@@ -268,7 +268,7 @@ class FSDPModule(TorchFSDPModule):
 
     def _only_unit(self, method: str) -> Unit:
         unit = self._fsdp_unit()
-        if unit.companions:
+        if unit.siblings:
             raise ValueError(
                 f"{method} is for parameters on one mesh, and those of unit {unit.name!r} are on several. Shard "
                 "modules with meshes of their own by calls of their own, not by a shard_placement_fn."
@@ -278,7 +278,7 @@ class FSDPModule(TorchFSDPModule):
     def _fsdp_units(self, recurse: bool) -> list[Unit]:
         if not recurse:
             unit = self._fsdp_unit()
-            return [unit, *unit.companions]
+            return [unit, *unit.siblings]
         return units_of(cast(nn.Module, self))
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:

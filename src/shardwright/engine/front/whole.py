@@ -18,7 +18,7 @@ from shardwright._torch import in_backward, local_of
 from shardwright.engine.assembly.find import UNIT, own_modules
 from shardwright.engine.assembly.states import digest
 from shardwright.engine.base.offload import whole_of
-from shardwright.engine.model.agreement import UNSHARD
+from shardwright.engine.model.divergence import UNSHARD
 from shardwright.engine.model.optimizer_hook import reduce_held
 from shardwright.engine.model.root import root_of
 from shardwright.engine.tensors.parameter import STANDS_FOR, Managed, ManagedParameter, Slot, unit_of

@@ -78,15 +78,22 @@ class Flight:
     )
 
     def __init__(
-        self, announcer: Announcer, division: Division, target: tuple[torch.Tensor, bool] | None
+        self,
+        announcer: Announcer,
+        division: Division,
+        todo: list[Communicator],
+        value: torch.Tensor,
+        present: list[bool] | None,
+        output: torch.Tensor | None,
+        fresh: bool,
     ) -> None:
         self.announcer = announcer
         self.division = division
-        self.output: torch.Tensor | None
-        self.output, self.fresh = target if target is not None else (None, False)
-        self.todo: list[Communicator] = []
-        self.value: torch.Tensor
-        self.present: list[bool] | None = None
+        self.todo = todo
+        self.value = value
+        self.present = present
+        self.output = output
+        self.fresh = fresh
         self.pending: Pending | None = None
         #: Sums that are in it, with what they were before: they are held again if it fails.
         self._merged: list[tuple[Sum, torch.Tensor, list[bool]]] = []
@@ -186,18 +193,20 @@ class Reduction:
         :meth:`start_late`. ``fill``: parameters without a gradient get one of zero.
         """
         ranks, numel = self._ranks, self.packing.numel
-        flight = self._begin(last, factor, force_sum, announcer)
-        tensors, flight.present = self._packer.take(fill and not self.retired)
+        output, fresh = self._delivery.target() if last else (None, False)
+        tensors, present = self._packer.take(fill and not self.retired)
         if ranks.parts > 1:
             self._packed.lease()
-            flight.value = self._packed_flat
+            value = self._packed_flat
             self._packer.pack(tensors, self._packed_view)
         else:
-            flight.value = self._new(numel) if flight.output is None else flight.output
-            self._packer.pack(tensors, flight.value.view(1, numel))
+            value = self._new(numel) if output is None else output
+            self._packer.pack(tensors, value.view(1, numel))
         tensors.clear()
+        todo = self._way[:] if last else ranks.scatters[:]
+        division = self._division(factor, force_sum)
+        flight = self._flight = Flight(announcer, division, todo, value, present, output, fresh)
         flight.merge(self._held)
-        flight.todo = self._way[:] if last else ranks.scatters[:]
         if flight.todo:
             self._next(flight, None)
         else:
@@ -205,21 +214,19 @@ class Reduction:
 
     def start_late(self, factor: float | None, force_sum: bool, announcer: Announcer) -> None:
         """The rest of the way for what the ranks that shard gradients have summed up already."""
-        flight = self._begin(True, factor, force_sum, announcer)
-        flight.todo = [*self._ranks.late, *self._ranks.replicas]
-        flight.present = [False] * len(self.packing.parts)
+        output, fresh = self._delivery.target()
+        present = [False] * len(self.packing.parts)
         late = math.prod(c.world_size for c in self._ranks.late)
-        assert flight.output is not None
-        flight.value = (flight.output if late == 1 else self._new(late * self.packing.numel)).zero_()
+        value = (output if late == 1 else self._new(late * self.packing.numel)).zero_()
+        todo = [*self._ranks.late, *self._ranks.replicas]
+        division = self._division(factor, force_sum)
+        flight = self._flight = Flight(announcer, division, todo, value, present, output, fresh)
         flight.merge(self._partial)
         self._next(flight, None)
 
-    def _begin(self, last: bool, factor: float | None, force_sum: bool, announcer: Announcer) -> Flight:
-        division = plan_division(
-            self.packing.reduce_dtype, self._ranks.size, factor, force_sum or len(self._way) != 1
-        )
-        self._flight = Flight(announcer, division, self._delivery.target() if last else None)
-        return self._flight
+    def _division(self, factor: float | None, force_sum: bool) -> Division:
+        one_by_one = len(self._way) != 1
+        return plan_division(self.packing.reduce_dtype, self._ranks.size, factor, force_sum or one_by_one)
 
     def _new(self, numel: int) -> torch.Tensor:
         return torch.empty(numel, dtype=self.packing.reduce_dtype, device=self._ranks.device)
@@ -308,7 +315,7 @@ class Reduction:
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.fail()
-            self._packed.release()
+        self._packed.release()
         self._delivery.discard()
 
     def release_unused(self) -> None:

@@ -40,11 +40,11 @@ class Arrivals:
             if unit.stepping is None or not unit.stepping.due or unit.activity.calls:
                 land(unit)
             else:
-                unit.gradients.late = True
+                unit.gradients.overdue = True
                 unit.stepping.mark(unit, [p.sharded for p in unit.parameters if p.sharded.requires_grad])
 
     def recover(self) -> None:
         """A backward has failed: its own are dropped with the unit's reductions, those of the one before stay."""
         for unit in self._list():
-            if unit.gradients.late:
+            if unit.gradients.overdue:
                 complete(unit)

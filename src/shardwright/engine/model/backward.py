@@ -24,8 +24,8 @@ class Backward:
 
     def after_call(self, visit: Visit) -> None:
         """Backward has produced the gradients of one call's inputs."""
-        visit.open -= 1
-        if visit.open == 0 and not visit.endless:
+        visit.remaining -= 1
+        if visit.remaining == 0 and not visit.endless:
             with alone(visit.unit.root.device):
                 self.close(visit)
 
@@ -46,7 +46,7 @@ class Backward:
                     weights.show_sharded()
                 else:
                     weights.release()
-            if not activity.unfinished:
+            if not activity.unfinished and weights.copies.secondary is not None:
                 weights.drop_secondary()
             reduce(unit)
         for guest in visit.guests:
@@ -58,19 +58,20 @@ BACKWARD = Backward()
 
 def _enter(unit: Unit, visit: Visit) -> None:
     root: Root = unit.root  # type: ignore[assignment]
-    unit.refuse_unsharded("Backward through")
+    if unit.watch.unsharded:
+        unit.refuse_unsharded("Backward through")
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"Backward with create_graph=True reached unit {unit.name!r}: sharded parameters do not support double "
             "backward, because their memory is released after each use. Use first-order gradients only."
         )
-    if visit.build != unit.weights.build:
+    if visit.generation != unit.weights.generation:
         raise RuntimeError(
             f"Parameters of unit {unit.name!r} were replaced by others of another shape or dtype since the forward "
             "that this backward belongs to. Run the forward again."
         )
     root.enter_backward()
-    visit.open = visit.calls
+    visit.remaining = visit.calls
     unit.activity.visits.add(visit)
     root.visits.enter(visit)
     for host in visit.hosts:  # units may run inside one another
@@ -92,4 +93,4 @@ def _show(unit: Unit, visit: Visit) -> None:
         issue(unit, root.clock.call, look=False)
     root.backward_reaches(visit)
     weights.wait()
-    weights.show_full()
+    weights.forms.show_full()

@@ -63,7 +63,7 @@ class Calls:
 
 def depth_of(unit: Unit) -> int:
     """How many calls of units are under way in the unit's model."""
-    root = root_of(unit)
+    root: Root | None = unit.root  # type: ignore[assignment]
     return len(root.visits.frames) if root is not None else 0
 
 
@@ -105,7 +105,7 @@ def _before(unit: Unit, root: Root, module: nn.Module, args: Any, kwargs: Any) -
     frame = Frame(unit, next_sequence_number())
     root.visits.frames.append(frame)  # taken off by _after or _leave_failed
     frame.containers = opaque_or_mutable(args, kwargs)
-    policy = unit.given.policy
+    policy = unit.arguments.policy
     dtype = policy.param_dtype
     if dtype is not None and policy.cast_forward_inputs and not root.full_precision:
         args, kwargs = map_arguments(lambda t: t.to(dtype) if t.is_floating_point() else t, args, kwargs)
@@ -129,7 +129,8 @@ def _use(unit: Unit, root: Root, frame: Frame, recomputing: bool, lasting: type[
     ``lasting``: of what kind the copies are that are to be shown, if any.
     """
     activity = unit.activity
-    unit.refuse_unsharded("Forward of")
+    if unit.watch.unsharded:
+        unit.refuse_unsharded("Forward of")
     if not activity.calls and not activity.to_run and not recomputing:
         if not unit.weights.forms.full_shown:
             settle_now(unit)
@@ -140,13 +141,14 @@ def _use(unit: Unit, root: Root, frame: Frame, recomputing: bool, lasting: type[
             activity.to_run = {id(m()) for m in unit.watch.references}
     activity.calls += 1
     weights = unit.weights
-    weights.forms.hide_lasting()
+    if weights.forms.lasting is not None:
+        weights.forms.hide_lasting()
     if not recomputing:
         root.forward_reaches(unit)
     elif not weights.gathered:
         issue(unit, root.clock.call)
     weights.wait()
-    weights.show_full()
+    weights.forms.show_full()
     if lasting is not None:
         _show_lasting(unit, root, frame, lasting)
 
@@ -181,7 +183,7 @@ def _mark(unit: Unit, root: Root, frame: Frame, args: Any, kwargs: Any, recomput
     if host is not None and host not in visit.hosts:
         visit.hosts.append(host)
     args, kwargs, marked, frame.entry = mark_inputs(visit, args, kwargs)
-    frame.begun = next_sequence_number()
+    frame.first_own = next_sequence_number()
     visit.calls += 1
     visit.endless |= not marked
     if unit.site.neighbours is not None or unit.stepping is not None:
@@ -235,7 +237,7 @@ def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
             _refuse_weights(unit, found_or_hidden, module)
         stashed = mark_made(visit, found, frame.entry)
         marked = mark_outputs(visit, output, frame.entry) or stashed
-        if not marked and next_sequence_number() > frame.begun:
+        if not marked and next_sequence_number() > frame.first_own:
             refuse_opaque(output, f"unit {unit.name!r} ({type(module).__name__})")
         visit.returns |= marked
         visit.end = root.clock.tick()
@@ -250,7 +252,7 @@ def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
             _leave(unit, root, visit, recomputing)
         if not recomputing and not root.visits.frames and root.caller is not None:
             root.end()
-    dtype = unit.given.policy.output_dtype
+    dtype = unit.arguments.policy.output_dtype
     if dtype is not None and not root.full_precision:
         output = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
     return output

@@ -23,7 +23,7 @@ def wanted(model: nn.Module) -> bool:
 
 def check_agree(units: list[Unit], names: list[str]) -> bool:
     """Whether the units of a model ask for full precision in eval mode, which is all of them or none."""
-    asks = [unit.given.policy.full_precision_in_eval for unit in units]
+    asks = [unit.arguments.policy.full_precision_in_eval for unit in units]
     if len(set(asks)) > 1:
         with_it = names[asks.index(True)]
         without = names[asks.index(False)]

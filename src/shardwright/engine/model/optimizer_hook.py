@@ -81,7 +81,8 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
         _refuse_state_on_device(optimizer, stepped)
         companion.stepped = True
     for unit in stepped:
-        unit.refuse_unsharded("An optimizer's step of")
+        if unit.watch.unsharded:
+            unit.refuse_unsharded("An optimizer's step of")
         unit.drop_kept()  # some kernels write without moving a version counter
         if (root := root_of(unit)) is not None:
             root.pools.step()

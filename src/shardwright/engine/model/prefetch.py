@@ -45,8 +45,9 @@ class Prefetch:
             unit = self._units[number]()
             if unit is None:
                 break
-            nbytes += unit.weights.copy.slab.nbytes
-            if self._nbytes is not None and nbytes > self._nbytes:
-                break
+            if self._nbytes is not None:
+                nbytes += unit.weights.copy.slab.nbytes
+                if nbytes > self._nbytes:
+                    break
             units.append(unit)
         return units

@@ -51,7 +51,7 @@ class Reductions:
         if begins is not None and begins.site.reads is not None:
             self.arrivals.poll()
 
-    def begun(self, number: int) -> None:
+    def add(self, number: int) -> None:
         """A unit's reduce-scatter is under way."""
         self._scattering.append(number)
 

@@ -21,7 +21,8 @@ from shardwright.engine.base.home import Place
 from shardwright.engine.base.precision import cast_buffers
 from shardwright.engine.base.settings import ModelOptions
 from shardwright.engine.base.visit import Visit
-from shardwright.engine.model.agreement import END_BACKWARD, END_FORWARD, Agreement
+from shardwright.engine.model.agreement import Agreement
+from shardwright.engine.model.divergence import END_BACKWARD, END_FORWARD
 from shardwright.engine.model.full_precision import check_agree, wanted
 from shardwright.engine.model.order import Order
 from shardwright.engine.model.pools import Pools, prefetch_budget
@@ -109,10 +110,6 @@ class Root:
         return [
             u for number in sorted(self.gathered, reverse=True) if (u := self._units[number]()) is not None
         ]
-
-    def notify(self, event: str, weights: Weights) -> None:
-        if self.observer is not None:
-            self.observer(event, weights)
 
     def compute_as(self, full_precision: bool) -> None:
         """Gather weights as they are stored from now on, or in their compute dtypes. No call may be under way."""
@@ -309,11 +306,17 @@ def _finish_backward(unit: Unit) -> None:
             visit.close()
     elif gradients.has_gradients():
         reduce(unit)
-    elif reduces_now(unit):
-        if gradients.held:
+    elif gradients.held:
+        if reduces_now(unit):
             reduce(unit, needed=True)
-        elif fills(unit) and unit.weights.forms.ever_shown and not activity.entered:
-            reduce(unit)
+    elif (
+        unit.settings.fills_unused
+        and not activity.entered
+        and unit.weights.forms.ever_shown
+        and fills(unit)
+        and reduces_now(unit)
+    ):
+        reduce(unit)
     activity.entered = False
 
 
@@ -351,7 +354,7 @@ def attach(module: nn.Module) -> Root:
                 f"Module {name!r} was called on its own and is not finished, so it cannot become part of "
                 f"{type(module).__name__} now. Call the outer module first."
             )
-        for each in (unit, *unit.companions):
+        for each in (unit, *unit.siblings):
             units.append(each)
             names.append(name or unit.name)
             if each is not unit:
@@ -370,7 +373,7 @@ def attach(module: nn.Module) -> Root:
             )
     for unit in units:
         modules = [m for top in unit.watch.modules() for _, m in own_modules(top)]
-        cast_buffers(modules, unit.watch.ignored(), unit.watch.ignored_modules(), unit.given.policy)
+        cast_buffers(modules, unit.watch.ignored(), unit.watch.ignored_modules(), unit.arguments.policy)
     root = Root(units, names)
     roots.add(root)
     return root

@@ -52,12 +52,14 @@ class Visits:
         Autograd runs nodes in the reverse of the order in which they were made, so nothing of those is left. Where
         no input of a unit needs a gradient, on this rank or on any, nothing else would say so before the end.
         """
-        self._close_begun_after(visit.end)
+        if len(self.open) > 1:  # it is one of them
+            self._close_begun_after(visit.end)
 
     def leave(self, visit: Visit) -> None:
         """Backward has left a visit."""
         self.open.remove(visit)
-        self._close_begun_after(visit.begin)
+        if self.open:
+            self._close_begun_after(visit.begin)
 
     def close_all(self) -> None:
         """Backward is over."""

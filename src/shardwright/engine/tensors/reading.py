@@ -16,7 +16,7 @@ from shardwright.comm import Communicator, Unreached
 
 #: How long a rank waits for the others. Ranks leave a backward together, so it is longer than they can be apart.
 LIMIT = timedelta(seconds=30)
-#: What a rank that reads shows the others in the place of the event. Those of ``model/agreement.py`` are smaller.
+#: What a rank that reads shows the others in the place of the event. Those of ``model/divergence.py`` are smaller.
 READ = 7
 #: What is read, in the place of a unit's number: a number of a tensor, or the full parameters of a model.
 NUMBER, FULL = range(2)
@@ -31,7 +31,7 @@ _TEXTS = (
 )
 
 #: Called where some ranks read and others do not, to raise in the words of who knows what these do
-#: (``model/agreement.py``).
+#: (``model/divergence.py``).
 refuse_divergence: list[Callable[[Communicator, list[list[int]]], None]] = []
 
 

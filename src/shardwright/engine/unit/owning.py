@@ -26,11 +26,11 @@ from shardwright.engine.unit.uses import complete
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """Every unit at or below a module, once, each with its companions."""
+    """Every unit at or below a module, once, each with its siblings."""
     mains: dict[Unit, None] = dict.fromkeys(
         u for m in model.modules() if (u := m.__dict__.get(UNIT)) is not None
     )
-    return [unit for main in mains for unit in (main, *main.companions)]
+    return [unit for main in mains for unit in (main, *main.siblings)]
 
 
 @torch.inference_mode(False)
@@ -38,7 +38,7 @@ def own_parameters(unit: Unit, found: Found) -> None:
     """Make the unit's memory, and put the sharded parameters into the modules."""
     owned = found.owned
     unset = unit.without_values()  # a change of dtype does not give them any
-    built = build_memory(owned, unit.site, unit.given)
+    built = build_memory(owned, unit.site, unit.arguments)
     unit.own(built)
     parameters = built.parameters
     for p, (_, original, _, _) in zip(parameters, owned, strict=True):
@@ -71,15 +71,15 @@ def borrow_parameters(unit: Unit, found: Found) -> None:
 
 
 def take_over(units: list[Unit], founds: list[Found]) -> None:
-    """Let a unit and its companions own what was found for each, and the first have what the others own."""
-    main, *companions = units
+    """Let a unit and its siblings own what was found for each, and the first have what the others own."""
+    main, *siblings = units
     borrowed = []
-    for unit, found in zip(companions, founds[1:], strict=True):
+    for unit, found in zip(siblings, founds[1:], strict=True):
         unit.main = weakref.ref(main)
         own_parameters(unit, found)
         borrow_parameters(unit, found)
         borrowed += [(p.sharded, slot) for p in unit.parameters for slot in p.slots]
-    main.companions = companions
+    main.siblings = siblings
     if founds[0].owned:
         own_parameters(main, founds[0])
     borrow_parameters(main, Found(founds[0].owned, [*founds[0].borrowed, *borrowed]))
@@ -153,9 +153,9 @@ def remake(unit: Unit) -> None:
         modules,
         unit.watch.ignored(),
         unit.ranks,
-        unit.given.placement_fn,
+        unit.arguments.placement_fn,
         unit,
-        companion=unit.main is not None,
+        sibling=unit.main is not None,
     )
     for owned in found.owned:
         owned.slots.extend(slot for sharded, slot in lent if sharded is owned.parameter)
@@ -196,7 +196,7 @@ def remake(unit: Unit) -> None:
 def _retire(unit: Unit) -> None:
     """Before the unit's memory is made again: give the old one back."""
     unit.release()
-    unit.gradients.finish_all()
+    unit.gradients.finish(unit.settings)
     complete(unit)
     unit.weights.host_may_write()
     unit.activity.visits.clear()

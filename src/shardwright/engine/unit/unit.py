@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright._torch import local_of
 from shardwright.comm import Communicator, neighbours
-from shardwright.engine.assembly.build import Built, Given, cut_for
+from shardwright.engine.assembly.build import Arguments, Built, cut_for
 from shardwright.engine.base.home import Home, Place
 from shardwright.engine.base.offload import Host, HostReads
 from shardwright.engine.base.settings import ModelOptions, Settings
@@ -31,7 +31,7 @@ from shardwright.engine.tensors.parameter import ManagedParameter, become
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.tensors.ranks import Ranks
 from shardwright.engine.tensors.unset import carry_mark
-from shardwright.engine.unit.gradients import Gradients, ranks_of_scatters
+from shardwright.engine.unit.accumulation import Gradients, ranks_of_scatters
 from shardwright.engine.unit.values import Values
 from shardwright.engine.unit.watch import Watch
 from shardwright.engine.weights.weights import Weights
@@ -47,7 +47,7 @@ class Unit:
     Attributes:
         serial: in the order of the ``fully_shard`` calls.
         site: where its memory is.
-        given: what the call was given.
+        arguments: what the call was given.
         settings: by the user; :meth:`change` replaces them.
         options: of the model whose root this unit is.
         state_host: where an optimizer that steps the unit on the device keeps its state, if that is not the device.
@@ -56,8 +56,8 @@ class Unit:
         weights, gradients: of the parameters, as their memory was made last.
         activity: calls and backwards under way.
         stepping: where optimizers step it in backward.
-        companions: units of other meshes that own parameters of the same modules.
-        main: of such a unit the one that has it as a companion.
+        siblings: units of other meshes that own parameters of the same modules.
+        main: of such a unit the one that has it as a sibling.
         root: its model, after the first call.
         number: in the model.
     """
@@ -67,16 +67,16 @@ class Unit:
         modules: Sequence[nn.Module],
         *,
         ranks: Ranks,
-        given: Given,
+        arguments: Arguments,
         settings: Settings,
         ignored: Iterable[nn.Parameter],
         ignored_modules: Iterable[nn.Module],
     ) -> None:
         self.serial = next(_serials)
-        self.given = given
+        self.arguments = arguments
         self.settings = settings
         self.options = ModelOptions()
-        host, offload = None, given.offload
+        host, offload = None, arguments.offload
         if offload.optimizer and not ranks.comm.streams.asynchronous:
             host = Host(ranks.comm.streams, ranks.device, offload.pin_memory)
         self.state_host = None if offload.parameters else host
@@ -86,14 +86,14 @@ class Unit:
             Owner(type(modules[0]).__name__),
             HostReads(host) if host is not None and offload.parameters else None,
             neighbours(ranks.comm, to) if type(to) is int else None,
-            _weakly(self, Unit.on_gradient),
-            _weakly(self, Unit.data_given),
+            _gradient_listener(self),
+            _data_listener(self),
         )
         self.watch = Watch(modules, ignored, ignored_modules)
         self.values = Values()
         self.activity = Activity()
         self.stepping: Stepping | None = None
-        self.companions: list[Unit] = []
+        self.siblings: list[Unit] = []
         self.main: weakref.ref[Unit] | None = None
         self.root: Home | None = None
         self.number = -1
@@ -122,7 +122,7 @@ class Unit:
             weights.join(place)
         self._own(weights, built.gradient_dtypes)
         self.activity.entered = False
-        self.gradients.follow_requires_grad(self.settings.transport)
+        self.gradients.follow_requires_grad(self.settings)
 
     def remake_later(self, held: list[Reduction]) -> None:
         """Making the memory has failed half-way: let the next use do it again, and hold what was held."""
@@ -160,9 +160,9 @@ class Unit:
         return self.weights.parameters
 
     @property
-    def build(self) -> int:
+    def generation(self) -> int:
         """How often the unit's memory was made."""
-        return self.weights.build
+        return self.weights.generation
 
     def managed(self, sharded: torch.Tensor | None) -> ManagedParameter | None:
         """The parameter whose sharded form this is."""
@@ -191,7 +191,7 @@ class Unit:
         if self.parameters:
             self.weights.compute_as(place.home.full_precision)
             if unnamed and self.settings.transport.hook is not None:
-                self.gradients.plan_again(self.gradients.ranks, self.settings.transport)
+                self.gradients.plan_again(self.gradients.ranks, self.settings)
 
     def rejoin(self) -> None:
         """After the unit's memory was made, or its gathers: compute as the model does."""
@@ -232,7 +232,7 @@ class Unit:
         if self.activity.busy:
             p.take_values(value)
             return
-        cut = p.cut if value.shape == p.cut.shape else cut_for(p, value, self.site, self.given)
+        cut = p.cut if value.shape == p.cut.shape else cut_for(p, value, self.site, self.arguments)
         before = local_of(sharded)
         become(sharded, cut.wrap(cut.part_of(value)))
         # Else it has values; ``to_empty`` of a module within gives these.
@@ -242,12 +242,13 @@ class Unit:
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def on_gradient(self, full: torch.Tensor) -> None:
-        """A parameter's full gradient is complete for this backward. Refuses one that read weights unseen."""
+        """A parameter's full gradient is complete, in a backward that has not come through the unit's outputs.
+
+        Raises:
+            RuntimeError: it read the weights when they were not gathered.
+        """
         root = self.root
         assert root is not None
-        entered = self.activity.entered
-        if entered and root.in_backward:
-            return  # the rule, and this is called for every parameter
         root.enter_backward()
         if not self.activity.entered and not self.weights.ready:
             raise RuntimeError(
@@ -257,13 +258,30 @@ class Unit:
             )
 
 
-def _weakly(unit: Unit, method: Callable[[Unit, torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """A call of a unit's method that does not hold the unit, which holds the parameters that call this."""
+# Parameters hold these listeners, and the unit holds the parameters: they refer to it weakly.
+
+
+def _gradient_listener(unit: Unit) -> Callable[[torch.Tensor], None]:
+    """Called with each parameter whose full gradient is complete for this backward."""
     ref = weakref.ref(unit)
 
-    def call(parameter: torch.Tensor) -> None:
-        owner = ref()
-        if owner is not None:
-            method(owner, parameter)
+    def on_gradient(full: torch.Tensor) -> None:
+        unit = ref()
+        if unit is not None and not (
+            unit.activity.entered and unit.root is not None and unit.root.in_backward
+        ):
+            unit.on_gradient(full)
 
-    return call
+    return on_gradient
+
+
+def _data_listener(unit: Unit) -> Callable[[torch.Tensor], None]:
+    """Called with a full parameter whose ``.data`` is handed out."""
+    ref = weakref.ref(unit)
+
+    def data_given(full: torch.Tensor) -> None:
+        unit = ref()
+        if unit is not None:
+            unit.data_given(full)
+
+    return data_given

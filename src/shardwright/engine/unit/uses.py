@@ -12,20 +12,20 @@ import torch
 
 from shardwright.engine.base.settings import Transport
 from shardwright.engine.gradients.stepping import forget_stepped
-from shardwright.engine.unit.gradients import ranks_of_scatters
+from shardwright.engine.unit.accumulation import ranks_of_scatters
 from shardwright.engine.unit.unit import Unit
 
 
 def valid_for(unit: Unit, call: int) -> bool:
     """Whether the slab may be read by the given root call without filling it again."""
-    if unit.gradients.late:
+    if unit.gradients.overdue:
         complete(unit)
     return unit.weights.valid_for(call)
 
 
 def issue(unit: Unit, call: int, look: bool = True) -> None:
     """See :meth:`Weights.issue`. Gradients of an earlier backward are waited for before."""
-    if unit.gradients.late:
+    if unit.gradients.overdue:
         complete(unit)
     if unit.values.unset:
         _refuse_without_values(unit)
@@ -118,7 +118,7 @@ def reduce(unit: Unit, needed: bool = False) -> None:
     begun = unit.gradients.reduce(place, settings, needed, _reduces_all(unit), fills(unit))
     if not begun:
         return
-    root.reductions.begun(unit.number)
+    root.reductions.add(unit.number)
     if stepping is not None:
         last_backward = settings.sync and settings.all_reduce and root.is_last_backward
         stepping.expect(unit, last_backward, root.clock.begun)
@@ -157,7 +157,7 @@ def land(unit: Unit) -> None:
 
 def complete(unit: Unit) -> None:
     """Wait for gradients of an earlier backward that are still on their way to the host, and step them."""
-    if unit.gradients.late:
+    if unit.gradients.overdue:
         land(unit)
         if unit.stepping is not None and unit.stepping.due:  # its backward is over, and its next use waits
             unit.stepping.run(unit)
@@ -165,9 +165,9 @@ def complete(unit: Unit) -> None:
 
 def follow_requires_grad(unit: Unit) -> None:
     """Take over ``requires_grad`` from the sharded parameters, which users may have changed since."""
-    if unit.gradients.late:
+    if unit.gradients.overdue:
         complete(unit)
-    unit.gradients.follow_requires_grad(unit.settings.transport)
+    unit.gradients.follow_requires_grad(unit.settings)
 
 
 def recover(unit: Unit) -> None:
@@ -202,7 +202,7 @@ def reduce_by(unit: Unit, **changes: Any) -> None:
     complete(unit)
     finish_reduction(unit)
     unit.change(transport=transport)
-    unit.gradients.plan_again(ranks_of_scatters(unit.site.ranks, transport), transport)
+    unit.gradients.plan_again(ranks_of_scatters(unit.site.ranks, transport), unit.settings)
 
 
 def _refuse_to_reduce_by(unit: Unit, transport: Transport) -> None:

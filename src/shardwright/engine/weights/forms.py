@@ -68,6 +68,8 @@ class Forms:
 
     def show_full(self) -> None:
         """Where a module holds something else than the sharded parameter, the user has put it there: it stays."""
+        if self.full_shown:
+            return
         self.full_shown = self.ever_shown = True  # first: a loop that is interrupted is undone as a whole
         for registry, name, sharded, full in self._plain_slots:
             if registry.get(name) is sharded:
@@ -85,7 +87,7 @@ class Forms:
         self.full_shown = False
 
     def hide_lasting(self) -> None:
-        """Show the full parameters again in the place of copies, if these are shown."""
-        if self.lasting is not None:
-            self.lasting.hide()
-            self.lasting = None
+        """Show the full parameters again in the place of copies, which are shown."""
+        assert self.lasting is not None
+        self.lasting.hide()
+        self.lasting = None

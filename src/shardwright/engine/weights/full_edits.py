@@ -13,21 +13,23 @@ class FullEdits:
     """Those of one build of a unit's memory.
 
     Attributes:
-        given: full parameters whose ``.data`` was handed out: edits may come unseen.
+        handed_out: full parameters whose ``.data`` was handed out: edits may come unseen.
     """
 
-    __slots__ = ("_copies", "_decoded", "_owner", "_parameters", "given")
+    __slots__ = ("_copies", "_decoded", "_owner", "_parameters", "handed_out")
 
     def __init__(self, parameters: list[ManagedParameter], copies: Copies, owner: Owner) -> None:
         self._parameters = parameters
         self._copies = copies
         self._owner = owner
-        self.given: set[int] = set()  #: full parameters whose ``.data`` was handed out: edits may come unseen
+        self.handed_out: set[int] = (
+            set()
+        )  #: full parameters whose ``.data`` was handed out: edits may come unseen
         self._decoded: dict[int, torch.Tensor] = {}  #: of those, this rank's part as a codec has left it
 
     def give(self, full: torch.Tensor, there: bool) -> None:
         """The ``.data`` of a full parameter is handed out; ``there``: its weights are in the slab."""
-        self.given.add(id(full))
+        self.handed_out.add(id(full))
         if there:
             self._remember(full)
 
@@ -35,7 +37,7 @@ class FullEdits:
         """Weights were gathered."""
         self._decoded.clear()
         for full in self._copies.current.counters.tensors:
-            if id(full) in self.given:
+            if id(full) in self.handed_out:
                 self._remember(full)
 
     def leave(self) -> None:
@@ -44,11 +46,11 @@ class FullEdits:
 
     def write_back(self, there: bool) -> bool:
         """Write edits into the shards, as they would be without us. Returns whether there may have been any."""
-        moved, given = self._copies.current.counters.look(), self.given
-        if not (moved or given) or not there:
+        moved, handed_out = self._copies.current.counters.look(), self.handed_out
+        if not (moved or handed_out) or not there:
             return False
         for p in self._parameters:
-            if id(p.full) in given or any(id(t) in moved for t in p.counters):
+            if id(p.full) in handed_out or any(id(t) in moved for t in p.counters):
                 p.write_back(self._gathered_part(p))
         return True
 

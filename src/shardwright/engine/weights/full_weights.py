@@ -197,10 +197,12 @@ class Copies:
 
         Those of a copy that is not in use, too: graphs over its memory are to notice.
         """
+        if len(places) == len(self._parameters) and self.stored is None:
+            return self.current.counters.tensors  # the rule, after an optimizer's step
         tensors = [t for i in places for t in self._parameters[i].counters]
-        for copy in self.each():
-            if copy is not self.current:
-                tensors += [t for i in places for t in copy.counted(i)]
+        if self.stored is not None:
+            other = self.training if self.current is self.stored else self.stored
+            tensors += [t for i in places for t in other.counted(i)]
         return tensors
 
 

@@ -29,8 +29,8 @@ from shardwright.memory import Owner, Slab
 #: nothing that was gathered serves beyond its root call.
 edits_are_seen = subclasses_dispatch
 
-Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  #: destinations and sources
-_NO_COPIES: Copies = ([], [])
+Moves = tuple[list[torch.Tensor], list[torch.Tensor]]  #: destinations and sources
+_NO_MOVES: Moves = ([], [])
 
 
 class Parcel:
@@ -44,11 +44,7 @@ class Parcel:
         self.outputs = gather.outputs
         self.inputs = gather.inputs
         self.nbytes = gather.nbytes
-        self.casts = _NO_COPIES  #: to be made on the stream of the next collective, before it
-
-    def announce(self, comm: Communicator, nbytes: int, detail: int = 0) -> Callable[[], None] | None:
-        place = self.place
-        return place.home.agreement.announce_gather(place.number, comm, nbytes, detail)
+        self.casts = _NO_MOVES  #: to be made on the stream of the next collective, before it
 
 
 class Stage(Protocol):
@@ -84,12 +80,13 @@ class Hop:
         return self.kept and self.epoch == epoch and edits_are_seen
 
     def begin(self, parcel: Parcel) -> None:
-        casts, parcel.casts = parcel.casts, _NO_COPIES
+        casts, parcel.casts = parcel.casts, _NO_MOVES
         if self.serves(parcel.epoch):
             return
         self.slab.lease()
         self.epoch = NEVER
-        announce = parcel.announce(self.comm, self.slab.nbytes)
+        place = parcel.place
+        announce = place.home.agreement.announce_gather(place.number, self.comm, self.slab.nbytes)
         pending = self.comm.all_gather(self.outputs, self.inputs, casts, None, announce)
         if self.comm.streams.asynchronous:
             pending.wait()  # on an accelerator the stream keeps the order
@@ -110,7 +107,7 @@ class Hop:
 class Upload:
     """Shards in the CPU's memory: copied to the device first."""
 
-    def __init__(self, slab: Slab, copies: Copies, reads: HostReads, after: Hop | None) -> None:
+    def __init__(self, slab: Slab, copies: Moves, reads: HostReads, after: Hop | None) -> None:
         self._slab = slab
         self._copies = copies
         self._reads = reads
@@ -128,7 +125,7 @@ class Upload:
 class Cast:
     """Shards that are gathered in another dtype or order than they are stored in."""
 
-    def __init__(self, slab: Slab, copies: Copies) -> None:
+    def __init__(self, slab: Slab, copies: Moves) -> None:
         self._slab = slab
         self._copies = copies
 
@@ -196,6 +193,7 @@ class Gather:
         outputs, inputs: of the last collective, the headers last.
         nbytes: of the outputs, without headers.
         detail: stands for the parameters that gather themselves; 0 if there are none.
+        extend: the stage of these parameters.
     """
 
     def __init__(
@@ -217,7 +215,7 @@ class Gather:
         self.outputs = [*outputs, header]
         self.inputs = [*inputs, header]  # until the unit has its place
         self._stages = tuple(stages)
-        self._extend = extend
+        self.extend = extend
 
     def address(self, header: torch.Tensor, headers: torch.Tensor) -> None:
         """Send ``header`` with each gather, and receive all ranks' in ``headers``; bytes of both."""
@@ -228,18 +226,13 @@ class Gather:
         parcel = Parcel(self, place, epoch)
         for stage in self._stages:
             stage.begin(parcel)
-        announce = parcel.announce(self.comm, parcel.nbytes, self.detail)
+        announce = place.home.agreement.announce_gather(place.number, self.comm, parcel.nbytes, self.detail)
         return self.comm.all_gather(parcel.outputs, parcel.inputs, parcel.casts, None, announce)
 
     def end(self) -> None:
         """It was waited for."""
         for stage in self._stages:
             stage.end()
-
-    def finish(self) -> None:
-        """The ranks have gathered the same."""
-        if self._extend is not None:
-            self._extend.finish()
 
     def drop(self) -> None:
         """Give back what of outer axes is kept until the weights change."""
@@ -310,15 +303,15 @@ def _prepare(
     owner: Owner,
     device: torch.device,
     offloaded: bool,
-) -> tuple[_Pieces, tuple[Slab, Copies] | None, tuple[Slab, Copies] | None]:
+) -> tuple[_Pieces, tuple[Slab, Moves] | None, tuple[Slab, Moves] | None]:
     """What is sent, and the memory and the copies of what is uploaded and what is cast on the way."""
     repacks = {i: cut for i, cut in enumerate(cuts) if cut.repacks}
     staged = [r for r in layout.runs if r.is_cast or _repacked(r, repacks)]
     cast = _room(staged, [r.compute_dtype for r in staged], device, "cast shard", owner)
     uploaded = [r for r in layout.runs if offloaded and not r.extended]
     upload = _room(uploaded, [r.storage_dtype for r in uploaded], device, "uploaded shard", owner)
-    uploads: Copies = [], []
-    casts: Copies = [], []
+    uploads: Moves = [], []
+    casts: Moves = [], []
     pieces = _Pieces()
     cast_bytes = upload_bytes = 0
     payloads = iter(shards)

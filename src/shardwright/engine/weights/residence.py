@@ -15,9 +15,8 @@ class Residence(enum.Enum):
     SHARDED = "no memory"
     ISSUING = "leased; a collective that writes to it is being issued, or was interrupted while it was"
     GATHERING = "leased; a gather is under way"
-    RESIDENT = (
-        "leased; what was gathered is there, or nothing after a gather that failed (its epoch says which)"
-    )
+    RESIDENT = "leased; what was gathered is there"
+    EMPTY = "leased; the gather failed, so nothing is there"
 
 
 class Event(enum.Enum):
@@ -37,7 +36,9 @@ ALLOWED = {
     (Residence.RESIDENT, Event.ISSUE): Residence.ISSUING,
     (Residence.ISSUING, Event.ISSUE): Residence.ISSUING,
     (Residence.ISSUING, Event.ISSUED): Residence.GATHERING,
-    (Residence.ISSUING, Event.FAIL): Residence.RESIDENT,
+    (Residence.ISSUING, Event.FAIL): Residence.EMPTY,
+    (Residence.EMPTY, Event.ISSUE): Residence.ISSUING,
+    (Residence.EMPTY, Event.RELEASE): Residence.SHARDED,
     (Residence.GATHERING, Event.WAIT): Residence.RESIDENT,
     (Residence.RESIDENT, Event.RELEASE): Residence.SHARDED,
     (Residence.ISSUING, Event.RELEASE): Residence.ISSUING,

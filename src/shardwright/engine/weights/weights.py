@@ -24,7 +24,7 @@ from shardwright.engine.weights.residence import Residence
 from shardwright.layout import UnitLayout
 from shardwright.memory import Slab
 
-SHARDED, ISSUING, GATHERING, RESIDENT = Residence
+SHARDED, ISSUING, GATHERING, RESIDENT, EMPTY = Residence
 
 
 class Weights:
@@ -32,7 +32,7 @@ class Weights:
 
     Attributes:
         site: where it is.
-        build: how often the unit's memory was made; graphs over earlier memory can't be run any more.
+        generation: how often the unit's memory was made; graphs over earlier memory can't be run any more.
         shards: this rank's chunks of the layout's segments, padded.
         copies: the full weights.
         place: in a model; None before the first call.
@@ -57,7 +57,7 @@ class Weights:
         self.layout = layout
         self.shards = shards
         self.parameters = parameters
-        self.build: int = 1 if before is None else before.build + 1
+        self.generation: int = 1 if before is None else before.generation + 1
         self.forms: Forms = Forms(parameters, before is not None and before.forms.ever_shown)
         self.ledger = Ledger(parameters)
         self.place: Place | None = None
@@ -119,8 +119,7 @@ class Weights:
 
     def _keep_edits(self) -> None:
         """Weights may have been edited while they were full: the edits go into the shard, as they would without us."""
-        there = self.copies.current.slab.leased and self._flight is None
-        if self._edits.write_back(there):
+        if self._edits.write_back(self.residence is RESIDENT):
             # The slab has the edit, and the full parameters' counters have moved with it.
             fresh = self.is_current
             self.ledger.write()
@@ -144,8 +143,8 @@ class Weights:
 
     @property
     def ready(self) -> bool:
-        """Whether the slab is leased and no gather is under way."""
-        return self.copies.current.slab.leased and self._flight is None
+        """Whether the slab holds what was gathered."""
+        return self.residence is RESIDENT
 
     def valid_for(self, call: int) -> bool:
         """Whether the slab may be read by the given root call without filling it again."""
@@ -174,7 +173,8 @@ class Weights:
         place.home.gathered.add(place.number)  # first, so that a lease that fails is released with the rest
         self.copies.current.slab.lease()
         self.call, self.epoch, self.kept = call, epoch, False
-        place.home.notify("issue", self)
+        if place.home.observer is not None:
+            place.home.observer("issue", self)
         self.residence = ISSUING
         try:
             with annotate("all_gather", place.label):
@@ -182,7 +182,7 @@ class Weights:
         except (
             Exception
         ):  # out of memory, ranks that diverge: nothing was begun. An interrupt may come later.
-            self.residence = RESIDENT
+            self.residence = EMPTY
             self.epoch = NEVER
             raise
         self.residence = GATHERING
@@ -194,7 +194,8 @@ class Weights:
             return
         place = self.place
         assert place is not None
-        place.home.notify("wait", self)
+        if place.home.observer is not None:
+            place.home.observer("wait", self)
         pending, gather = flight
         pending.wait()
         self._flight = None
@@ -202,8 +203,9 @@ class Weights:
         gather.end()
         if gather.comm.streams.asynchronous:
             place.check_headers(self.site.ranks.comm)
-        gather.finish()
-        if self._edits.given:
+        if gather.extend is not None:
+            gather.extend.finish()
+        if self._edits.handed_out:
             self._edits.arrive()
 
     def _adopt(self) -> None:
@@ -213,15 +215,11 @@ class Weights:
 
     # -- show ----------------------------------------------------------------------------------------------------
 
-    def show_full(self) -> None:
-        """Let modules hold the full parameters."""
-        if not self.forms.full_shown:
-            self.forms.show_full()
-
     def show_sharded(self) -> None:
         """Let modules hold the sharded parameters. What the full weights have of the user's edits is kept."""
         if self.forms.full_shown:
-            self.forms.hide_lasting()
+            if self.forms.lasting is not None:
+                self.forms.hide_lasting()
             self._keep_edits()
             self.forms.show_sharded()
 
@@ -232,9 +230,11 @@ class Weights:
         self.show_sharded()
         slab = self.copies.current.slab
         if slab.leased:
-            self.wait()
+            if self._flight is not None:
+                self.wait()
             self.call, self.kept, self.epoch = -1, False, NEVER
-            self._edits.leave()
+            if self._edits.handed_out:
+                self._edits.leave()
             if self.residence is ISSUING:
                 # An interrupt left a gather that may still write: the memory stays until the next one.
                 return
@@ -263,7 +263,8 @@ class Weights:
 
     def drop_kept(self) -> None:
         """The weights are about to change: keep no copy of them, and let no gather go on reading them."""
-        self.wait()
+        if self._flight is not None:
+            self.wait()
         self.host_may_write()
         self.drop_secondary()
         if self.kept and not self.forms.full_shown:

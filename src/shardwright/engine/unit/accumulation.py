@@ -38,7 +38,7 @@ class Gradients:
         reductions: one for each packing, and those of an earlier ``requires_grad`` while they hold sums.
         held: of earlier micro-batches.
         arriving: whether gradients are on their way to the CPU's memory.
-        late: whether they are those of a backward that is over.
+        overdue: whether they are those of a backward that is over.
     """
 
     def __init__(
@@ -54,33 +54,33 @@ class Gradients:
         self._held_before = Held.NOTHING  #: when the reduction under way began
         self._trainable: tuple[bool, ...] | None = None
         self.arriving = False
-        self.late = False
+        self.overdue = False
 
     # -- plan ----------------------------------------------------------------------------------------------------
 
-    def follow_requires_grad(self, transport: Transport) -> bool:
+    def follow_requires_grad(self, settings: Settings) -> bool:
         """Take over ``requires_grad`` from the sharded parameters. Returns whether it had changed."""
         with quick_attributes():
             trainable = tuple([p.requires_grad for p in self._weights.forms.shardeds])
         if trainable == self._trainable:
             return False
-        self.finish_all()
+        self.finish(settings)
         # What micro-batches before the change have left is reduced beside the new gradients.
         held = self.reductions if self.held else []
         for reduction in held:
             reduction.retired = True
         for p, flag in zip(self._weights.parameters, trainable, strict=True):
             p.full.requires_grad_(flag)
-        self.reductions = [*self._plan(trainable, transport), *held]
+        self.reductions = [*self._plan(trainable, settings.transport), *held]
         self._trainable = trainable  # last: what has failed before is done again
         return True
 
-    def plan_again(self, ranks: Ranks, transport: Transport) -> None:
+    def plan_again(self, ranks: Ranks, settings: Settings) -> None:
         """Between steps: the transport was changed."""
         self.ranks = ranks
         self._trainable = None
         self.reductions = []
-        self.follow_requires_grad(transport)
+        self.follow_requires_grad(settings)
 
     @torch.inference_mode(False)
     def _plan(self, trainable: tuple[bool, ...], transport: Transport) -> list[Reduction]:
@@ -154,14 +154,9 @@ class Gradients:
         self._held_before = Held.NOTHING
         self._drop_retired()
 
-    def finish_all(self) -> None:
-        """As :meth:`finish`, where the model does not ask for it."""
-        for reduction in self.reductions:
-            reduction.finish()
-
     def discard(self) -> None:
         """A backward has failed: forget it, and hold again what was held before."""
-        self.arriving = self.late = False
+        self.arriving = self.overdue = False
         for reduction in self.reductions:
             reduction.discard()
         self.held = max(self.held, self._held_before)
@@ -214,6 +209,6 @@ class Gradients:
 
     def land(self) -> None:
         """The host waits for the gradients."""
-        self.arriving = self.late = False
+        self.arriving = self.overdue = False
         for reduction in self.reductions:
             reduction.land()

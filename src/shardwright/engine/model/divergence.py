@@ -1,0 +1,183 @@
+"""The errors that name which ranks of a model have diverged, from the records of what each was about to do."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple, NoReturn
+
+from shardwright.comm import LEFT, Communicator, notices
+from shardwright.engine.tensors.ranks import Ranks
+from shardwright.engine.tensors.reading import FULL, READ, refuse_divergence
+from shardwright.engine.unit.unit import Unit
+
+#: What ranks are about to do, in the records they exchange. The texts go into the error that names who diverged.
+GATHER, REDUCE, END_FORWARD, END_BACKWARD, CLIP, UNSHARD, MISSING = range(READ)
+DOING = (
+    ("gathers", "gather"),
+    ("reduces the gradients of", "reduce the gradients of"),
+    ("ends the forward of", "end the forward of"),
+    ("ends the backward of", "end the backward of"),
+    ("clips the gradients of", "clip the gradients of"),
+    ("shows the full parameters of", "show the full parameters of"),
+    ("has no values for", "have no values for"),
+    ("reads a number of", "read a number of"),
+    ("has left", "have left"),
+)
+#: What a rank has left by an exception, by what would have ended it.
+LEFT_BY = {
+    END_FORWARD: "the forward of",
+    END_BACKWARD: "the backward of",
+    CLIP: "the clipping of gradients of",
+    UNSHARD: "the gathering of full parameters of",
+}
+
+_WAY_OUT = "Every rank must run the same units, of the same sizes, in the same order in each step."
+_WAY_OUT_OF_LEAVING = "The others cannot go on without it: where one rank leaves a step, all must."
+_WAY_OUT_OF_AGES = (
+    "Their weights are of different ages. Every rank must make the same steps of optimizers: where one skips a step (a "
+    "loss that is not finite, another number of micro-batches), all must. Load a state dict into the model on every "
+    "rank, or start again."
+)
+
+_models: weakref.WeakSet[Model] = weakref.WeakSet()
+
+
+class Record(NamedTuple):
+    """What a rank is about to do, as it shows the others before a collective."""
+
+    event: int
+    number: int  #: of the unit
+    nbytes: int
+    detail: int  #: which parameters (of a reduction; of a gather those with fsdp_pre_all_gather), or what was left
+    model: int
+    age: int
+
+
+class Model:
+    """What errors name of a model.
+
+    Attributes:
+        names: of the units.
+        every: one communicator for each axis of more than one rank of any unit's mesh, in one order on every rank.
+        number: of the model in its group of ranks; -1 until the model is complete.
+    """
+
+    def __init__(self, units: list[Unit], names: list[str], ranks: Ranks) -> None:
+        self._units = [weakref.ref(u) for u in units]
+        self.names = names
+        self._ranks = ranks
+        self.every = list(dict.fromkeys(comm for unit in units for comm in unit.ranks.every))
+        self.number = -1
+
+    def begin(self) -> None:
+        """The model is complete."""
+        self.number = (*self.every, self._ranks.local)[0].number_of_model()
+        _models.add(self)
+
+    def units(self) -> list[Unit]:
+        return [unit for ref in self._units if (unit := ref()) is not None]
+
+    def name_of(self, number: int) -> str:
+        known = 0 <= number < len(self.names)
+        return f"unit {number} ({self.names[number]!r})" if known else f"unknown unit {number}"
+
+    def refuse_rows(self, comm: Communicator, rows: list[list[int]]) -> NoReturn:
+        """Raise, given what the ranks have shown each other before a collective."""
+        records = {rank: Record(*row) for rank, row in zip(comm.ranks, rows, strict=True)}
+        self._refuse_missing(records)
+        self.refuse(records)
+
+    def _refuse_missing(self, records: dict[int, Record]) -> None:
+        """Raise if some ranks have no values for what the others are about to gather."""
+        ranks = [rank for rank, r in records.items() if r.event == MISSING]
+        if not ranks or len({(r.number, r.model) for r in records.values()}) > 1:
+            return
+        place, number = records[ranks[0]].nbytes, records[ranks[0]].number
+        unit = self._units[number]()
+        name = unit.parameters[place].name if unit is not None and place < len(unit.parameters) else "?"
+        raise RuntimeError(
+            f"Parameters {name!r} of {self.name_of(number)} hold no values yet on {_ranks(ranks)}, since they were "
+            "sharded deferred or on the meta device. Every rank must give its part values: call "
+            "shardwright.materialize(model), load a checkpoint, or fill to_local() on each."
+        )
+
+    def refuse(self, records: dict[int, Record]) -> NoReturn:
+        """Raise, given what each rank is about to do."""
+        first = next(iter(records.values()))
+        one_age = len({r.age for r in records.values() if r.event != READ}) == 1
+        same_place = len({(r.event, r.number, r.model) for r in records.values()}) == 1
+        same_size = len({r.nbytes for r in records.values()}) == 1
+        if same_place and one_age and first.event == GATHER and len({r.detail for r in records.values()}) > 1:
+            details = _grouped({rank: r.detail for rank, r in records.items()})
+            groups = "; ".join(
+                f"{'some' if detail else 'none'} on {_ranks(ranks)}" for detail, ranks in details
+            )
+            raise RuntimeError(
+                f"The ranks have diverged: they gather {self.name_of(first.number)} with fsdp_pre_all_gather on "
+                f"different parameters ({groups}). Attach it to the local tensors of the same parameters on every rank."
+            )
+        if same_place and same_size and one_age:
+            raise RuntimeError(
+                f"The ranks have diverged: they reduce gradients of different parameters of "
+                f"{self.name_of(first.number)}. requires_grad must be the same on every rank."
+            )
+        doing = _grouped({rank: self._describe(rank, r, records.values()) for rank, r in records.items()})
+        text = "; ".join(f"{_ranks(ranks)} {verbs[len(ranks) > 1]} {what}" for (verbs, what), ranks in doing)
+        unit = self._units[first.number]() if same_place and not same_size else None
+        if unit is not None and first.event == REDUCE:
+            text += " (of other parameters: requires_grad must be the same on every rank)"
+        elif unit is not None and unit.weights.copies.extended_kinds:
+            kinds = unit.weights.copies.extended_kinds
+            text += f" (fsdp_pre_all_gather of {kinds} must return equal sizes on every rank)"
+        left = any(r.event == LEFT for r in records.values())
+        way_out = _WAY_OUT_OF_LEAVING if left else _WAY_OUT if one_age else _WAY_OUT_OF_AGES
+        raise RuntimeError(f"The ranks have diverged: {text}. {way_out}")
+
+    def _describe(self, rank: int, record: Record, among: Collection[Record]) -> tuple[tuple[str, str], str]:
+        """What a rank is about to do, in the singular and in the plural, and with what."""
+        if record.event == READ and record.number == FULL:
+            return ("gathers", "gather"), "full parameters (unsharded)"
+        if record.event == READ:
+            return DOING[READ], "a sharded tensor (norm, sum, item, float)"
+        models, ages = ({r[place] for r in among if r.event != READ} for place in (-2, -1))
+        places, sizes = {(r.event, r.number, r.model) for r in among}, {r.nbytes for r in among}
+        model = next((m for m in _models if m._is(record.model, self)), self)
+        what = model.name_of(record.number)
+        if record.event == LEFT:
+            said = notices.read([rank]).get(rank, "")
+            reason = said.rpartition(f"{what} by ")[2] if f"{what} by " in said else "an exception"
+            return DOING[LEFT], f"{LEFT_BY[record.detail]} {what} by {reason}"
+        what += f" of the group's model {record.model} ({model.names[0]!r})" if len(models) > 1 else ""
+        what += f" of {record.nbytes} bytes" if len(places) == 1 and len(sizes) > 1 else ""
+        what += f" after {_steps(record.age)}" if len(ages) > 1 else ""
+        return DOING[record.event], what
+
+    def _is(self, number: int, beside: Model) -> bool:
+        return self.number == number and self._ranks.same(beside._ranks)
+
+
+def _refuse_reading(comm: Communicator, rows: list[list[int]]) -> None:
+    """Some ranks read a number of a sharded tensor while the others go on with a model: raise in its words."""
+    for model in _models:
+        if any(each.ranks == comm.ranks for each in model.every):
+            model.refuse_rows(comm, rows)
+
+
+refuse_divergence.append(_refuse_reading)
+
+
+def _grouped(values: dict[int, Any]) -> Iterable[tuple[Any, list[int]]]:
+    """Each value with the ranks that have it."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ranks.items()
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
+
+
+def _steps(age: int) -> str:
+    return f"{age} optimizer step" if age == 1 else f"{age} optimizer steps"

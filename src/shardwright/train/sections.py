@@ -1,0 +1,514 @@
+"""The sections and keys of CONFIG.toml: types, ranges, defaults, meanings. `schema` puts them together.
+
+Nothing here imports torch, so that `--help` and a mistyped key are answered at once.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from shardwright.train.errors import UserError
+from shardwright.train.models.kinds import KINDS
+from shardwright.train.models.presets import RopeScaling, Shape
+
+# No float16: its gradients underflow without loss scaling, which the trainer does not have.
+DType = Literal["float32", "bfloat16"]
+# strict=False on the outside only: TOML has lists where an immutable model wants tuples.
+Paths = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, min_length=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A table of the file: strict types, no unknown keys, immutable."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class RunConfig(Section):
+    """What the run is called, where it is kept and where it computes."""
+
+    name: str = Field(
+        default="llama-debug", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$",
+        description="Name of the run: letters, digits, '.', '_' and '-'. Part of the default folder's name.",
+    )  # fmt: skip
+    dir: str = Field(
+        default="", description="Folder of the run. Empty: runs/NAME-TIME below the current folder."
+    )
+    seed: int = Field(
+        default=0, ge=0, le=2**32 - 1, description="Seed of the initial weights and of the sample order."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where to compute. auto: the GPUs where there are any, else the CPU."
+    )
+    sample_tokens: int = Field(
+        default=160, ge=0,
+        description="Tokens that the model writes after the last step; one pass over it for each. 0: none.",
+    )  # fmt: skip
+
+
+class RopeScalingConfig(Section):
+    """Stretching of the rotary frequencies, as in Llama 3.1. A factor of 1 turns it off."""
+
+    factor: float = Field(
+        default=8.0, ge=1, description="How far the longest wavelengths are stretched; 1 turns it off."
+    )
+    low_freq_factor: float = Field(
+        default=1.0, gt=0, description="Wavelengths beyond original_max_seq_len / this are stretched in full."
+    )
+    high_freq_factor: float = Field(
+        default=4.0, gt=0, description="Wavelengths below original_max_seq_len / this are left alone."
+    )
+    original_max_seq_len: int = Field(
+        default=8192, ge=1, description="Context length of pre-training, in tokens."
+    )
+
+
+class ModelConfig(Section):
+    """The model: a preset's shape, in which every other key replaces one number."""
+
+    kind: Literal["llama", "hybrid"] = Field(
+        default="llama",
+        description="Architecture. hybrid: Mamba-2, attention, mixture-of-experts and dense layers in any order.",
+    )
+    preset: Literal["debug", "150M", "1B", "3B", "8B", "9B", "70B", "405B"] = Field(
+        default="debug",
+        description="Shape to start from. Of llama: debug, 150M, 1B and 3B (Llama 3.2), 8B, 70B and 405B (Llama 3.1). "
+        "Of hybrid: debug, 150M, 9B (Nemotron Nano 9B v2).",
+    )
+    dim: int | None = Field(default=None, ge=1, description="Width of the residual stream.")
+    n_layers: int | None = Field(default=None, ge=1, description="Number of blocks. Of llama only.")
+    pattern: str | None = Field(
+        default=None,
+        description="The layers in their order: M for Mamba-2, * for attention, E for a mixture of experts, - for a "
+        "dense MLP. Of hybrid only, as are all keys from mamba_heads on.",
+    )
+    n_heads: int | None = Field(default=None, ge=1, description="Query heads per block.")
+    n_kv_heads: int | None = Field(
+        default=None, ge=1, description="Key and value heads per block; divides n_heads."
+    )
+    head_dim: int | None = Field(
+        default=None, ge=1, description="Width of an attention head. Of hybrid only: of llama dim / n_heads."
+    )
+    ffn_dim: int | None = Field(default=None, ge=1, description="Hidden width of the feed-forward part.")
+    vocab_size: int | None = Field(
+        default=None, ge=1, description="Tokens of the vocabulary; at least the tokenizer's."
+    )
+    max_seq_len: int | None = Field(default=None, ge=1, description="Longest sequence, in tokens.")
+    rope_theta: float | None = Field(
+        default=None, gt=0, description="Base of the rotary frequencies. Of llama only."
+    )
+    rope_scaling: RopeScalingConfig | None = Field(
+        default=None, description="Rotary frequencies stretched for long contexts, as in Llama 3.1."
+    )
+    tied_embeddings: bool | None = Field(
+        default=None, description="Use the embedding matrix as the output layer too."
+    )
+    norm_eps: float | None = Field(default=None, gt=0, description="Added to the mean square inside RMSNorm.")
+    mamba_heads: int | None = Field(default=None, ge=1, description="Heads of a Mamba-2 layer.")
+    mamba_head_dim: int | None = Field(default=None, ge=1, description="Width of such a head.")
+    mamba_groups: int | None = Field(
+        default=None, ge=1, description="Groups of heads that share their B and C; divides mamba_heads."
+    )
+    mamba_state: int | None = Field(default=None, ge=1, description="Width of the state of each channel.")
+    conv_width: int | None = Field(
+        default=None, ge=1, description="Tokens that the convolution of a Mamba-2 layer sees."
+    )
+    chunk_size: int | None = Field(
+        default=None, ge=1, description="Tokens that the scan takes at once: changes speed and memory only."
+    )
+    n_experts: int | None = Field(default=None, ge=1, description="Experts of a mixture.")
+    top_k: int | None = Field(default=None, ge=1, description="Of those, experts that each token passes.")
+    expert_dim: int | None = Field(default=None, ge=1, description="Hidden width of an expert.")
+    shared_dim: int | None = Field(
+        default=None, ge=0, description="Hidden width of the expert that sees every token. 0: there is none."
+    )
+    balance_weight: float | None = Field(
+        default=None,
+        ge=0,
+        description="Weight of the load-balancing loss, which is 1 where experts share evenly.",
+    )
+    mtp_pattern: str | None = Field(
+        default=None,
+        description="Layers of the head that predicts the token after the next, as in pattern. Empty: no such head.",
+    )
+    mtp_weight: float | None = Field(default=None, ge=0, description="Weight of that head's loss.")
+
+    @model_validator(mode="after")
+    def _shape_is_possible(self) -> ModelConfig:
+        self.shape()
+        return self
+
+    def shape(self) -> Shape:
+        """The preset with this section's own numbers in place.
+
+        Raises ValueError where the numbers do not fit one another, or the kind.
+        """
+        kind = KINDS[self.kind]
+        preset = kind.presets.get(self.preset)
+        if preset is None:
+            raise ValueError(
+                f"preset: expected one of {', '.join(kind.presets)} with kind {self.kind!r}, found {self.preset!r}"
+            )
+        given = {name: value for name, value in self if value is not None and name not in ("kind", "preset")}
+        for name in sorted(given.keys() - kind.numbers):
+            owners = " or ".join(repr(other) for other, its in KINDS.items() if name in its.numbers)
+            raise ValueError(
+                f"{name}: kind {self.kind!r} has none; expected it with kind {owners} only, found {given[name]!r}"
+            )
+        scaling = self.rope_scaling
+        if scaling is not None:
+            given["rope_scaling"] = RopeScaling(**dict(scaling)) if scaling.factor > 1 else None
+        return replace(preset, **given)
+
+    def resolved(self) -> ModelConfig:
+        """The same model with every number written out, so that nothing depends on the preset any more."""
+        numbers = dict(vars(self.shape()))
+        if "rope_scaling" in numbers:
+            scaling = numbers["rope_scaling"]
+            # A factor of 1 stands for none: without the table the preset's would come back.
+            table = RopeScalingConfig(factor=1.0) if scaling is None else RopeScalingConfig(**vars(scaling))
+            numbers["rope_scaling"] = table
+        return self.model_copy(update=numbers)
+
+
+class DataConfig(Section):
+    """The text to learn and how it becomes tokens."""
+
+    source: str | Paths = Field(
+        default="pydoc",
+        min_length=1,
+        description="The word pydoc (the English reference text every CPython carries), the path of a .txt "
+        "or .jsonl file, or a list of such paths, read in that order.",
+    )
+    text_key: str = Field(
+        default="text", min_length=1, description="Key of a .jsonl line that holds the document."
+    )
+    validation_fraction: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="Last part of the corpus, kept for validation and never trained on.",
+    )
+    tokenizer: Literal["bytes"] = Field(
+        default="bytes", description="bytes: every byte of the UTF-8 text is a token."
+    )
+
+    def resolved(self) -> DataConfig:
+        """The same text with absolute paths, to be found from any folder."""
+        if isinstance(self.source, str):
+            absolute: str | Paths = self.source if self.source == "pydoc" else os.path.abspath(self.source)
+        else:
+            absolute = tuple(map(os.path.abspath, self.source))
+        return self.model_copy(update={"source": absolute})
+
+
+class TrainConfig(Section):
+    """The amount of work and how it is cut."""
+
+    steps: int = Field(default=300, ge=1, description="Optimizer steps in all.")
+    seq_len: int = Field(default=256, ge=1, description="Tokens per sequence.")
+    global_batch: int = Field(default=16, ge=1, description="Sequences per optimizer step, over all ranks.")
+    micro_batch: int = Field(
+        default=8, ge=1,
+        description="Sequences per rank and forward pass. global_batch / (ranks x micro_batch) passes are "
+        "accumulated per step; this must be a whole number.",
+    )  # fmt: skip
+    max_norm: float = Field(
+        default=1.0,
+        ge=0,
+        description="Gradients are scaled down to this global norm. 0: measured, never scaled.",
+    )
+    accumulate: Literal["communicate", "hold"] = Field(
+        default="communicate",
+        description="While accumulating, reduce the gradients of every micro-batch (communicate: least "
+        "memory) or only after the last one (hold: least communication).",
+    )
+    cuda_graph: bool = Field(
+        default=False,
+        description="Capture forward and backward of a step in a CUDA graph and replay it: no work for the host "
+        "between. For models whose shapes do not depend on values; on GPUs, with the engine shardwright.",
+    )
+    compile: Literal["none", "inductor", "aot_eager", "eager"] = Field(
+        default="none",
+        description="Compile each block with torch.compile and this backend, as one graph; inductor is the one that "
+        "makes it faster.",
+    )
+    float8: Literal["none", "tensorwise", "rowwise"] = Field(
+        default="none",
+        description="Multiply in float8 in the linear layers of blocks, by this recipe of torchao's: one scale for "
+        "each tensor, with which weights are also gathered in float8, or one for each row. Needs a GPU that can, "
+        "parallel.param_dtype = bfloat16, and to install shardwright[float8].",
+    )
+    memory_snapshot: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = Field(
+        default=(),
+        description="Steps, such as [3], of which every rank records the history of its GPU memory; the files in the "
+        "run's folder open at pytorch.org/memory_viz.",
+    )
+
+    def accumulation_steps(self, ranks: int) -> int:
+        """Micro-batches per rank and optimizer step. Raises UserError where that is not a whole number."""
+        problem = self.batch_problem(ranks)
+        if problem:
+            raise UserError(problem)
+        return self.global_batch // (ranks * self.micro_batch)
+
+    def batch_problem(self, ranks: int) -> str | None:
+        """What is wrong with the batch sizes on so many ranks, in a line; `None` if nothing is."""
+        unit = ranks * self.micro_batch
+        if self.global_batch % unit == 0:
+            return None
+        below, above = self.global_batch // unit * unit, -(-self.global_batch // unit) * unit
+        nearest = f"{below} or {above}" if below else f"{above}"
+        if self.global_batch % ranks == 0:
+            share = self.global_batch // ranks
+            micro = max(m for m in range(1, min(share, self.micro_batch) + 1) if share % m == 0)
+            nearest += f", or train.micro_batch = {micro}"
+        who = "one rank" if ranks == 1 else f"{ranks} ranks"
+        return (
+            f"train.global_batch: expected a multiple of {who} x train.micro_batch = {self.micro_batch} "
+            f"(that is {unit}), found {self.global_batch}; nearest that fit: {nearest}"
+        )
+
+
+class ActivationConfig(Section):
+    """Which activations are kept from forward to backward. The others are computed again, at no loss of precision."""
+
+    checkpoint: Literal["none", "full", "layers", "ops", "budget"] = Field(
+        default="none",
+        description="Activation checkpointing. full: keep the inputs of each block only. layers: as full, for every "
+        "k-th block. ops: of each block the results of matrix products and attention too. budget: let the compiler "
+        "choose within activations.budget; needs train.compile = inductor.",
+    )
+    every: int = Field(default=2, ge=1, description="Of layers: k. The first block is one of them.")
+    budget: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Of budget: the part of the activations that may be kept. 0 is as full, 1 as none.",
+    )
+
+    @model_validator(mode="after")
+    def _keys_belong_to_the_mode(self) -> ActivationConfig:
+        for key, mode in (("every", "layers"), ("budget", "budget")):
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if self.checkpoint != mode and value != default:
+                raise ValueError(
+                    f"{key}: is of checkpoint = {mode!r}; with {self.checkpoint!r} expected {default}, found {value}"
+                )
+        return self
+
+
+class OptimizerConfig(Section):
+    """The optimizer and the course of its learning rate."""
+
+    name: Literal["adamw", "adamw8bit", "muon"] = Field(
+        default="adamw",
+        description="adamw; adamw8bit: with a quarter of its memory; or muon: Muon for the matrices inside blocks, "
+        "with updates as large as AdamW's, and AdamW for the rest.",
+    )
+    lr: float = Field(default=3e-3, gt=0, description="Peak learning rate.")
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(
+        default=(0.9, 0.95), description="Decay of the running means of gradient and squared gradient."
+    )
+    eps: float = Field(default=1e-8, gt=0, description="Added to the denominator of the update.")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="Decay of the matrices; vectors are not decayed."
+    )
+    momentum: Beta = Field(
+        default=0.95, description="Of muon: decay of the running mean of its matrices' gradients."
+    )
+    ns_steps: int = Field(
+        default=5, ge=1, lt=100, description="Of muon: Newton-Schulz iterations per step and matrix."
+    )
+    in_backward: bool = Field(
+        default=False,
+        description="Step each unit when its gradients are reduced, and free them, with the engine shardwright. Needs "
+        "train.max_norm = 0; the norm of all gradients is then not known.",
+    )
+    warmup_steps: int = Field(
+        default=20,
+        ge=0,
+        description="Steps over which the rate rises to lr. A shorter run ends while it still rises.",
+    )
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="Course of the rate from the end of the warm-up to the last step."
+    )
+    min_lr_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="Rate of the last step, as a part of lr."
+    )
+
+    @model_validator(mode="after")
+    def _keys_belong_to_the_optimizer(self) -> OptimizerConfig:
+        if self.in_backward and self.name == "muon":
+            raise ValueError(
+                "in_backward: expected false with optimizer 'muon', which steps whole matrices, found true"
+            )
+        for key in ("momentum", "ns_steps"):
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if self.name != "muon" and value != default:
+                raise ValueError(
+                    f"{key}: optimizer {self.name!r} has none; expected {default}, found {value}. It is of muon"
+                )
+        return self
+
+
+class ParallelConfig(Section):
+    """The engine that spreads the model over the ranks, and its precisions."""
+
+    engine: Literal["shardwright", "fsdp2", "fsdp1", "ddp", "none"] = Field(
+        default="shardwright",
+        description="shardwright, or one of torch's own for comparison; none: one rank, plain model.",
+    )
+    param_dtype: DType = Field(
+        default="float32", description="Precision of the computation; the stored weights are float32."
+    )
+    reduce_dtype: DType = Field(
+        default="float32", description="Precision in which gradients are summed over the ranks."
+    )
+    accumulate_dtype: DType | Literal["auto"] = Field(
+        default="auto",
+        description="Precision in which the engine shardwright holds gradients between micro-batches; auto: "
+        "reduce_dtype.",
+    )
+    grad_dtype: DType | Literal["auto"] = Field(
+        default="auto",
+        description="Precision of the gradients that the engine shardwright leaves for the optimizer; auto: float32, "
+        "as weights are stored. bfloat16 halves their memory; of the optimizers here adamw8bit takes it.",
+    )
+    keep_float32: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        default=(),
+        description="Patterns of names of parameters that the engine shardwright gathers in float32 whatever "
+        'param_dtype is: of norms, routers, steps and decays of Mamba-2, such as ["*norm.weight", "*.router.*"].',
+    )
+    full_precision_in_eval: bool = Field(
+        default=False,
+        description="Let the engine shardwright validate in float32, whatever param_dtype is.",
+    )
+    reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Field(ge=1)] = Field(
+        default="default",
+        description="Free gathered weights after the forward pass: all but the root's and the last block's "
+        "(default), always, or never (more memory, less communication). A number k: as default, but neighbouring "
+        "ranks, k of them, keep the blocks' weights between them for the backward pass.",
+    )
+    strategy: Literal["zero3", "zero2", "zero1", "ddp", "hsdp", "hfsdp"] = Field(
+        default="zero3",
+        description="What the engine shardwright shards over the ranks, and what it replicates.",
+    )
+    replicas: int = Field(
+        default=1,
+        ge=1,
+        description="Groups of ranks that each hold a whole model between them; hsdp and hfsdp need at least 2.",
+    )
+    tensor: int = Field(
+        default=1,
+        ge=1,
+        description="Neighbouring ranks that cut every layer and the sequence between them: tensor and sequence "
+        "parallelism. The others divide the data.",
+    )
+    expert: int = Field(
+        default=1,
+        ge=1,
+        description="Neighbouring ranks that divide the experts of every layer between them: expert parallelism, with "
+        "the engine shardwright. Each has data of its own.",
+    )
+    layout: Literal["per_parameter", "ragged", "element"] | Annotated[int, Field(ge=1)] = Field(
+        default="per_parameter",
+        description="Where the engine shardwright cuts parameters: along their first dimension, between rows, "
+        "anywhere, or, a number, between blocks of so many rows.",
+    )
+    memory: Literal["dynamic", "double_buffer", "max_pool", "arena"] = Field(
+        default="dynamic",
+        description="Where the engine shardwright takes the memory of a step from: torch's allocator, slots for units "
+        "of one size or of several, or one block that is planned from the first step.",
+    )
+    prefetch: Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^\d+ ?[KMG]iB$")] = Field(
+        default=1,
+        description='How many units the engine shardwright gathers ahead, or how many bytes, such as "512 MiB".',
+    )
+
+    offload: Literal["none", "cpu", "optimizer"] = Field(
+        default="none",
+        description="What the engine shardwright keeps in the CPU's memory. cpu: parameters, gradients and optimizer "
+        "state, and the optimizer steps there (muon: on the device). optimizer: the state alone, which passes through "
+        "the device in each step.",
+    )
+
+    @model_validator(mode="after")
+    def _fits_the_engine(self) -> ParallelConfig:
+        ours = (
+            "strategy",
+            "replicas",
+            "expert",
+            "layout",
+            "memory",
+            "prefetch",
+            "offload",
+            "accumulate_dtype",
+            "grad_dtype",
+            "keep_float32",
+            "full_precision_in_eval",
+        )
+        for key in ours:
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if self.engine != "shardwright" and value != default:
+                raise ValueError(
+                    f"{key}: expected {default!r} with engine {self.engine!r}, found {value!r}; only the engine "
+                    "shardwright has others"
+                )
+        if self.keep_float32 and self.param_dtype == "float32":
+            raise ValueError(
+                "keep_float32: expected no patterns with param_dtype 'float32', which all are kept in"
+            )
+        if (
+            "auto" not in (self.grad_dtype, self.accumulate_dtype)
+            and self.grad_dtype != self.accumulate_dtype
+        ):
+            raise ValueError(
+                f"grad_dtype: expected 'auto' or accumulate_dtype, {self.accumulate_dtype!r}, found "
+                f"{self.grad_dtype!r}; micro-batches that are reduced add up in the gradients"
+            )
+        if self.engine not in ("shardwright", "fsdp2") and self.tensor > 1:
+            raise ValueError(
+                f"tensor: engine {self.engine!r} has no such parallelism; expected 1, found {self.tensor}"
+            )
+        if self.strategy in ("hsdp", "hfsdp") and self.replicas < 2:
+            raise ValueError(
+                f"replicas: expected at least 2 with strategy {self.strategy!r}, found {self.replicas}"
+            )
+        reshard = self.reshard_after_forward
+        if self.strategy in ("zero1", "zero2") and reshard not in ("default", "never"):
+            raise ValueError(
+                f"reshard_after_forward: strategy {self.strategy!r} keeps parameters whole until the optimizer's step; "
+                f"expected 'default' or 'never', found {reshard!r}"
+            )
+        if self.engine not in ("shardwright", "fsdp2") and isinstance(reshard, int):
+            raise ValueError(
+                f"reshard_after_forward: engine {self.engine!r} has no such groups of ranks; expected 'default', "
+                f"'always' or 'never', found {reshard}"
+            )
+        return self
+
+
+class ValidationConfig(Section):
+    """The loss on text the model has not learnt from."""
+
+    every: int = Field(default=100, ge=0, description="Steps between validations. 0: never.")
+    batches: int = Field(default=8, ge=1, description="Global batches per validation.")
+
+
+class CheckpointConfig(Section):
+    """What is saved on the way. A checkpoint is always written at the end."""
+
+    every: int = Field(default=100, ge=0, description="Steps between checkpoints. 0: only at the end.")
+    keep: int = Field(default=2, ge=1, description="Newest checkpoints to keep; older ones are deleted.")
+
+
+class LogConfig(Section):
+    """What is reported."""
+
+    every: int = Field(default=1, ge=1, description="Steps between lines of the log.")
+    tensorboard: bool = Field(default=True, description="Write TensorBoard files too.")
