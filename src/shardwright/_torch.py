@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -447,6 +448,13 @@ subclasses_dispatch = _subclasses_dispatch()
 def backend_for(group: Any, device: torch.device) -> Any:
     """The backend that serves ``device`` in a group, however the group was made."""
     return group._get_backend(device)
+
+
+def timeout_of(backend: Any) -> timedelta:
+    """How long collectives of a backend wait for other ranks."""
+    options = getattr(backend, "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else dist.default_pg_timeout
 
 
 def use_one_gloo_thread() -> None:

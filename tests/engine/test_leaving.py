@@ -18,6 +18,7 @@ from torch import nn
 
 from shardwright.comm_hooks import PowerSGD
 from shardwright.engine.assembly.find import UNIT
+from tests.engine.kit.meetings import WAYS, fresh_meetings
 from tests.engine.kit.models import full, shard_layers, three_layers
 from tests.support import multirank, world_mesh
 
@@ -144,8 +145,8 @@ class Interrupt(KeyboardInterrupt):
 
 
 @contextmanager
-def interrupted_at(n: int) -> Iterator[list[int]]:
-    """Raise before the ``n``-th line of the engine that runs inside; yields how many there were.
+def interrupted_at(n: int, part: str = "/shardwright/") -> Iterator[list[int]]:
+    """Raise before the ``n``-th line of the engine, or of this part, that runs inside; yields how many there were.
 
     Not where torch functions are off: what a tracer raises at the end of a ``with`` leaves out its exit, which nothing
     else that interrupts Python does.
@@ -154,7 +155,7 @@ def interrupted_at(n: int) -> Iterator[list[int]]:
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal raised
-        if "/shardwright/" not in frame.f_code.co_filename:
+        if part not in frame.f_code.co_filename:
             return None
         if event == "line":
             count[0] += 1
@@ -172,11 +173,17 @@ def interrupted_at(n: int) -> Iterator[list[int]]:
 
 
 @multirank(2, timeout=120.0)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_an_interrupt_anywhere_in_a_step_leaves_the_ranks_in_order(
-    rank: int, world_size: int, strategy: str
+    rank: int, world_size: int, strategy: str, way: str
 ) -> None:
     """Between the agreement and the collective above all: the others count on it."""
+    with fresh_meetings(way):
+        check_interrupts(rank, world_size, strategy)
+
+
+def check_interrupts(rank: int, world_size: int, strategy: str) -> None:
     plain = three_layers()
     model = shard_layers(plain, strategy=strategy)
     check_step(model, plain, rank, world_size)
@@ -204,6 +211,40 @@ def test_an_interrupt_anywhere_in_a_step_leaves_the_ranks_in_order(
             except RuntimeError as error:
                 assert "diverged" in str(error), error
         check_step(model, plain, rank, world_size, (n, where))
+
+
+@multirank(2, timeout=120.0)
+def test_an_interrupt_while_ranks_find_each_others_pages_leaves_them_in_order(
+    rank: int, world_size: int
+) -> None:
+    """At any line of the meetings of a model's first steps."""
+    plain = three_layers()
+    check_step(shard_layers(plain, strategy="ddp"), plain, rank, world_size)
+    with fresh_meetings():
+        model = shard_layers(plain, strategy="ddp")
+        with interrupted_at(0, "/shardwright/comm/") as lines:
+            loss_of(model, rank).backward()
+        meetings = getattr(model, UNIT).ranks.every[0].meeting.number
+    total = torch.tensor(lines)
+    dist.broadcast(total, 1)
+    assert int(total) > 300
+    for n in range(1, int(total), 7):
+        with fresh_meetings():
+            model, begun = shard_layers(plain, strategy="ddp"), False
+            (comm,) = getattr(model, UNIT).ranks.every
+            for _ in range(3):
+                model.zero_grad()
+                try:
+                    with interrupted_at(n if rank == 1 and not begun else 0, "/shardwright/comm/"):
+                        begun = True
+                        loss_of(model, rank).backward()
+                    break
+                except Interrupt:
+                    if comm.meeting.number == meetings:
+                        break  # on the way out
+                except RuntimeError as error:
+                    assert "diverged" in str(error), error
+            check_step(model, plain, rank, world_size, n)
 
 
 def steps_with_one_failure(model: Any, rank: int, fail: list[bool], step: Any = None) -> None:

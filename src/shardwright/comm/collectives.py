@@ -137,11 +137,14 @@ class Communicator:
         #: Where they exchange what they are about to do; copies of a communicator have the same one.
         self.meeting = meeting_of(group, device) if self.exchanges and group is not None else None
 
-    def number_of_model(self) -> int:
-        """A number for one more model over this group, the same on every rank if all make theirs in one order."""
-        name = self.group.group_name if self.group is not None else ""
-        _models[name] += 1
-        return _models[name]
+    @property
+    def models(self) -> int:
+        """How many models over this group there were; the same on every rank if all make theirs in one order."""
+        return _models[self.group.group_name if self.group is not None else ""]
+
+    @models.setter
+    def models(self, count: int) -> None:
+        _models[self.group.group_name if self.group is not None else ""] = count
 
     def exchange(self, record: tuple[int, ...], limit: timedelta | None = None) -> list[list[int]] | None:
         """Show every rank ``record``; return all ranks' if they are not the same. See :meth:`Meeting.show`."""

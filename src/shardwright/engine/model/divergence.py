@@ -69,11 +69,20 @@ class Model:
         self._ranks = ranks
         self.every = list(dict.fromkeys(comm for unit in units for comm in unit.ranks.every))
         self.number = -1
+        self._earlier: int | None = None  #: models in that group, before this one was counted
 
     def begin(self) -> None:
-        """The model is complete."""
-        self.number = (*self.every, self._ranks.local)[0].number_of_model()
+        """The model is complete: count it."""
+        comm = (*self.every, self._ranks.local)[0]
+        self._earlier = comm.models
+        comm.models = self._earlier + 1
+        self.number = self._earlier + 1
         _models.add(self)
+
+    def abandon(self) -> None:
+        """The model was not completed after all, and has not been called: the next one has its number."""
+        if self._earlier is not None:
+            (*self.every, self._ranks.local)[0].models = self._earlier
 
     def units(self) -> list[Unit]:
         return [unit for ref in self._units if (unit := ref()) is not None]

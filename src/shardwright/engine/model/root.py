@@ -92,11 +92,14 @@ class Root:
                 headers = self.agreement.headers_of(number)
                 unit.join(Place(self, number, name, name if number else "", *headers))
             self.pools.join(units)
+            roots.add(self)
+            self.agreement.begin()  # last, so that a rank on which this failed counts as the others do
         except BaseException:  # so that the next call makes a root again
+            self.agreement.model.abandon()
+            roots.discard(self)
             for unit in units:
                 unit.root = None
             raise
-        self.agreement.begin()  # last, so that a rank on which this failed counts as the others do
 
     @property
     def top(self) -> Unit | None:
@@ -374,9 +377,7 @@ def attach(module: nn.Module) -> Root:
     for unit in units:
         modules = [m for top in unit.watch.modules() for _, m in own_modules(top)]
         cast_buffers(modules, unit.watch.ignored(), unit.watch.ignored_modules(), unit.arguments.policy)
-    root = Root(units, names)
-    roots.add(root)
-    return root
+    return Root(units, names)
 
 
 def _check_meshes(units: list[Unit], names: list[str]) -> None:

@@ -1,0 +1,258 @@
+"""Memory that the ranks of one host share, where they show each other the short records of their meetings.
+
+Each process writes to one page of its own, and reads those of others. A page is an anonymous file: it has no name
+anywhere, and goes with the last process that has it. A record is written once, with its number and a checksum, so a
+reader never takes a half-written one. Readers sleep on a futex of the writer. Nothing here knows process groups.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import mmap
+import os
+import platform
+import secrets
+import struct
+import sys
+import time
+import zlib
+from typing import Any, NamedTuple
+
+WORDS = 6  #: int64 words of a record
+SWITCH = "SHARDWRIGHT_MEETINGS"  #: environment variable; "gloo": no process uses pages
+
+_RING = struct.Struct(f"={WORDS + 2}q")  #: a slot: the record's number, the record, their checksum
+_RECORD = struct.Struct(f"={WORDS}q")
+_HEADER = struct.Struct("=2q")  #: at the begin of a page: what it is, and its token
+_BELL = struct.Struct("=i")
+_MAGIC = 0x7368617264776701
+SLOTS = 15  #: records of a ring, the latest ones
+_ROOM = 64 * (SLOTS + 1)  #: of a ring: its bell, then its slots
+_SIZE = 1 << 26  #: of a page; only what is written to takes memory
+_NAME = "shardwright"
+_LOCK = struct.Struct("hhqqi4x")  #: struct flock
+_TICK = 0.1  #: seconds that a reader sleeps at most before it looks whether the writer lives
+_LOOKS = 8  #: how often a reader looks before it sleeps
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  #: number of the system call
+_WAIT, _WAKE = 0, 1
+
+
+class Gone(Exception):
+    """The process that was waited for has ended, or does not come. The message says which of both."""
+
+
+class Address(NamedTuple):
+    """Where another process finds a ring; four int64 words."""
+
+    pid: int
+    file: int  #: its number in that process
+    token: int  #: of the page
+    offset: int  #: of the ring, in bytes; 0: there is none
+
+
+NOWHERE = Address(0, 0, 0, 0)
+
+
+def usable() -> bool:
+    """Whether this process may use pages."""
+    return (
+        os.environ.get(SWITCH, "") != "gloo"
+        and sys.platform == "linux"
+        and _FUTEX is not None
+        and hasattr(os, "memfd_create")
+        and sys.byteorder == "little"
+    )
+
+
+class _Time(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_tick = _Time(0, int(_TICK * 1e9))
+
+
+@functools.cache
+def _system() -> Any:
+    call = ctypes.CDLL(None).syscall
+    call.restype = ctypes.c_long
+    call.argtypes = (
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_long,
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_long,
+    )
+    return call
+
+
+class _Page:
+    """This process's own."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        os.ftruncate(self.file, _SIZE)
+        # The system gives the lock back when the process ends, however it does: so others know that it lives.
+        fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.memory = mmap.mmap(self.file, _SIZE)
+        self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.token = secrets.randbits(62)
+        _HEADER.pack_into(self.memory, 0, _MAGIC, self.token)
+        self._end = _ROOM
+
+    def room(self) -> int:
+        """The offset of a new ring, or 0 if the page is full. Places are not used again: late readers may look."""
+        offset, end = self._end, self._end + _ROOM
+        if end > _SIZE:
+            return 0
+        self._end = end
+        return offset
+
+
+_own: _Page | None = None
+
+
+def new_ring() -> Ring | None:
+    """Room for records of this process that others may read; None where there is none."""
+    global _own
+    if not usable():
+        return None
+    try:
+        if _own is None or _own.process != os.getpid():  # a forked process has pages of its own
+            _own = _Page()
+        offset = _own.room()
+    except OSError:
+        return None
+    return Ring(_own, offset) if offset else None
+
+
+class Ring:
+    """The records of this process in one group, number 1 first."""
+
+    def __init__(self, page: _Page, offset: int) -> None:
+        self._page = page
+        self._offset = offset
+        self._last = 0
+        self._bells = 0
+        self.address = Address(page.process, page.file, page.token, offset)
+
+    @property
+    def last(self) -> int:
+        """The number of the last record. What the memory says counts: an interrupt may come after any line."""
+        while self._number_at(self._last + 1) == self._last + 1:
+            self._last += 1
+        return self._last
+
+    def _number_at(self, number: int) -> int:
+        return int.from_bytes(self._page.memory[(start := _slot(self._offset, number)) : start + 8], "little")
+
+    def write(self, number: int, record: bytes) -> None:
+        """Write the record that follows the last one. It is there, or not there at all."""
+        words = _RECORD.unpack(record)
+        _RING.pack_into(
+            self._page.memory, _slot(self._offset, number), number, *words, _checksum(number, record)
+        )
+        self._bells = (self._bells + 1) & 0x7FFFFFFF
+        _BELL.pack_into(self._page.memory, self._offset, self._bells)
+        _system()(_FUTEX, self._page.base + self._offset, _WAKE, 0x7FFFFFFF, None, None, 0)
+
+
+def _slot(offset: int, number: int) -> int:
+    return offset + 64 * (1 + number % SLOTS)
+
+
+def _checksum(number: int, record: bytes) -> int:
+    return zlib.crc32(record, number & 0xFFFFFFFF)
+
+
+class _OtherPage:
+    """Another process's, to be read."""
+
+    def __init__(self, address: Address) -> None:
+        """Raises OSError: it is not to be had, as that process is on another host or has ended."""
+        path = f"/proc/{address.pid}/fd/{address.file}"
+        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+            raise FileNotFoundError(path)
+        self.file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            # Futexes of a file that several processes map; writing is not for readers, but a futex wants it so.
+            self.memory = mmap.mmap(self.file, _SIZE)
+        except (OSError, ValueError) as error:
+            os.close(self.file)
+            raise FileNotFoundError(path) from error
+        if _HEADER.unpack_from(self.memory, 0) != (_MAGIC, address.token):
+            self.memory.close()
+            os.close(self.file)
+            raise FileNotFoundError(path)
+        self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    def is_alive(self) -> bool:
+        asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        return _LOCK.unpack(fcntl.fcntl(self.file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK
+
+
+_others: dict[tuple[int, int], _OtherPage] = {}  #: by this process and token
+
+
+def other_ring(address: Address) -> OtherRing:
+    """The ring of another process.
+
+    Raises:
+        OSError: it is not to be had.
+    """
+    key = os.getpid(), address.token
+    if key not in _others:
+        _others[key] = _OtherPage(address)
+    return OtherRing(_others[key], address.offset)
+
+
+class OtherRing:
+    """The records of another process in one group."""
+
+    def __init__(self, page: _OtherPage, offset: int) -> None:
+        self._page = page
+        self._offset = offset
+
+    def read(self, number: int) -> bytes | None:
+        """The record of this number, or None if it is not there (yet)."""
+        start = _slot(self._offset, number)
+        slot = self._page.memory[start : start + 64]
+        record = slot[8:56]
+        if int.from_bytes(slot[:8], "little") != number:
+            return None
+        return record if int.from_bytes(slot[56:], "little") == _checksum(number, record) else None
+
+    def has_written(self, number: int) -> bool:
+        """Whether this record was written, and perhaps another one in its place since."""
+        start = _slot(self._offset, number)
+        return int.from_bytes(self._page.memory[start : start + 8], "little") >= number
+
+    def wait(self, number: int, limit: float) -> bytes:
+        """The record of this number, once it is there.
+
+        Args:
+            limit: seconds from the system's start (``time.monotonic``) at which nobody waits any more.
+
+        Raises:
+            Gone: it does not come.
+        """
+        for _ in range(_LOOKS):
+            if (record := self.read(number)) is not None:
+                return record
+        memory, offset, call = self._page.memory, self._offset, _system()
+        while True:
+            (bell,) = _BELL.unpack_from(memory, offset)
+            if (record := self.read(number)) is not None:
+                return record
+            began = time.monotonic()
+            if began > limit:
+                raise Gone("timed out")
+            call(_FUTEX, self._page.base + offset, _WAIT, bell, ctypes.addressof(_tick), None, 0)
+            if time.monotonic() - began > _TICK / 2 and not self._page.is_alive():
+                if (record := self.read(number)) is not None:
+                    return record
+                raise Gone("its process has ended")

@@ -1,0 +1,259 @@
+"""Meetings on pages that the ranks of one host share: how they are found, and what happens where one ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwright.comm import LEFT, Meeting, Unreached, new_failure, pages
+from shardwright.comm.meeting import meeting_of
+from shardwright.comm.pages import SLOTS, Gone, OtherRing, Ring
+from tests.engine.kit.meetings import fresh_meetings
+from tests.support import multirank
+
+CPU = torch.device("cpu")
+
+
+def record(*words: int) -> bytes:
+    return struct.pack("=6q", *words, *[0] * (6 - len(words)))
+
+
+def ring() -> Ring:
+    made = pages.new_ring()
+    assert made is not None
+    return made
+
+
+def soon() -> float:
+    return time.monotonic() + 0.2
+
+
+@contextmanager
+def child(work: Callable[[], None]) -> Iterator[int]:
+    """Another process that does this and then sleeps until it is killed."""
+    process = os.fork()
+    if not process:
+        try:
+            work()
+            time.sleep(60)
+        finally:
+            os._exit(1)
+    try:
+        yield process
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
+@contextmanager
+def ring_of_a_child(*records: bytes) -> Iterator[tuple[OtherRing, int]]:
+    """The ring of another process with these records, and the process."""
+    ours, theirs = os.pipe()
+
+    def write() -> None:
+        mine = ring()  # a page of the child's own
+        for number, each in enumerate(records, 1):
+            mine.write(number, each)
+        os.write(theirs, struct.pack("=4q", *mine.address))
+
+    with child(write) as process:
+        address = pages.Address(*struct.unpack("=4q", os.read(ours, 32)))
+        assert address.pid == process
+        yield pages.other_ring(address), process
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_another_process_reads_what_was_written() -> None:
+    with ring_of_a_child(record(1, 2, 3), record(-4)) as (theirs, _):
+        assert theirs.wait(1, soon()) == record(1, 2, 3)
+        assert theirs.wait(2, soon()) == record(-4)
+        assert theirs.read(3) is None and not theirs.has_written(3)
+        with pytest.raises(Gone, match="timed out"):
+            theirs.wait(3, soon())
+
+
+def test_the_latest_records_are_there() -> None:
+    with ring_of_a_child(*(record(i) for i in range(SLOTS + 2))) as (theirs, _):
+        assert theirs.read(2) is None and theirs.has_written(2)
+        assert theirs.read(3) == record(2) and theirs.read(SLOTS + 2) == record(SLOTS + 1)
+
+
+def test_half_a_record_is_none() -> None:
+    mine = ring()
+    mine.write(1, record(5))
+    start = pages._slot(mine.address.offset, 1)
+    theirs = OtherRing(mine._page, mine.address.offset)  # type: ignore[arg-type]
+    assert theirs.read(1) == record(5)
+    mine._page.memory[start + 8] = 6
+    assert theirs.read(1) is None
+
+
+def test_the_memory_says_which_record_was_the_last() -> None:
+    """An interrupt may come before this process notes it."""
+    mine = ring()
+    mine.write(1, record(5))
+    mine._last = 0
+    assert mine.last == 1
+
+
+def test_a_process_that_ends_is_noticed_at_once() -> None:
+    """Also before anybody has waited for it."""
+    with ring_of_a_child(record(1)) as (theirs, process):
+        os.kill(process, signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(Gone, match="ended"):
+            theirs.wait(2, began + 60)
+        assert time.monotonic() - began < 5
+        assert theirs.read(1) == record(1)
+
+
+def test_a_stopped_process_is_waited_for() -> None:
+    with ring_of_a_child(record(1)) as (theirs, process):
+        os.kill(process, signal.SIGSTOP)
+        with pytest.raises(Gone, match="timed out"):
+            theirs.wait(2, time.monotonic() + 0.5)
+
+
+def test_a_file_that_is_no_page_is_refused(tmp_path: os.PathLike[str]) -> None:
+    file = os.open(os.path.join(tmp_path, "file"), os.O_RDWR | os.O_CREAT)
+    other = os.memfd_create("shardwright")
+    mine = ring().address
+    for address in (
+        pages.Address(os.getpid(), file, 1, 1024),
+        pages.Address(os.getpid(), other, 1, 1024),
+        pages.Address(os.getpid(), mine.file, mine.token + 1, 1024),
+        pages.Address(1 << 22, 3, 1, 1024),
+    ):
+        with pytest.raises(OSError):
+            pages.other_ring(address)
+    os.close(file)
+    os.close(other)
+
+
+def test_a_full_page_gives_no_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = pages._Page()
+    monkeypatch.setattr(pages, "_own", page)
+    page._end = pages._SIZE - 1024
+    assert pages.new_ring() is not None
+    assert pages.new_ring() is None
+
+
+def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWRIGHT_MEETINGS", "gloo")
+    assert pages.new_ring() is None
+
+
+# -- meetings --------------------------------------------------------------------------------------------------------
+
+
+def world_meeting() -> Meeting:
+    assert dist.group.WORLD is not None
+    return meeting_of(dist.group.WORLD, CPU)
+
+
+@multirank(2, 3)
+def test_ranks_of_a_host_go_over_to_pages_together(rank: int, world_size: int) -> None:
+    with fresh_meetings():
+        meeting = world_meeting()
+        ways = []
+        for number in range(5):
+            assert meeting.show((number,)) is None
+            ways.append(meeting._hall is not None)
+            rows = meeting.show((7, rank))  # they do not agree
+            assert rows == [[7, each, 0, 0, 0, 0] for each in range(world_size)]
+            ways.append(meeting._hall is not None)
+        assert ways == [False] + [True] * 9
+        assert meeting.number == 5
+        assert meeting_of(dist.group.WORLD, CPU) is meeting  # type: ignore[arg-type]
+
+
+@multirank(2, 3)
+def test_one_rank_without_pages_keeps_all_on_gloo(rank: int, world_size: int) -> None:
+    """As one on another host."""
+    with fresh_meetings("gloo" if rank == 1 else "pages"):
+        meeting = world_meeting()
+        for number in range(4):
+            assert meeting.show((number,)) is None
+        assert meeting._hall is None
+
+
+@multirank(3)
+def test_one_rank_that_finds_no_pages_keeps_all_on_gloo(rank: int, world_size: int) -> None:
+    with fresh_meetings(), pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+
+            def nowhere(address: pages.Address) -> OtherRing:
+                raise FileNotFoundError
+
+            patch.setattr(pages, "other_ring", nowhere)
+        meeting = world_meeting()
+        for number in range(4):
+            assert meeting.show((number,)) is None
+        assert meeting._hall is None
+
+
+@multirank(2)
+@pytest.mark.parametrize("leaves", [1, 3, SLOTS + 5])
+@pytest.mark.parametrize("before", [0, 1, 2, 5])
+def test_leaving_before_and_after_pages_are_found(
+    rank: int, world_size: int, before: int, leaves: int
+) -> None:
+    """Rank 0 leaves by many failures, without waiting. Rank 1 sees the first, and both meet again."""
+    with fresh_meetings():
+        meeting = world_meeting()
+        for number in range(before):
+            assert meeting.show((number,)) is None
+        if rank == 0:
+            failures = [new_failure() for _ in range(leaves)]
+            for failure in failures:
+                assert meeting.agreed()
+                meeting.leave(failure, (1,))
+        seen = 0
+        while (rows := meeting.show((9,))) is not None:
+            assert rank == 1 and rows[0][0] == LEFT
+            seen += 1
+        # On pages those that find no room are not shown.
+        assert min(leaves, SLOTS - 1) * rank <= seen <= leaves * rank
+        for number in range(5):
+            assert meeting.show((number,)) is None
+        assert meeting._hall is not None
+
+
+@multirank(2)
+def test_a_rank_that_does_not_come_is_named(rank: int, world_size: int) -> None:
+    with fresh_meetings():
+        meeting = world_meeting()
+        for number in range(3):
+            assert meeting.show((number,)) is None
+        if rank == 0:
+            with pytest.raises(Unreached, match=r"rank 1 did not come.*timed out"):
+                meeting.show((4,), timedelta(seconds=0.3))
+        dist.barrier()
+        if rank == 1:
+            assert meeting.show((5,)) is not None or meeting.number  # what rank 0 has shown is there
+
+
+@multirank(4)
+def test_groups_within_the_world_have_rings_of_their_own(rank: int, world_size: int) -> None:
+    with fresh_meetings():
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        mine = meeting_of(pairs[rank // 2], CPU)
+        world = world_meeting()
+        for number in range(4):
+            assert mine.show((rank // 2, number)) is None
+            assert world.show((number,)) is None
+            assert mine.show((rank,)) is not None
+        assert mine._hall is not None and world._hall is not None
+        assert mine._hall.mine.address.offset != world._hall.mine.address.offset
+        for group in pairs:
+            dist.destroy_process_group(group)

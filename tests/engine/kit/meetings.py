@@ -1,0 +1,25 @@
+"""Where ranks meet: on pages that they share, or by gloo, as ranks of different hosts do."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from shardwright.comm import meeting, pages
+from shardwright.engine.front import api
+
+WAYS = ("pages", "gloo")
+
+
+@contextmanager
+def fresh_meetings(way: str = "pages") -> Iterator[None]:
+    """Communicators that are made here meet for the first time. All ranks enter and leave this together."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "_meetings", weakref.WeakKeyDictionary())
+        patch.setattr(api, "_communicators", weakref.WeakValueDictionary())
+        if way == "gloo":
+            patch.setattr(pages, "usable", lambda: False)
+        yield
