@@ -29,7 +29,7 @@ train: $(STAMP)
 	.venv/bin/shardwright train $(CONFIG) --nproc $(NPROC) $(ARGS)
 
 # Each rank is a process that imports the tests and the package. Python compiles them once, not in each rank.
-TESTING := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile
+TESTING := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
 	$(TESTING) $(ARGS)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+from collections import Counter
 from collections.abc import Iterator
 
 # Before torch is imported, and inherited by every worker: ranks that share the cores must not each claim all.
@@ -24,6 +26,18 @@ def worker_pools() -> Iterator[WorkerPools]:
     pools = WorkerPools()
     yield pools
     pools.close()
+
+
+#: Files that start programs or compile. A worker takes a file at a time, and such a one must not be the last.
+LONG = re.compile(
+    r"/train/|/integrations/|test_repository|/engine/test_(compiled|programs|features|cases|graphed|dropin)|test_notices"
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files come first, then those with many tests."""
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (LONG.search(str(item.path)) is None, -tests[item.path]))
 
 
 def pytest_collection_finish() -> None:

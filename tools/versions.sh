@@ -49,4 +49,4 @@ elif [ $# -eq 0 ]; then
     set -- $PART
 fi
 "$python" -c 'import sys, torch; print("versions: torch", torch.__version__, "on Python", sys.version.split()[0])'
-OMP_NUM_THREADS=1 exec "$python" -m pytest -n "${WORKERS:-2}" --dist loadfile -q "$@"
+OMP_NUM_THREADS=1 exec "$python" -m pytest -n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder -q "$@"

@@ -82,7 +82,8 @@ def test_runs_move_as_the_table_says(rank: int, world_size: int) -> None:
                     model[0].unshard()
             gather.begin = begin
             model(torch.ones(2, 8)).sum().backward()
-        assert moves.seen | {(Residence.ISSUING, Residence.ISSUING)} == MOVES
+        again = {(state, state) for state in (Residence.ISSUING, Residence.RESIDENT)}  # after interrupts
+        assert moves.seen | again == MOVES
 
 
 def test_every_state_can_be_left_and_reached() -> None:

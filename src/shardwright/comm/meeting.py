@@ -5,8 +5,8 @@ agreed on is begun on every rank, even where a signal's handler raises in betwee
 shows that where the others come next, and does not wait for them. So the collectives of the group stay in order.
 
 A group first meets by gloo. In those records ranks of one host find each other's pages (``pages.py``), and once all
-have found all, they meet there, which takes a few microseconds. A record that all ranks have seen decides that, so all
-go there together.
+have found all, they meet there, which takes a few microseconds. They go over in one round, after one whose records say
+so; every rank has seen these.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from shardwright._torch import AllToAllOptions, backend_for, timeout_of
 from shardwright.comm import notices, pages
-from shardwright.comm.pages import NOWHERE, SLOTS, WORDS, Address, Gone, OtherRing, Ring
+from shardwright.comm.pages import NOWHERE, SLOTS, WORDS, Address, OtherRing, Ring
 
 RECORD = WORDS  #: integers that ranks show each other
 LEFT = -1  #: the first of a record by which a rank says that it has left
@@ -48,7 +48,7 @@ _call: Callable[[Any], Any] = operator.call
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Meeting]] = (
     weakref.WeakKeyDictionary()
 )
-#: Failures that this rank knows of, the newest last. Who has left by one of these has left for nobody here.
+#: Failures that this rank knows of, the newest last. It ignores further records of them.
 _known_failures: deque[int] = deque(maxlen=64)
 _failures = itertools.count(1)
 
@@ -101,6 +101,21 @@ def _unpacked(record: bytes) -> list[int]:
     return list(struct.unpack(f"={RECORD}q", record))
 
 
+class _Promise:
+    """A collective that this rank begins if the ranks agree in a round."""
+
+    def __init__(self, number: int, begun: Begun, collective: Callable[[], Any]) -> None:
+        self.number = number  #: of the round
+        self.begun = begun
+        self.calls: list[Any] = []  #: not empty once the collective has begun
+        self._collective = collective
+
+    def keep(self) -> None:
+        """Begin it."""
+        # No Python runs between the two, so a collective that is no Python has begun if the first was called.
+        self.begun.works.extend(map(_call, (functools.partial(self.calls.append, True), self._collective)))
+
+
 class _Records:
     """A row for each rank of a group. Python reads and writes the tensor's memory; no operation of torch does.
 
@@ -130,6 +145,9 @@ class Round(Protocol):
     def begun(self) -> bool:
         """Whether this rank has shown its record."""
 
+    def make_room(self, limit: timedelta | None) -> None:
+        """Wait until :meth:`begin` can show the record."""
+
     def begin(self) -> None:
         """Show it. An interrupt comes before that or after it."""
 
@@ -157,6 +175,9 @@ class _ByGloo:
     def begun(self) -> bool:
         return bool(self._works)
 
+    def make_room(self, limit: timedelta | None) -> None:
+        """There is."""
+
     def begin(self) -> None:
         # No Python runs between its begin and its place in the list.
         tensors = (self._theirs.tensor,), (self._mine.tensor,)
@@ -176,6 +197,15 @@ class _ByGloo:
         return self._theirs.rows()
 
 
+class _Missing(Exception):
+    """A rank does not come."""
+
+    def __init__(self, rank: int, reason: str, late: bool) -> None:
+        super().__init__(reason)
+        self.rank = rank
+        self.late = late  #: whether its process lives
+
+
 class _ByPages:
     """Records in memory that the ranks share."""
 
@@ -185,48 +215,36 @@ class _ByPages:
         self._record = record
         self._timeout = timeout
         self._records: list[bytes] = []
+        self._missing: _Missing | None = None  #: who has not come when this was waited for
 
     @property
     def begun(self) -> bool:
         return self._hall.mine.last >= self._number
 
+    def make_room(self, limit: timedelta | None) -> None:
+        if not self._hall.has_room(self._number):
+            self._hall.wait_for_room(self._number, self._until(limit))
+
     def begin(self) -> None:
-        while not self._hall.has_room(
-            self._number
-        ):  # this rank has left many times, and the others did not come yet
-            time.sleep(0.01)
         self._hall.mine.write(self._number, self._record)
 
+    def _until(self, limit: timedelta | None) -> float:
+        return time.monotonic() + (self._timeout if limit is None else limit).total_seconds()
+
     def wait(self, limit: timedelta | None) -> None:
-        until = time.monotonic() + (self._timeout if limit is None else limit).total_seconds()
-        self._records.clear()  # an interrupted wait is repeated
-        self._records = [
-            self._record if ring is None else _await(ring, rank, self._number, until)
-            for rank, ring in self._hall.rings
-        ]
+        if self._missing is not None:  # as a collective of gloo's that has failed
+            raise self._missing
+        try:
+            self._records = self._hall.wait_for(self._number, self._record, self._until(limit))
+        except _Missing as error:
+            self._missing = error
+            raise
 
     def is_over(self) -> bool:
-        return all(ring is None or ring.read(self._number) is not None for _, ring in self._hall.rings)
+        return all(ring.read(self._number) is not None for _, ring in self._hall.others())
 
     def records(self) -> list[bytes]:
-        if not self._records:
-            self.wait(None)
         return self._records
-
-
-class _Missing(Exception):
-    """A rank does not come."""
-
-    def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(reason)
-        self.rank = rank
-
-
-def _await(ring: OtherRing, rank: int, number: int, until: float) -> bytes:
-    try:
-        return ring.wait(number, until)
-    except Gone as error:
-        raise _Missing(rank, str(error)) from None
 
 
 class _Hall(NamedTuple):
@@ -235,23 +253,57 @@ class _Hall(NamedTuple):
     mine: Ring
     rings: list[tuple[int, OtherRing | None]]  #: by rank; None: this rank's
 
+    def others(self) -> list[tuple[int, OtherRing]]:
+        return [(rank, ring) for rank, ring in self.rings if ring is not None]
+
+    def wait_for(self, number: int, record: bytes, until: float) -> list[bytes]:
+        """All ranks' records of this number; ``record`` is this rank's.
+
+        Raises:
+            _Missing: a process has ended, or ``until`` (of ``time.monotonic``) is over.
+        """
+        records: list[bytes] = []
+        for rank, ring in self.rings:
+            while True:
+                came = record if ring is None else ring.wait(number)
+                if came is not None:
+                    records.append(came)
+                    break
+                self._check(number, until, rank)
+        return records
+
+    def _check(self, number: int, until: float, slow: int) -> None:
+        """Raise if any rank cannot come any more, or if it is too late for the ``slow`` one."""
+        for rank, ring in self.others():
+            if not ring.has_written(number) and not ring.is_alive() and not ring.has_written(number):
+                raise _Missing(rank, "its process has ended", late=False)
+        if time.monotonic() > until:
+            raise _Missing(slow, "timed out", late=True)
+
     def has_room(self, number: int) -> bool:
-        """Whether a record of this number takes the place of one that all have gone past."""
-        past = number - SLOTS + 1
-        return past <= 0 or all(ring is None or ring.has_written(past) for _, ring in self.rings)
+        """Whether all ranks have read the record in whose place that of this number is written."""
+        read = number - SLOTS + 1
+        return read <= 0 or all(ring is None or ring.has_written(read) for _, ring in self.rings)
+
+    def wait_for_room(self, number: int, until: float) -> None:
+        """After this rank has left many times. Raises as :meth:`wait_for`."""
+        while not self.has_room(number):
+            read = number - SLOTS + 1
+            self._check(read, until, next(rank for rank, ring in self.others() if not ring.has_written(read)))
+            time.sleep(pages.TICK / 10)
 
 
 class Meeting:
     """Where the ranks of one group meet. See :func:`meeting_of`.
 
-    A rank may leave by one failure more often than the others come, so each failure has a number: who knows of it takes
-    a further record of it for nothing and shows the own one again.
+    A rank may leave by one failure more often than the others come, so each failure has a number: a rank that knows the
+    failure ignores further records of it, and shows its own record again.
 
     Attributes:
         number: how often they have met and agreed.
         begun: collectives that nobody has waited for yet.
         failure: by which they did not agree when they met last.
-        failures: how many this rank has heard of or shown here; as many on every rank of the group.
+        failures: how many this rank has heard of or shown here; the same number on every rank.
         left_by: the failure by which this rank has left since it last entered a model.
     """
 
@@ -266,8 +318,10 @@ class Meeting:
         self._hall: _Hall | None = None  #: the same, once all ranks have
         self._round: Round | None = None  #: that is under way, or where the ranks did not agree
         self._left: list[tuple[_ByGloo, Any]] = []  #: what was shown in leaving, with its memory
+        self._unshown: list[bytes] = []  #: what there was no room for in leaving
+        self._promise: _Promise | None = None
         self.number = 0
-        self._next = 0  #: ``number`` once they agree; assigned, not added, as an interrupt may make it twice
+        self._next = 0  #: ``number`` once they agree
         self.begun: set[Begun] = set()
         self.failure = self.left_by = self.failures = 0
         self._disagreements = 0
@@ -291,10 +345,14 @@ class Meeting:
         """
         if self._round is not None:
             self._leave_round(limit)
+        while self._unshown:
+            self._show_unshown(limit)
         self._next = self.number + 1
         mine = _packed(record)
         while True:
-            current = self._round = self._new_round(mine)
+            current = self._new_round(mine)
+            self._wait_for(current.make_room, limit)
+            self._round = current
             current.begin()
             self._wait_for(current.wait, limit)
             records = current.records()
@@ -320,13 +378,20 @@ class Meeting:
     def _leave_round(self, limit: timedelta | None) -> None:
         """Before the next round: this one was interrupted, or the ranks did not agree there.
 
-        What it has shown may be that all ranks have found all pages, so by gloo it is waited for.
+        By gloo, wait for it: its records may say that all ranks go over to pages.
         """
         current = self._round
         if self._ring is not None and isinstance(current, _ByGloo) and current.begun:
             self._wait_for(current.wait, limit)
             self._look_for_pages(current)
         self._round = None
+
+    def _show_unshown(self, limit: timedelta | None) -> None:
+        """Show the oldest; the others ignore it if they see it twice."""
+        current = self._new_round(self._unshown[0])
+        self._wait_for(current.make_room, limit)
+        current.begin()
+        del self._unshown[0]
 
     def _look_for_pages(self, current: Round) -> None:
         """Find the rings of the ranks that were in this round; if all had found all by then, meet there from now on.
@@ -364,19 +429,18 @@ class Meeting:
         Once the ranks have agreed, all begin it: a signal's handler that raises on this one does so after that.
         """
         self.begun -= {each for each in self.begun if each.is_over()}
-        number, begun, calls = self.number, Begun(self), list[Any]()
+        promise = self._promise = _Promise(self.number + 1, Begun(self), collective)
         try:
             announce()
-            self.begun.add(begun)
-            # No Python runs between the two, so a collective that is no Python has begun if the first was called.
-            begun.works.extend(map(_call, (functools.partial(calls.append, True), collective)))
+            self.begun.add(promise.begun)
+            promise.keep()
         except BaseException:
-            if not calls and self.agreed() and self.number > number:
+            if not promise.calls and self.agreed() and promise.calls:
                 with suppress(Exception):
-                    begun.works.append(collective())
-                    begun.wait()
+                    promise.begun.wait()
             raise
-        return begun
+        self._promise = None
+        return promise.begun
 
     def agreed(self, limit: timedelta | None = None) -> bool:
         """Whether the ranks agreed when they met last. Where that was interrupted, it is waited for."""
@@ -392,6 +456,11 @@ class Meeting:
                 return False
             self.number = self._next
         self._round = None
+        promise = self._promise
+        if promise is not None and promise.number == self.number and not promise.calls:
+            self.begun.add(promise.begun)
+            with suppress(Exception):
+                promise.keep()
         return True
 
     def disagreed(self) -> bool:
@@ -421,7 +490,9 @@ class Meeting:
         hall = self._hall
         if hall is not None:
             number = hall.mine.last + 1
-            if hall.has_room(number):  # else the others have not come for many failures of this rank's
+            if self._unshown or not hall.has_room(number):
+                self._unshown.append(shown)  # the others have not come for many failures of this rank's
+            else:
                 hall.mine.write(number, shown)
             return
         self._left = [each for each in self._left if not each[0].is_over()]
@@ -447,6 +518,9 @@ class Meeting:
         try:
             wait(limit)
         except _Missing as error:
+            closes, error.late = error.late and limit is None, False  # once
+            if closes:
+                self._close()
             raise Unreached(f"{self._who_is_missing(error.rank)} ({error}){self._own_leaving()}") from error
         except RuntimeError as error:
             own = error.__traceback__
@@ -454,6 +528,16 @@ class Meeting:
             if deeper is not None:
                 raise
             self._raise_unreached(error)
+
+    def _close(self) -> None:
+        """After the group's timeout, as gloo does: a rank that comes later has no collective with this one."""
+        options = AllToAllOptions()
+        options.timeout = timedelta(milliseconds=1)
+        mine, theirs = _Records(len(self._ranks)), _Records(len(self._ranks))
+        closing = _ByGloo(backend_for(self._group, self._device), mine, theirs, options)
+        with suppress(RuntimeError):
+            closing.begin()
+            closing.wait(None)
 
     def _raise_unreached(self, error: RuntimeError) -> NoReturn:
         if not _OF_CONNECTIONS.search(str(error)):

@@ -8,6 +8,7 @@ reader never takes a half-written one. Readers sleep on a futex of the writer. N
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import functools
 import mmap
@@ -25,7 +26,7 @@ SWITCH = "SHARDWRIGHT_MEETINGS"  #: environment variable; "gloo": no process use
 
 _RING = struct.Struct(f"={WORDS + 2}q")  #: a slot: the record's number, the record, their checksum
 _RECORD = struct.Struct(f"={WORDS}q")
-_HEADER = struct.Struct("=2q")  #: at the begin of a page: what it is, and its token
+_HEADER = struct.Struct("=2q")  #: at the start of a page: what it is, and its token
 _BELL = struct.Struct("=i")
 _MAGIC = 0x7368617264776701
 SLOTS = 15  #: records of a ring, the latest ones
@@ -33,14 +34,10 @@ _ROOM = 64 * (SLOTS + 1)  #: of a ring: its bell, then its slots
 _SIZE = 1 << 26  #: of a page; only what is written to takes memory
 _NAME = "shardwright"
 _LOCK = struct.Struct("hhqqi4x")  #: struct flock
-_TICK = 0.1  #: seconds that a reader sleeps at most before it looks whether the writer lives
+TICK = 0.1  #: seconds that a reader sleeps at most before it looks whether the writer lives
 _LOOKS = 8  #: how often a reader looks before it sleeps
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  #: number of the system call
 _WAIT, _WAKE = 0, 1
-
-
-class Gone(Exception):
-    """The process that was waited for has ended, or does not come. The message says which of both."""
 
 
 class Address(NamedTuple):
@@ -70,12 +67,13 @@ class _Time(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-_tick = _Time(0, int(_TICK * 1e9))
+_tick = _Time(0, int(TICK * 1e9))
+_EXPECTED = (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT)
 
 
 @functools.cache
 def _system() -> Any:
-    call = ctypes.CDLL(None).syscall
+    call = ctypes.CDLL(None, use_errno=True).syscall
     call.restype = ctypes.c_long
     call.argtypes = (
         ctypes.c_long,
@@ -95,10 +93,14 @@ class _Page:
     def __init__(self) -> None:
         self.process = os.getpid()
         self.file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        os.ftruncate(self.file, _SIZE)
-        # The system gives the lock back when the process ends, however it does: so others know that it lives.
-        fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.memory = mmap.mmap(self.file, _SIZE)
+        try:
+            os.ftruncate(self.file, _SIZE)
+            # The system gives the lock back when the process ends, however it does: so others know that it lives.
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.memory = mmap.mmap(self.file, _SIZE)
+        except OSError:
+            os.close(self.file)
+            raise
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.token = secrets.randbits(62)
         _HEADER.pack_into(self.memory, 0, _MAGIC, self.token)
@@ -173,13 +175,17 @@ class _OtherPage:
     """Another process's, to be read."""
 
     def __init__(self, address: Address) -> None:
-        """Raises OSError: it is not to be had, as that process is on another host or has ended."""
+        """Raises OSError: that process is on another host, belongs to another user or has ended."""
         path = f"/proc/{address.pid}/fd/{address.file}"
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
             raise FileNotFoundError(path)
+        # On another host a rank may have the numbers of this one. A lock goes when its process closes any file of it.
+        mine = _own.file if _own is not None and _own.process == os.getpid() else None
+        if mine is not None and os.path.samestat(os.stat(path), os.fstat(mine)):
+            raise FileNotFoundError(path)
         self.file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            # Futexes of a file that several processes map; writing is not for readers, but a futex wants it so.
+            # Readers do not write, but a futex needs memory that they could write to.
             self.memory = mmap.mmap(self.file, _SIZE)
         except (OSError, ValueError) as error:
             os.close(self.file)
@@ -202,7 +208,7 @@ def other_ring(address: Address) -> OtherRing:
     """The ring of another process.
 
     Raises:
-        OSError: it is not to be had.
+        OSError: it cannot be read.
     """
     key = os.getpid(), address.token
     if key not in _others:
@@ -231,28 +237,21 @@ class OtherRing:
         start = _slot(self._offset, number)
         return int.from_bytes(self._page.memory[start : start + 8], "little") >= number
 
-    def wait(self, number: int, limit: float) -> bytes:
-        """The record of this number, once it is there.
-
-        Args:
-            limit: seconds from the system's start (``time.monotonic``) at which nobody waits any more.
-
-        Raises:
-            Gone: it does not come.
-        """
+    def wait(self, number: int) -> bytes | None:
+        """The record of this number, or None if it does not come within ``TICK``."""
         for _ in range(_LOOKS):
             if (record := self.read(number)) is not None:
                 return record
         memory, offset, call = self._page.memory, self._offset, _system()
+        end = time.monotonic() + TICK
         while True:
             (bell,) = _BELL.unpack_from(memory, offset)
-            if (record := self.read(number)) is not None:
+            if (record := self.read(number)) is not None or time.monotonic() > end:
                 return record
-            began = time.monotonic()
-            if began > limit:
-                raise Gone("timed out")
-            call(_FUTEX, self._page.base + offset, _WAIT, bell, ctypes.addressof(_tick), None, 0)
-            if time.monotonic() - began > _TICK / 2 and not self._page.is_alive():
-                if (record := self.read(number)) is not None:
-                    return record
-                raise Gone("its process has ended")
+            failed = call(_FUTEX, self._page.base + offset, _WAIT, bell, ctypes.addressof(_tick), None, 0) < 0
+            if failed and ctypes.get_errno() not in _EXPECTED:
+                time.sleep(TICK / 100)
+
+    def is_alive(self) -> bool:
+        """Whether the process that writes has not ended."""
+        return self._page.is_alive()

@@ -35,7 +35,7 @@ class Agreement:
     """That of the units of one model.
 
     Attributes:
-        model: whose.
+        model: the one whose ranks agree.
         age: steps of optimizers since the weights were made or loaded.
         flag: on an accelerator, whether the ranks have diverged; it is there after ``flag_mark``.
     """

@@ -55,7 +55,7 @@ class Record(NamedTuple):
 
 
 class Model:
-    """What errors name of a model.
+    """A model, as errors name it.
 
     Attributes:
         names: of the units.

@@ -242,7 +242,7 @@ class Unit:
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def on_gradient(self, full: torch.Tensor) -> None:
-        """A parameter's full gradient is complete, in a backward that has not come through the unit's outputs.
+        """A parameter's full gradient is complete, though backward has reached no output of the unit.
 
         Raises:
             RuntimeError: it read the weights when they were not gathered.

@@ -40,6 +40,7 @@ ALLOWED = {
     (Residence.EMPTY, Event.ISSUE): Residence.ISSUING,
     (Residence.EMPTY, Event.RELEASE): Residence.SHARDED,
     (Residence.GATHERING, Event.WAIT): Residence.RESIDENT,
+    (Residence.RESIDENT, Event.WAIT): Residence.RESIDENT,
     (Residence.RESIDENT, Event.RELEASE): Residence.SHARDED,
     (Residence.ISSUING, Event.RELEASE): Residence.ISSUING,
 }

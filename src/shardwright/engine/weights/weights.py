@@ -198,8 +198,8 @@ class Weights:
             place.home.observer("wait", self)
         pending, gather = flight
         pending.wait()
+        self.residence = RESIDENT  # first: after an interrupt in between it is waited for again
         self._flight = None
-        self.residence = RESIDENT
         gather.end()
         if gather.comm.streams.asynchronous:
             place.check_headers(self.site.ranks.comm)
