@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from shardwright.comm import LEFT, Meeting, Unreached, new_failure, pages
-from shardwright.comm.meeting import _Hall, _Missing, meeting_of
+from shardwright.comm.meeting import meeting_of
 from shardwright.comm.pages import SLOTS, OtherRing, Ring
+from shardwright.comm.rounds import Missing, _Hall
 from tests.engine.kit.meetings import fresh_meetings
 from tests.support import multirank
 
@@ -178,6 +179,11 @@ def world_meeting() -> Meeting:
     return meeting_of(dist.group.WORLD, CPU)
 
 
+def own_meeting() -> Meeting:
+    """That of a new group, about whose ranks no test before has left a notice."""
+    return meeting_of(dist.new_group(), CPU)
+
+
 @multirank(2, 3)
 def test_ranks_of_a_host_go_over_to_pages_together(rank: int, world_size: int) -> None:
     with fresh_meetings():
@@ -185,10 +191,10 @@ def test_ranks_of_a_host_go_over_to_pages_together(rank: int, world_size: int) -
         ways = []
         for number in range(5):
             assert meeting.show((number,)) is None
-            ways.append(meeting._hall is not None)
+            ways.append(meeting._way.hall is not None)
             rows = meeting.show((7, rank))  # they do not agree
             assert rows == [[7, each, 0, 0, 0, 0] for each in range(world_size)]
-            ways.append(meeting._hall is not None)
+            ways.append(meeting._way.hall is not None)
         assert ways == [False] + [True] * 9
         assert meeting.number == 5
         assert meeting_of(dist.group.WORLD, CPU) is meeting  # type: ignore[arg-type]
@@ -201,7 +207,7 @@ def test_one_rank_without_pages_keeps_all_on_gloo(rank: int, world_size: int) ->
         meeting = world_meeting()
         for number in range(4):
             assert meeting.show((number,)) is None
-        assert meeting._hall is None
+        assert meeting._way.hall is None
 
 
 @multirank(3)
@@ -216,7 +222,7 @@ def test_one_rank_that_finds_no_pages_keeps_all_on_gloo(rank: int, world_size: i
         meeting = world_meeting()
         for number in range(4):
             assert meeting.show((number,)) is None
-        assert meeting._hall is None
+        assert meeting._way.hall is None
 
 
 @multirank(2)
@@ -243,14 +249,14 @@ def test_leaving_before_and_after_pages_are_found(
         assert min(leaves, SLOTS - 1) * rank <= seen <= leaves * rank
         for number in range(5):
             assert meeting.show((number,)) is None
-        assert meeting._hall is not None
+        assert meeting._way.hall is not None
 
 
 @multirank(2)
 def test_a_rank_that_does_not_come_is_named(rank: int, world_size: int) -> None:
     """Until the limit, once; the next round is another one."""
     with fresh_meetings():
-        meeting = world_meeting()
+        meeting = own_meeting()
         for number in range(3):
             assert meeting.show((number,)) is None
         if rank == 0:
@@ -267,7 +273,7 @@ def test_a_rank_that_does_not_come_is_named(rank: int, world_size: int) -> None:
 def test_many_failures_of_one_rank_alone_end_each_by_its_limit(rank: int, world_size: int) -> None:
     """Also when its ring is full of records that nobody has read."""
     with fresh_meetings():
-        meeting = world_meeting()
+        meeting = own_meeting()
         for number in range(3):
             assert meeting.show((number,)) is None
         for _ in range(SLOTS + 3 if rank == 0 else 0):
@@ -307,7 +313,7 @@ def test_a_death_behind_a_slow_rank_is_noticed() -> None:
     with ring_of_a_child() as (slow, _), ring_of_a_child() as (dead, process):
         os.kill(process, signal.SIGKILL)
         began = time.monotonic()
-        with pytest.raises(_Missing, match="ended") as caught:
+        with pytest.raises(Missing, match="ended") as caught:
             _Hall(ring(), [(0, None), (1, slow), (2, dead)]).wait_for(1, record(1), began + 60)
         assert time.monotonic() - began < 5
         assert caught.value.rank == 2
@@ -377,7 +383,7 @@ def test_groups_within_the_world_have_rings_of_their_own(rank: int, world_size: 
             assert mine.show((rank // 2, number)) is None
             assert world.show((number,)) is None
             assert mine.show((rank,)) is not None
-        assert mine._hall is not None and world._hall is not None
-        assert mine._hall.mine.address.offset != world._hall.mine.address.offset
+        assert mine._way.hall is not None and world._way.hall is not None
+        assert mine._way.hall.mine.address.offset != world._way.hall.mine.address.offset
         for group in pairs:
             dist.destroy_process_group(group)

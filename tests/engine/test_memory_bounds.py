@@ -251,7 +251,11 @@ def label(frame: FrameType | None) -> str:
         kind = "model"
     elif path == f"{SOURCES}/engine/model/pools.py":
         kind = "block"
-    elif path in (f"{SOURCES}/comm/collectives.py", f"{SOURCES}/comm/meeting.py"):
+    elif path in (
+        f"{SOURCES}/comm/collectives.py",
+        f"{SOURCES}/comm/meeting.py",
+        f"{SOURCES}/comm/rounds.py",
+    ):
         kind = "transport"
     return f"{kind}: {os.path.basename(path)}:{frame.f_lineno} {frame.f_code.co_name}"
 

@@ -433,7 +433,7 @@ def test_full_parameters_take_memory_where_they_are_shown(rank: int, world_size:
     model = shard(plain, mesh=world_mesh(2), layout="ragged")
     meeting = getattr(model, UNIT).ranks.every[0].meeting
     locals_ = [p.to_local() for p in model.parameters()]
-    locals_ += [meeting._mine.tensor, meeting._theirs.tensor]  # in which the ranks agree
+    locals_ += [meeting._way._mine.tensor, meeting._way._theirs.tensor]  # in which the ranks agree
 
     def settles(seen: Storages, nbytes: int) -> bool:
         """gloo's threads may hold the last ones for a moment."""

@@ -4,8 +4,9 @@ from shardwright.comm.codecs import Cast, Codec, Int8Blocks
 from shardwright.comm.collectives import Communicator, Division, Pending, neighbours, plan_division, separate
 from shardwright.comm.custom import with_gathers, with_scatters
 from shardwright.comm.gradient_hooks import Compressed, GradientHook, PowerSGD, Site
-from shardwright.comm.meeting import LEFT, Meeting, Unreached, new_failure
+from shardwright.comm.meeting import Meeting, Unreached, new_failure
 from shardwright.comm.memory import RegisteredMemory, SymmetricMemory
+from shardwright.comm.rounds import LEFT
 from shardwright.comm.streams import DeviceStreams, HostStreams, Streams
 
 __all__ = [

@@ -3,21 +3,16 @@
 A wrong pairing of collectives aborts the process or hangs, so the ranks show each other a record first. What they have
 agreed on is begun on every rank, even where a signal's handler raises in between. A rank that leaves by an exception
 shows that where the others come next, and does not wait for them. So the collectives of the group stay in order.
-
-A group first meets by gloo. In those records ranks of one host find each other's pages (``pages.py``), and once all
-have found all, they meet there, which takes a few microseconds. They go over in one round, after one whose records say
-so; every rank has seen these.
+By what they meet is in ``rounds.py``.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import itertools
 import operator
 import re
-import struct
 import time
 import weakref
 import zlib
@@ -25,21 +20,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from shardwright._torch import AllToAllOptions, backend_for, timeout_of
-from shardwright.comm import notices, pages
-from shardwright.comm.pages import NOWHERE, SLOTS, WORDS, Address, OtherRing, Ring
+from shardwright.comm import notices
+from shardwright.comm.rounds import LEFT, ByGloo, Missing, Round, Way, packed, unpacked
 
-RECORD = WORDS  #: integers that ranks show each other
-LEFT = -1  #: the first of a record by which a rank says that it has left
 _FAILURE = 2  #: where such a record has the number of the failure
-#: How long a rank that has left stays reachable for the others. Then its connections close, and theirs fail.
-REACHABLE = timedelta(seconds=60)
-
 #: What gloo says where another rank does not come, or its connection has ended.
 _OF_CONNECTIONS = re.compile(r"gloo/|time|connection|closed|reset|peer", re.IGNORECASE)
 
@@ -93,14 +82,6 @@ def new_failure() -> int:
     return failure
 
 
-def _packed(record: Sequence[int]) -> bytes:
-    return struct.pack(f"={RECORD}q", *record, *[0] * (RECORD - len(record)))
-
-
-def _unpacked(record: bytes) -> list[int]:
-    return list(struct.unpack(f"={RECORD}q", record))
-
-
 class _Promise:
     """A collective that this rank begins if the ranks agree in a round."""
 
@@ -114,183 +95,6 @@ class _Promise:
         """Begin it."""
         # No Python runs between the two, so a collective that is no Python has begun if the first was called.
         self.begun.works.extend(map(_call, (functools.partial(self.calls.append, True), self._collective)))
-
-
-class _Records:
-    """A row for each rank of a group. Python reads and writes the tensor's memory; no operation of torch does.
-
-    A row is a record, the address of its rank's ring, and whether that rank has found all others' rings.
-    """
-
-    _row = struct.Struct(f"={RECORD + len(NOWHERE) + 1}q")
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-        #: For collectives; flat, int64.
-        self.tensor = torch.zeros(ranks * self._row.size // 8, dtype=torch.int64, device="cpu")
-        self._memory = (ctypes.c_char * self.tensor.nbytes).from_address(self.tensor.data_ptr())
-
-    def write(self, record: bytes, address: Address, found: bool) -> None:
-        """One row, for every rank."""
-        self._memory.raw = self._row.pack(*_unpacked(record), *address, found) * self._ranks
-
-    def rows(self) -> list[tuple[int, ...]]:
-        return list(self._row.iter_unpack(self._memory.raw))
-
-
-class Round(Protocol):
-    """One time that the ranks meet."""
-
-    @property
-    def begun(self) -> bool:
-        """Whether this rank has shown its record."""
-
-    def make_room(self, limit: timedelta | None) -> None:
-        """Wait until :meth:`begin` can show the record."""
-
-    def begin(self) -> None:
-        """Show it. An interrupt comes before that or after it."""
-
-    def wait(self, limit: timedelta | None) -> None:
-        """For the other ranks."""
-
-    def is_over(self) -> bool:
-        """Whether all ranks have shown theirs."""
-
-    def records(self) -> list[bytes]:
-        """All ranks', once it is over."""
-
-
-class _ByGloo:
-    """An all-to-all: it passes through no dispatcher, and pairs with none of the collectives that users call."""
-
-    def __init__(self, backend: Any, mine: _Records, theirs: _Records, options: Any) -> None:
-        self._backend = backend
-        self._mine = mine
-        self._theirs = theirs
-        self._options = options
-        self._works: list[Any] = []
-
-    @property
-    def begun(self) -> bool:
-        return bool(self._works)
-
-    def make_room(self, limit: timedelta | None) -> None:
-        """There is."""
-
-    def begin(self) -> None:
-        # No Python runs between its begin and its place in the list.
-        tensors = (self._theirs.tensor,), (self._mine.tensor,)
-        self._works.extend(map(self._backend.alltoall_base, *tensors, ([],), ([],), (self._options,)))
-
-    def wait(self, limit: timedelta | None) -> None:
-        work = self._works[0]
-        work.wait() if limit is None else work.wait(limit)
-
-    def is_over(self) -> bool:
-        return bool(self._works[0].is_completed())
-
-    def records(self) -> list[bytes]:
-        return [_packed(row[:RECORD]) for row in self._theirs.rows()]
-
-    def rows(self) -> list[tuple[int, ...]]:
-        return self._theirs.rows()
-
-
-class _Missing(Exception):
-    """A rank does not come."""
-
-    def __init__(self, rank: int, reason: str, late: bool) -> None:
-        super().__init__(reason)
-        self.rank = rank
-        self.late = late  #: whether its process lives
-
-
-class _ByPages:
-    """Records in memory that the ranks share."""
-
-    def __init__(self, hall: _Hall, number: int, record: bytes, timeout: timedelta) -> None:
-        self._hall = hall
-        self._number = number
-        self._record = record
-        self._timeout = timeout
-        self._records: list[bytes] = []
-        self._missing: _Missing | None = None  #: who has not come when this was waited for
-
-    @property
-    def begun(self) -> bool:
-        return self._hall.mine.last >= self._number
-
-    def make_room(self, limit: timedelta | None) -> None:
-        if not self._hall.has_room(self._number):
-            self._hall.wait_for_room(self._number, self._until(limit))
-
-    def begin(self) -> None:
-        self._hall.mine.write(self._number, self._record)
-
-    def _until(self, limit: timedelta | None) -> float:
-        return time.monotonic() + (self._timeout if limit is None else limit).total_seconds()
-
-    def wait(self, limit: timedelta | None) -> None:
-        if self._missing is not None:  # as a collective of gloo's that has failed
-            raise self._missing
-        try:
-            self._records = self._hall.wait_for(self._number, self._record, self._until(limit))
-        except _Missing as error:
-            self._missing = error
-            raise
-
-    def is_over(self) -> bool:
-        return all(ring.read(self._number) is not None for _, ring in self._hall.others())
-
-    def records(self) -> list[bytes]:
-        return self._records
-
-
-class _Hall(NamedTuple):
-    """The rings of a group's ranks on one host."""
-
-    mine: Ring
-    rings: list[tuple[int, OtherRing | None]]  #: by rank; None: this rank's
-
-    def others(self) -> list[tuple[int, OtherRing]]:
-        return [(rank, ring) for rank, ring in self.rings if ring is not None]
-
-    def wait_for(self, number: int, record: bytes, until: float) -> list[bytes]:
-        """All ranks' records of this number; ``record`` is this rank's.
-
-        Raises:
-            _Missing: a process has ended, or ``until`` (of ``time.monotonic``) is over.
-        """
-        records: list[bytes] = []
-        for rank, ring in self.rings:
-            while True:
-                came = record if ring is None else ring.wait(number)
-                if came is not None:
-                    records.append(came)
-                    break
-                self._check(number, until, rank)
-        return records
-
-    def _check(self, number: int, until: float, slow: int) -> None:
-        """Raise if any rank cannot come any more, or if it is too late for the ``slow`` one."""
-        for rank, ring in self.others():
-            if not ring.has_written(number) and not ring.is_alive() and not ring.has_written(number):
-                raise _Missing(rank, "its process has ended", late=False)
-        if time.monotonic() > until:
-            raise _Missing(slow, "timed out", late=True)
-
-    def has_room(self, number: int) -> bool:
-        """Whether all ranks have read the record in whose place that of this number is written."""
-        read = number - SLOTS + 1
-        return read <= 0 or all(ring is None or ring.has_written(read) for _, ring in self.rings)
-
-    def wait_for_room(self, number: int, until: float) -> None:
-        """After this rank has left many times. Raises as :meth:`wait_for`."""
-        while not self.has_room(number):
-            read = number - SLOTS + 1
-            self._check(read, until, next(rank for rank, ring in self.others() if not ring.has_written(read)))
-            time.sleep(pages.TICK / 10)
 
 
 class Meeting:
@@ -308,17 +112,10 @@ class Meeting:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group_ref = weakref.ref(group)
         self._name = group.group_name
-        self._device = device
         self._ranks = dist.get_process_group_ranks(group)
-        self._mine, self._theirs = _Records(len(self._ranks)), _Records(len(self._ranks))
-        self._ring = pages.new_ring()
-        self._found: _Hall | None = None  #: once this rank has found the rings of all others
-        self._hall: _Hall | None = None  #: the same, once all ranks have
+        self._way = Way(group, device)
         self._round: Round | None = None  #: that is under way, or where the ranks did not agree
-        self._left: list[tuple[_ByGloo, Any]] = []  #: what was shown in leaving, with its memory
-        self._unshown: list[bytes] = []  #: what there was no room for in leaving
         self._promise: _Promise | None = None
         self.number = 0
         self._next = 0  #: ``number`` once they agree
@@ -327,12 +124,6 @@ class Meeting:
         self._disagreements = 0
         _wait_for_workers_at_exit()
         notices.post_at_exit()
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        group = self._group_ref()
-        assert group is not None  # the communicator that asks has it
-        return group
 
     def show(self, record: Sequence[int], limit: timedelta | None = None) -> list[list[int]] | None:
         """Show every rank ``record`` (at most RECORD integers); return all ranks' if they are not the same.
@@ -345,75 +136,41 @@ class Meeting:
         """
         if self._round is not None:
             self._leave_round(limit)
-        while self._unshown:
-            self._show_unshown(limit)
+        while self._way.unshown:
+            leaving = self._way.new_round(self._way.unshown[0])
+            self._wait_for(leaving.make_room, limit)
+            leaving.begin()
+            del self._way.unshown[0]
         self._next = self.number + 1
-        mine = _packed(record)
+        mine = packed(record)
         while True:
-            current = self._new_round(mine)
+            current = self._way.new_round(mine)
             self._wait_for(current.make_room, limit)
             self._round = current
             current.begin()
             self._wait_for(current.wait, limit)
             records = current.records()
-            self._look_for_pages(current)
+            self._way.learn(current)
             if all(each == mine for each in records):
                 self.number = self._next
                 self._round = None
                 return None
-            rows = [_unpacked(each) for each in records]
+            rows = [unpacked(each) for each in records]
             failures = {row[_FAILURE] for row in rows if row[0] == LEFT}
             if not failures or not failures.issubset(_known_failures):
                 self._note_failure(failures)
                 return rows
 
-    def _new_round(self, record: bytes) -> Round:
-        backend = backend_for(self._group, self._device)
-        if self._hall is not None:
-            return _ByPages(self._hall, self._hall.mine.last + 1, record, timeout_of(backend))
-        address = self._ring.address if self._ring is not None else NOWHERE
-        self._mine.write(record, address, self._found is not None)
-        return _ByGloo(backend, self._mine, self._theirs, AllToAllOptions())
-
     def _leave_round(self, limit: timedelta | None) -> None:
         """Before the next round: this one was interrupted, or the ranks did not agree there.
 
-        By gloo, wait for it: its records may say that all ranks go over to pages.
+        By gloo, wait for it: its memory is used again, and its records may say that all ranks go over to pages.
         """
         current = self._round
-        if self._ring is not None and isinstance(current, _ByGloo) and current.begun:
+        if isinstance(current, ByGloo) and current.begun:
             self._wait_for(current.wait, limit)
-            self._look_for_pages(current)
+            self._way.learn(current)
         self._round = None
-
-    def _show_unshown(self, limit: timedelta | None) -> None:
-        """Show the oldest; the others ignore it if they see it twice."""
-        current = self._new_round(self._unshown[0])
-        self._wait_for(current.make_room, limit)
-        current.begin()
-        del self._unshown[0]
-
-    def _look_for_pages(self, current: Round) -> None:
-        """Find the rings of the ranks that were in this round; if all had found all by then, meet there from now on.
-
-        A rank that has left did not wait for the round, and does not know what the others have shown in it.
-        """
-        if self._ring is None or self._hall is not None or not isinstance(current, _ByGloo):
-            return
-        rows = current.rows()
-        addresses = [Address(*row[RECORD:-1]) for row in rows]
-        if any(row[0] == LEFT for row in rows) or NOWHERE in addresses:
-            return
-        if self._found is not None and all(row[-1] for row in rows):
-            self._hall = self._found
-        elif self._found is None:
-            mine = self._ring.address
-            try:
-                rings = [None if each == mine else pages.other_ring(each) for each in addresses]
-            except OSError:
-                self._ring = None  # some are on other hosts
-            else:
-                self._found = _Hall(self._ring, list(zip(self._ranks, rings, strict=True)))
 
     def _note_failure(self, failures: set[int]) -> None:
         """They do not agree. Without a failure of one rank's it is one of all, and has one number on all of them."""
@@ -451,7 +208,7 @@ class Meeting:
                 records = current.records()
             except Exception:
                 return False
-            self._look_for_pages(current)
+            self._way.learn(current)
             if any(each != records[0] for each in records):
                 return False
             self.number = self._next
@@ -486,23 +243,7 @@ class Meeting:
             return
         self.left_by = failure
         self.failures += 1
-        shown = _packed([LEFT, 0, failure, *record])
-        hall = self._hall
-        if hall is not None:
-            number = hall.mine.last + 1
-            if self._unshown or not hall.has_room(number):
-                self._unshown.append(shown)  # the others have not come for many failures of this rank's
-            else:
-                hall.mine.write(number, shown)
-            return
-        self._left = [each for each in self._left if not each[0].is_over()]
-        mine, theirs = _Records(len(self._ranks)), _Records(len(self._ranks))
-        mine.write(shown, NOWHERE, False)
-        options = AllToAllOptions()
-        options.timeout = REACHABLE
-        leaving = _ByGloo(backend_for(self._group, self._device), mine, theirs, options)
-        leaving.begin()
-        self._left.append((leaving, (mine, theirs)))
+        self._way.leave(packed([LEFT, 0, failure, *record]))
 
     def wait_for(self, work: Any) -> None:
         """Wait for a collective of the group. What a signal's handler raises meanwhile is raised as it is."""
@@ -517,10 +258,10 @@ class Meeting:
         """As :meth:`wait_for`, of a round."""
         try:
             wait(limit)
-        except _Missing as error:
+        except Missing as error:
             closes, error.late = error.late and limit is None, False  # once
             if closes:
-                self._close()
+                self._way.close()
             raise Unreached(f"{self._who_is_missing(error.rank)} ({error}){self._own_leaving()}") from error
         except RuntimeError as error:
             own = error.__traceback__
@@ -528,16 +269,6 @@ class Meeting:
             if deeper is not None:
                 raise
             self._raise_unreached(error)
-
-    def _close(self) -> None:
-        """After the group's timeout, as gloo does: a rank that comes later has no collective with this one."""
-        options = AllToAllOptions()
-        options.timeout = timedelta(milliseconds=1)
-        mine, theirs = _Records(len(self._ranks)), _Records(len(self._ranks))
-        closing = _ByGloo(backend_for(self._group, self._device), mine, theirs, options)
-        with suppress(RuntimeError):
-            closing.begin()
-            closing.wait(None)
 
     def _raise_unreached(self, error: RuntimeError) -> NoReturn:
         if not _OF_CONNECTIONS.search(str(error)):

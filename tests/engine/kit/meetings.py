@@ -11,8 +11,6 @@ import pytest
 from shardwright.comm import meeting, pages
 from shardwright.engine.front import api
 
-WAYS = ("pages", "gloo")
-
 
 @contextmanager
 def fresh_meetings(way: str = "pages") -> Iterator[None]:

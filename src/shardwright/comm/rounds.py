@@ -1,0 +1,298 @@
+"""By what the ranks of a group meet: rounds in which each shows the others a record of a few integers.
+
+A group first meets by gloo. In those records ranks of one host find each other's pages (``pages.py``), and once all
+have found all, they meet there, which takes a few microseconds. They go over in one round, after one whose records say
+so; every rank has seen these.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardwright._torch import AllToAllOptions, backend_for, timeout_of
+from shardwright.comm import pages
+from shardwright.comm.pages import NOWHERE, SLOTS, WORDS, Address, OtherRing, Ring
+
+RECORD = WORDS  #: integers that ranks show each other
+LEFT = -1  #: the first of a record by which a rank says that it has left
+#: How long a rank that has left stays reachable for the others. Then its connections close, and theirs fail.
+REACHABLE = timedelta(seconds=60)
+
+
+def packed(record: Sequence[int]) -> bytes:
+    return struct.pack(f"={RECORD}q", *record, *[0] * (RECORD - len(record)))
+
+
+def unpacked(record: bytes) -> list[int]:
+    return list(struct.unpack(f"={RECORD}q", record))
+
+
+class _Records:
+    """A row for each rank of a group. Python reads and writes the tensor's memory; no operation of torch does.
+
+    A row is a record, the address of its rank's ring, and whether that rank has found all others' rings.
+    """
+
+    _row = struct.Struct(f"={RECORD + len(NOWHERE) + 1}q")
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        #: For collectives; flat, int64.
+        self.tensor = torch.zeros(ranks * self._row.size // 8, dtype=torch.int64, device="cpu")
+        self._memory = (ctypes.c_char * self.tensor.nbytes).from_address(self.tensor.data_ptr())
+
+    def write(self, record: bytes, address: Address, found: bool) -> None:
+        """One row, for every rank."""
+        self._memory.raw = self._row.pack(*unpacked(record), *address, found) * self._ranks
+
+    def rows(self) -> list[tuple[int, ...]]:
+        return list(self._row.iter_unpack(self._memory.raw))
+
+
+class Round(Protocol):
+    """One time that the ranks meet."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether this rank has shown its record."""
+
+    def make_room(self, limit: timedelta | None) -> None:
+        """Wait until :meth:`begin` can show the record."""
+
+    def begin(self) -> None:
+        """Show it. An interrupt comes before that or after it."""
+
+    def wait(self, limit: timedelta | None) -> None:
+        """For the other ranks."""
+
+    def is_over(self) -> bool:
+        """Whether all ranks have shown theirs."""
+
+    def records(self) -> list[bytes]:
+        """All ranks', once it is over."""
+
+
+class ByGloo:
+    """An all-to-all: it passes through no dispatcher, and pairs with none of the collectives that users call."""
+
+    def __init__(self, backend: Any, mine: _Records, theirs: _Records, options: Any) -> None:
+        self._backend = backend
+        self._mine = mine
+        self._theirs = theirs
+        self._options = options
+        self._works: list[Any] = []
+
+    @property
+    def begun(self) -> bool:
+        return bool(self._works)
+
+    def make_room(self, limit: timedelta | None) -> None:
+        """There is."""
+
+    def begin(self) -> None:
+        # No Python runs between its begin and its place in the list.
+        tensors = (self._theirs.tensor,), (self._mine.tensor,)
+        self._works.extend(map(self._backend.alltoall_base, *tensors, ([],), ([],), (self._options,)))
+
+    def wait(self, limit: timedelta | None) -> None:
+        work = self._works[0]
+        work.wait() if limit is None else work.wait(limit)
+
+    def is_over(self) -> bool:
+        return bool(self._works[0].is_completed())
+
+    def records(self) -> list[bytes]:
+        return [packed(row[:RECORD]) for row in self._theirs.rows()]
+
+    def rows(self) -> list[tuple[int, ...]]:
+        return self._theirs.rows()
+
+
+class Missing(Exception):
+    """A rank does not come."""
+
+    def __init__(self, rank: int, reason: str, late: bool) -> None:
+        super().__init__(reason)
+        self.rank = rank
+        self.late = late  #: whether its process lives
+
+
+class _ByPages:
+    """Records in memory that the ranks share."""
+
+    def __init__(self, hall: _Hall, number: int, record: bytes, timeout: timedelta) -> None:
+        self._hall = hall
+        self._number = number
+        self._record = record
+        self._timeout = timeout
+        self._records: list[bytes] = []
+        self._missing: Missing | None = None  #: who has not come when this was waited for
+
+    @property
+    def begun(self) -> bool:
+        return self._hall.mine.last >= self._number
+
+    def make_room(self, limit: timedelta | None) -> None:
+        if not self._hall.has_room(self._number):
+            self._hall.wait_for_room(self._number, self._until(limit))
+
+    def begin(self) -> None:
+        self._hall.mine.write(self._number, self._record)
+
+    def _until(self, limit: timedelta | None) -> float:
+        return time.monotonic() + (self._timeout if limit is None else limit).total_seconds()
+
+    def wait(self, limit: timedelta | None) -> None:
+        if self._missing is not None:  # as a collective of gloo's that has failed
+            raise self._missing
+        try:
+            self._records = self._hall.wait_for(self._number, self._record, self._until(limit))
+        except Missing as error:
+            self._missing = error
+            raise
+
+    def is_over(self) -> bool:
+        return all(ring.read(self._number) is not None for _, ring in self._hall.others())
+
+    def records(self) -> list[bytes]:
+        return self._records
+
+
+class _Hall(NamedTuple):
+    """The rings of a group's ranks on one host."""
+
+    mine: Ring
+    rings: list[tuple[int, OtherRing | None]]  #: by rank; None: this rank's
+
+    def others(self) -> list[tuple[int, OtherRing]]:
+        return [(rank, ring) for rank, ring in self.rings if ring is not None]
+
+    def wait_for(self, number: int, record: bytes, until: float) -> list[bytes]:
+        """All ranks' records of this number; ``record`` is this rank's.
+
+        Raises:
+            Missing: a process has ended, or ``until`` (of ``time.monotonic``) is over.
+        """
+        records: list[bytes] = []
+        for rank, ring in self.rings:
+            while True:
+                came = record if ring is None else ring.wait(number)
+                if came is not None:
+                    records.append(came)
+                    break
+                self._check(number, until, rank)
+        return records
+
+    def _check(self, number: int, until: float, slow: int) -> None:
+        """Raise if any rank cannot come any more, or if it is too late for the ``slow`` one."""
+        for rank, ring in self.others():
+            if not ring.has_written(number) and not ring.is_alive() and not ring.has_written(number):
+                raise Missing(rank, "its process has ended", late=False)
+        if time.monotonic() > until:
+            raise Missing(slow, "timed out", late=True)
+
+    def has_room(self, number: int) -> bool:
+        """Whether all ranks have read the record in whose place that of this number is written."""
+        read = number - SLOTS + 1
+        return read <= 0 or all(ring is None or ring.has_written(read) for _, ring in self.rings)
+
+    def wait_for_room(self, number: int, until: float) -> None:
+        """After this rank has left many times. Raises as :meth:`wait_for`."""
+        while not self.has_room(number):
+            read = number - SLOTS + 1
+            self._check(read, until, next(rank for rank, ring in self.others() if not ring.has_written(read)))
+            time.sleep(pages.TICK / 10)
+
+
+class Way:
+    """By what the ranks of one group meet.
+
+    Attributes:
+        hall: their rings, once they meet on pages; None: by gloo.
+        unshown: what there was no room for in leaving, the oldest first. Others ignore what they see twice.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group_ref = weakref.ref(group)
+        self._device = device
+        self._ranks = dist.get_process_group_ranks(group)
+        self._mine, self._theirs = _Records(len(self._ranks)), _Records(len(self._ranks))
+        self._ring = pages.new_ring()
+        self._found: _Hall | None = None  #: once this rank has found the rings of all others
+        self.hall: _Hall | None = None
+        self._left: list[tuple[ByGloo, Any]] = []  #: what was shown in leaving, with its memory
+        self.unshown: list[bytes] = []
+
+    @property
+    def _backend(self) -> Any:
+        group = self._group_ref()
+        assert group is not None  # the communicator that asks has it
+        return backend_for(group, self._device)
+
+    def new_round(self, record: bytes) -> Round:
+        if self.hall is not None:
+            return _ByPages(self.hall, self.hall.mine.last + 1, record, timeout_of(self._backend))
+        address = self._ring.address if self._ring is not None else NOWHERE
+        self._mine.write(record, address, self._found is not None)
+        return ByGloo(self._backend, self._mine, self._theirs, AllToAllOptions())
+
+    def learn(self, current: Round) -> None:
+        """Find the rings of the ranks that were in this round; if all had found all by then, meet there from now on.
+
+        A rank that has left did not wait for the round, and does not know what the others have shown in it.
+        """
+        if self._ring is None or self.hall is not None or not isinstance(current, ByGloo):
+            return
+        rows = current.rows()
+        addresses = [Address(*row[RECORD:-1]) for row in rows]
+        if any(row[0] == LEFT for row in rows) or NOWHERE in addresses:
+            return
+        if self._found is not None and all(row[-1] for row in rows):
+            self.hall = self._found
+        elif self._found is None:
+            mine = self._ring.address
+            try:
+                rings = [None if each == mine else pages.other_ring(each) for each in addresses]
+            except OSError:
+                self._ring = None  # some are on other hosts
+            else:
+                self._found = _Hall(self._ring, list(zip(self._ranks, rings, strict=True)))
+
+    def leave(self, record: bytes) -> None:
+        """Show this, without waiting for the other ranks."""
+        hall = self.hall
+        if hall is not None:
+            number = hall.mine.last + 1
+            if self.unshown or not hall.has_room(number):
+                self.unshown.append(record)  # the others have not come for many failures of this rank's
+            else:
+                hall.mine.write(number, record)
+            return
+        self._left = [each for each in self._left if not each[0].is_over()]
+        mine, theirs = _Records(len(self._ranks)), _Records(len(self._ranks))
+        mine.write(record, NOWHERE, False)
+        options = AllToAllOptions()
+        options.timeout = REACHABLE
+        leaving = ByGloo(self._backend, mine, theirs, options)
+        leaving.begin()
+        self._left.append((leaving, (mine, theirs)))
+
+    def close(self) -> None:
+        """After the group's timeout, as gloo does: a rank that comes later has no collective with this one."""
+        options = AllToAllOptions()
+        options.timeout = timedelta(milliseconds=1)
+        mine, theirs = _Records(len(self._ranks)), _Records(len(self._ranks))
+        closing = ByGloo(self._backend, mine, theirs, options)
+        with suppress(RuntimeError):
+            closing.begin()
+            closing.wait(None)
