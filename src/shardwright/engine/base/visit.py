@@ -54,7 +54,7 @@ class Visit:
         self.begin = begin
         self.end = begin
         self.calls = 0
-        self.remaining = 0  #: calls whose backward has not reached the inputs yet
+        self.remaining = 0  #: once backward is here: calls whose inputs it has not reached yet
         self.returns = False  #: whether backward may come, through an output
         self.endless = False  #: no input needs a gradient, so nothing tells when backward is through
         self.lasting = False  #: whether the graph has copies of the weights, so that backward needs no gather

@@ -34,7 +34,8 @@ def due(*, sync: bool, completes: bool, finishes_late: bool, held: Held, needed:
         completes: whether it leaves nothing for the last one of its step.
         finishes_late: whether the strategy sums over some ranks in each backward and over others once per step.
         held: by the unit.
-        needed: no backward has come to the unit, but an optimizer or clipping needs what is held.
+        needed: no backward has come to the unit, but an optimizer, clipping or the step's last backward needs what is
+            held.
     """
     if needed:
         return Due.FINISH if held is Held.WHOLE or not finishes_late else Due.FINISH_SUMS

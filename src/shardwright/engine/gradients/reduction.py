@@ -1,7 +1,7 @@
 """The gradients of one packing, through one backward after another: pack, reduce, accumulate, hand over.
 
-There is one :class:`Reduction` per reduce dtype of a unit. It reduces with one collective per mesh axis. It does not
-decide when to reduce; the unit does.
+There is one :class:`Reduction` per reduce dtype of a unit. It reduces with one collective per mesh axis. When to
+reduce is decided in the room ``model``.
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ class Reduction:
             self._next(flight, after)
 
     def finish(self, hook: Callable[[torch.Tensor], None] | None = None) -> None:
-        """Order the computation after the reduction and set or add to every used parameter's ``.grad``."""
+        """Order the computation after the reduction, and deliver: to ``.grad``, or to the sums that are held."""
         flight = self._flight
         if flight is None:
             return

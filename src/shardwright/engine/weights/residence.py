@@ -29,7 +29,7 @@ class Event(enum.Enum):
     RELEASE = "the memory is given back; that of an interrupted gather stays for the next one"
 
 
-#: What may happen in which state, and what follows. ``Weights`` moves; tests hold every move against this table.
+#: What may happen in which state, and what follows. ``Weights`` moves; tests, and no code, hold moves against this.
 #: A gather that was interrupted may still write, so a release leaves ISSUING as it is.
 ALLOWED = {
     (Residence.SHARDED, Event.ISSUE): Residence.ISSUING,

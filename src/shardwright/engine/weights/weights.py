@@ -24,6 +24,7 @@ from shardwright.engine.weights.residence import Residence
 from shardwright.layout import UnitLayout
 from shardwright.memory import Slab
 
+#: What follows what is in ``residence.ALLOWED``.
 SHARDED, ISSUING, GATHERING, RESIDENT, EMPTY = Residence
 
 
@@ -170,7 +171,7 @@ class Weights:
         epoch, secondary, gather = self.ledger.epoch, self.copies.secondary, self.copies.current.gather
         if nearby and secondary is not None and secondary.epoch == epoch:
             gather = secondary.gather
-        place.home.gathered.add(place.number)  # first, so that a lease that fails is released with the rest
+        place.home.gathered.add(place.number)  # first: after an interrupt it is released with the rest
         self.copies.current.slab.lease()
         self.call, self.epoch, self.kept = call, epoch, False
         if place.home.observer is not None:
