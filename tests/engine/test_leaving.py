@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import shardwright as sw
 from shardwright.comm_hooks import PowerSGD
 from shardwright.engine.assembly.find import UNIT
 from tests.engine.kit.meetings import fresh_meetings
 from tests.engine.kit.models import full, shard_layers, three_layers
+from tests.engine.kit.surface import Boom, fail
 from tests.support import multirank, world_mesh
 
 
@@ -283,6 +285,36 @@ def test_reductions_in_a_group_of_their_own(rank: int, world_size: int, place: i
     model = shard_layers(three_layers())
     model.set_separate_reduce_scatter_group(True)
     steps_with_one_failure(model, rank, failing_on_demand(model[place], "backward"))
+
+
+@multirank(2, 3)
+@pytest.mark.parametrize("where", ["forward", "backward", "unshard"])
+def test_the_last_meeting_of_a_step_fails(rank: int, world_size: int, where: str) -> None:
+    """The others hear of the failure where all axes meet. Groups of single units then have it once from every rank."""
+    plain = three_layers()
+    model = shard_layers(copy.deepcopy(plain))
+    model[0].set_separate_reduce_scatter_group(True)
+    check_step(model, plain, rank, world_size)
+    for _ in range(2):
+        with pytest.raises((Boom, RuntimeError)):
+            if where == "unshard" and rank == 0:
+                with sw.unsharded(model):
+                    pass
+            elif where == "forward" and rank == 0:
+                with failing(model[2], "forward", Boom()):
+                    loss_of(model, rank)
+            elif where == "backward" and rank == 0:
+                handle = model[0].weight.register_post_accumulate_grad_hook(fail)
+                try:
+                    loss_of(model, rank).backward()
+                finally:
+                    handle.remove()
+            else:
+                loss_of(model, rank).backward()
+        for _ in range(2):
+            with pytest.raises(Boom), failing(model[1], "forward", Boom()):
+                loss_of(model, rank)
+        check_step(model, plain, rank, world_size)
 
 
 @multirank(2)

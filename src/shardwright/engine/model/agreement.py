@@ -107,8 +107,9 @@ class Agreement:
             except BaseException as error:
                 if comm.meeting is not None and not isinstance(error.__cause__, Unreached):
                     comm.meeting.agreed(_limit_of(event))  # interrupted, it may be under way
-                # The others come to those axes that are left, and nowhere else.
-                rest = [c.meeting for c in self.model.every[i + 1 :] if c.meeting is not None]
+                # The others come to those axes that are left, or leave a step and show that in all groups.
+                over = {c.meeting for c in self.model.every[: i + 1]}
+                rest = [meeting for meeting in self._meetings() if meeting not in over]
                 self._leave(event, error, rest, _failure([c.meeting for c in self.model.every if c.meeting]))
                 raise
 
@@ -160,8 +161,7 @@ class Agreement:
     def _meetings(self) -> list[Meeting]:
         """Of all groups over which units communicate."""
         comms = [*self.model.every, *(comm for unit in self.model.units() for comm in unit.communicators())]
-        found = {comm.meeting: None for comm in comms if comm.exchanges and comm.meeting is not None}
-        return list(found)
+        return list(dict.fromkeys(c.meeting for c in comms if c.exchanges and c.meeting is not None))
 
     # -- on an accelerator ---------------------------------------------------------------------------------------
 
