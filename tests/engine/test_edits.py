@@ -213,6 +213,85 @@ def test_edits_by_hand_are_kept(rank: int, world_size: int, touch: str, then: st
     step_both(plain, model, 1, evaluate=True)
 
 
+@multirank(2)
+@pytest.mark.parametrize("then", ["forward", "reshard", "state_dict", "unshard", "step"])
+@pytest.mark.parametrize("noticed", [False, True])
+def test_one_parameter_is_edited_full_and_the_other_sharded(
+    rank: int, world_size: int, then: str, noticed: bool
+) -> None:
+    """The full weights have one edit, the shards the other. ``noticed``: the engine has seen the latter before."""
+    for keep in (False, True):
+        plain, model = twins(mlp, "0", "2", reshard_after_forward=not keep)
+        sharded = model[2].weight
+        model[2].unshard()
+        with torch.no_grad():
+            sharded.mul_(2)
+            plain[2].weight.mul_(2)
+            if noticed:
+                model[2].unshard()
+            for m in (plain, model):
+                m[2].bias.add_(1)
+            if then == "reshard":
+                model[2].reshard()
+            elif then == "state_dict":
+                model.state_dict()
+            elif then == "unshard":
+                model[2].unshard()
+            elif then == "step":
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+            for _ in range(2):
+                torch.testing.assert_close(model(data()), plain(data()), rtol=1e-5, atol=1e-6)
+        step_both(plain, model, 1, evaluate=True)
+
+
+class EditsItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.handles: list[torch.Tensor] = []  #: of the weight, as it is outside of forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        self.handles[0].mul_(2)
+        self.linear.bias.add_(1)
+        return y
+
+
+@multirank(2)
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_forward_edits_one_parameter_full_and_the_other_sharded(
+    rank: int, world_size: int, keep: bool
+) -> None:
+    """Weights that are kept after forward have one of the edits only."""
+    plain, model = twins(EditsItself, reshard_after_forward=not keep)
+    for m in (plain, model):
+        m.handles.append(m.linear.weight)
+    for _ in range(3):
+        with torch.no_grad():  # for evaluation weights are kept from call to call
+            torch.testing.assert_close(model(data()), plain(data()), rtol=1e-5, atol=1e-6)
+        check_same(plain, model)
+
+
+@multirank(2)
+def test_both_forms_of_one_parameter_are_edited(rank: int, world_size: int) -> None:
+    """One change would be lost. What was only handed out is taken for not edited."""
+    for how in ("in place", "read data"):
+        plain, model = twins(mlp, "0", "2")
+        sharded = model[2].weight
+        model[2].unshard()
+        with torch.no_grad():
+            if how == "in place":
+                model[2].weight.add_(1)
+            else:
+                assert model[2].weight.data.shape == (4, 4)
+            for weight in (sharded, plain[2].weight):
+                weight.mul_(2)
+        if how == "in place":
+            with pytest.raises(RuntimeError, match="'weight' .* while it was full, and so was its shard"):
+                model[2].reshard()
+        step_both(plain, model, 1, evaluate=True)
+
+
 # -- extended parameters -------------------------------------------------------------------------------------
 
 

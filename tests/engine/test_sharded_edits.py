@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
@@ -261,6 +262,34 @@ def test_edits_are_seen_while_a_copy_is_kept(rank: int, world_size: int, kept: s
             torch.testing.assert_close(model(data(step)), plain(data(step)), msg=f"{name}: stale weights")
         step_both(plain, model, 0, evaluate=True)
         check_same(plain, model)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return y
+
+
+@multirank(2)
+@pytest.mark.parametrize("keep", [False, True])
+def test_recomputation_has_the_weights_of_backward(rank: int, world_size: int, keep: bool) -> None:
+    """As on one device; nothing that autograd has saved tells it that they were edited after forward."""
+    plain, model = twins(Checkpointed, reshard_after_forward=not keep)
+    for _ in range(2):
+        losses = [loss_of(m) for m in (plain, model)]
+        for m in (plain, model):
+            with torch.no_grad():
+                m.inner[0].weight.mul_(2)
+        for loss in losses:
+            loss.backward()
+        average(plain)
+        check_same(plain, model)
+        for m in (plain, model):
+            m.zero_grad()
 
 
 @multirank(2)

@@ -44,13 +44,31 @@ class FullEdits:
         """The weights are released."""
         self._decoded.clear()
 
-    def write_back(self, there: bool) -> bool:
-        """Write edits into the shards, as they would be without us. Returns whether there may have been any."""
+    def expected(self) -> bool:
+        """Whether there may be any."""
+        return bool(self.handed_out) or self._copies.current.counters.moved()
+
+    def write_back(self, there: bool, newer: set[int]) -> bool:
+        """Write edits into the shards, as they would be without us. Returns whether there may have been any.
+
+        Args:
+            there: whether the weights are in the slab.
+            newer: places of parameters whose shards were edited after they were gathered.
+
+        Raises:
+            RuntimeError: the full form and the shard of one parameter were edited.
+        """
         moved, handed_out = self._copies.current.counters.look(), self.handed_out
-        if not (moved or handed_out) or not there:
+        if not there:
             return False
-        for p in self._parameters:
-            if id(p.full) in handed_out or any(id(t) in moved for t in p.counters):
+        for i, p in enumerate(self._parameters):
+            edited = any(id(t) in moved for t in p.counters)
+            if edited and i in newer:
+                raise RuntimeError(
+                    f"Parameter {p.name!r} of unit {self._owner.name!r} was changed in place while it was full, and so "
+                    "was its shard since then. Only one of the changes could be kept. Call reshard() between the two."
+                )
+            if (edited or id(p.full) in handed_out) and i not in newer:
                 p.write_back(self._gathered_part(p))
         return True
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwright._torch import quick_attributes
+from shardwright._torch import increment_version, quick_attributes
 from shardwright.engine.tensors.parameter import ManagedParameter
 
 NEVER = -1  #: the epoch of what holds no weights
@@ -19,12 +19,13 @@ class Ledger:
         epoch: how many edits were noticed. What was gathered is of an epoch, and holds the weights while it is this.
     """
 
-    __slots__ = ("_versions", "_watched", "epoch")
+    __slots__ = ("_edited", "_versions", "_watched", "epoch")
 
     def __init__(self, parameters: Sequence[ManagedParameter]) -> None:
         #: A parameter's own counter moves with an edit, or its local tensor's.
         self._watched = [(p.sharded, p.local) for p in parameters]
         self._versions = [p._version + q._version for p, q in self._watched]
+        self._edited = [0] * len(self._watched)  #: by parameter, the epoch of its last edit
         self.epoch = 0
 
     def look(self) -> list[int]:
@@ -36,7 +37,14 @@ class Ledger:
             return []
         self._versions = versions
         self.epoch += 1
-        return [i for i, (new, old) in enumerate(zip(versions, known, strict=True)) if new != old]
+        changed = [i for i, (new, old) in enumerate(zip(versions, known, strict=True)) if new != old]
+        for i in changed:
+            self._edited[i] = self.epoch
+        return changed
+
+    def edited_after(self, epoch: int) -> set[int]:
+        """The places of parameters whose shards were edited after they were gathered in this epoch."""
+        return {i for i, edited in enumerate(self._edited) if edited > epoch} if epoch != NEVER else set()
 
     def write(self) -> None:
         """The engine itself has edited shards: what the user does next is the next edit."""
@@ -56,6 +64,17 @@ class FullCounters:
     def forget(self) -> None:
         """Edits until now are no edits of what comes."""
         self._versions = [t._version for t in self.tensors]
+
+    def advance(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Move these tensors' counters. That is no edit; those that nobody has looked for yet still are."""
+        unseen = [t._version - version for t, version in zip(self.tensors, self._versions, strict=True)]
+        increment_version(tensors)
+        self._versions = [t._version - edits for t, edits in zip(self.tensors, unseen, strict=True)]
+
+    def moved(self) -> bool:
+        """Whether any was edited since the last look."""
+        with quick_attributes():
+            return [t._version for t in self.tensors] != self._versions
 
     def look(self) -> set[int]:
         """Ids of the tensors that were edited since the last look."""

@@ -9,7 +9,7 @@ import weakref
 
 import torch
 
-from shardwright._torch import annotate, increment_version
+from shardwright._torch import annotate
 from shardwright.comm import Pending
 from shardwright.engine.base.home import Place
 from shardwright.engine.base.settings import Transport
@@ -115,12 +115,15 @@ class Weights:
         Then autograd refuses a backward over weights that have changed since its forward, as it does without us.
         """
         if changed := self.ledger.look():
-            increment_version(self.copies.counters(changed))
-            self.copies.current.counters.forget()
+            self.copies.current.counters.advance(self.copies.counters(changed))
 
     def _keep_edits(self) -> None:
         """Weights may have been edited while they were full: the edits go into the shard, as they would without us."""
-        if self._edits.write_back(self.residence is RESIDENT):
+        if not self._edits.expected():
+            return
+        self.notice_edits()
+        there = self.residence is RESIDENT
+        if self._edits.write_back(there, self.ledger.edited_after(self.epoch) if there else set()):
             # The slab has the edit, and the full parameters' counters have moved with it.
             fresh = self.is_current
             self.ledger.write()
