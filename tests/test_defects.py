@@ -14,5 +14,7 @@ PACKAGE = Path(shardwright.__file__).parent
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda d: d.what)
 def test_each_defect_can_be_made(defect: Defect) -> None:
-    assert (PACKAGE / defect.path).read_text().count(defect.source) == 1
+    text = (PACKAGE / defect.path).read_text()
+    assert text.count(defect.source) == 1
     assert defect.source != defect.wrong
+    compile(text.replace(defect.source, defect.wrong), defect.path, "exec")
