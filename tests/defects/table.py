@@ -290,8 +290,8 @@ DEFECTS = [
         "visits",
         "units whose inputs need no gradient are reduced at the end of backward only",
         "engine/model/visits.py",
-        "        self._close_begun_after(visit.end)\n",
-        "",
+        "        if len(self.open) > 1:  # it is one of them\n",
+        "        if False:\n",
         ("engine/test_between_uses.py",),
     ),
     Defect(
