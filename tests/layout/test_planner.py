@@ -279,7 +279,7 @@ def test_a_layout_prints_its_segments() -> None:
 @pytest.mark.parametrize("wrong", [0, -3, True, "rows", 1.5, None])
 def test_other_granules_are_refused(wrong: Any) -> None:
     with pytest.raises(
-        ValueError, match=r'Ragged: expected "row", "element" or a number of rows >= 1, found'
+        ValueError, match=r'Ragged: expected "row", "element", a number of rows >= 1 or a function .*, found'
     ):
         Ragged(wrong)
 

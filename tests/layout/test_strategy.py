@@ -8,7 +8,8 @@ import itertools
 import pytest
 
 import shardwright as sw
-from shardwright.layout import NAMES, Strategy, resolve
+from shardwright.extend.strategies import resolve, strategies
+from shardwright.layout import Strategy
 
 S, R = "shard", "replicate"
 #: (parameters, gradients, optimizer state) of the ZeRO stages.
@@ -100,7 +101,7 @@ def test_names_on_one_axis_and_on_two(ndim: int, name: str | None, stages: tuple
 
 
 def test_every_name_is_tested_and_public() -> None:
-    assert set(NAMES) == set(RESOLVED[2]) - {None}
+    assert set(strategies.names()) == set(RESOLVED[2]) - {None}
     assert sw.Strategy is Strategy
 
 
@@ -115,9 +116,13 @@ def test_every_name_is_tested_and_public() -> None:
             "for a mesh of 1 dimensions, and this mesh has 2. Say what each axis does",
         ),
         (Strategy.of_stages(0, 3), 1, "for a mesh of 2 dimensions, and this mesh has 1"),
-        ("zero4", 1, "one of ddp, zero1, zero2, zero3, hsdp, hfsdp, got 'zero4'"),
-        ("ZeRO3", 2, "got 'ZeRO3'"),
-        ("", 1, "got ''"),
+        (
+            "zero4",
+            1,
+            "one of ddp, zero1, zero2, zero3, hsdp, hfsdp, or an import path (package.module:NAME), found 'zero4'",
+        ),
+        ("ZeRO3", 2, "found 'ZeRO3'"),
+        ("", 1, "found ''"),
     ],
     ids=str,
 )
@@ -129,5 +134,5 @@ def test_what_does_not_fit_the_mesh_is_refused(strategy: object, ndim: int, mess
 
 @pytest.mark.parametrize("wrong", [3, True, ("shard",), ["zero3"]], ids=str)
 def test_what_is_no_strategy_is_refused(wrong: object) -> None:
-    with pytest.raises(ValueError, match="strategy must be a Strategy or one of"):
+    with pytest.raises(ValueError, match="strategy: expected a Strategy or one of"):
         resolve(wrong, 1)

@@ -3,7 +3,7 @@
 from shardwright.layout.planner import Layout, Member, Ragged, plan
 from shardwright.layout.planner import Segment as RaggedSegment
 from shardwright.layout.segments import ALIGNMENT, Segment, TensorSpec
-from shardwright.layout.strategy import NAMES, Strategy, resolve
+from shardwright.layout.strategy import Strategy
 from shardwright.layout.units import (
     GradientDtypes,
     GradientPart,
@@ -17,7 +17,6 @@ from shardwright.layout.units import (
 
 __all__ = [
     "ALIGNMENT",
-    "NAMES",
     "GradientDtypes",
     "GradientPart",
     "Layout",
@@ -34,5 +33,4 @@ __all__ = [
     "plan",
     "plan_packing",
     "plan_unit",
-    "resolve",
 ]

@@ -7,7 +7,7 @@ them cost what two cost. Offsets and lengths are in elements; how they become by
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,30 +28,49 @@ class Ragged:
         Ragged("row")      # rows of the last dimension stay whole
         Ragged(32)         # blocks of 32 such rows, counted from the parameter's first
         Ragged("element")  # nothing but the alignment matters
+        Ragged(lambda shape: math.prod(shape[1:]))  # so many elements stay whole, counted from the first
 
     A tensor of more than two dimensions is a stack of rows. A 1-D parameter has no rows: ``Ragged("row")`` may cut it
     anywhere, ``Ragged(k)`` between blocks of 256 elements. Raises ValueError for any other granule.
     """
 
-    granule: int | str = "row"
+    granule: int | str | Callable[[tuple[int, ...]], int] = "row"
 
     def __post_init__(self) -> None:
-        rows = isinstance(self.granule, int) and not isinstance(self.granule, bool) and self.granule >= 1
-        if not rows and self.granule not in ("row", "element"):
+        if (
+            not callable(self.granule)
+            and not _counts(self.granule)
+            and self.granule not in ("row", "element")
+        ):
             raise ValueError(
-                f'Ragged: expected "row", "element" or a number of rows >= 1, found {self.granule!r}'
+                f'Ragged: expected "row", "element", a number of rows >= 1 or a function from a shape to a number of '
+                f"elements, found {self.granule!r}"
             )
 
     def __repr__(self) -> str:
+        if callable(self.granule):
+            return f"Ragged({getattr(self.granule, '__name__', repr(self.granule))})"
         return f'Ragged("{self.granule}")' if isinstance(self.granule, str) else f"Ragged({self.granule})"
 
     def elements(self, shape: Sequence[int]) -> int:
         """Elements of a parameter of this shape that stay together on one rank; its last granule may be shorter."""
         if self.granule == "element" or 0 in shape or not shape:
             return 1
+        if callable(self.granule):
+            elements = self.granule(tuple(shape))
+            if not _counts(elements):
+                raise ValueError(
+                    f"{self}: expected a number of elements >= 1 for a parameter of shape {tuple(shape)}, found "
+                    f"{elements!r}"
+                )
+            return min(elements, math.prod(shape))
         if len(shape) == 1:
             return 1 if self.granule == "row" else VECTOR_BLOCK
         return shape[-1] if self.granule == "row" else shape[-1] * int(self.granule)
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclass(frozen=True)

@@ -81,32 +81,3 @@ class Strategy:
         """The strategy with these ZeRO stages, from the outermost axis to the innermost."""
         rows = [tuple("shard" if stage >= least else "replicate" for stage in stages) for least in (3, 2, 1)]
         return cls(*rows)  # type: ignore[arg-type]
-
-
-#: By name: the ZeRO stage of each axis.
-NAMES = {"ddp": (0,), "zero1": (1,), "zero2": (2,), "zero3": (3,), "hsdp": (0, 3), "hfsdp": (1, 3)}
-
-
-def resolve(strategy: str | Strategy | None, ndim: int) -> Strategy:
-    """The strategy of this name for a mesh of ``ndim`` axes; None means zero3, or hsdp on two axes.
-
-    A name for one axis holds for both of two: ``zero1`` shards the optimizer state over all their ranks.
-
-    Raises:
-        ValueError: no such name, or a strategy for another number of axes.
-    """
-    if strategy is None:
-        strategy = "zero3" if ndim == 1 else "hsdp"
-    if isinstance(strategy, Strategy):
-        found = strategy
-    elif isinstance(strategy, str) and strategy in NAMES:
-        stages = NAMES[strategy]
-        found = Strategy.of_stages(*(stages * ndim if len(stages) == 1 else stages))
-    else:
-        raise ValueError(f"strategy must be a Strategy or one of {', '.join(NAMES)}, got {strategy!r}")
-    if found.ndim != ndim:
-        raise ValueError(
-            f"strategy {strategy!r} is for a mesh of {found.ndim} dimensions, and this mesh has {ndim}. "
-            + ("Pass a 2-D mesh, replicas outside." if found.ndim == 2 else "Say what each axis does.")
-        )
-    return found

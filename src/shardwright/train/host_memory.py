@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from shardwright.layout.strategy import resolve
+from shardwright.extend.strategies import resolve
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.models.kinds import KINDS

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 import shardwright as sw
-from shardwright.layout import NAMES, resolve
+from shardwright.extend.strategies import resolve, strategies
 from tests.support import WorkerPools, world_mesh
 from tests.support.matrix import together
 from tests.support.pool import run_case
@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 #: Names by the stages that they stand for.
 NAMED = {
     resolve(name, ndim).stages: name
-    for name, own in NAMES.items()
+    for name, own in ((each.name, each.stages) for each in strategies)
     for ndim in (1, 2)
     if len(own) in (1, ndim)
 }

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwright as sw
 from shardwright.comm import DeviceStreams
 from shardwright.comm_hooks import Compressed, Int8Blocks, PowerSGD
-from shardwright.layout import resolve
+from shardwright.extend.strategies import resolve
 from tests.engine.custom import Gathers, Scatters
 from tests.engine.kit.models import Model, loss_of, tokens
 from tests.support.fake import fake_ranks

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwright.comm import Codec, GradientHook
+from shardwright.extend.memories import OF_TORCH, NamedMemory
 from shardwright.memory import Allocator
 
 
@@ -74,6 +75,6 @@ class Settings:
 class ModelOptions:
     """What holds for a model; its outermost unit has it. ``strict``: no memory outside the plan."""
 
-    memory: str | Allocator = "dynamic"
+    memory: NamedMemory | Allocator = OF_TORCH
     prefetch: int | str = 1
     strict: bool = False

@@ -34,21 +34,23 @@ from shardwright.engine.assembly.find import (
 from shardwright.engine.assembly.states import check_states, states_of, sync_states
 from shardwright.engine.base.offload import offload_of
 from shardwright.engine.base.precision import as_precision
-from shardwright.engine.base.settings import ModelOptions, Settings
+from shardwright.engine.base.settings import Settings
 from shardwright.engine.front.composable import state_of
 from shardwright.engine.front.copies import convert_buffer
 from shardwright.engine.front.module import FSDPModule, install
 from shardwright.engine.front.selected import hook_backward
 from shardwright.engine.front.undo import Undo
 from shardwright.engine.model.optimizer_hook import hook_optimizers
-from shardwright.engine.model.pools import check_memory
+from shardwright.engine.model.pools import model_options
 from shardwright.engine.tensors.extension import is_extended
 from shardwright.engine.tensors.parameter import has_no_values, refuse_while_deferring
 from shardwright.engine.tensors.ranks import Ranks
 from shardwright.engine.tensors.tensor_parallel import data_parallel
 from shardwright.engine.unit.owning import take_over
 from shardwright.engine.unit.unit import Unit
-from shardwright.layout import Ragged, Strategy, resolve
+from shardwright.extend.layouts import layout_of
+from shardwright.extend.strategies import resolve
+from shardwright.layout import Ragged, Strategy
 from shardwright.memory import Allocator
 
 _M = TypeVar("_M", bound="nn.Module | list[nn.Module]")
@@ -104,12 +106,13 @@ def fully_shard(
         ignored_modules: modules of which all parameters and buffers are left as they are, those of modules below them
             too: not cut, moved, cast, compared or broadcast. Give them to every call whose module they lie in.
         strategy: what is sharded over each axis of the mesh: a :class:`Strategy`, or "ddp", "zero1", "zero2", "zero3",
-            "hsdp", "hfsdp". Default: "zero3" on one axis, "hsdp" on two.
-        layout: "per_parameter" (each along its own dimension, as FSDP2 does), or "ragged", :class:`Ragged`: parameters
-            share segments that are cut between rows, blocks of rows or elements, with hardly any padding.
+            "hsdp", "hfsdp", or a registered name (docs/extending.md). Default: "zero3" on one axis, "hsdp" on two.
+        layout: "per_parameter" (each along its own dimension, as FSDP2 does), or "ragged", "element", a registered
+            name, :class:`Ragged`: parameters share segments that are cut between rows, blocks of rows or elements, with
+            hardly any padding.
         memory: on the root: "dynamic", torch's allocator for every lease; "double_buffer" or "max_pool", slots for the
             units that are being used and prefetched, of one size or of several; "arena", one block for all that the
-            engine leases, planned from the first step; or an :class:`Allocator`. docs/memory.md tells them apart.
+            engine leases, planned from the first step; a registered name; or an :class:`Allocator`. See docs/memory.md.
         prefetch: on the root: how many units are gathered ahead, or how many bytes, such as "512 MiB".
         strict: on the root: raise where a step leases memory outside the plan, instead of telling it once.
         sync_module_states: broadcast the parameters and buffers that this call takes over from the first rank of the
@@ -132,7 +135,7 @@ def fully_shard(
     ``fully_shard.state(module)`` is what torch's own code looks at.
     """
     refuse_while_deferring("fully_shard")
-    check_memory(memory, prefetch, strict)
+    options = model_options(memory, prefetch, strict)
     for name, value, expected in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
         ("offload_policy", offload_policy, OffloadPolicy),
@@ -164,7 +167,7 @@ def fully_shard(
             ranks=r,
             settings=Settings(_reshard_after_forward(reshard_after_forward, strategy, r, found)),
             arguments=Arguments(
-                as_precision(mp_policy), mp_policy, shard_placement_fn, _layout(layout, r), offload
+                as_precision(mp_policy), mp_policy, shard_placement_fn, layout_of(layout), offload
             ),
             ignored=ignored,
             ignored_modules=left_out,
@@ -172,7 +175,7 @@ def fully_shard(
         for r, found in zip(each, founds, strict=True)
     ]
     unit = units[0]
-    unit.options = ModelOptions(memory, prefetch, strict)
+    unit.options = options
     for u, found in zip(units, founds, strict=True):
         u.values.synced, u.values.checked = sync_module_states, check_module_states
         _same_start(u, modules, found)
@@ -402,16 +405,6 @@ def _ranks_of_some(infos: list[Any], strategy: str | Strategy | None, whole: Ran
 
 def _whole(ranks: Ranks) -> str:
     return "no other, without dp_mesh_dims" if ranks.spmd is None else str(ranks.spmd.mesh)
-
-
-def _layout(layout: str | Ragged, ranks: Ranks) -> Ragged | None:
-    if layout == "per_parameter":
-        return None
-    if layout == "ragged":
-        layout = Ragged("row")
-    if not isinstance(layout, Ragged):
-        raise ValueError(f'layout must be "per_parameter", "ragged" or a Ragged, got {layout!r}')
-    return layout
 
 
 def _communicator(group: dist.ProcessGroup | None, device: torch.device) -> Communicator:

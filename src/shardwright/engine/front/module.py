@@ -47,6 +47,7 @@ from shardwright.engine.unit.uses import (
     reduce_by,
     valid_for,
 )
+from shardwright.extend import NamedMemory
 from shardwright.memory import Source
 
 _classes: dict[tuple[type, bool], type] = {}
@@ -617,7 +618,7 @@ def _set_source(unit: Unit, source: Source | None) -> None:
     """Take the memory of a unit's later leases from there; None: from torch's allocator."""
     root = root_of(unit)
     memory = root.pools.memory if root is not None else unit.options.memory
-    if source is not None and not isinstance(memory, str):
+    if source is not None and not isinstance(memory, NamedMemory):
         raise ValueError(
             f"The memory of unit {unit.name!r} comes from {type(memory).__name__}, an allocator of yours, which "
             "decides of what kind it is. Register it there, or use the name of one of ours."

@@ -14,6 +14,7 @@ from shardwright.engine.gradients.stepping import SteppedGradient
 from shardwright.engine.model.root import root_of
 from shardwright.engine.tensors.parameter import unit_of
 from shardwright.engine.unit.owning import units_of
+from shardwright.extend import NamedMemory
 from shardwright.memory import Plan, Planned
 from shardwright.memory.plan import at_peak, peak
 
@@ -135,7 +136,7 @@ def memory_report(
         rest=_bytes_of(others),
         gradients=_bytes_of([p.grad for p in parameters if not isinstance(p.grad, SteppedGradient | None)]),
         optimizer=_bytes_of(state),
-        memory=memory if isinstance(memory, str) else type(memory).__name__,
+        memory=memory.name if isinstance(memory, NamedMemory) else type(memory).__name__,
         leased=leased,
         peak=peak(trace) if trace is not None else None,
         peak_at=(last.unit, last.kind) if last is not None else None,

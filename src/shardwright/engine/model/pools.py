@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from shardwright._torch import memory_can_be_swapped
+from shardwright.engine.base.settings import ModelOptions
 from shardwright.engine.unit.unit import Unit
-from shardwright.memory import DYNAMIC, Allocator, Item, Plan, Planned, Recorder, Slab, pack, slots
+from shardwright.extend.memories import OF_TORCH, NamedMemory, memories
+from shardwright.memory import DYNAMIC, Allocator, Item, Plan, Planned, Recorder, Slab
 from shardwright.memory.plan import aligned, fitting, most_at_once
 
-POOLS = ("double_buffer", "max_pool")  #: of slots that units take in turn
-PLANNED = (*POOLS, "arena")
 LONGEST = 200_000  #: leases and releases that are recorded at most, where no optimizer ever steps
 REPLANS = 3  #: how often a model that runs in another order than was planned for is planned again
 
@@ -28,21 +28,22 @@ class Pools:
     """The memory of the units of one root.
 
     Attributes:
-        memory: "dynamic", "double_buffer", "max_pool", "arena" or the user's own allocator.
+        memory: where it comes from, or the user's own allocator.
         plan: where slabs lie, once the first step is over; None before, and without planning.
         trace: what was leased in the step that was recorded: the first, without planning the second, since the first
             gathers nothing ahead. None until it is over.
         allocator: what gives the units their memory now.
     """
 
-    def __init__(self, memory: str | Allocator, depth: int, strict: bool) -> None:
+    def __init__(self, memory: NamedMemory | Allocator, depth: int, strict: bool) -> None:
         self.memory = memory
         self.strict = strict
         self.plan: Plan | None = None
         self.trace: list[Item] | None = None
         self.leases: Counter[str] = Counter()  #: of plans that were given up, "planned" and "dynamic"
         self.deviations: Counter[tuple[str, str, str]] = Counter()  #: from these
-        self._base: Allocator = DYNAMIC if isinstance(memory, str) else memory
+        self._base: Allocator = DYNAMIC if isinstance(memory, NamedMemory) else memory
+        self._named = memory if isinstance(memory, NamedMemory) else OF_TORCH
         self.allocator: Allocator = self._base
         self._slots = depth + 1
         self._refs: list[weakref.ref[Unit]] = []
@@ -57,7 +58,7 @@ class Pools:
 
     @property
     def planned(self) -> bool:
-        return self.memory in PLANNED
+        return self._named.plan is not None
 
     @property
     def _units(self) -> list[Unit]:
@@ -67,7 +68,7 @@ class Pools:
         """These units are the model's."""
         self._refs = [weakref.ref(unit) for unit in units]
         self._check_pooled()
-        if self.memory == "double_buffer":
+        if self._named.equal:
             self._check_equal()
         self._record()
 
@@ -118,15 +119,14 @@ class Pools:
             self._use(self._base)
 
     def _make_plan(self, items: list[Item], slabs: list[Slab]) -> None:
-        if self.memory != "arena":
+        assert self._named.plan is not None
+        if self._named.plans == "units":
             chosen = [i for i, slab in enumerate(slabs) if self._in_pool(slab)]
             items, slabs = [items[i] for i in chosen], [slabs[i] for i in chosen]
             fit = fitting(items, min(self._slots, most_at_once(items)))
             self._outside = {id(slab) for i, slab in enumerate(slabs) if i not in fit}
             items, slabs = [items[i] for i in fit], [slabs[i] for i in fit]
-        self.plan = (
-            pack(items) if self.memory == "arena" else slots(items, min(self._slots, most_at_once(items)))
-        )
+        self.plan = self._named.plan(items, min(self._slots, most_at_once(items)))
         device = slabs[0].device if slabs else torch.device("cpu")
         if device.type != "cpu":
             torch.get_device_module(
@@ -169,7 +169,8 @@ class Pools:
     def _check_pooled(self) -> None:
         """Raise if no unit would ever give its place back for another one."""
         units = [u for u in self._units if u.parameters]
-        if self.memory not in POOLS or not units or not all(self._keeps(u) for u in units):
+        takes_turns = self._named.plan is not None and self._named.plans == "units"
+        if not takes_turns or not units or not all(self._keeps(u) for u in units):
             return
         by_strategy = next((u for u in units if u.ranks.keeps_full), None)
         below = [u for u in units if u.number]
@@ -189,8 +190,8 @@ class Pools:
             reason = "the root is the only unit that has parameters, and it keeps them until its backward"
             way_out = "Call fully_shard on the model's blocks, too, or use "
         raise ValueError(
-            f"memory={self.memory!r} lets units take turns in a few slots, but {reason}, so no slot ever becomes free. "
-            f'{way_out}memory="arena", which plans all memory of a step, or "dynamic".'
+            f"memory={self._named.name!r} lets units take turns in a few slots, but {reason}, so no slot ever becomes "
+            f'free. {way_out}memory="arena", which plans all memory of a step, or "dynamic".'
         )
 
     def _check_equal(self) -> None:
@@ -203,43 +204,48 @@ class Pools:
                 for nbytes, names in sorted(sizes.items(), reverse=True)
             )
             raise ValueError(
-                f'memory="double_buffer" needs units of one size; found {told}. Use memory="max_pool", whose slots '
-                'differ, or "arena", which plans all memory.'
+                f'memory="{self._named.name}" needs units of one size; found {told}. Use memory="max_pool", whose '
+                'slots differ, or "arena", which plans all memory.'
             )
 
     def wants(self, slab: Slab) -> bool:
         """Whether a slab that the plan does not have should be in it."""
-        return self.memory == "arena" or (id(slab) not in self._outside and self._in_pool(slab))
+        return self._named.plans == "all" or (id(slab) not in self._outside and self._in_pool(slab))
 
     def tell(self, unit: str, kind: str, reason: str) -> None:
         """Warn of a lease outside the plan, or raise."""
-        told = f"Unit {unit!r} leases memory for its {kind} outside the plan of memory={self.memory!r}: {reason}."
+        told = f"Unit {unit!r} leases memory for its {kind} outside the plan of memory={self._named.name!r}: {reason}."
         if self.strict:
             raise RuntimeError(f"{told} With strict=False it is leased from torch's allocator.")
         warnings.warn(told, RuntimeWarning, stacklevel=2)
 
 
-def check_memory(memory: str | Allocator, prefetch: int | str, strict: bool) -> None:
-    """Refuse what ``fully_shard`` was given for these.
+def model_options(memory: str | Allocator, prefetch: int | str, strict: bool) -> ModelOptions:
+    """What ``fully_shard`` was given for these.
 
     Raises:
         ValueError: none of the values there are.
         NotImplementedError: planned memory on a torch whose storages cannot be given other memory.
     """
+    source: NamedMemory | Allocator
     if isinstance(memory, str):
-        if memory != "dynamic" and memory not in PLANNED:
-            raise ValueError(
-                f'memory must be "dynamic", "double_buffer", "max_pool", "arena" or an Allocator, got {memory!r}'
-            )
-    elif not isinstance(memory, Allocator):
-        raise ValueError(f"memory must be a name or have the methods of sw.Allocator, got {memory!r}")
-    if memory != "dynamic" and not memory_can_be_swapped:
+        source = memories.get(memory)
+        if source.allocator is not None:
+            source = source.allocator()
+    else:
+        source = memory
+    if not isinstance(source, NamedMemory | Allocator):
+        raise ValueError(
+            f"memory: expected an object with the methods of sw.Allocator or {memories.expected()}, found {memory!r}"
+        )
+    if not memory_can_be_swapped and (not isinstance(source, NamedMemory) or source.plan is not None):
         raise NotImplementedError(
             f'memory={memory!r} needs torch 2.12 or later; this is {torch.__version__}. Use memory="dynamic".'
         )
     if not isinstance(strict, bool):
         raise ValueError(f"strict must be True or False, got {strict!r}")
     prefetch_budget(prefetch)
+    return ModelOptions(source, prefetch, strict)
 
 
 def bytes_in(text: str) -> int | None:

@@ -1,0 +1,122 @@
+"""Values that have a name: built in, added by a program, or offered by an installed package.
+
+Command line, help, errors, tables of the docs and matrices of the tests read the names here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable, Iterator
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, Protocol, TypeVar
+
+
+class Named(Protocol):
+    """A value of a registry."""
+
+    @property
+    def name(self) -> str:
+        """By which configurations and arguments know it."""
+
+    @property
+    def summary(self) -> str:
+        """What it does, in a sentence for the help and the docs."""
+
+
+T = TypeVar("T", bound=Named)
+
+
+class Registry(Generic[T]):
+    """The values of one kind.
+
+    A value is known by its name once :meth:`add` has been called with it, or where an installed package declares it as
+    an entry point of the group ``shardwright.<plural of what>``. An import path, "my_package.my_module:MY_VALUE",
+    needs neither.
+
+    Args:
+        what: the word for one value, as in error messages.
+        plural: the same for several, and the last part of the entry points' group.
+        kind: the class of the values.
+        builtin: the first of them.
+    """
+
+    def __init__(self, what: str, plural: str, kind: type[T], builtin: Iterable[T] = ()) -> None:
+        self.what = what
+        self.group = f"shardwright.{plural}"
+        self.kind = kind
+        self._values: dict[str, T] = {}
+        for value in builtin:
+            self.add(value)
+
+    def add(self, value: T) -> T:
+        """Make ``value`` known by its name, and return it.
+
+        Raises:
+            TypeError: not a value of this kind.
+            ValueError: another value has this name, or the name has a colon, as import paths have.
+        """
+        if not isinstance(value, self.kind):
+            raise TypeError(
+                f"A {self.what} to add must be a {self.kind.__name__}, got {type(value).__name__}"
+            )
+        if not value.name or ":" in value.name:
+            raise ValueError(
+                f"A {self.what} needs a name without a colon, which import paths have; got {value.name!r}"
+            )
+        if self._values.setdefault(value.name, value) != value:
+            raise ValueError(f"There is a {self.what} {value.name!r} already. Choose another name")
+        return value
+
+    def names(self) -> tuple[str, ...]:
+        """All names, the built-in ones first."""
+        return (*self._values, *(name for name in self._offered() if name not in self._values))
+
+    def __iter__(self) -> Iterator[T]:
+        """All values, the built-in ones first."""
+        return map(self.get, self.names())
+
+    def get(self, name: str) -> T:
+        """The value of this name, or at this import path.
+
+        Raises:
+            ValueError: there is none, it cannot be imported, or it is of another kind.
+        """
+        if name in self._values:
+            return self._values[name]
+        if ":" in name:
+            module, _, attribute = name.partition(":")
+            return self._imported(name, EntryPoint(name, f"{module}:{attribute}", self.group))
+        if offered := self._offered().get(name):
+            value = self._imported(name, offered)
+            if value.name != name:
+                raise ValueError(f"{self.what} {name!r}: {offered.value} is named {value.name!r}")
+            return self.add(value)
+        near = difflib.get_close_matches(name, self.names(), 1)
+        raise ValueError(
+            f"{self.what}: expected {self.expected()}, found {name!r}"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+
+    def expected(self) -> str:
+        """In words, what :meth:`get` takes."""
+        return f"one of {', '.join(self.names())}, or an import path (package.module:NAME)"
+
+    def _offered(self) -> dict[str, EntryPoint]:
+        return {point.name: point for point in entry_points(group=self.group)}
+
+    def _imported(self, name: str, point: EntryPoint) -> T:
+        importlib.invalidate_caches()
+        try:
+            value = point.load()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f"{self.what} {name!r} cannot be imported from {point.value}: {reason}"
+            ) from error
+        if not isinstance(value, self.kind):
+            raise ValueError(
+                f"{self.what} {name!r}: expected a {self.kind.__name__} at {point.value}, found "
+                f"{type(value).__name__}"
+            )
+        return value
