@@ -13,7 +13,7 @@ from tests.train.jobs import config_file, run, train_here
 def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny job on one rank without an engine."""
     folder = tmp_path_factory.mktemp("plain")
-    assert train_here(config_file(folder), "--run.dir", folder / "run", "--log.tensorboard", "true") == 0
+    assert train_here(config_file(folder), "--run.dir", folder / "run", "--log.sinks", '["tensorboard"]') == 0
     return folder / "run"
 
 

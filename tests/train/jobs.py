@@ -57,7 +57,7 @@ batches = 2
 [checkpoint]
 every = 3
 [log]
-tensorboard = false
+sinks = []
 """
 
 

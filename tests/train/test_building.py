@@ -16,7 +16,7 @@ from shardwright.train import host_memory, parallel
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
-from shardwright.train.models.kinds import KINDS
+from shardwright.train.models.kinds import kinds
 from tests.support.pool import multirank
 from tests.train.jobs import HYBRID, tiny, trainer
 
@@ -142,7 +142,8 @@ def test_the_check_counts_all_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_largest_parameter_of_each_preset_is_known() -> None:
-    for kind, about in KINDS.items():
+    for about in kinds:
+        kind = about.name
         for preset in about.presets:
             config = Config.model_validate({"model": {"kind": kind, "preset": preset}})
             with torch.device("meta"):

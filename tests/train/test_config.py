@@ -90,7 +90,7 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ("run.dir", "", ""),
         ("data.source", "some/file.txt", "some/file.txt"),
         ("data.source", '["a.txt", "b.jsonl"]', ("a.txt", "b.jsonl")),
-        ("log.tensorboard", "false", False),
+        ("log.sinks", "[]", ()),
         ("optimizer.betas", "[0.8, 0.99]", (0.8, 0.99)),
     ],
 )
@@ -136,7 +136,7 @@ def test_unknown_override_is_refused_with_the_nearest_key(tmp_path: Path, key: s
         ("[train]\nstep = 3", "unknown key train.step; did you mean train.steps?"),
         ("[train]\nmax_nrom = 3", "unknown key train.max_nrom; did you mean train.max_norm?"),
         ("[train]\nengine = 'ddp'", "unknown key train.engine; did you mean parallel.engine?"),
-        ("[log]\nxyzzy = 3", "unknown key log.xyzzy; the keys of [log] are every, tensorboard"),
+        ("[log]\nxyzzy = 3", "unknown key log.xyzzy; the keys of [log] are every, sinks"),
         ("steps = 3", "unknown key steps; did you mean train.steps?"),
         ("[trian]\nsteps = 3", "unknown section [trian]; did you mean [train]?"),
         (
@@ -150,7 +150,10 @@ def test_unknown_override_is_refused_with_the_nearest_key(tmp_path: Path, key: s
         ("[train]\nmax_norm = '1'", 'train.max_norm: expected a number >= 0, found "1" (a string)'),
         ("[optimizer]\nlr = nan", "optimizer.lr: expected a number > 0, found nan (a number)"),
         ("[optimizer]\nlr = 2026-01-01", "optimizer.lr: expected a number > 0, found 2026-01-01 (a date)"),
-        ("[log]\ntensorboard = 1", "log.tensorboard: expected true or false, found 1 (an integer)"),
+        (
+            '[log]\nsinks = ["paper"]',
+            "log.sinks: expected one of tensorboard, or an import path (package.module:NAME), found 'paper'",
+        ),
         (
             "[optimizer]\nbetas = [0.9]",
             "optimizer.betas: expected a list of 2 numbers >= 0 and < 1, found [0.9] (a list)",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch
 from shardwright.train.errors import UserError
 from shardwright.train.models import hugging_face, kinds
 from shardwright.train.models.build import model_of
-from shardwright.train.models.kinds import KINDS
 from shardwright.train.models.presets import PRESETS, LlamaConfig
 from shardwright.train.sections import ModelConfig
 
@@ -39,8 +37,8 @@ def test_a_kind_that_is_not_registered_is_an_error() -> None:
 
 
 def test_every_registered_kind_offers_everything() -> None:
-    assert set(get_args(ModelConfig.model_fields["kind"].annotation)) == set(KINDS)
-    for name, kind in KINDS.items():
+    for kind in kinds.kinds:
+        name = kind.name
         assert kind.depth.removeprefix("model.") in kind.numbers
         for preset, shape in kind.presets.items():
             assert type(shape) is kind.shape and ModelConfig(kind=name, preset=preset).shape() == shape
@@ -52,13 +50,6 @@ def test_every_registered_kind_offers_everything() -> None:
         assert hugging_face.key_map(shape).keys() == names
         assert hugging_face.config_json(shape)["model_type"] in kind.load().shapes
         assert kinds.tensor_plan(shape) and kinds.uneven(shape, 7, 2)
-
-
-def test_a_kind_of_ones_own_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = Wider(**vars(PRESETS["debug"]))
-    own = kinds.Kind(Wider, {"debug": shape}, "model.n_layers", KINDS["llama"].load)
-    monkeypatch.setitem(KINDS, "wider", own)
-    assert hugging_face.key_map(shape) == hugging_face.key_map(PRESETS["debug"])
 
 
 def test_a_key_of_another_kind_names_its_owners() -> None:

@@ -56,7 +56,7 @@ def test_units_layouts_and_ranks_fit_the_width(
     assert max(map(len, text.splitlines())) <= int(columns)
     assert "layers.0..1 (2 units): 9 parameters, 0.035 MiB" in text
     assert "norm, output: 2 parameters" in text and "root: 1 parameter," in text
-    kinds = ["per_parameter", 'Ragged("row")', "Ragged(32)", 'Ragged("element")']
+    kinds = ["per_parameter", 'Ragged("row")', 'Ragged("element")', "Ragged(32)"]
     per_unit = [(ranks, kind) for ranks in ("2", "1,024", "4,096") for kind in kinds]
     assert [row[:2] for row in rows_of(text)] == 3 * per_unit
 
@@ -77,7 +77,7 @@ def test_figures_are_the_planner_s(capsys: Capture, job: str) -> None:
     ]
     dtypes = [(torch.float32, torch.bfloat16)] * 9
     for row, kind in zip(
-        rows_of(text)[:4], ("per_parameter", "ragged", Ragged(32), Ragged("element")), strict=True
+        rows_of(text)[:4], ("per_parameter", "ragged", Ragged("element"), Ragged(32)), strict=True
     ):
         expected = plan([*shapes, (2048,)], 24, kind, dtypes=dtypes)
         mib = 4 * expected.shard_numel / 2**20

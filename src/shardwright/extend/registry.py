@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
+import sys
 from collections.abc import Iterable, Iterator
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, Protocol, TypeVar
@@ -32,7 +34,7 @@ class Registry(Generic[T]):
 
     A value is known by its name once :meth:`add` has been called with it, or where an installed package declares it as
     an entry point of the group ``shardwright.<plural of what>``. An import path, "my_package.my_module:MY_VALUE",
-    needs neither.
+    needs neither. Its module may lie in the current folder, too, which is searched last.
 
     Args:
         what: the word for one value, as in error messages.
@@ -72,6 +74,10 @@ class Registry(Generic[T]):
         """All names, the built-in ones first."""
         return (*self._values, *(name for name in self._offered() if name not in self._values))
 
+    def known(self) -> Iterator[T]:
+        """The values that are built in or were added: nothing is imported for them."""
+        return iter(tuple(self._values.values()))
+
     def __iter__(self) -> Iterator[T]:
         """All values, the built-in ones first."""
         return map(self.get, self.names())
@@ -106,6 +112,8 @@ class Registry(Generic[T]):
         return {point.name: point for point in entry_points(group=self.group)}
 
     def _imported(self, name: str, point: EntryPoint) -> T:
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
         importlib.invalidate_caches()
         try:
             value = point.load()

@@ -10,6 +10,7 @@ from shardwright.train.environment import choose_device, under_launcher
 from shardwright.train.errors import UserError
 from shardwright.train.host_memory import check_model_fits, ranks_of_host
 from shardwright.train.models.presets import HybridConfig
+from shardwright.train.optimizers import optimizers
 
 EPOCHS_PER_STEP = 1000
 """Passes over the training text in one step from which on a global batch is taken for a mistake."""
@@ -75,7 +76,7 @@ def _check_tensor_parallel(config: Config) -> None:
     from shardwright.train.models.kinds import uneven
 
     ranks, shape = config.parallel.tensor, config.model.shape()
-    if config.optimizer.name != "adamw":
+    if optimizers.get(config.optimizer.name).whole:
         raise UserError(
             f"parallel.tensor: optimizer {config.optimizer.name!r} needs tensors or blocks that are not cut; expected "
             f'1, found {ranks}, or optimizer.name = "adamw"'
@@ -98,11 +99,16 @@ def _check_expert_parallel(config: Config, ranks: int) -> None:
     parallel, shape = config.parallel, config.model.shape()
     if not isinstance(shape, HybridConfig) or "E" not in shape.pattern + shape.mtp_pattern:
         raise UserError(f"parallel.expert: expected 1 for a model without experts, found {parallel.expert}")
-    found = {
-        "optimizer.name": (config.optimizer.name, "adamw", "others need tensors or blocks that are not cut"),
+    found: dict[str, tuple[object, object, str]] = {
         "train.cuda_graph": (config.train.cuda_graph, False, "sizes depend on the routing"),
         "train.compile": (config.train.compile, "none", "sizes depend on the routing"),
     }
+    if optimizers.get(config.optimizer.name).whole:
+        found["optimizer.name"] = (
+            config.optimizer.name,
+            "adamw",
+            "it needs tensors or blocks that are not cut",
+        )
     for key, (value, wanted, why) in found.items():
         if value != wanted:
             raise UserError(

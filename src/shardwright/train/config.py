@@ -10,7 +10,7 @@ import difflib
 import tomllib
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -20,6 +20,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from shardwright.train.errors import UserError
+from shardwright.train.models.kinds import kinds
+from shardwright.train.one_of import UNKNOWN_KEY, WRONG_NAME, OneOf
 from shardwright.train.schema import Config, toml_value
 from shardwright.train.sections import (
     ActivationConfig,
@@ -74,6 +76,19 @@ def keys() -> Iterator[Key]:
     """Every key of the file in order, keys of nested tables included."""
     for name, info in Config.model_fields.items():
         yield from _keys_of(_table_of(info.annotation), name)
+        if name == "model":
+            yield from _keys_of_added_kinds()
+
+
+def _keys_of_added_kinds() -> Iterator[Key]:
+    """Keys of `[model]` that only kinds have which are not built in."""
+    seen = set(ModelConfig.model_fields)
+    for kind in kinds:
+        for each in fields(kind.shape):
+            if each.name not in seen:
+                seen.add(each.name)
+                expected = _in_words(kind.type_of(each.name))
+                yield Key(f"model.{each.name}", expected, "the preset's", f"Of {kind.name} only.")
 
 
 def section_summary(name: str) -> str:
@@ -89,7 +104,8 @@ def _keys_of(table: type[Section] | None, prefix: str) -> Iterator[Key]:
             for key in _keys_of(inner, path):
                 yield replace(key, default=f"the preset's ({key.default} if the table is given)")
         else:
-            default = "the preset's" if info.default is None else toml_value(info.default)
+            value = info.get_default(call_default_factory=True)
+            default = "the preset's" if value is None else toml_value(value)
             yield Key(path, _expected(info), default, info.description or "")
 
 
@@ -119,6 +135,9 @@ def _expected(info: FieldInfo) -> str:
 
 def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
+    registry = next((m.registry for m in (*metadata, *args[1:]) if isinstance(m, OneOf)), None)
+    if registry is not None:
+        return str(registry.expected())
     if origin is Annotated:
         inner = [m for part in args[1:] for m in (part.metadata if isinstance(part, FieldInfo) else [part])]
         return _in_words(args[0], [*inner, *metadata])
@@ -126,15 +145,22 @@ def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return ("one of " if len(args) > 1 else "") + ", ".join(map(str, args))
     if origin in (Union, types.UnionType):
         return " or ".join(_in_words(arg, metadata) for arg in args if arg is not type(None))
+    if origin is tuple and any(isinstance(m, OneOf) for m in getattr(args[0], "__metadata__", ())):
+        return f"a list, of which each is {_in_words(args[0])}"
     if origin is tuple:
         items = (
             "strings" if args[-1] is ... else "numbers" + _range_in_words(args[0].__metadata__[0].metadata)
         )
         return f"a list of {items}" if args[-1] is ... else f"a list of {len(args)} {items}"
-    if _table_of(annotation) is not None:
+    if origin is dict or _table_of(annotation) is not None:
         return "a table"
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[annotation]
+    words = _WORDS.get(annotation)
+    if words is None:
+        return str(getattr(annotation, "__name__", annotation))
     return words + _range_in_words(metadata)
+
+
+_WORDS: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 
 
 def _range_in_words(metadata: Sequence[Any]) -> str:
@@ -181,7 +207,9 @@ def load_config(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config
     file that cannot be read, an unknown key, a wrong type, a value out of range or values that do not fit.
     """
     values = _read_toml(path)
-    for key, text in overrides:
+    for key, text in sorted(
+        overrides, key=lambda pair: pair[0] != "model.kind"
+    ):  # it says which keys there are
         _override(values, key, text)
     try:
         return Config.model_validate(values)
@@ -207,7 +235,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _override(values: dict[str, Any], key: str, text: str) -> None:
     """Put `text` at the dotted `key` of `values`."""
     info = _field_at(key.split("."))
-    if info is None:
+    own = _own_type(values, key) if info is None else None
+    if info is None and own is None:
         raise UserError(f"command line: {_unknown(key, text)}")
     *tables, name = key.split(".")
     table = values
@@ -216,7 +245,23 @@ def _override(values: dict[str, Any], key: str, text: str) -> None:
         if not isinstance(inner, dict):
             return  # The file has a plain value where a table belongs; checking will say so.
         table = inner
-    table[name] = _value_of(text, takes_text=str in (info.annotation, *get_args(info.annotation)))
+    annotation = own if info is None else info.annotation
+    table[name] = _value_of(text, takes_text=str in (annotation, *get_args(annotation)))
+
+
+def _own_type(values: dict[str, Any], key: str) -> Any:
+    """The type of a key that only the configured kind of model has, or of an optimizer's option; None for others."""
+    section, _, name = key.partition(".")
+    if section == "optimizer" and name.startswith("options."):
+        return object
+    model = values.get("model", {})
+    if section != "model" or not isinstance(model, dict):
+        return None
+    try:
+        kind = kinds.get(str(model.get("kind", "llama")))
+    except ValueError:
+        return None
+    return kind.type_of(name) if name in kind.numbers else None
 
 
 def _value_of(text: str, takes_text: bool) -> Any:
@@ -249,6 +294,12 @@ def _explain(detail: ErrorDetails) -> tuple[str, str]:
     if detail["type"] == "extra_forbidden":
         key = ".".join(map(str, location))
         return key, _unknown(key, detail["input"])
+    if detail["type"] == WRONG_NAME:
+        key = ".".join(map(str, (*location[:2], *filter(None, [detail["ctx"].get("key")]))))
+        return key, f"{key}: {detail['ctx']['reason']}"
+    if detail["type"] == UNKNOWN_KEY:
+        key = f"{location[0]}.{detail['ctx']['key']}"
+        return key, _unknown(key, detail["ctx"]["value"])
     if detail["type"] == "value_error":
         message = str(detail["ctx"]["error"])
         prefix = "".join(f"{part}." for part in location)

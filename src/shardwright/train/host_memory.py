@@ -14,7 +14,7 @@ import psutil
 from shardwright.extend.strategies import resolve
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
-from shardwright.train.models.kinds import KINDS
+from shardwright.train.models.kinds import kind_of, sizes_of
 
 STORED = 4
 """Bytes of a stored weight: float32."""
@@ -41,13 +41,13 @@ class BuildingBytes:
 
 def building_bytes(config: Config, ranks: int, device: str) -> BuildingBytes:
     """For one of `ranks` ranks that compute on `device`."""
-    shape, parallel = config.model.shape(), config.parallel
-    tables = STORED * shape.table_numel
+    sizes, parallel = sizes_of(config.model.shape()), config.parallel
+    tables = STORED * sizes.tables
     if not builds_deferred(config):
-        return BuildingBytes(STORED * shape.parameters, tables, 0)
+        return BuildingBytes(STORED * sizes.parameters, tables, 0)
     kept_here = device == "cpu" or parallel.offload == "cpu"
-    weights = math.ceil(STORED * shape.parameters / _cuts(config, ranks)) if kept_here else 0
-    return BuildingBytes(weights, tables, STORED * shape.largest_parameter)
+    weights = math.ceil(STORED * sizes.parameters / _cuts(config, ranks)) if kept_here else 0
+    return BuildingBytes(weights, tables, STORED * sizes.largest)
 
 
 def _reason(config: Config) -> str:
@@ -81,8 +81,9 @@ def check_model_fits(config: Config, ranks: int, on_host: int, device: str) -> N
     if need <= memory:
         return
     holders = "one rank" if on_host == 1 else f"the {on_host} ranks of this machine"
-    depth = KINDS[config.model.kind].depth
-    smaller = f"a smaller preset, model.dim, {depth}, model.vocab_size or model.max_seq_len"
+    keys = [f"model.{key}" for key in ("dim", "vocab_size", "max_seq_len") if hasattr(shape, key)]
+    keys[1:1] = filter(None, [kind_of(shape).depth])
+    smaller = f"a smaller preset, {', '.join(keys[:-1])} or {keys[-1]}"
     way_out = f"choose {smaller}"
     if on_host > 1:
         way_out = f"choose fewer ranks on this machine, {smaller}"
@@ -90,6 +91,6 @@ def check_model_fits(config: Config, ranks: int, on_host: int, device: str) -> N
             way_out += f". Every rank builds the whole model with {_reason(config)}"
     raise UserError(
         f"model: expected one whose parameters fit into the {memory:,} bytes of this machine, found "
-        f"{shape.parameters:,} parameters. With the rotary tables {holders} need {need:,} bytes to build them; "
-        f"{way_out}"
+        f"{sizes_of(shape).parameters:,} parameters. With the rotary tables {holders} need {need:,} bytes to build "
+        f"them; {way_out}"
     )

@@ -16,13 +16,19 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from shardwright.extend import layouts
 from shardwright.layout import Ragged, plan
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import model_of
 from shardwright.train.models.decoder import Decoder
 
-LAYOUTS: tuple[str | Ragged, ...] = ("per_parameter", Ragged("row"), Ragged(32), Ragged("element"))
+
+def compared() -> tuple[str | Ragged, ...]:
+    """Every layout that has a name, and one with blocks of rows."""
+    return (*(each.layout() or each.name for each in layouts), Ragged(32))
+
+
 STORAGE = torch.float32
 """The dtype in which the trainer keeps weights."""
 LEGEND = (
@@ -97,11 +103,11 @@ def table_of(unit: Unit, world_sizes: Sequence[int], compute: torch.dtype) -> Ta
     for name in ("segments", "MiB/rank", "padding", "balance"):
         table.add_column(name, justify="right")
     for ranks in world_sizes:
-        for kind in LAYOUTS:
+        for number, kind in enumerate(compared()):
             planned = plan(unit.shapes, ranks, kind, dtypes=[(STORAGE, compute)] * len(unit.shapes))
             mib = planned.shard_numel * STORAGE.itemsize / 2**20
             table.add_row(
-                f"{ranks:,}" if kind is LAYOUTS[0] else "", str(kind), str(len(planned.segments)),
+                "" if number else f"{ranks:,}", str(kind), str(len(planned.segments)),
                 f"{mib:,.3f}", f"{100 * planned.padding:,.2f}%", f"{planned.balance:,.3f}",
             )  # fmt: skip
     return table

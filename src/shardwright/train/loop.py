@@ -20,6 +20,7 @@ from shardwright.train.activations import Recompiles
 from shardwright.train.config import Config
 from shardwright.train.data import Corpus
 from shardwright.train.errors import UserError
+from shardwright.train.models.kinds import sizes_of
 from shardwright.train.resuming import changes_in_words, resume_command
 from shardwright.train.runs import (
     RunFolder,
@@ -32,6 +33,8 @@ from shardwright.train.runs import (
     write_text,
     writing,
 )
+from shardwright.train.sinks import RunSite
+from shardwright.train.sinks import sinks as named_sinks
 from shardwright.train.starting import START
 from shardwright.train.stop import StopRequest
 from shardwright.train.trainer import StepResult, Trainer, learning_rate
@@ -43,7 +46,7 @@ def train(config: Config, folder: RunFolder, corpus: Corpus, world: World, resum
 
     Until the model is there a signal ends the job as it ends any program: there is nothing to save.
     """
-    START.doing(f"building the model of {config.model.shape().parameters:,} parameters")
+    START.doing(f"building the model of {sizes_of(config.model.shape()).parameters:,} parameters")
     if resume:
         check_same_corpus(folder, corpus.sha256)
     with metrics.Reporter([metrics.Lines(0, 1)] if world.is_first else []) as notices:
@@ -183,8 +186,8 @@ def open_sinks(config: Config, folder: RunFolder, steps_done: int) -> list[metri
     if console.is_terminal:
         START.end()  # a bar moves from its beginning on
     sinks: list[metrics.Sink] = [metrics.JsonLines(folder.metrics_file, steps_done)]
-    if config.log.tensorboard:
-        sinks.append(metrics.TensorBoard(folder.tensorboard, steps_done, every))
+    site = RunSite(folder.path, config, steps_done)
+    sinks += [named_sinks.get(name).open(site) for name in config.log.sinks]
     sinks.append(
         metrics.Bar(steps, steps_done, every, console) if console.is_terminal else metrics.Lines(steps, every)
     )

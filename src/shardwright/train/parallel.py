@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -26,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwright as sw
 from shardwright.engine.tensors.parameter import has_no_values
-from shardwright.train.config import Config, OptimizerConfig, ParallelConfig
+from shardwright.extend import strategies
+from shardwright.train.config import Config, ParallelConfig
 from shardwright.train.errors import UserError
 from shardwright.train.host_memory import builds_deferred
 from shardwright.train.models.build import build_model
@@ -35,6 +35,7 @@ from shardwright.train.models.hybrid import Hybrid, MixtureOfExperts
 from shardwright.train.models.kinds import tensor_plan
 from shardwright.train.models.plans import expert_layers
 from shardwright.train.models.styles import spread_experts
+from shardwright.train.optimizers import optimizers
 from shardwright.train.precision import dtype_of, engine_policy
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -106,6 +107,12 @@ def parallel_loss(config: ParallelConfig) -> AbstractContextManager[object]:
     return loss_parallel() if config.tensor > 1 else nullcontext()
 
 
+def _keeps_parameters(config: ParallelConfig) -> bool:
+    """Whether parameters stay whole until the optimizer's step, and their gradients do not."""
+    strategy = strategies.get(config.strategy)
+    return strategy.keeps_parameters and any(strategy.stages)
+
+
 def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.Module:
     """The model, ready to train on the ranks of `mesh` with the engine of `config`. May return the same object.
 
@@ -159,14 +166,13 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
             sw.ShardPlacementResult(None, same) if "expert" in axes_of(p) else None
         )
     if config.engine == "shardwright":
-        whole_rows = config.layout in ("per_parameter", "ragged")
-        layout = config.layout if whole_rows else sw.Ragged(config.layout)
+        layout = config.layout if isinstance(config.layout, str) else sw.Ragged(config.layout)
         options |= {"strategy": config.strategy, "layout": layout, "check_module_states": True}
         if config.offload != "none":
             with_weights = config.offload == "cpu"
             options["offload_policy"] = sw.Offload(parameters=with_weights, gradients=with_weights)
     # What forward uses last, backward needs first: by default it stays gathered.
-    keeps = config.reshard_after_forward == "never" or config.strategy in ("zero1", "zero2")
+    keeps = config.reshard_after_forward == "never" or _keeps_parameters(config)
     reshard = config.reshard_after_forward
     reshard_blocks: bool | int = reshard if isinstance(reshard, int) else not keeps
     reshard_last = config.reshard_after_forward == "always"
@@ -217,61 +223,16 @@ def build_optimizer(model: nn.Module, config: Config, matrices: set[str]) -> tor
     named = [(_plain_name(name), parameter) for name, parameter in model.named_parameters()]
     decayed = [pair for pair in named if pair[0] in matrices]
     others = [pair for pair in named if pair[0] not in matrices]
-    optimizer = OPTIMIZERS[config.optimizer.name](decayed, others, config.optimizer)
+    own = optimizers.get(config.optimizer.name)
+    optimizer = own.make(decayed, others, config.optimizer)
     if config.parallel.engine != "shardwright":
         return optimizer
     try:
         wrap = sw.optim.in_backward if config.optimizer.in_backward else sw.fully_shard_optimizer
-        return wrap(optimizer)
+        return wrap(optimizer, needs=own.needs)
     except ValueError as error:  # a block that must stay whole is cut
         found = f"parallel.layout: found {config.parallel.layout!r}, which {config.optimizer.name} refuses."
         raise UserError(f"{found} {error} (For sw.Ragged(k) set parallel.layout to k.)") from error
-
-
-Named = list[tuple[str, torch.nn.Parameter]]
-
-
-def _adamw(decayed: Named, others: Named, settings: OptimizerConfig) -> torch.optim.Optimizer:
-    groups: list[dict[str, Any]] = [
-        {"params": [parameter for _, parameter in decayed]},
-        {"params": [parameter for _, parameter in others], "weight_decay": 0.0},
-    ]
-    # The fused kernel is asked for with every engine, so that losses compare.
-    return torch.optim.AdamW(
-        groups, settings.lr, settings.betas, settings.eps, settings.weight_decay, fused=True
-    )
-
-
-def _adamw8bit(decayed: Named, others: Named, settings: OptimizerConfig) -> torch.optim.Optimizer:
-    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    return sw.AdamW8bit(groups, settings.lr, settings.betas, settings.eps, settings.weight_decay)
-
-
-def _muon(decayed: Named, others: Named, settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """Both rules have one rate and one decay, since Muon's updates are scaled to AdamW's."""
-    return sw.Muon(
-        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
-        lr=settings.lr,
-        weight_decay=settings.weight_decay,
-        momentum=settings.momentum,
-        ns_steps=settings.ns_steps,
-        adjust_lr_fn="match_rms_adamw",
-        adamw={
-            "lr": settings.lr,
-            "betas": settings.betas,
-            "eps": settings.eps,
-            "weight_decay": settings.weight_decay,
-            "fused": True,
-        },
-    )
-
-
-#: By `optimizer.name`: made of the parameters that are decayed, of those that are not, and of the section's values.
-OPTIMIZERS: dict[str, Callable[[Named, Named, OptimizerConfig], torch.optim.Optimizer]] = {
-    "adamw": _adamw,
-    "adamw8bit": _adamw8bit,
-    "muon": _muon,
-}
 
 
 def matrix_names(model: nn.Module) -> set[str]:

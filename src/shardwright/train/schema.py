@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import model_validator
 
 from shardwright.train.models.presets import HybridConfig
+from shardwright.train.optimizers import optimizers
 from shardwright.train.sections import (
     ActivationConfig,
     CheckpointConfig,
@@ -66,7 +67,8 @@ class Config(Section):
                 f"parallel.offload: expected 'none' with train.cuda_graph, found {self.parallel.offload!r}; the host "
                 "takes part in a step with offload"
             )
-        if self.parallel.grad_dtype not in ("auto", "float32") and self.optimizer.name != "adamw8bit":
+        optimizer = optimizers.get(self.optimizer.name)
+        if self.parallel.grad_dtype not in ("auto", "float32") and not optimizer.any_gradients:
             raise ValueError(
                 f"parallel.grad_dtype: expected 'auto' with optimizer.name {self.optimizer.name!r}, which takes "
                 f"float32 gradients only, found {self.parallel.grad_dtype!r}; adamw8bit takes others"
@@ -89,11 +91,10 @@ class Config(Section):
             )
         if self.train.float8 != "none":
             self._check_float8()
-        whole = {"muon": "matrices", "adamw8bit": "blocks"}.get(self.optimizer.name)
-        if whole and self.parallel.engine in ("fsdp1", "fsdp2"):
+        if optimizer.whole and self.parallel.engine in ("fsdp1", "fsdp2"):
             raise ValueError(
-                f"optimizer.name: {self.optimizer.name} needs whole {whole}, which of the sharding engines only "
-                f"shardwright gives it; expected 'adamw' with parallel.engine {self.parallel.engine!r}, found "
+                f"optimizer.name: {self.optimizer.name} needs whole {optimizer.whole}, which of the sharding engines "
+                f"only shardwright gives it; expected 'adamw' with parallel.engine {self.parallel.engine!r}, found "
                 f"{self.optimizer.name!r}"
             )
         if self.validation.every and not self.data.validation_fraction:
@@ -180,7 +181,8 @@ def toml_value(value: object) -> str:
         # JSON's strings are TOML's basic strings, but for DEL, which TOML wants escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + " }"
+        items = ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items())
+        return f"{{ {items} }}" if items else "{}"
     if isinstance(value, Sequence):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     raise TypeError(f"expected a value TOML can hold, found {value!r}")

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
+from shardwright.extend import layouts, memories, strategies
 from shardwright.train.errors import UserError
-from shardwright.train.models.kinds import KINDS
+from shardwright.train.models.kinds import kind_named, kinds
 from shardwright.train.models.presets import RopeScaling, Shape
+from shardwright.train.one_of import UNKNOWN_KEY, WRONG_NAME, OneOf, summaries
+from shardwright.train.optimizers import optimizers
+from shardwright.train.sinks import sinks as named_sinks
 
 # No float16: its gradients underflow without loss scaling, which the trainer does not have.
 DType = Literal["float32", "bfloat16"]
@@ -68,16 +73,21 @@ class RopeScalingConfig(Section):
 
 
 class ModelConfig(Section):
-    """The model: a preset's shape, in which every other key replaces one number."""
+    """The model: a preset's shape, in which every other key replaces one number.
 
-    kind: Literal["llama", "hybrid"] = Field(
+    Kinds that are not built in have keys of their own, which are those of their shape's class.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    kind: Annotated[str, OneOf(kinds)] = Field(
         default="llama",
-        description="Architecture. hybrid: Mamba-2, attention, mixture-of-experts and dense layers in any order.",
+        description=f"Architecture. {summaries(kinds)}",
     )
-    preset: Literal["debug", "150M", "1B", "3B", "8B", "9B", "70B", "405B"] = Field(
+    preset: str = Field(
         default="debug",
         description="Shape to start from. Of llama: debug, 150M, 1B and 3B (Llama 3.2), 8B, 70B and 405B (Llama 3.1). "
-        "Of hybrid: debug, 150M, 9B (Nemotron Nano 9B v2).",
+        "Of hybrid: debug, 150M, 9B (Nemotron Nano 9B v2). Of other kinds: as they say.",
     )
     dim: int | None = Field(default=None, ge=1, description="Width of the residual stream.")
     n_layers: int | None = Field(default=None, ge=1, description="Number of blocks. Of llama only.")
@@ -137,6 +147,29 @@ class ModelConfig(Section):
     )
     mtp_weight: float | None = Field(default=None, ge=0, description="Weight of that head's loss.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _own_keys_are_of_the_kind(cls, values: Any) -> Any:
+        own = (
+            {key: values[key] for key in values if key not in cls.model_fields}
+            if isinstance(values, dict)
+            else {}
+        )
+        try:
+            kind = kinds.get(values.get("kind", "llama") if own else "llama")
+        except (ValueError, TypeError):
+            return values  # the key itself is wrong, and said to be
+        for key, value in own.items():
+            if key not in kind.numbers:
+                raise PydanticCustomError(UNKNOWN_KEY, "unknown key", {"key": key, "value": value})
+            expected = kind.type_of(key)
+            try:
+                TypeAdapter(expected, config=ConfigDict(strict=True)).validate_python(value)
+            except ValidationError:
+                reason = f"expected {getattr(expected, '__name__', expected)}, found {value!r}"
+                raise PydanticCustomError(WRONG_NAME, "{reason}", {"reason": reason, "key": key}) from None
+        return values
+
     @model_validator(mode="after")
     def _shape_is_possible(self) -> ModelConfig:
         self.shape()
@@ -147,7 +180,7 @@ class ModelConfig(Section):
 
         Raises ValueError where the numbers do not fit one another, or the kind.
         """
-        kind = KINDS[self.kind]
+        kind = kind_named(self.kind)
         preset = kind.presets.get(self.preset)
         if preset is None:
             raise ValueError(
@@ -155,7 +188,7 @@ class ModelConfig(Section):
             )
         given = {name: value for name, value in self if value is not None and name not in ("kind", "preset")}
         for name in sorted(given.keys() - kind.numbers):
-            owners = " or ".join(repr(other) for other, its in KINDS.items() if name in its.numbers)
+            owners = " or ".join(repr(its.name) for its in kinds if name in its.numbers)
             raise ValueError(
                 f"{name}: kind {self.kind!r} has none; expected it with kind {owners} only, found {given[name]!r}"
             )
@@ -305,11 +338,7 @@ class ActivationConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer and the course of its learning rate."""
 
-    name: Literal["adamw", "adamw8bit", "muon"] = Field(
-        default="adamw",
-        description="adamw; adamw8bit: with a quarter of its memory; or muon: Muon for the matrices inside blocks, "
-        "with updates as large as AdamW's, and AdamW for the rest.",
-    )
+    name: Annotated[str, OneOf(optimizers)] = Field(default="adamw", description=summaries(optimizers))
     lr: float = Field(default=3e-3, gt=0, description="Peak learning rate.")
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(
         default=(0.9, 0.95), description="Decay of the running means of gradient and squared gradient."
@@ -329,6 +358,10 @@ class OptimizerConfig(Section):
         description="Step each unit when its gradients are reduced, and free them, with the engine shardwright. Needs "
         "train.max_norm = 0; the norm of all gradients is then not known.",
     )
+    options: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description="What the optimizer has beside the keys of this section. Of the built-in ones none has any.",
+    )
     warmup_steps: int = Field(
         default=20,
         ge=0,
@@ -343,10 +376,12 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _keys_belong_to_the_optimizer(self) -> OptimizerConfig:
-        if self.in_backward and self.name == "muon":
-            raise ValueError(
-                "in_backward: expected false with optimizer 'muon', which steps whole matrices, found true"
-            )
+        own = optimizers.get(self.name)
+        if self.in_backward and not own.in_backward:
+            why = f", which steps whole {own.whole}" if own.whole else ""
+            raise ValueError(f"in_backward: expected false with optimizer {self.name!r}{why}, found true")
+        if problem := own.options_problem(self.options):
+            raise ValueError(problem)
         for key in ("momentum", "ns_steps"):
             value, default = getattr(self, key), type(self).model_fields[key].default
             if self.name != "muon" and value != default:
@@ -394,9 +429,9 @@ class ParallelConfig(Section):
         "(default), always, or never (more memory, less communication). A number k: as default, but neighbouring "
         "ranks, k of them, keep the blocks' weights between them for the backward pass.",
     )
-    strategy: Literal["zero3", "zero2", "zero1", "ddp", "hsdp", "hfsdp"] = Field(
+    strategy: Annotated[str, OneOf(strategies)] = Field(
         default="zero3",
-        description="What the engine shardwright shards over the ranks, and what it replicates.",
+        description=f"What the engine shardwright shards over the ranks. {summaries(strategies)}",
     )
     replicas: int = Field(
         default=1,
@@ -415,15 +450,14 @@ class ParallelConfig(Section):
         description="Neighbouring ranks that divide the experts of every layer between them: expert parallelism, with "
         "the engine shardwright. Each has data of its own.",
     )
-    layout: Literal["per_parameter", "ragged", "element"] | Annotated[int, Field(ge=1)] = Field(
+    layout: Annotated[str, OneOf(layouts)] | Annotated[int, Field(ge=1)] = Field(
         default="per_parameter",
-        description="Where the engine shardwright cuts parameters: along their first dimension, between rows, "
-        "anywhere, or, a number, between blocks of so many rows.",
+        description=f"Where the engine shardwright cuts parameters. {summaries(layouts)} A number: as ragged, between "
+        "blocks of so many rows.",
     )
-    memory: Literal["dynamic", "double_buffer", "max_pool", "arena"] = Field(
+    memory: Annotated[str, OneOf(memories)] = Field(
         default="dynamic",
-        description="Where the engine shardwright takes the memory of a step from: torch's allocator, slots for units "
-        "of one size or of several, or one block that is planned from the first step.",
+        description=f"Where the engine shardwright takes the memory of a step from. {summaries(memories)}",
     )
     prefetch: Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^\d+ ?[KMG]iB$")] = Field(
         default=1,
@@ -475,12 +509,13 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"tensor: engine {self.engine!r} has no such parallelism; expected 1, found {self.tensor}"
             )
-        if self.strategy in ("hsdp", "hfsdp") and self.replicas < 2:
+        strategy = strategies.get(self.strategy)
+        if strategy.axes == 2 and self.replicas < 2:
             raise ValueError(
                 f"replicas: expected at least 2 with strategy {self.strategy!r}, found {self.replicas}"
             )
         reshard = self.reshard_after_forward
-        if self.strategy in ("zero1", "zero2") and reshard not in ("default", "never"):
+        if strategy.keeps_parameters and any(strategy.stages) and reshard not in ("default", "never"):
             raise ValueError(
                 f"reshard_after_forward: strategy {self.strategy!r} keeps parameters whole until the optimizer's step; "
                 f"expected 'default' or 'never', found {reshard!r}"
@@ -511,4 +546,16 @@ class LogConfig(Section):
     """What is reported."""
 
     every: int = Field(default=1, ge=1, description="Steps between lines of the log.")
-    tensorboard: bool = Field(default=True, description="Write TensorBoard files too.")
+    sinks: Annotated[tuple[Annotated[str, OneOf(named_sinks)], ...], Field(strict=False)] = Field(
+        default=("tensorboard",),
+        description=f"Where metrics go beside metrics.jsonl and the terminal. {summaries(named_sinks)}",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reads_tensorboard(cls, values: Any) -> Any:
+        """Runs of version 0.1 have `tensorboard = true` or `false`."""
+        if isinstance(values, dict) and isinstance(values.get("tensorboard"), bool) and "sinks" not in values:
+            values = dict(values)
+            values["sinks"] = ["tensorboard"] if values.pop("tensorboard") else []
+        return values

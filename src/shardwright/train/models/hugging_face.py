@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwright.checkpoint.names import Source
 from shardwright.train.errors import UserError
-from shardwright.train.models.kinds import KINDS, offers_of
+from shardwright.train.models.kinds import kinds, offer
 from shardwright.train.models.presets import Shape
 
 
@@ -17,7 +17,8 @@ def key_map(shape: Shape) -> dict[str, Source | None]:
     Llama has the names of ``LlamaForCausalLM``, the hybrid those of ``NemotronHForCausalLM`` where that has such a
     tensor (see :func:`config_json`), and ``mtp.*`` for the head that predicts one token further.
     """
-    return offers_of(shape).key_map(shape)
+    names: dict[str, Source | None] = offer(shape, "key_map", "Hugging Face's names")(shape)
+    return names
 
 
 def config_json(shape: Shape) -> dict[str, Any]:
@@ -28,7 +29,8 @@ def config_json(shape: Shape) -> dict[str, Any]:
     are a softmax), ties no weights and has another multi-token prediction, so the config of a hybrid with any of these
     names an architecture that nothing else knows.
     """
-    return offers_of(shape).config_json(shape)
+    values: dict[str, Any] = offer(shape, "config_json", "config.json")(shape)
+    return values
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
@@ -37,7 +39,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     Raises:
         UserError: it describes a model, or a variant of one, that is none of those here.
     """
-    readers = {name: read for kind in KINDS.values() for name, read in kind.load().shapes.items()}
+    readers = {name: read for kind in kinds for name, read in kind.load().shapes.items()}
     kind = config.get("model_type")
     if kind not in readers:
         *others, last = readers

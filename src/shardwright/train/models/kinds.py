@@ -1,4 +1,4 @@
-"""Every kind of model the trainer knows, and what each offers: the one list to which a new kind is added.
+"""Kinds of models, for `[model] kind`, and what each offers.
 
 The functions at the end look up what the kind of a shape offers.
 
@@ -7,10 +7,13 @@ Nothing here imports torch until it is asked for, so that configurations can be 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, get_type_hints
 
+from shardwright.extend import Registry
+from shardwright.train.errors import UserError
 from shardwright.train.models.presets import HYBRID_PRESETS, PRESETS, HybridConfig, LlamaConfig, Shape
 
 if TYPE_CHECKING:
@@ -23,45 +26,55 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Offers:
-    """What a kind of model has. Each takes a shape of that kind first.
+    """What a kind of model has. Each takes a shape of that kind first; what is None is refused where it is needed.
 
     Attributes:
         model: makes the model, on the default device.
         tensor_plan: what each module becomes under tensor parallelism; with the mesh of spread experts, if any.
-        uneven: see the function below.
+        uneven: see the function below; None: no value is wrong.
         key_map: Hugging Face's names of its tensors.
         config_json: what config.json beside them says.
         shapes: by `model_type` of a config.json, the shape that it describes.
     """
 
     model: Callable[[Any], Decoder]
-    tensor_plan: Callable[[Any, DeviceMesh | None], Plan]
-    uneven: Callable[[Any, int, int], list[tuple[str, int, int]]]
-    key_map: Callable[[Any], dict[str, Source | None]]
-    config_json: Callable[[Any], dict[str, Any]]
-    shapes: Mapping[str, Callable[[Mapping[str, Any]], Shape]]
+    tensor_plan: Callable[[Any, DeviceMesh | None], Plan] | None = None
+    uneven: Callable[[Any, int, int], list[tuple[str, int, int]]] | None = None
+    key_map: Callable[[Any], dict[str, Source | None]] | None = None
+    config_json: Callable[[Any], dict[str, Any]] | None = None
+    shapes: Mapping[str, Callable[[Mapping[str, Any]], Shape]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of model, as `[model] kind` names it.
+    """A kind of model.
 
     Attributes:
-        shape: the class of its shapes.
-        presets: the shapes that have a name, with that name as the key.
-        depth: the key that says how many layers there are.
+        name: by which `[model] kind` knows it.
+        summary: what it is, in a sentence.
+        shape: the dataclass of its shapes, which has at least ``vocab_size`` and ``max_seq_len``. Its fields are keys
+            of `[model]`.
+        presets: the shapes that have a name, with that name as the key; one is "debug", the default of
+            `[model] preset`.
         load: imports what the kind offers.
+        depth: the key that says how many layers there are, for an error message.
     """
 
+    name: str
+    summary: str
     shape: type[Any]
-    presets: Mapping[str, Shape]
-    depth: str
+    presets: Mapping[str, Any]
     load: Callable[[], Offers]
+    depth: str = ""
 
     @property
     def numbers(self) -> set[str]:
         """The keys that shapes of this kind have."""
-        return {field.name for field in fields(self.shape)}
+        return {each.name for each in fields(self.shape)}
+
+    def type_of(self, key: str) -> Any:
+        """The type that the shape's class declares for a key."""
+        return get_type_hints(self.shape)[key]
 
 
 def _llama() -> Offers:
@@ -93,27 +106,96 @@ def _hybrid() -> Offers:
     )
 
 
-KINDS: dict[str, Kind] = {
-    "llama": Kind(LlamaConfig, PRESETS, "model.n_layers", _llama),
-    "hybrid": Kind(HybridConfig, HYBRID_PRESETS, "model.pattern", _hybrid),
-}
+kinds: Registry[Kind] = Registry(
+    "kind of model",
+    "models",
+    Kind,
+    (
+        Kind("llama", "Llama 3.", LlamaConfig, PRESETS, _llama, "model.n_layers"),
+        Kind(
+            "hybrid", "Mamba-2, attention, mixture-of-experts and dense layers in any order.",
+            HybridConfig, HYBRID_PRESETS, _hybrid, "model.pattern",
+        ),
+    ),
+)  # fmt: skip
 
 
-def offers_of(shape: Shape) -> Offers:
-    """What the kind of a shape offers.
+#: Kinds by the class of their shapes, of shapes that a section of this process has described. Those of import paths
+#: have no other list.
+_by_shape: dict[type[Any], Kind] = {}
+
+
+def kind_named(name: str) -> Kind:
+    """The kind that `[model] kind` names; its shapes are known from here on.
+
+    Raises:
+        ValueError: there is none.
+    """
+    kind = kinds.get(name)
+    _by_shape[kind.shape] = kind
+    return kind
+
+
+def kind_of(shape: Any) -> Kind:
+    """The kind of a shape.
 
     Raises:
         TypeError: no kind has shapes of this class. A subclass of a registered class is another kind, since its model
             may be another one.
     """
-    for kind in KINDS.values():
+    for kind in (*kinds.known(), *_by_shape.values()):
         if type(shape) is kind.shape:
-            return kind.load()
-    known = ", ".join(kind.shape.__name__ for kind in KINDS.values())
+            return kind
+    known = ", ".join(kind.shape.__name__ for kind in kinds.known())
     raise TypeError(
         f"expected the shape of a registered kind of model ({known}), found {type(shape).__name__}; add its kind to "
-        "KINDS in shardwright/train/models/kinds.py"
+        "shardwright.train.extend.kinds"
     )
+
+
+def offers_of(shape: Any) -> Offers:
+    """What the kind of a shape offers. Raises TypeError as :func:`kind_of`."""
+    return kind_of(shape).load()
+
+
+def offer(shape: Any, what: str, key: str) -> Any:
+    """What the kind of a shape offers for ``what``, which a configuration asks for with ``key``.
+
+    Raises:
+        UserError: it offers no such thing.
+    """
+    value = getattr(offers_of(shape), what)
+    if value is None:
+        raise UserError(f"{key}: kind {kind_of(shape).name!r} does not have it, as its Offers have no {what}")
+    return value
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model, in elements.
+
+    Attributes:
+        parameters: of all parameters, a tied matrix counted once.
+        tables: of all buffers.
+        largest: of the largest parameter.
+    """
+
+    parameters: int
+    tables: int
+    largest: int
+
+
+@functools.lru_cache(8)
+def sizes_of(shape: Shape) -> Sizes:
+    """The sizes of the model of that shape. Where the shape's class does not say them the model is built on meta."""
+    if hasattr(shape, "parameters"):
+        return Sizes(shape.parameters, shape.table_numel, shape.largest_parameter)
+    import torch
+
+    with torch.device("meta"):
+        model = offers_of(shape).model(shape)
+    sizes = [p.numel() for p in model.parameters()]
+    return Sizes(sum(sizes), sum(b.numel() for b in model.buffers()), max(sizes, default=0))
 
 
 def tensor_plan(shape: Shape, experts: DeviceMesh | None = None) -> Plan:
@@ -121,9 +203,12 @@ def tensor_plan(shape: Shape, experts: DeviceMesh | None = None) -> Plan:
 
     The experts of a hybrid may have been spread over `experts` before.
     """
-    return offers_of(shape).tensor_plan(shape, experts)
+    plan: Plan = offer(shape, "tensor_plan", "parallel.tensor")(shape, experts)
+    return plan
 
 
 def uneven(shape: Shape, seq_len: int, ranks: int) -> list[tuple[str, int, int]]:
     """Keys whose values these many tensor-parallel ranks cannot cut, the values, and of what they must be multiples."""
-    return offers_of(shape).uneven(shape, seq_len, ranks)
+    offer(shape, "tensor_plan", "parallel.tensor")
+    sizes = offers_of(shape).uneven
+    return [] if sizes is None else sizes(shape, seq_len, ranks)

@@ -1,0 +1,21 @@
+"""Names for values of the trainer: optimizers, kinds of models, places for metrics. See docs/extending.md."""
+
+from shardwright.train.metrics import Sink, StepRecord
+from shardwright.train.models.decoder import Decoder
+from shardwright.train.models.kinds import Kind, Offers, kinds
+from shardwright.train.optimizers import NamedOptimizer, optimizers
+from shardwright.train.sinks import NamedSink, RunSite, sinks
+
+__all__ = [
+    "Decoder",
+    "Kind",
+    "NamedOptimizer",
+    "NamedSink",
+    "Offers",
+    "RunSite",
+    "Sink",
+    "StepRecord",
+    "kinds",
+    "optimizers",
+    "sinks",
+]

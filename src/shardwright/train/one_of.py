@@ -1,0 +1,37 @@
+"""Keys of the configuration whose values are names of a registry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from shardwright.extend import Registry
+
+#: Types of errors, whose contexts have the ``reason`` and, of a key below the section, the ``key``.
+WRONG_NAME, UNKNOWN_KEY = "wrong_name", "unknown_key"
+
+
+def summaries(registry: Registry[Any]) -> str:
+    """What each value that this process knows does, for the description of a key. Imports nothing."""
+    return " ".join(f"{value.name}: {value.summary}" for value in registry.known())
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """As metadata of ``str``: a name of this registry, or an import path."""
+
+    registry: Registry[Any]
+
+    def __get_pydantic_core_schema__(self, source: type[Any], handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, name: str) -> str:
+        try:
+            self.registry.get(name)
+        except ValueError as error:
+            reason = str(error).removeprefix(f"{self.registry.what}: ")
+            raise PydanticCustomError(WRONG_NAME, "{reason}", {"reason": reason}) from None
+        return name

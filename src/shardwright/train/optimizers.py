@@ -1,0 +1,116 @@
+"""Optimizers that have a name, for `[optimizer] name`: how each is made, and what it needs of parameters.
+
+Nothing here imports torch before an optimizer is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardwright.extend import Registry
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwright.optim.needs import Needs
+    from shardwright.train.config import OptimizerConfig
+
+    Parameters = list[tuple[str, torch.nn.Parameter]]
+    Make = Callable[[Parameters, Parameters, OptimizerConfig], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class NamedOptimizer:
+    """An optimizer.
+
+    Attributes:
+        name: by which `[optimizer] name` knows it.
+        summary: what it does, in a sentence.
+        make: makes it of the named parameters that are decayed, of those that are not, and of the section's values.
+        needs: what it needs of a parameter in one piece, as ``fully_shard_optimizer`` takes it. None: its class says so
+            by ``shard_needs``, or is one of torch's.
+        whole: in a word, what must not be cut ("matrices", "blocks"); empty: each element is updated alone.
+        in_backward: whether it can step within backward.
+        any_gradients: whether it takes gradients in bfloat16.
+        options: by key of `[optimizer.options]`, the defaults of what it has beside the section's keys.
+    """
+
+    name: str
+    summary: str
+    make: Make
+    needs: Needs | None = None
+    whole: str = ""
+    in_backward: bool = True
+    any_gradients: bool = False
+    options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+
+    def options_problem(self, options: Mapping[str, object]) -> str | None:
+        """What is wrong with these values of `[optimizer.options]`."""
+        for key, value in options.items():
+            if key not in self.options:
+                known = ", ".join(self.options) or "none"
+                return f"options.{key}: optimizer {self.name!r} has no such option; its options: {known}"
+            kind = type(self.options[key])
+            if type(value) is not kind and not (kind is float and type(value) is int):
+                return f"options.{key}: expected a value like {self.options[key]!r}, found {value!r}"
+        return None
+
+
+def _adamw(decayed: Parameters, others: Parameters, settings: OptimizerConfig) -> torch.optim.Optimizer:
+    import torch
+
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for _, parameter in decayed]},
+        {"params": [parameter for _, parameter in others], "weight_decay": 0.0},
+    ]
+    # The fused kernel is asked for with every engine, so that losses compare.
+    return torch.optim.AdamW(
+        groups, settings.lr, settings.betas, settings.eps, settings.weight_decay, fused=True
+    )
+
+
+def _adamw8bit(decayed: Parameters, others: Parameters, settings: OptimizerConfig) -> torch.optim.Optimizer:
+    from shardwright.optim import AdamW8bit
+
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return AdamW8bit(groups, settings.lr, settings.betas, settings.eps, settings.weight_decay)
+
+
+def _muon(decayed: Parameters, others: Parameters, settings: OptimizerConfig) -> torch.optim.Optimizer:
+    """Both rules have one rate and one decay, since Muon's updates are scaled to AdamW's."""
+    from shardwright.optim import Muon
+
+    return Muon(
+        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        momentum=settings.momentum,
+        ns_steps=settings.ns_steps,
+        adjust_lr_fn="match_rms_adamw",
+        adamw={
+            "lr": settings.lr,
+            "betas": settings.betas,
+            "eps": settings.eps,
+            "weight_decay": settings.weight_decay,
+            "fused": True,
+        },
+    )
+
+
+optimizers: Registry[NamedOptimizer] = Registry(
+    "optimizer",
+    "optimizers",
+    NamedOptimizer,
+    (
+        NamedOptimizer("adamw", "AdamW, torch's fused kernel.", _adamw),
+        NamedOptimizer(
+            "adamw8bit", "AdamW with a quarter of its memory.", _adamw8bit, whole="blocks", any_gradients=True
+        ),
+        NamedOptimizer(
+            "muon", "Muon for the matrices inside blocks, with updates as large as AdamW's, and AdamW for the rest.",
+            _muon, whole="matrices", in_backward=False,
+        ),
+    ),
+)  # fmt: skip
