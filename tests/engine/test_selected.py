@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -200,6 +201,26 @@ def test_only_one_rank_uses_a_selected_parameter(rank: int, world_size: int) -> 
     plain.spared = False
     (gradient,) = torch.autograd.grad(plain(batch(1)).mean(), [plain.spare])
     check(found[1:], [gradient / 2], True, "both ranks")
+
+
+@multirank(2, 3)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_the_loss_of_one_rank_reaches_nothing_that_is_selected(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    """The others' backward communicates, so it is an error on all ranks; where no loss reaches it, it is none."""
+    model = shard(build(), strategy=strategy)
+    selected = list(model.parameters())
+    for way in ("grad", "inputs"):
+        for lonely in (True, False):
+            x = batch(rank).requires_grad_()
+            y = model(x)
+            loss = (y if lonely and rank == 0 else x).square().mean()
+            with pytest.raises(RuntimeError, match=r"have diverged: .*backward") if lonely else nullcontext():
+                if way == "inputs":
+                    loss.backward(inputs=selected)
+                else:
+                    assert not any(torch.autograd.grad(loss, selected, allow_unused=True))
 
 
 @multirank(2)

@@ -120,6 +120,10 @@ class Training(Running):
                 expected = result
         if len({tuple(sorted(does.items())) for does in goes}) > 1:
             return  # backward on some ranks only: that is for the ranks to refuse
+        if micro.pattern in CHOSEN:
+            reached = [[*their_chosen[rank : rank + 1], *backwards[rank]] for rank in range(self.world_size)]
+            if len({tuple(any(g is not None for g in each) for each in rank) for rank in reached}) > 1:
+                return  # so is this
         self.switch(off, False)
         if micro.unshard:
             for call in micro.forward.calls:

@@ -20,7 +20,7 @@ from shardwright._torch import (
     set_post_accumulate_grad_hooks,
     watch_backward,
 )
-from shardwright.engine.model.root import backward_failed, selecting
+from shardwright.engine.model.root import Root, backward_failed, selecting
 from shardwright.engine.tensors.parameter import Managed, unit_of
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import complete, reduces_now
@@ -58,14 +58,27 @@ def _run_selected(original: Run, *given: Any, **options: Any) -> Any:
     )
     run = functools.partial(original, outputs, gradients, retain, create, exchanged)
     if options.get("accumulate_grad"):
-        return run(*rest, **options)
+        with _ending(targets):
+            return run(*rest, **options)
     if any(map(is_transformed, gradients)):
         raise RuntimeError(
             "torch.autograd.grad with is_grads_batched=True got sharded parameters, whose gradients are reduced over "
             "the ranks one backward at a time. Call it once for each of grad_outputs."
         )
     allow_unused = rest[0] if rest else options.pop("allow_unreachable")
-    return _gradients(functools.partial(run, True, **options), selected, targets, allow_unused)
+    with _ending(targets):
+        return _gradients(functools.partial(run, True, **options), selected, targets, allow_unused)
+
+
+@contextmanager
+def _ending(targets: dict[int, Target]) -> Iterator[None]:
+    """Let models that the backward does not reach on this rank end it, too: others, that it reaches, wait there."""
+    roots: list[Root] = list(dict.fromkeys(unit.root for unit, _ in targets.values()))  # type: ignore[arg-type]
+    before = [(root, root.clock.call) for root in roots if not root.backward and root.caller is None]
+    yield
+    for root, call in before:
+        if root.clock.call == call:
+            root.end_unreached_backward()
 
 
 def _parameter_of(selected: Any) -> torch.Tensor | None:

@@ -250,6 +250,12 @@ class Root:
         self.agreement.agree_all(END_BACKWARD, 0)
         self.agreement.compare()
 
+    def end_unreached_backward(self) -> None:
+        """A backward is over that may have reached this model on other ranks, and has not on this one."""
+        self._enter()
+        self.agreement.agree_all(END_BACKWARD, 0)
+        self.agreement.compare()
+
     def forget_task(self) -> None:
         """The end of a backward has raised. Whoever handles that may call the model."""
         self._task = None
