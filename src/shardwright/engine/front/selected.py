@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -73,7 +73,7 @@ def _run_selected(original: Run, *given: Any, **options: Any) -> Any:
 @contextmanager
 def _ending(targets: dict[int, Target]) -> Iterator[None]:
     """Let models that the backward does not reach on this rank end it, too: others, that it reaches, wait there."""
-    roots: list[Root] = list(dict.fromkeys(unit.root for unit, _ in targets.values()))  # type: ignore[arg-type]
+    roots = cast("list[Root]", list(dict.fromkeys(unit.root for unit, _ in targets.values())))
     before = [(root, root.clock.call) for root in roots if not root.backward and root.caller is None]
     yield
     for root, call in before:
