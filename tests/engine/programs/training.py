@@ -122,8 +122,8 @@ class Training(Running):
             return  # backward on some ranks only: that is for the ranks to refuse
         if micro.pattern in CHOSEN:
             reached = [[*their_chosen[rank : rank + 1], *backwards[rank]] for rank in range(self.world_size)]
-            if len({tuple(any(g is not None for g in each) for each in rank) for rank in reached}) > 1:
-                return  # so is this
+            if len({tuple(g is not None for each in rank for g in each) for rank in reached}) > 1:
+                return  # so is this: units may be reached on some ranks only
         self.switch(off, False)
         if micro.unshard:
             for call in micro.forward.calls:
