@@ -9,7 +9,7 @@ import json
 import re
 import resource
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TaskID,
+    TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
@@ -232,7 +233,10 @@ class Lines:
 
     def step(self, record: StepRecord) -> None:
         if record.step % self.every == 0 or record.step == self.steps or record.validation_loss is not None:
-            print(f"step {record.step:>{len(str(self.steps))}}/{self.steps}  {in_words(record)}", flush=True)
+            print(
+                f"step {record.step:>{len(str(self.steps))}}/{self.steps}  {'  '.join(figures_of(record))}",
+                flush=True,
+            )
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -242,13 +246,15 @@ class Lines:
 
 
 class BarOverFigures(Progress):
-    """A progress bar with a text below it, which may take several lines on a narrow terminal."""
+    """A progress bar with figures below it, on as many lines as the terminal's width asks for."""
 
-    figures = ""
+    figures: Sequence[str] = ()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
-        yield Text(self.figures)
+        # rich alone would break lines inside a figure, between a number and its unit.
+        for line in lines_of(self.figures, self.console.width):
+            yield Text(line)
 
 
 class Bar:
@@ -256,14 +262,22 @@ class Bar:
 
     def __init__(self, steps: int, steps_done: int, every: int, console: Console) -> None:
         self.every = every
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (
+            BarColumn(bar_width=30),  # with its labels the line fits 80 columns
+            MofNCompleteColumn(),
+            TextColumn("steps"),
+            TimeElapsedColumn(),
+            TextColumn("elapsed"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+        )
         self.progress = BarOverFigures(*columns, console=console, refresh_per_second=4)
         self.task: TaskID = self.progress.add_task("", total=steps, completed=steps_done)
         self.progress.start()
 
     def step(self, record: StepRecord) -> None:
         if record.step % self.every == 0:
-            self.progress.figures = in_words(record)
+            self.progress.figures = figures_of(record)
         self.progress.update(self.task, completed=record.step)
         if record.validation_loss is not None:
             self.say(f"step {record.step}: validation loss {record.validation_loss:.4f}")
@@ -275,26 +289,74 @@ class Bar:
         self.progress.stop()
 
 
-def in_words(record: StepRecord) -> str:
-    mfu = "n/a" if record.mfu is None else f"{record.mfu:.1%}"
+def lines_of(parts: Sequence[str], width: int) -> list[str]:
+    """The parts, two spaces between them, on lines of at most `width` columns where each part fits in one."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(part)
+    return lines
+
+
+def figures_of(record: StepRecord) -> list[str]:
+    """What the terminal shows of a step, figure by figure; `explain_figures` says what each of them means."""
     lost = record.data_seconds / record.seconds if record.seconds else 0.0
-    parts = [
-        f"loss {record.loss:.4f}",
-        f"norm {'n/a' if record.grad_norm is None else format(record.grad_norm, '.2f')}",
-        f"{record.tokens_per_second:,.0f} tok/s",
-        f"{with_prefix(record.flops_per_second)}FLOP/s",
-        f"MFU {mfu}",
-        f"mem {gib(record.memory_active)}/{gib(record.memory_reserved)} GiB "
-        f"({record.memory_active / record.memory_total:.0%}/{record.memory_reserved / record.memory_total:.0%})",
-        f"data {lost:.1%}",
-    ]
-    others = (
+    optional = (
         ("validation", record.validation_loss),
         ("mtp", record.mtp_loss),
         ("balance", record.balance_loss),
     )
-    parts[1:1] = [f"{name} {value:.4f}" for name, value in others if value is not None]
-    return "  ".join(parts)
+    parts = [f"loss {record.loss:.4f}"]
+    parts += [f"{name} {value:.4f}" for name, value in optional if value is not None]
+    if record.grad_norm is not None:
+        parts.append(f"norm {record.grad_norm:.2f}")
+    parts += [
+        f"{record.tokens_per_second:,.0f} tok/s",
+        f"{with_prefix(record.flops_per_second)}FLOP/s",
+    ]
+    if record.mfu is not None:
+        parts.append(f"MFU {record.mfu:.1%}")
+    active, reserved = (part / record.memory_total for part in (record.memory_active, record.memory_reserved))
+    parts += [
+        f"mem {gib(record.memory_active)}/{gib(record.memory_reserved)} GiB ({active:.0%}/{reserved:.0%})",
+        f"data {lost:.1%}",
+    ]
+    return parts
+
+
+def explain_figures(
+    device: torch.device, *, mfu: bool, norm: bool, auxiliary: Collection[str], validation: str
+) -> str:
+    """What the figures of `figures_of` mean in this run, a line for each.
+
+    Args:
+        device: where the model is; memory is measured in another way on the CPU.
+        mfu, norm: whether steps have these figures.
+        auxiliary: losses beside the cross-entropy, by name.
+        validation: the text that validation reads, in words; "" without validation.
+    """
+    if device.type == "cuda":
+        memory = (
+            "rank 0's GPU, most in the step: used by tensors / held by torch's allocator (part of the GPU's)"
+        )
+    else:
+        memory = "rank 0's process: now / most so far (part of the machine's memory)"
+    meanings = {
+        "loss": "cross-entropy per token (nats) of the step's samples, before its update",
+        "validation": f"the same after the update, of {validation}" if validation else "",
+        "mtp": "cross-entropy of the token after the next" if "mtp" in auxiliary else "",
+        "balance": "how experts share the tokens; 1: evenly" if "balance" in auxiliary else "",
+        "norm": "of the gradient over all ranks, before clipping" if norm else "",
+        "tok/s": "tokens per second, all ranks together",
+        "FLOP/s": "of the model, per device",
+        "MFU": "FLOP/s as part of the device's peak" if mfu else "",
+        "mem": memory,
+        "data": "part of the step's time in which rank 0 waited for data",
+    }
+    lines = [f"  {name:<10}  {meaning}" for name, meaning in meanings.items() if meaning]
+    return "\n".join(["figures of a step:", *lines])
 
 
 def gib(size: float) -> str:
