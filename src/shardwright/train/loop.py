@@ -135,29 +135,30 @@ REPORTED = 3
 
 
 def report_memory(trainer: Trainer, folder: RunFolder) -> str:
-    """Write what this rank's memory is used for, and the plan if there is one, into the folder; return one line."""
-    found = sw.memory_report(trainer.model, trainer.optimizer)
-    write_text(folder.memory_file, f"{found}\n")
-    parts = {"shards of parameters": found.shards, "parameters not sharded": found.rest}
-    parts |= {"optimizer state": found.optimizer, "buffers": found.buffers}
-    held = ", ".join(f"{name} {in_units(nbytes)}" for name, nbytes in parts.items() if nbytes)
-    line = f"memory of rank {found.rank} alone, without activations: {held}"
-    if found.peak is not None and found.peak_at is not None:
-        unit, kind = found.peak_at
-        line += f"; leased in a step at most {in_units(found.peak)}, when {unit} gets memory for its {kind}"
-    if found.plan is not None:
-        write_json(folder.plan_file, found.plan.as_dict())
+    """Write what this rank's memory is used for, and the plan if there is one, into the folder; return a few lines."""
+    memory = sw.memory_report(trainer.model, trainer.optimizer)
+    write_text(folder.memory_file, f"{memory}\n")
+    parts = {"shards of parameters": memory.shards, "parameters not sharded": memory.rest}
+    parts |= {"optimizer state": memory.optimizer, "buffers": memory.buffers}
+    lines = [
+        f"memory of rank {memory.rank} alone, without activations; all figures in {folder.memory_file}",
+        "  held    " + ", ".join(f"{name} {in_units(nbytes)}" for name, nbytes in parts.items() if nbytes),
+    ]
+    if memory.peak is not None and memory.peak_at is not None:
+        unit, kind = memory.peak_at
+        lines.append(
+            f"  leased  at most {in_units(memory.peak)} during a step, when {unit} gets memory for its {kind}"
+        )
+    if memory.plan is not None:
+        write_json(folder.plan_file, memory.plan.as_dict())
         with writing(folder.plan_picture):
             plan_picture.draw(
-                found.plan, folder.plan_picture, trainer.config.run.name, found.memory, found.rank
+                memory.plan, folder.plan_picture, trainer.config.run.name, memory.memory, memory.rank
             )
-        block = (
-            "the block" if found.memory == "arena" else f"the {len(found.plan.slots)} slots for parameters"
-        )
-        line += (
-            f"; {block} of memory={found.memory}: {in_units(found.plan.nbytes)}, see {folder.plan_picture}"
-        )
-    return f"{line}; all figures in {folder.memory_file}"
+        use = "for parameters alone" if memory.plan.slots else "for all leases"
+        size = in_units(memory.plan.nbytes)
+        lines.append(f"  plan    {memory.memory} of {size} {use}; picture: {folder.plan_picture}")
+    return "\n".join(lines)
 
 
 def due(step: int, every: int) -> bool:
@@ -232,7 +233,7 @@ def opening_line(trainer: Trainer, folder: RunFolder) -> str:
     parallel = config.parallel
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     start = f"from step {trainer.position.step}" if trainer.position.step else "from the start"
-    engine = parallel.engine
+    engine: str = parallel.engine
     if engine == "shardwright":
         engine += f" (strategy {parallel.strategy}, layout {parallel.layout}, memory {parallel.memory})"
     return (
@@ -250,7 +251,7 @@ def figures_in_words(trainer: Trainer) -> str:
         mfu=metrics.peak_flops(metrics.device_name(world.device), config.parallel.param_dtype) is not None,
         norm=not config.optimizer.in_backward,
         auxiliary=trainer.auxiliary,
-        validation=validation_text(config) if config.validation.every else "",
+        validation=config.validation.every > 0,
     )
 
 
@@ -263,12 +264,12 @@ def vocabulary(config: Config) -> int:
 
 
 def first_loss_in_words(loss: float, tokens: int) -> str | None:
-    """Why a first loss is above that of guessing among `tokens` tokens; None where it is not."""
+    """Why a first loss is above that of `tokens` equally likely tokens; None where it is not."""
     if loss <= math.log(tokens):
         return None
     return (
-        f"the loss begins above ln({tokens}) = {math.log(tokens):.4f}, that of guessing all {tokens} tokens alike: "
-        "random weights prefer some tokens by chance"
+        f"the loss begins above ln({tokens}) = {math.log(tokens):.4f}, which is the loss of a model that finds all "
+        f"{tokens} tokens equally likely: random weights prefer some tokens by chance"
     )
 
 
@@ -316,8 +317,8 @@ def summary(
     lines = [
         "",
         f"done: {trainer.position.step} steps, {trainer.position.samples * trainer.config.train.seq_len:,} tokens",
-        f"  loss            {results['first_loss']:.4f} -> {results['train_loss']:.4f} (guessing all {alike} tokens alike: "
-        f"ln({alike}) = {math.log(alike):.4f})",
+        f"  loss            {results['first_loss']:.4f} -> {results['train_loss']:.4f} "
+        f"(all {alike} tokens equally likely: ln({alike}) = {math.log(alike):.4f})",
         *validation_lines(validation, results["train_loss"], trainer.config),
         f"  tokens/s        {results['tokens_per_second']:,.0f} of all ranks (median)",
         f"  peak memory     {metrics.gib(results['peak_memory'])} GiB {held} on the fullest rank",
@@ -331,14 +332,14 @@ def summary(
 
 
 def validation_lines(validation: float | None, training: float, config: Config) -> list[str]:
-    """The summary's lines on the last validation; they explain one that is below the training loss."""
+    """The summary's lines on the last validation; they explain a loss below the training loss."""
     if validation is None:
         return ["  validation      none"]
     lines = [f"  validation      {validation:.4f} on {validation_text(config)}"]
     if validation < training:
         lines += [
-            "                  below the training loss, as it is measured on other text, which may be easier,",
-            "                  and after the update; the training loss of a step is measured before it",
+            "                  lower than the training loss: this text may be easier, and validation",
+            "                  runs after the step's update, but the training loss is measured before",
         ]
     return lines
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TextIO
 
 import psutil
 import torch
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -245,16 +245,28 @@ class Lines:
         pass
 
 
-class BarOverFigures(Progress):
-    """A progress bar with figures below it, on as many lines as the terminal's width asks for."""
+@dataclass(frozen=True)
+class Figures:
+    """Figures for a terminal, on as many lines as its width asks for.
 
-    figures: Sequence[str] = ()
+    rich alone would break lines inside a figure, between a number and its unit.
+    """
+
+    parts: Sequence[str] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in lines_of(self.parts, options.max_width):
+            yield Text(line)
+
+
+class BarOverFigures(Progress):
+    """A progress bar with figures below it."""
+
+    figures = Figures()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
-        # rich alone would break lines inside a figure, between a number and its unit.
-        for line in lines_of(self.figures, self.console.width):
-            yield Text(line)
+        yield self.figures
 
 
 class Bar:
@@ -277,7 +289,7 @@ class Bar:
 
     def step(self, record: StepRecord) -> None:
         if record.step % self.every == 0:
-            self.progress.figures = figures_of(record)
+            self.progress.figures = Figures(figures_of(record))
         self.progress.update(self.task, completed=record.step)
         if record.validation_loss is not None:
             self.say(f"step {record.step}: validation loss {record.validation_loss:.4f}")
@@ -327,30 +339,27 @@ def figures_of(record: StepRecord) -> list[str]:
 
 
 def explain_figures(
-    device: torch.device, *, mfu: bool, norm: bool, auxiliary: Collection[str], validation: str
+    device: torch.device, *, validation: bool, norm: bool, mfu: bool, auxiliary: Collection[str]
 ) -> str:
     """What the figures of `figures_of` mean in this run, a line for each.
 
     Args:
         device: where the model is; memory is measured in another way on the CPU.
-        mfu, norm: whether steps have these figures.
+        validation, norm, mfu: whether steps have these figures.
         auxiliary: losses beside the cross-entropy, by name.
-        validation: the text that validation reads, in words; "" without validation.
     """
     if device.type == "cuda":
-        memory = (
-            "rank 0's GPU, most in the step: used by tensors / held by torch's allocator (part of the GPU's)"
-        )
+        memory = "rank 0's GPU at most: in tensors / held by torch (part of it)"
     else:
-        memory = "rank 0's process: now / most so far (part of the machine's memory)"
+        memory = "rank 0's process: now / most so far (part of the machine's)"
     meanings = {
-        "loss": "cross-entropy per token (nats) of the step's samples, before its update",
-        "validation": f"the same after the update, of {validation}" if validation else "",
+        "loss": "cross-entropy per token in nats, before the step's update",
+        "validation": "the same after the update, on text kept out of training" if validation else "",
         "mtp": "cross-entropy of the token after the next" if "mtp" in auxiliary else "",
         "balance": "how experts share the tokens; 1: evenly" if "balance" in auxiliary else "",
-        "norm": "of the gradient over all ranks, before clipping" if norm else "",
+        "norm": "gradient norm over all ranks, before clipping" if norm else "",
         "tok/s": "tokens per second, all ranks together",
-        "FLOP/s": "of the model, per device",
+        "FLOP/s": "operations that the model needs, per second and device",
         "MFU": "FLOP/s as part of the device's peak" if mfu else "",
         "mem": memory,
         "data": "part of the step's time in which rank 0 waited for data",

@@ -65,8 +65,9 @@ def plan_figure(plan: Plan, name: str, memory: str, rank: int) -> Figure:
     figure.set_dpi(DPI)
     axes = figure.add_subplot()
     scale, unit = next(
-        (size, unit) for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if plan.nbytes >= size or size == 2**10
-    )  # fmt: skip
+        ((size, unit) for size, unit in ((2**30, "GiB"), (2**20, "MiB")) if plan.nbytes >= size),
+        (2**10, "KiB"),
+    )
     blocks = [
         Block(item.unit, item.kind, start, stop, offset / scale, item.nbytes / scale)
         for item, offset in zip(plan.items, plan.offsets, strict=True)
@@ -139,6 +140,7 @@ def _show_slots(axes: Axes, plan: Plan, scale: int) -> None:
 def _name_blocks(figure: Figure, axes: Axes, blocks: Sequence[Block]) -> None:
     """Write each block's unit on it, in full or its last part alone, and below the picture what had no room."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.font_manager import FontProperties
 
     renderer = FigureCanvasAgg(figure).get_renderer()
     short = short_names(block.unit for block in blocks)
@@ -148,7 +150,7 @@ def _name_blocks(figure: Figure, axes: Axes, blocks: Sequence[Block]) -> None:
         fits = [_fit(renderer, axes, block, short.get(block.unit)) for block in blocks]
         key = _key(blocks, [fit is not None for fit in fits], [fit is not None and fit[3] for fit in fits])
         if key and not final:
-            figure.legends[0].set_title(key, prop={"size": 9})
+            figure.legends[0].set_title(key, prop=FontProperties(size=9))
     figure.draw_without_rendering()
     for block, fit in zip(blocks, fits, strict=True):
         if fit is None:
@@ -156,8 +158,8 @@ def _name_blocks(figure: Figure, axes: Axes, blocks: Sequence[Block]) -> None:
         text, size, rotation, _ = fit
         x, y = (block.start + block.stop) / 2, block.low + block.height / 2
         written = axes.text(
-            x, y, text, fontsize=size, rotation=rotation, ha="center", va="center_baseline" if not rotation else "center",
-            clip_on=True,
+            x, y, text, fontsize=size, rotation=rotation, clip_on=True, ha="center",
+            va="center" if rotation else "center_baseline",
         )  # fmt: skip
         written.set_in_layout(False)
 

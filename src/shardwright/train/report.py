@@ -40,7 +40,7 @@ def results(records: Records) -> dict[str, Any]:
 
 
 def loss_curve(records: Records, path: Path, name: str, vocabulary: int) -> None:
-    """Training and validation loss over the steps of one run, and the loss of guessing among `vocabulary` tokens."""
+    """Training and validation loss over the steps of one run, and the loss of `vocabulary` equally likely tokens."""
     loss_figure(records, name, vocabulary).savefig(path, dpi=120)
 
 
@@ -56,12 +56,12 @@ def loss_figure(records: Records, name: str, vocabulary: int) -> Figure:
             [r["step"] for r in validated], [r["validation_loss"] for r in validated], "s--", ms=5, lw=1,
             label="validation: other text, after the update",
         )  # fmt: skip
-    guessing = math.log(vocabulary)
-    if max(losses) > 0.8 * guessing:  # else the line would squeeze the curve
-        label = f"ln({vocabulary}) = {guessing:.3f}: all tokens guessed alike"
-        axes.axhline(guessing, color="black", lw=0.8, ls=":", label=label)
+    uniform = math.log(vocabulary)
+    if max(losses) > 0.8 * uniform:  # else the line would squeeze the curve
+        label = f"ln({vocabulary}) = {uniform:.3f}: all tokens equally likely"
+        axes.axhline(uniform, color="black", lw=0.8, ls=":", label=label)
     dress(axes, f"Loss of {name}", "optimizer step", "cross-entropy per token (nats)")
-    axes.legend(fontsize=9)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9)
     return figure
 
 
