@@ -14,6 +14,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
+from rich.table import Table
 
 from shardwright import cli
 from shardwright.memory.plan import Item, Plan, pack, slots
@@ -254,11 +255,14 @@ def test_tables_fit_a_narrow_terminal(sharded_run: Path, plain_run: Path) -> Non
     names = ["llama-debug-20260101-120000", "another"]
     figures = [compare.figures_of(run, runs[0]) for run in runs]
     console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(compare.settings_table(names, compare.split_settings(runs)[1]))
+    settings = compare.split_settings(runs)[1]
+    assert isinstance(compare.settings_of_runs(names, settings, Console(width=140)), Table)
+    console.print(compare.settings_of_runs(names, settings, console))
     console.print(compare.table_of(names, figures))
     shown = console.export_text()
     assert "…" not in shown and all(len(line) <= 80 for line in shown.splitlines())
-    assert f"{figures[0]['train_loss']:.6f}" in shown and "parallel" not in shown
+    assert f"{figures[0]['train_loss']:.6f}" in shown
+    assert "memory dynamic" in " ".join(shown.split()) and "engine none" in shown
 
 
 def test_names_tell_runs_apart(sharded_run: Path, tmp_path: Path) -> None:
@@ -280,7 +284,10 @@ def test_comparison_picture_names_runs_with_their_settings() -> None:
     assert labels == ["ours: memory arena", "same: memory dynamic", "apart: strategy ddp"]
     written = texts(figure)
     assert "Same in all runs: 2 ranks, dtypes fp32" in written and "equal at every step: same" in written
-    assert "GiB on the fullest rank" in written and "tokens per second (median of the steps)" in written
+    assert (
+        "GiB on the fullest rank (on the CPU: its whole process)" in written
+        and "tokens per second (median of the steps)" in written
+    )
     colors = [line.get_color() for line in figure.axes[0].get_lines()]
     assert len(set(colors)) == 3
     assert len({str(color) for color in report._colors(40)}) == 40

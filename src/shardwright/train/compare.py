@@ -7,14 +7,17 @@ precisions are what a comparison is for.
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from shardwright.train import metrics, report
 from shardwright.train.config import Config
@@ -23,6 +26,8 @@ from shardwright.train.runs import RunFolder, differences, open_for_writing, wri
 
 MOST_IN_PAIRS = 4
 """Runs of which every pair has a line; of more, compare.json alone tells all."""
+WIDE = 10_000
+"""Columns in which any table has room."""
 PIPED_WIDTH = 140
 """Columns of tables that go to a file or a pipe, where nothing tells the width."""
 
@@ -192,7 +197,7 @@ def compare(runs: list[Path], out: Path | None) -> int:
     if common:
         console.print(f"Same in all runs: {settings_in_words(common)}", markup=False, highlight=False)
     if any(special):
-        console.print(settings_table(names, special))
+        console.print(settings_of_runs(names, special, console))
     console.print(table_of(names, figures))
     console.print(explanation(read), markup=False, highlight=False)
     if 2 < len(read) <= MOST_IN_PAIRS:
@@ -261,6 +266,22 @@ def names_of(runs: Sequence[Run]) -> list[str]:
     return [f"{name} ({next(numbers[name])})" if names.count(name) > 1 else name for name in names]
 
 
+def settings_of_runs(
+    names: Sequence[str], settings: Sequence[Mapping[str, str]], console: Console
+) -> RenderableType:
+    """Where the runs differ: a table, or lines in words where the table is too wide for the console."""
+    table = settings_table(names, settings)
+    natural = Measurement.get(console, console.options.update(max_width=WIDE), table).maximum
+    if natural <= console.width:
+        return table
+    indents = {"initial_indent": "  ", "subsequent_indent": "    "}
+    lines = [
+        textwrap.fill(f"{name}: {settings_in_words(each)}", console.width, **indents)
+        for name, each in zip(names, settings, strict=True)
+    ]
+    return Text("\n".join(["Settings that differ", "", *lines, ""]))
+
+
 def settings_table(names: Sequence[str], settings: Sequence[Mapping[str, str]]) -> Table:
     """Where the runs differ: a column for each main setting, one for all others."""
     table = Table(title="Settings that differ", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
@@ -311,7 +332,7 @@ def explanation(runs: Sequence[Run]) -> str:
     held = {"cuda": "held by torch's allocator", "cpu": "of the process"}
     peak = " or, on a GPU, ".join(held.get(device, "held") for device in sorted(devices))
     lines = [
-        "max diff    largest |loss - loss of the first run| / loss of the first run; training losses",
+        "max diff    largest |loss - loss of the first run| / loss of the first run",
         "tok/s       tokens per second of all ranks together, median of the steps",
         "step time   median, relative to the first run",
         f"peak GiB    most memory {peak}, on the fullest rank",

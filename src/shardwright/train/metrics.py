@@ -274,8 +274,9 @@ class Bar:
 
     def __init__(self, steps: int, steps_done: int, every: int, console: Console) -> None:
         self.every = every
+        labels = len(f" {steps}/{steps} steps 0:00:00 elapsed 0:00:00 left")
         columns = (
-            BarColumn(bar_width=30),  # with its labels the line fits 80 columns
+            BarColumn(bar_width=max(1, min(40, console.width - labels))),
             MofNCompleteColumn(),
             TextColumn("steps"),
             TimeElapsedColumn(),

@@ -105,7 +105,7 @@ def comparison_figure(curves: Sequence[Curve], common: str) -> Figure:
     dress(losses, "Training loss", "optimizer step", "cross-entropy per token (nats)")
     dress(
         differences,
-        f"Difference of the loss from that of {_shortened(curves[0].name)}",
+        f"Difference from the loss of {_shortened(curves[0].name)}",
         "optimizer step",
         "|difference| / loss (log scale)",
     )
@@ -130,7 +130,14 @@ def comparison_figure(curves: Sequence[Curve], common: str) -> Figure:
         speeds, "Speed of all ranks together", "tokens per second (median of the steps)", names, speed, colors
     )
     memory = [c.peak_memory / 2**30 for c in curves]
-    _bars(memories, "Most memory held by a rank", "GiB on the fullest rank", names, memory, colors)
+    _bars(
+        memories,
+        "Most memory held by a rank",
+        "GiB on the fullest rank (on the CPU: its whole process)",
+        names,
+        memory,
+        colors,
+    )
     columns = 1 if len(curves) <= 6 else 2
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=9, handlelength=5)
     if common:
