@@ -274,10 +274,9 @@ def settings_of_runs(
     natural = Measurement.get(console, console.options.update(max_width=WIDE), table).maximum
     if natural <= console.width:
         return table
-    indents = {"initial_indent": "  ", "subsequent_indent": "    "}
     lines = [
-        textwrap.fill(f"{name}: {settings_in_words(each)}", console.width, **indents)
-        for name, each in zip(names, settings, strict=True)
+        textwrap.fill(text, console.width, initial_indent="  ", subsequent_indent="    ")
+        for text in (f"{n}: {settings_in_words(each)}" for n, each in zip(names, settings, strict=True))
     ]
     return Text("\n".join(["Settings that differ", "", *lines, ""]))
 
