@@ -96,6 +96,16 @@ def test_slots_have_their_sizes() -> None:
     assert "slot 1\n1.00 MiB\nsize of layers.0" in written
 
 
+def test_long_names_of_runs_and_units_stay_in_the_picture() -> None:
+    items = [i for i in steps_of_a_model(4, KIB) if i.kind == "parameters"]
+    items = [replace(item, unit=f"model.transformer.decoder.{item.unit}") for item in items]
+    figure = plan_figure(slots(items, 2), "a-name-of-a-run-" * 6, "max_pool", 0)
+    figure.draw_without_rendering()
+    extent = figure.get_tightbbox()
+    assert extent.x0 >= 0 and extent.x1 <= figure.get_figwidth() and extent.y1 <= figure.get_figheight()
+    assert figure.axes[0].get_window_extent().width > 0.75 * figure.bbox.width
+
+
 def test_plans_without_leases_are_drawn() -> None:
     written = texts(plan_figure(Plan((), (), 0, 0), "job", "arena", 0))
     assert "Memory plan of job, rank 0 alone: memory=arena, one block of 0 B" in written
@@ -291,3 +301,24 @@ def test_comparison_picture_names_runs_with_their_settings() -> None:
     colors = [line.get_color() for line in figure.axes[0].get_lines()]
     assert len(set(colors)) == 3
     assert len({str(color) for color in report._colors(40)}) == 40
+
+
+@pytest.mark.parametrize("runs", [2, 12])
+def test_long_names_are_numbered_and_nothing_leaves_the_picture(runs: int) -> None:
+    steps = [{"step": n, "loss": 5.0 / n} for n in range(1, 5)]
+    settings = "engine shardwright, strategy zero3, layout per_parameter, memory double_buffer, " * 2
+    curves = [
+        report.Curve(f"llama-debug-20260101-1200{n:02}", settings, steps, {1: 0.0}, 1000.0, 2**30)
+        for n in range(runs)
+    ]
+    figure = report.comparison_figure(curves, settings)
+    figure.draw_without_rendering()
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels[1].startswith("run 2, llama-debug-20260101-120001: engine shardwright")
+    assert [text.get_text() for text in figure.axes[2].get_yticklabels()][:2] == ["run 1", "run 2"]
+    assert "Difference from the loss of run 1" in texts(figure)
+    whole = figure.bbox
+    for part in (*figure.legends, *figure.axes):
+        extent = part.get_tightbbox()
+        assert extent is not None and whole.x0 <= extent.x0 and extent.x1 <= whole.x1
+        assert whole.y0 <= extent.y0 and extent.y1 <= whole.y1

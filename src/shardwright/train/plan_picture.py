@@ -83,7 +83,7 @@ def plan_figure(plan: Plan, name: str, memory: str, rank: int) -> Figure:
         plan.lower_bound / scale, color="black", lw=1, ls="--",
         label=f"most bytes leased at once, {in_units(plan.lower_bound)}: no plan can be smaller",
     )  # fmt: skip
-    figure.suptitle(title_of(plan, name, memory, rank), fontsize=12)
+    figure.suptitle(textwrap.fill(title_of(plan, name, memory, rank), 110), fontsize=12)
     axes.set_title(counted_in_words(plan), fontsize=9)
     axes.set_xlabel("time in a step: number of leases and releases so far")
     axes.set_ylabel(f"address in the block ({unit})")
@@ -125,7 +125,7 @@ def _show_slots(axes: Axes, plan: Plan, scale: int) -> None:
     right = axes.secondary_yaxis("right")
     right.set_yticks([(offset + size / 2) / scale for offset, size, _ in plan.slots])
     labels = [
-        f"slot {number}\n{in_units(size)}\nsize of {unit}"
+        f"slot {number}\n{in_units(size)}\nsize of {unit if len(unit) < 20 else f'...{unit[-16:]}'}"
         for number, (_, size, unit) in enumerate(plan.slots, 1)
     ]
     right.set_yticklabels(labels, fontsize=8)

@@ -88,24 +88,25 @@ def comparison_figure(curves: Sequence[Curve], common: str) -> Figure:
     """`common` are the settings that all runs share, in words."""
     from matplotlib.lines import Line2D
 
-    figure = new_figure(12, 8.5)
+    names, labels = _names_and_labels(curves)
+    figure = new_figure(12, 7.7 + 0.2 * sum(1 + label.count("\n") for label in labels))
     losses, differences, speeds, memories = figure.subplots(2, 2).flat
     colors = _colors(len(curves))
     handles = []
-    for number, (curve, color) in enumerate(zip(curves, colors, strict=True)):
+    for number, (curve, color, label) in enumerate(zip(curves, colors, labels, strict=True)):
         # Curves that agree hide one another: dashes let the ones below show through.
         dash = "-" if number == 0 else (0, (4, 2 + 2 * number))
         marker = MARKERS[number % len(MARKERS)] if number else ""
         steps = [r["step"] for r in curve.records]
         losses.plot(steps, [r["loss"] for r in curve.records], ls=dash, lw=1.5, color=color)
         apart = {step: value for step, value in curve.difference.items() if value > 0}
-        differences.plot(list(apart), list(apart.values()), marker, ms=5, color=color)
-        label = f"{curve.name}: {curve.settings}" if curve.settings else curve.name
+        size = 5 if len(apart) < 100 else 3
+        differences.plot(list(apart), list(apart.values()), marker, ms=size, color=color)
         handles.append(Line2D([], [], ls=dash, lw=1.5, marker=marker, ms=5, color=color, label=label))
     dress(losses, "Training loss", "optimizer step", "cross-entropy per token (nats)")
     dress(
         differences,
-        f"Difference from the loss of {_shortened(curves[0].name)}",
+        f"Difference from the loss of {names[0]}",
         "optimizer step",
         "|difference| / loss (log scale)",
     )
@@ -116,33 +117,41 @@ def comparison_figure(curves: Sequence[Curve], common: str) -> Figure:
     differences.set_ylim(low / 3, high * 30)
     differences.set_xlim(losses.get_xlim())
     # A logarithm has no place for exact equality.
-    equal = [c.name for c in curves[1:] if not any(c.difference.values())]
+    equal = [name for name, c in zip(names[1:], curves[1:], strict=True) if not any(c.difference.values())]
     if equal:
-        text = "equal at every step: " + ", ".join(equal)
-        text = "\n".join(textwrap.wrap(text, 60, max_lines=4, placeholder=" ..."))
+        text = textwrap.fill("equal at every step: " + ", ".join(equal), 55, break_on_hyphens=False)
         differences.text(
             0.02, 0.97, text, transform=differences.transAxes, va="top", fontsize=9,
             bbox={"facecolor": "white", "edgecolor": "0.8"},
         )  # fmt: skip
-    names = [_shortened(curve.name) for curve in curves]
     speed = [c.tokens_per_second for c in curves]
     _bars(
         speeds, "Speed of all ranks together", "tokens per second (median of the steps)", names, speed, colors
     )
     memory = [c.peak_memory / 2**30 for c in curves]
-    _bars(
-        memories,
-        "Most memory held by a rank",
-        "GiB on the fullest rank (on the CPU: its whole process)",
-        names,
-        memory,
-        colors,
-    )
-    columns = 1 if len(curves) <= 6 else 2
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=9, handlelength=5)
+    held = "GiB on the fullest rank (on the CPU: its whole process)"
+    _bars(memories, "Most memory held by a rank", held, names, memory, colors)
+    figure.legend(handles=handles, loc="outside lower center", fontsize=9, handlelength=5)
     if common:
         figure.suptitle(textwrap.fill(f"Same in all runs: {common}", 130), fontsize=10)
     return figure
+
+
+LONGEST_NAME = 16
+"""Characters of names that bars have room for. Runs with longer names are numbered, and the legend has both."""
+
+
+def _names_and_labels(curves: Sequence[Curve]) -> tuple[list[str], list[str]]:
+    """What each run is called in the panels, and its line in the legend, with its settings."""
+    names = labels = [curve.name for curve in curves]
+    if max(map(len, names)) > LONGEST_NAME:
+        labels = [f"run {number}, {name}" for number, name in enumerate(names, 1)]
+        names = [f"run {number}" for number in range(1, len(curves) + 1)]
+    labels = [
+        f"{label}: {curve.settings}" if curve.settings else label
+        for label, curve in zip(labels, curves, strict=True)
+    ]
+    return names, [textwrap.fill(label, 150, break_on_hyphens=False) for label in labels]
 
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -155,10 +164,6 @@ def _colors(count: int) -> list[Any]:
     from matplotlib import colormaps
 
     return [colormaps["turbo"](number / (count - 1)) for number in range(count)]
-
-
-def _shortened(name: str, most: int = 28) -> str:
-    return name if len(name) <= most else f"{name[: most // 2 - 2]}...{name[-(most // 2 - 1) :]}"
 
 
 def _bars(
@@ -185,7 +190,7 @@ def dress(axes: Axes, title: str, x: str, y: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 2.5
-    axes.set_title(title)
+    axes.set_title(textwrap.fill(title, 80))
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
