@@ -449,6 +449,7 @@ def test_report(rank: int, world_size: int) -> None:
         local = sum(p.to_local().nbytes for p in model.parameters())
         assert local <= report.shards <= local + 64 * len(list(model.parameters()))
         assert report.gradients == 0 and report.rest == 0 and report.leased == {}
+        assert report.rank == rank and report.buffers == sum(b.nbytes for b in model.buffers())
         assert 2 * local <= report.optimizer <= 2 * local + 64 * len(list(model.parameters()))
         slabs = sorted((u.weights.copy.slab.nbytes for u in units_of(model) if u.number), reverse=True)
         # Two units and the root's, one reduction, and gradients of what is through.
@@ -456,7 +457,7 @@ def test_report(rank: int, world_size: int) -> None:
         assert report.peak is not None and report.peak >= sum(report.at_peak.values())
         assert report.peak_at is not None and report.peak_at[1] in report.at_peak
         text = str(report)
-        assert "peak of leases in a step" in text
+        assert "peak of leases in a step" in text and f"Memory of rank {rank} alone" in text
         if memory != "dynamic":
             assert report.plan is pools(model).plan and report.leases[1] == 0
             assert "leases inside the plan, 0 outside" in text

@@ -81,7 +81,7 @@ def test_two_ranks_see_what_one_sees(plain_run: Path, sharded_run: Path) -> None
 def test_only_the_first_rank_speaks(sharded_run: Path) -> None:
     out = (sharded_run.parent / "output.txt").read_text()
     assert out.count("\nstep ") == 8 and out.count("done: 8 steps") == 1
-    assert "engine shardwright on 2 ranks" in out
+    assert "engine shardwright (strategy zero3, layout per_parameter, memory dynamic) on 2 ranks" in out
     assert sorted(path.name for path in (sharded_run / "logs").glob("*/*.log")) == [
         "rank-0.log",
         "rank-1.log",

@@ -6,13 +6,18 @@ precisions are what a comparison is for.
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from shardwright.train import metrics, report
 from shardwright.train.config import Config
@@ -21,6 +26,8 @@ from shardwright.train.runs import RunFolder, differences, open_for_writing, wri
 
 MOST_IN_PAIRS = 4
 """Runs of which every pair has a line; of more, compare.json alone tells all."""
+WIDE = 10_000
+"""Columns in which any table has room."""
 PIPED_WIDTH = 140
 """Columns of tables that go to a file or a pipe, where nothing tells the width."""
 
@@ -43,9 +50,42 @@ class Run:
         return ", then ".join(dict.fromkeys(str(session[key]) for session in self.record["sessions"]))
 
     @property
-    def label(self) -> str:
+    def settings(self) -> dict[str, str]:
+        """What a comparison tells runs apart by, in words; "-" for what its engine does not have."""
         ranks = self.described("ranks")
-        return f"{self.described('engine')}, {ranks} {'rank' if ranks == '1' else 'ranks'}, {self.dtypes}"
+        main = {
+            "engine": self.described("engine"),
+            "ranks": f"{ranks} {'rank' if ranks == '1' else 'ranks'}",
+            "dtypes": self.dtypes,
+            "strategy": self._planned("strategy"),
+            "layout": self._planned("layout"),
+            "memory": self._planned("memory"),
+        }
+        return main | self._others
+
+    def _planned(self, key: str) -> str:
+        """One of the options of the engine shardwright."""
+        values = []
+        for session in self.record["sessions"]:
+            # Runs of before had one value in their configuration, that of the last session.
+            value = session.get(key) or str(getattr(self.config.parallel, key))
+            values.append(value if session["engine"] == "shardwright" else "-")
+        return ", then ".join(dict.fromkeys(values))
+
+    @property
+    def _others(self) -> dict[str, str]:
+        """Further keys of the configuration that change speed, memory or bits, by their names."""
+        config = self.config.resolved()
+        sections = {
+            "parallel": config.parallel, "train": config.train, "activations": config.activations,
+            "optimizer": config.optimizer,
+        }  # fmt: skip
+        return {
+            f"{name}.{key}": str(value)
+            for name, section in sections.items()
+            for key, value in section
+            if f"{name}.{key}" not in ELSEWHERE
+        } | {"device": self.described("device_name"), "threads": self.described("threads")}
 
     @property
     def dtypes(self) -> str:
@@ -55,6 +95,31 @@ class Run:
             for key in ("param_dtype", "reduce_dtype")
         )
         return compute if compute == reduce else f"{compute}/{reduce}"
+
+
+MAIN = ("engine", "ranks", "dtypes", "strategy", "layout", "memory")
+"""Settings that every comparison shows; of all others those in which runs differ."""
+
+ELSEWHERE = {
+    "parallel.engine", "parallel.param_dtype", "parallel.reduce_dtype", "parallel.strategy", "parallel.layout",
+    "parallel.memory", "train.seq_len", "train.global_batch",
+}  # fmt: skip
+"""Keys that are shown in words, have a column of their own, or are equal in runs that can be compared."""
+
+
+def split_settings(runs: Sequence[Run]) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """The settings that all runs share, of the main ones; and for each run those in which the runs differ."""
+    settings = [run.settings for run in runs]
+    differ = [key for key in settings[0] if len({each[key] for each in settings}) > 1]
+    common = {key: settings[0][key] for key in MAIN if key not in differ}
+    return common, [{key: each[key] for key in differ} for each in settings]
+
+
+def settings_in_words(settings: Mapping[str, str]) -> str:
+    """Such as "engine shardwright, 2 ranks, strategy zero3"."""
+    return ", ".join(
+        value if key == "ranks" else f"{key} {value}" for key, value in settings.items() if value != "-"
+    )
 
 
 @dataclass(frozen=True)
@@ -112,7 +177,7 @@ def agreement(first: Run, other: Run) -> Agreement:
 
 
 def compare(runs: list[Path], out: Path | None) -> int:
-    """Print a table of two or more runs, write compare.json and compare.png into `out` (default: the first run's
+    """Print tables of two or more runs, write compare.json and compare.png into `out` (default: the first run's
     folder).
 
     Returns 0. Raises UserError for runs that cannot be compared and a folder that cannot be written.
@@ -127,17 +192,25 @@ def compare(runs: list[Path], out: Path | None) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=PIPED_WIDTH)
-    console.print(table_of(read, figures))
+    names = names_of(read)
+    common, special = split_settings(read)
+    if common:
+        console.print(f"Same in all runs: {settings_in_words(common)}", markup=False, highlight=False)
+    if any(special):
+        console.print(settings_of_runs(names, special, console))
+    console.print(table_of(names, figures))
+    console.print(explanation(read), markup=False, highlight=False)
     if 2 < len(read) <= MOST_IN_PAIRS:
-        console.print(pair_table(read, pairs))
+        console.print(pair_table(names, pairs))
     write_json(target / "compare.json", {"runs": figures, "pairs": pairs})
     with writing(target):
         report.comparison(
             [
-                curve_of(run, read[0], figure, label)
-                for run, figure, label in zip(read, figures, labels_of(read), strict=True)
+                curve_of(run, read[0], figure, name, settings_in_words(settings))
+                for run, figure, name, settings in zip(read, figures, names, special, strict=True)
             ],
             target / "compare.png",
+            settings_in_words(common),
         )
     print(f"wrote {target / 'compare.json'} and {target / 'compare.png'}")
     return 0
@@ -154,6 +227,7 @@ def figures_of(run: Run, first: Run) -> dict[str, Any]:
         "threads_per_rank": run.described("threads"),
         "device": run.described("device_name"),
         "dtypes": run.dtypes,
+        **{key: run.settings[key] for key in ("strategy", "layout", "memory")},
         "steps": run.steps[-1]["step"],
         "train_loss": results["train_loss"],
         "validation_loss": results["validation_loss"],
@@ -180,23 +254,91 @@ def pairs_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return pairs
 
 
-def table_of(runs: Sequence[Run], figures: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="Differences and step times are relative to the first run", title_justify="left")
-    table.add_column("run", overflow="fold")
-    for name in ("engine", "ranks", "dtypes"):
-        table.add_column(name, no_wrap=True)
-    for name in ("steps", "train loss", "val loss", "max diff", "at", "tok/s", "step time", "peak GiB"):
+def names_of(runs: Sequence[Run]) -> list[str]:
+    """The last part of each run's folder, or as many parts as it takes to tell the runs apart."""
+    parts = [run.folder.path.parts for run in runs]
+    depth = next(
+        (n for n in range(1, max(map(len, parts)) + 1) if len({p[-n:] for p in parts}) == len(set(parts))), 1
+    )
+    names = [str(Path(*p[-depth:])) for p in parts]
+    numbers = {name: itertools.count(1) for name in names}
+    # A run may be compared with itself.
+    return [f"{name} ({next(numbers[name])})" if names.count(name) > 1 else name for name in names]
+
+
+def settings_of_runs(
+    names: Sequence[str], settings: Sequence[Mapping[str, str]], console: Console
+) -> RenderableType:
+    """Where the runs differ: a table, or lines in words where the table is too wide for the console."""
+    table = settings_table(names, settings)
+    natural = Measurement.get(console, console.options.update(max_width=WIDE), table).maximum
+    if natural <= console.width:
+        return table
+    lines = [
+        textwrap.fill(text, console.width, initial_indent="  ", subsequent_indent="    ")
+        for text in (f"{n}: {settings_in_words(each)}" for n, each in zip(names, settings, strict=True))
+    ]
+    return Text("\n".join(["Settings that differ", "", *lines, ""]))
+
+
+def settings_table(names: Sequence[str], settings: Sequence[Mapping[str, str]]) -> Table:
+    """Where the runs differ: a column for each main setting, one for all others."""
+    table = Table(title="Settings that differ", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table.add_column("run", overflow="fold", min_width=12)
+    columns = [key for key in MAIN if key in settings[0]]
+    others = [key for key in settings[0] if key not in MAIN]
+    for key in columns:
+        table.add_column(key, overflow="fold", min_width=7)
+    if others:
+        table.add_column("others", overflow="fold")
+    for name, run in zip(names, settings, strict=True):
+        rest = ", ".join(f"{key} {run[key]}" for key in others)
+        table.add_row(name, *(run[key] for key in columns), *([rest] if others else []))
+    return table
+
+
+def table_of(names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(
+        title="Results", title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    table.add_column("run", overflow="fold", min_width=12)
+    for name in (
+        "steps",
+        "train\nloss",
+        "val\nloss",
+        "max\ndiff",
+        "at\nstep",
+        "tok/s",
+        "step\ntime",
+        "peak\nGiB",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
-    for run, figure in zip(runs, figures, strict=True):
+    for name, figure in zip(names, figures, strict=True):
         validation, difference = figure["validation_loss"], figure["largest_relative_difference"]
         table.add_row(
-            run.folder.path.name, figure["engine"], figure["ranks"], figure["dtypes"], str(figure["steps"]),
+            name, str(figure["steps"]),
             f"{figure['train_loss']:.6f}", "-" if validation is None else f"{validation:.4f}",
             *in_words(difference, figure["at_step"]),
             f"{figure['tokens_per_second']:,.0f}", f"{figure['step_time_ratio']:.2f}x",
             metrics.gib(figure["peak_memory_bytes"]),
         )  # fmt: skip
     return table
+
+
+def explanation(runs: Sequence[Run]) -> str:
+    """What the columns of the results mean."""
+    devices = {session["device"] for run in runs for session in run.record["sessions"]}
+    held = {"cuda": "held by torch's allocator", "cpu": "of the process"}
+    peak = " or, on a GPU, ".join(held.get(device, "held") for device in sorted(devices))
+    lines = [
+        "max diff    largest |loss - loss of the first run| / loss of the first run",
+        "tok/s       tokens per second of all ranks together, median of the steps",
+        "step time   median, relative to the first run",
+        f"peak GiB    most memory {peak}, on the fullest rank",
+    ]
+    if any("/" in run.dtypes for run in runs):
+        lines.append("dtypes      of the computation / of the reduction of gradients")
+    return "\n".join(f" {line}" for line in lines) + "\n"
 
 
 def in_words(difference: float | None, step: int | None) -> tuple[str, str]:
@@ -206,30 +348,26 @@ def in_words(difference: float | None, step: int | None) -> tuple[str, str]:
     return (f"{difference:.1e}", str(step)) if difference else ("equal", "-")
 
 
-def pair_table(runs: Sequence[Run], pairs: Sequence[Mapping[str, Any]]) -> Table:
-    labels = {str(run.folder.path): f"{run.folder.path.name} ({run.label})" for run in runs}
-    table = Table(title="Largest relative difference of the loss at any common step", title_justify="left")
+def pair_table(names: Sequence[str], pairs: Sequence[Mapping[str, Any]]) -> Table:
+    """`pairs` as `pairs_of` orders them: each run with those after it."""
+    table = Table(
+        title="Largest relative difference of the loss, by pairs",
+        title_justify="left", title_style="bold", box=SIMPLE_HEAD,
+    )  # fmt: skip
     for name in ("first", "second"):
         table.add_column(name, overflow="fold")
-    for name in ("max diff", "at", "steps"):
+    for name in ("max diff", "at step", "steps"):
         table.add_column(name, justify="right", no_wrap=True)
-    for pair in pairs:
+    for (first, second), pair in zip(itertools.combinations(names, 2), pairs, strict=True):
         difference, step = in_words(pair["largest_relative_difference"], pair["at_step"])
-        table.add_row(
-            labels[pair["first"]], labels[pair["second"]], difference, step, str(pair["common_steps"])
-        )
+        table.add_row(first, second, difference, step, str(pair["common_steps"]))
     return table
 
 
-def labels_of(runs: Sequence[Run]) -> list[str]:
-    """What each run is in the picture: its settings, or its folder where settings do not tell runs apart."""
-    labels = [run.label for run in runs]
-    return labels if len(set(labels)) == len(labels) else [run.folder.path.name for run in runs]
-
-
-def curve_of(run: Run, first: Run, figure: Mapping[str, Any], label: str) -> report.Curve:
+def curve_of(run: Run, first: Run, figure: Mapping[str, Any], name: str, settings: str) -> report.Curve:
     return report.Curve(
-        label=label,
+        name=name,
+        settings=settings,
         records=run.steps,
         difference={} if run is first else relative_differences(first, run),
         tokens_per_second=figure["tokens_per_second"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from rich.console import Console
 import shardwright as sw
 from shardwright._torch import dump_memory_history, record_memory_history
 from shardwright.engine.front.report import in_units
-from shardwright.train import checkpoint, metrics, report
+from shardwright.train import checkpoint, metrics, plan_picture, report
 from shardwright.train.activations import Recompiles
 from shardwright.train.config import Config
 from shardwright.train.data import Corpus
@@ -68,6 +69,7 @@ def train(config: Config, folder: RunFolder, corpus: Corpus, world: World, resum
         record = open_record(trainer, folder) if world.is_first else None
         with metrics.Reporter(open_sinks(config, folder, done) if world.is_first else []) as reporter:
             reporter.say(opening_line(trainer, folder))
+            reporter.say(figures_in_words(trainer))
             try:
                 ended_by = run_steps(trainer, folder, reporter, stop)
             except BaseException:
@@ -98,6 +100,8 @@ def run_steps(trainer: Trainer, folder: RunFolder, reporter: metrics.Reporter, s
         memory = metrics.measure_memory(device)
         trainer.peak_memory = max(trainer.peak_memory, memory.reserved)
         reporter.step(step_record(trainer, result, seconds, validation, memory))
+        if step == 1 and (note := first_loss_in_words(result.loss, vocabulary(config))):
+            reporter.say(note)
         steps_of_session += 1
         if (
             steps_of_session == REPORTED
@@ -134,19 +138,30 @@ REPORTED = 3
 
 
 def report_memory(trainer: Trainer, folder: RunFolder) -> str:
-    """Write what this rank's memory is used for, and the plan if there is one, into the folder; return one line."""
-    found = sw.memory_report(trainer.model, trainer.optimizer)
-    write_text(folder.memory_file, f"{found}\n")
-    line = f"memory: parameters {in_units(found.shards + found.rest)}, optimizer {in_units(found.optimizer)}"
-    if found.peak is not None and found.peak_at is not None:
-        unit, kind = found.peak_at
-        line += f", leased in a step at most {in_units(found.peak)}, with {unit}'s {kind}"
-    if found.plan is not None:
-        write_json(folder.plan_file, found.plan.as_dict())
+    """Write what this rank's memory is used for, and the plan if there is one, into the folder; return a few lines."""
+    memory = sw.memory_report(trainer.model, trainer.optimizer)
+    write_text(folder.memory_file, f"{memory}\n")
+    parts = {"shards of parameters": memory.shards, "parameters not sharded": memory.rest}
+    parts |= {"optimizer state": memory.optimizer, "buffers": memory.buffers}
+    lines = [
+        f"memory of rank {memory.rank} alone, without activations; all figures in {folder.memory_file}",
+        "  held    " + ", ".join(f"{name} {in_units(nbytes)}" for name, nbytes in parts.items() if nbytes),
+    ]
+    if memory.peak is not None and memory.peak_at is not None:
+        unit, kind = memory.peak_at
+        lines.append(
+            f"  leased  at most {in_units(memory.peak)} during a step, when {unit} gets memory for its {kind}"
+        )
+    if memory.plan is not None:
+        write_json(folder.plan_file, memory.plan.as_dict())
         with writing(folder.plan_picture):
-            report.memory_plan(found.plan, folder.plan_picture, trainer.config.run.name)
-        line += f"; {found.memory} of {in_units(found.plan.nbytes)}"
-    return f"{line}; see {folder.memory_file}"
+            plan_picture.draw(
+                memory.plan, folder.plan_picture, trainer.config.run.name, memory.memory, memory.rank
+            )
+        use = "for parameters alone" if memory.plan.slots else "for all leases"
+        size = in_units(memory.plan.nbytes)
+        lines.append(f"  plan    {memory.memory} of {size} {use}; picture: {folder.plan_picture}")
+    return "\n".join(lines)
 
 
 def due(step: int, every: int) -> bool:
@@ -206,22 +221,58 @@ def open_record(trainer: Trainer, folder: RunFolder) -> RunRecord:
             "validation_tokens": len(corpus.validation),
         },
     }
+    plan = ("strategy", "layout", "memory") if parallel_config.engine == "shardwright" else ()
     session = Session(
         start=now(), from_step=trainer.position.step, engine=parallel_config.engine, ranks=world.size,
         device=world.device.type, device_name=metrics.device_name(world.device), threads=torch.get_num_threads(),
         param_dtype=parallel_config.param_dtype, reduce_dtype=parallel_config.reduce_dtype, versions=versions(),
+        **{key: str(getattr(parallel_config, key)) for key in plan},
     )  # fmt: skip
     return RunRecord(folder, trainer.config, facts, session)
 
 
 def opening_line(trainer: Trainer, folder: RunFolder) -> str:
     world, config = trainer.world, trainer.config
+    parallel = config.parallel
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     start = f"from step {trainer.position.step}" if trainer.position.step else "from the start"
+    engine: str = parallel.engine
+    if engine == "shardwright":
+        engine += f" (strategy {parallel.strategy}, layout {parallel.layout}, memory {parallel.memory})"
     return (
-        f"{config.run.name}: {trainer.parameters:,} parameters, engine {config.parallel.engine} on {ranks} "
+        f"{config.run.name}: {trainer.parameters:,} parameters, engine {engine} on {ranks} "
         f"({metrics.device_name(world.device)}), {len(trainer.corpus.train):,} training tokens, {start}; "
         f"folder {folder.path}"
+    )
+
+
+def figures_in_words(trainer: Trainer) -> str:
+    """What the figures in the lines of steps mean in this run."""
+    config, world = trainer.config, trainer.world
+    return metrics.explain_figures(
+        world.device,
+        mfu=metrics.peak_flops(metrics.device_name(world.device), config.parallel.param_dtype) is not None,
+        norm=not config.optimizer.in_backward,
+        auxiliary=trainer.auxiliary,
+        validation=config.validation.every > 0,
+    )
+
+
+def validation_text(config: Config) -> str:
+    return f"the text's last {100 * config.data.validation_fraction:.3g}%, kept out of training"
+
+
+def vocabulary(config: Config) -> int:
+    return config.model.shape().vocab_size
+
+
+def first_loss_in_words(loss: float, tokens: int) -> str | None:
+    """Why a first loss is above that of `tokens` equally likely tokens; None where it is not."""
+    if loss <= math.log(tokens):
+        return None
+    return (
+        f"the loss begins above ln({tokens}) = {math.log(tokens):.4f}, which is the loss of a model that finds all "
+        f"{tokens} tokens equally likely: random weights prefer some tokens by chance"
     )
 
 
@@ -238,7 +289,7 @@ def conclude(trainer: Trainer, folder: RunFolder, record: RunRecord | None, ende
         results |= {"graphs": trainer.recompiles.graphs, "recompiles": trainer.recompiles.later}
     record.close("interrupted" if ended_by else "finished", trainer.position.step, results)
     with writing(folder.picture):
-        report.loss_curve(records, folder.picture, trainer.config.run.name)
+        report.loss_curve(records, folder.picture, trainer.config.run.name, vocabulary(trainer.config))
     if ended_by:
         print(
             f"stopped by {signal.Signals(ended_by).name} after step {trainer.position.step}, which is saved; "
@@ -264,13 +315,16 @@ def summary(
     if "graphs" in results:
         later = f"{results['recompiles']} of them after step {Recompiles.WARM_UP}"
         compiled = [f"  compiled        {results['graphs']} graphs, {later}"]
+    held = "held by torch's allocator" if trainer.world.device.type == "cuda" else "of the process"
+    alike = vocabulary(trainer.config)
     lines = [
         "",
         f"done: {trainer.position.step} steps, {trainer.position.samples * trainer.config.train.seq_len:,} tokens",
-        f"  loss            {results['first_loss']:.4f} -> {results['train_loss']:.4f}",
-        f"  validation      {'none' if validation is None else f'{validation:.4f}'}",
-        f"  tokens/s        {results['tokens_per_second']:,.0f} (median)",
-        f"  peak memory     {metrics.gib(results['peak_memory'])} GiB on the fullest rank",
+        f"  loss            {results['first_loss']:.4f} -> {results['train_loss']:.4f} "
+        f"(all {alike} tokens equally likely: ln({alike}) = {math.log(alike):.4f})",
+        *validation_lines(validation, results["train_loss"], trainer.config),
+        f"  tokens/s        {results['tokens_per_second']:,.0f} of all ranks (median)",
+        f"  peak memory     {metrics.gib(results['peak_memory'])} GiB {held} on the fullest rank",
         *compiled,
         f"  checkpoint      {checkpoint.step_folder(folder.checkpoints, trainer.position.step)}",
         f"  loss curve      {folder.picture}",
@@ -278,6 +332,19 @@ def summary(
         "",
     ]
     return "\n".join(lines)
+
+
+def validation_lines(validation: float | None, training: float, config: Config) -> list[str]:
+    """The summary's lines on the last validation; they explain a loss below the training loss."""
+    if validation is None:
+        return ["  validation      none"]
+    lines = [f"  validation      {validation:.4f} on {validation_text(config)}"]
+    if validation < training:
+        lines += [
+            "                  lower than the training loss: this text may be easier, and validation",
+            "                  runs after the step's update, but the training loss is measured before",
+        ]
+    return lines
 
 
 def printable(text: str) -> str:

@@ -9,7 +9,7 @@ import json
 import re
 import resource
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -17,12 +17,13 @@ from typing import Any, Protocol, TextIO
 
 import psutil
 import torch
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
     TaskID,
+    TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
@@ -232,7 +233,10 @@ class Lines:
 
     def step(self, record: StepRecord) -> None:
         if record.step % self.every == 0 or record.step == self.steps or record.validation_loss is not None:
-            print(f"step {record.step:>{len(str(self.steps))}}/{self.steps}  {in_words(record)}", flush=True)
+            print(
+                f"step {record.step:>{len(str(self.steps))}}/{self.steps}  {'  '.join(figures_of(record))}",
+                flush=True,
+            )
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -241,14 +245,28 @@ class Lines:
         pass
 
 
-class BarOverFigures(Progress):
-    """A progress bar with a text below it, which may take several lines on a narrow terminal."""
+@dataclass(frozen=True)
+class Figures:
+    """Figures for a terminal, on as many lines as its width asks for.
 
-    figures = ""
+    rich alone would break lines inside a figure, between a number and its unit.
+    """
+
+    parts: Sequence[str] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in lines_of(self.parts, options.max_width):
+            yield Text(line)
+
+
+class BarOverFigures(Progress):
+    """A progress bar with figures below it."""
+
+    figures = Figures()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
-        yield Text(self.figures)
+        yield self.figures
 
 
 class Bar:
@@ -256,14 +274,23 @@ class Bar:
 
     def __init__(self, steps: int, steps_done: int, every: int, console: Console) -> None:
         self.every = every
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        labels = len(f" {steps}/{steps} steps 0:00:00 elapsed 0:00:00 left")
+        columns = (
+            BarColumn(bar_width=max(1, min(40, console.width - labels))),
+            MofNCompleteColumn(),
+            TextColumn("steps"),
+            TimeElapsedColumn(),
+            TextColumn("elapsed"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+        )
         self.progress = BarOverFigures(*columns, console=console, refresh_per_second=4)
         self.task: TaskID = self.progress.add_task("", total=steps, completed=steps_done)
         self.progress.start()
 
     def step(self, record: StepRecord) -> None:
         if record.step % self.every == 0:
-            self.progress.figures = in_words(record)
+            self.progress.figures = Figures(figures_of(record))
         self.progress.update(self.task, completed=record.step)
         if record.validation_loss is not None:
             self.say(f"step {record.step}: validation loss {record.validation_loss:.4f}")
@@ -275,26 +302,71 @@ class Bar:
         self.progress.stop()
 
 
-def in_words(record: StepRecord) -> str:
-    mfu = "n/a" if record.mfu is None else f"{record.mfu:.1%}"
+def lines_of(parts: Sequence[str], width: int) -> list[str]:
+    """The parts, two spaces between them, on lines of at most `width` columns where each part fits in one."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(part)
+    return lines
+
+
+def figures_of(record: StepRecord) -> list[str]:
+    """What the terminal shows of a step, figure by figure; `explain_figures` says what each of them means."""
     lost = record.data_seconds / record.seconds if record.seconds else 0.0
-    parts = [
-        f"loss {record.loss:.4f}",
-        f"norm {'n/a' if record.grad_norm is None else format(record.grad_norm, '.2f')}",
-        f"{record.tokens_per_second:,.0f} tok/s",
-        f"{with_prefix(record.flops_per_second)}FLOP/s",
-        f"MFU {mfu}",
-        f"mem {gib(record.memory_active)}/{gib(record.memory_reserved)} GiB "
-        f"({record.memory_active / record.memory_total:.0%}/{record.memory_reserved / record.memory_total:.0%})",
-        f"data {lost:.1%}",
-    ]
-    others = (
+    optional = (
         ("validation", record.validation_loss),
         ("mtp", record.mtp_loss),
         ("balance", record.balance_loss),
     )
-    parts[1:1] = [f"{name} {value:.4f}" for name, value in others if value is not None]
-    return "  ".join(parts)
+    parts = [f"loss {record.loss:.4f}"]
+    parts += [f"{name} {value:.4f}" for name, value in optional if value is not None]
+    if record.grad_norm is not None:
+        parts.append(f"norm {record.grad_norm:.2f}")
+    parts += [
+        f"{record.tokens_per_second:,.0f} tok/s",
+        f"{with_prefix(record.flops_per_second)}FLOP/s",
+    ]
+    if record.mfu is not None:
+        parts.append(f"MFU {record.mfu:.1%}")
+    active, reserved = (part / record.memory_total for part in (record.memory_active, record.memory_reserved))
+    parts += [
+        f"mem {gib(record.memory_active)}/{gib(record.memory_reserved)} GiB ({active:.0%}/{reserved:.0%})",
+        f"data {lost:.1%}",
+    ]
+    return parts
+
+
+def explain_figures(
+    device: torch.device, *, validation: bool, norm: bool, mfu: bool, auxiliary: Collection[str]
+) -> str:
+    """What the figures of `figures_of` mean in this run, a line for each.
+
+    Args:
+        device: where the model is; memory is measured in another way on the CPU.
+        validation, norm, mfu: whether steps have these figures.
+        auxiliary: losses beside the cross-entropy, by name.
+    """
+    if device.type == "cuda":
+        memory = "rank 0's GPU at most: in tensors / held by torch (part of it)"
+    else:
+        memory = "rank 0's process: now / most so far (part of the machine's)"
+    meanings = {
+        "loss": "cross-entropy per token in nats, before the step's update",
+        "validation": "the same after the update, on text kept out of training" if validation else "",
+        "mtp": "cross-entropy of the token after the next" if "mtp" in auxiliary else "",
+        "balance": "how experts share the tokens; 1: evenly" if "balance" in auxiliary else "",
+        "norm": "gradient norm over all ranks, before clipping" if norm else "",
+        "tok/s": "tokens per second, all ranks together",
+        "FLOP/s": "operations that the model needs, per second and device",
+        "MFU": "FLOP/s as part of the device's peak" if mfu else "",
+        "mem": memory,
+        "data": "part of the step's time in which rank 0 waited for data",
+    }
+    lines = [f"  {name:<10}  {meaning}" for name, meaning in meanings.items() if meaning]
+    return "\n".join(["figures of a step:", *lines])
 
 
 def gib(size: float) -> str:

@@ -5,7 +5,9 @@ Reads records and writes PNG files; nothing here trains, compares configurations
 
 from __future__ import annotations
 
+import math
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # matplotlib takes half a second to import; only the one process that draws should pay
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from shardwright.memory import Plan
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -39,54 +39,39 @@ def results(records: Records) -> dict[str, Any]:
     }
 
 
-def memory_plan(plan: Plan, path: Path, name: str) -> None:
-    """Where each slab of a step lies: time across, address up, one colour for each kind."""
-    from matplotlib.patches import Patch, Rectangle
+def loss_curve(records: Records, path: Path, name: str, vocabulary: int) -> None:
+    """Training and validation loss over the steps of one run, and the loss of `vocabulary` equally likely tokens."""
+    loss_figure(records, name, vocabulary).savefig(path, dpi=120)
 
-    figure = _figure(10, 5)
+
+def loss_figure(records: Records, name: str, vocabulary: int) -> Figure:
+    figure = new_figure(8, 4.5)
     axes = figure.add_subplot()
-    kinds = sorted({item.kind for item in plan.items})
-    colours = {kind: f"C{i}" for i, kind in enumerate(kinds)}
-    scale, unit = (2**20, "MiB") if plan.nbytes >= 2**20 else (2**10, "KiB")
-    for item, offset in zip(plan.items, plan.offsets, strict=True):
-        for start, stop in item.spans:
-            place, size = (start, offset / scale), (stop - start, item.nbytes / scale)
-            axes.add_patch(
-                Rectangle(place, *size, facecolor=colours[item.kind], edgecolor="white", linewidth=0.3)
-            )
-    axes.set_xlim(0, max((stop for item in plan.items for _, stop in item.spans), default=1))
-    axes.set_ylim(0, 1.15 * max(plan.nbytes, 1) / scale)
-    axes.axhline(plan.lower_bound / scale, color="black", lw=0.8, ls="--", label="leased at once, at most")
-    _dress(
-        axes,
-        f"Memory plan of {name}: {plan.nbytes / scale:,.1f} {unit}",
-        "leases and releases of a step, in their order",
-        f"address in the block ({unit})",
-    )
-    handles = [Patch(color=colours[kind], label=kind) for kind in kinds]
-    axes.legend(handles=[*handles, *axes.get_lines()], loc="upper center", ncols=len(kinds) + 1)
-    figure.savefig(path, dpi=120)
-
-
-def loss_curve(records: Records, path: Path, name: str) -> None:
-    """Training and validation loss over the steps of one run."""
-    figure = _figure(8, 4.5)
-    axes = figure.add_subplot()
-    axes.plot([r["step"] for r in records], [r["loss"] for r in records], lw=1, label="training")
+    steps, losses = [r["step"] for r in records], [r["loss"] for r in records]
+    few = "o-" if len(records) < 3 else "-"  # a line through one point is not seen
+    axes.plot(steps, losses, few, ms=3, lw=1, label="training: the step's samples, before its update")
     validated = [r for r in records if r["validation_loss"] is not None]
     if validated:
-        steps, losses = [r["step"] for r in validated], [r["validation_loss"] for r in validated]
-        axes.plot(steps, losses, "o-", ms=4, label="validation")
-    _dress(axes, f"Loss of {name}", "optimizer step", "cross-entropy per token (nats)")
-    axes.legend()
-    figure.savefig(path, dpi=120)
+        axes.plot(
+            [r["step"] for r in validated], [r["validation_loss"] for r in validated], "s--", ms=5, lw=1,
+            label="validation: other text, after the update",
+        )  # fmt: skip
+    uniform = math.log(vocabulary)
+    if max(losses) > 0.8 * uniform:  # else the line would squeeze the curve
+        label = f"ln({vocabulary}) = {uniform:.3f}: all tokens equally likely"
+        axes.axhline(uniform, color="black", lw=0.8, ls=":", label=label)
+    dress(axes, f"Loss of {name}", "optimizer step", "cross-entropy per token (nats)")
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9)
+    return figure
 
 
 @dataclass(frozen=True)
 class Curve:
     """What the picture of a comparison shows of one run."""
 
-    label: str
+    name: str
+    settings: str
+    """What tells the run from the others, in words; "" where nothing does."""
     records: Records
     difference: Mapping[int, float]
     """Relative difference of its loss to the first run's, by step; empty for the first run."""
@@ -94,54 +79,91 @@ class Curve:
     peak_memory: int
 
 
-def comparison(curves: Sequence[Curve], path: Path) -> None:
+def comparison(curves: Sequence[Curve], path: Path, common: str) -> None:
     """Losses over one another, their differences to the first run, and bars for speed and memory."""
-    figure = _figure(12, 8)
-    losses, differences, speeds, memories = figure.subplots(2, 2).flat
-    colors: list[Any] = [f"C{number}" for number in range(len(curves))]
-    if len(curves) > 10:  # after which they begin again
-        from matplotlib import colormaps
+    comparison_figure(curves, common).savefig(path, dpi=110)
 
-        colors = [colormaps["turbo"](number / (len(curves) - 1)) for number in range(len(curves))]
-    crowded = len(curves) > 4  # legends would hide what they tell
-    for number, (curve, color) in enumerate(zip(curves, colors, strict=True)):
-        steps = [r["step"] for r in curve.records]
+
+def comparison_figure(curves: Sequence[Curve], common: str) -> Figure:
+    """`common` are the settings that all runs share, in words."""
+    from matplotlib.lines import Line2D
+
+    names, labels = _names_and_labels(curves)
+    figure = new_figure(12, 7.7 + 0.2 * sum(1 + label.count("\n") for label in labels))
+    losses, differences, speeds, memories = figure.subplots(2, 2).flat
+    colors = _colors(len(curves))
+    handles = []
+    for number, (curve, color, label) in enumerate(zip(curves, colors, labels, strict=True)):
         # Curves that agree hide one another: dashes let the ones below show through.
         dash = "-" if number == 0 else (0, (4, 2 + 2 * number))
-        losses.plot(
-            steps, [r["loss"] for r in curve.records], ls=dash, lw=1.5, color=color, label=curve.label
-        )
-        # A logarithm has no place for exact equality; it is said in the legend.
+        marker = MARKERS[number % len(MARKERS)] if number else ""
+        steps = [r["step"] for r in curve.records]
+        losses.plot(steps, [r["loss"] for r in curve.records], ls=dash, lw=1.5, color=color)
         apart = {step: value for step, value in curve.difference.items() if value > 0}
-        if number:
-            label = curve.label if apart else f"{curve.label} (equal at every step)"
-            marker = MARKERS[number % len(MARKERS)]
-            differences.plot(list(apart), list(apart.values()), marker, ms=5, color=color, label=label)
-    _dress(losses, "Training loss", "optimizer step", "cross-entropy per token (nats)")
-    _dress(differences, f"Loss relative to {curves[0].label}", "optimizer step", "relative difference")
+        size = 5 if len(apart) < 100 else 3
+        differences.plot(list(apart), list(apart.values()), marker, ms=size, color=color)
+        handles.append(Line2D([], [], ls=dash, lw=1.5, marker=marker, ms=5, color=color, label=label))
+    dress(losses, "Training loss", "optimizer step", "cross-entropy per token (nats)")
+    dress(
+        differences,
+        f"Difference from the loss of {names[0]}",
+        "optimizer step",
+        "|difference| / loss (log scale)",
+    )
     differences.set_yscale("log")
     # Differences of one size would else fill the axis with noise; runs that are all equal leave it empty.
     apart_at_all = any(value > 0 for curve in curves for value in curve.difference.values())
     low, high = differences.get_ylim() if apart_at_all else (1e-8, 1e-6)
-    differences.set_ylim(low / 3, high * 3)
+    differences.set_ylim(low / 3, high * 30)
     differences.set_xlim(losses.get_xlim())
-    if crowded:
-        handles = [losses.get_lines()[0], *differences.get_lines()]
-        figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    else:
-        losses.legend()
-        differences.legend()
-    labels = [curve.label for curve in curves]
-    _bars(speeds, "Speed", "tokens per second, median", labels, [c.tokens_per_second for c in curves], colors)
+    # A logarithm has no place for exact equality.
+    equal = [name for name, c in zip(names[1:], curves[1:], strict=True) if not any(c.difference.values())]
+    if equal:
+        text = textwrap.fill("equal at every step: " + ", ".join(equal), 55, break_on_hyphens=False)
+        differences.text(
+            0.02, 0.97, text, transform=differences.transAxes, va="top", fontsize=9,
+            bbox={"facecolor": "white", "edgecolor": "0.8"},
+        )  # fmt: skip
+    speed = [c.tokens_per_second for c in curves]
     _bars(
-        memories,
-        "Peak memory of the fullest rank",
-        "GiB",
-        labels,
-        [c.peak_memory / 2**30 for c in curves],
-        colors,
+        speeds, "Speed of all ranks together", "tokens per second (median of the steps)", names, speed, colors
     )
-    figure.savefig(path, dpi=110)
+    memory = [c.peak_memory / 2**30 for c in curves]
+    held = "GiB on the fullest rank (on the CPU: its whole process)"
+    _bars(memories, "Most memory held by a rank", held, names, memory, colors)
+    figure.legend(handles=handles, loc="outside lower center", fontsize=9, handlelength=5)
+    if common:
+        figure.suptitle(textwrap.fill(f"Same in all runs: {common}", 130), fontsize=10)
+    return figure
+
+
+LONGEST_NAME = 16
+"""Characters of names that bars have room for. Runs with longer names are numbered, and the legend has both."""
+
+
+def _names_and_labels(curves: Sequence[Curve]) -> tuple[list[str], list[str]]:
+    """What each run is called in the panels, and its line in the legend, with its settings."""
+    names = labels = [curve.name for curve in curves]
+    if max(map(len, names)) > LONGEST_NAME:
+        labels = [f"run {number}, {name}" for number, name in enumerate(names, 1)]
+        names = [f"run {number}" for number in range(1, len(curves) + 1)]
+    labels = [
+        f"{label}: {curve.settings}" if curve.settings else label
+        for label, curve in zip(labels, curves, strict=True)
+    ]
+    return names, [textwrap.fill(label, 150, break_on_hyphens=False) for label in labels]
+
+
+OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Colours that people with any kind of colour vision tell apart (Okabe and Ito 2008), without the pale yellow."""
+
+
+def _colors(count: int) -> list[Any]:
+    if count <= len(OKABE_ITO):
+        return list(OKABE_ITO[:count])
+    from matplotlib import colormaps
+
+    return [colormaps["turbo"](number / (count - 1)) for number in range(count)]
 
 
 def _bars(
@@ -156,17 +178,19 @@ def _bars(
     axes.margins(x=0.2)
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of that size in inches, which no window shows."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _dress(axes: Axes, title: str, x: str, y: str) -> None:
+def dress(axes: Axes, title: str, x: str, y: str) -> None:
+    """Title, axis labels and a grid; the x axis counts."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 2.5
-    axes.set_title(title)
+    axes.set_title(textwrap.fill(title, 80))
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)

@@ -13,7 +13,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ class RunFolder:
 def _damaged_key(record: Mapping[str, Any]) -> str | None:
     """The first key that is missing in a run.json, or whose value is of another kind than runs write."""
     corpus, sessions, results = record.get("corpus"), record.get("sessions"), record.get("results", {})
-    facts = {field.name for field in fields(Session)}
+    facts = {field.name for field in fields(Session) if field.default is MISSING}
     sound = {
         "vocab_size": type(record.get("vocab_size")) is int,
         "corpus.sha256": isinstance(corpus, dict) and isinstance(corpus.get("sha256"), str),
@@ -291,6 +291,10 @@ class Session:
     param_dtype: str
     reduce_dtype: str
     versions: dict[str, str]
+    # These three came later: records of older runs lack them. Empty with an engine that has none of them.
+    strategy: str = ""
+    layout: str = ""
+    memory: str = ""
 
 
 def versions() -> dict[str, str]:

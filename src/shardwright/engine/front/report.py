@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwright._torch import local_of, storage_key
@@ -21,11 +22,13 @@ from shardwright.memory.plan import at_peak, peak
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes on this rank, by owner. ``str()`` of it is a table.
+    """Bytes on one rank, by owner. ``str()`` of it is a table.
 
     Attributes:
-        shards: the sharded parameters.
-        rest: parameters that are not sharded, and buffers.
+        rank: the rank whose bytes these are; no other rank's are counted.
+        shards: this rank's shards of the sharded parameters.
+        rest: parameters that are not sharded.
+        buffers: the model's buffers.
         gradients: ``.grad`` of all parameters, now.
         optimizer: tensors in the state of the optimizers given.
         memory: how the engine's transient memory is allocated.
@@ -38,8 +41,10 @@ class MemoryReport:
         deviations: leases outside the plan: unit, kind, reason and number.
     """
 
+    rank: int
     shards: int
     rest: int
+    buffers: int
     gradients: int
     optimizer: int
     memory: str
@@ -53,8 +58,9 @@ class MemoryReport:
 
     def __str__(self) -> str:
         rows = [
-            ("sharded parameters", self.shards),
-            ("other parameters and buffers", self.rest),
+            ("shards of parameters", self.shards),
+            ("parameters not sharded", self.rest),
+            ("buffers", self.buffers),
             ("gradients now", self.gradients),
             ("optimizer state", self.optimizer),
         ]
@@ -67,7 +73,8 @@ class MemoryReport:
             rows.append(("  at least, for any plan", self.plan.lower_bound))
             rows += [(f"  slot as large as unit {unit!r}", nbytes) for _, nbytes, unit in self.plan.slots]
         width = max(len(name) for name, _ in rows)
-        lines = [f"{name:{width}}  {in_units(nbytes):>10}" for name, nbytes in rows]
+        lines = [f"Memory of rank {self.rank} alone. Not counted: activations, gradients inside autograd."]
+        lines += [f"{name:{width}}  {in_units(nbytes):>10}" for name, nbytes in rows]
         if self.peak_at is not None:
             lines.append(
                 f"The peak is reached when unit {self.peak_at[0]!r} leases memory for its {self.peak_at[1]}."
@@ -103,7 +110,7 @@ def memory_report(
         optimizers = [optimizers]
     parameters = list(model.parameters())
     shards = [p for p in parameters if unit_of(p) is not None]
-    others = [p for p in parameters if unit_of(p) is None] + list(model.buffers())
+    others = [p for p in parameters if unit_of(p) is None]
     state = [
         value
         for optimizer in optimizers
@@ -132,8 +139,10 @@ def memory_report(
         deviations += following.deviations
     memory = pools.memory if pools is not None else units[0].options.memory
     return MemoryReport(
+        rank=dist.get_rank() if dist.is_initialized() else 0,
         shards=_bytes_of(shards),
         rest=_bytes_of(others),
+        buffers=_bytes_of(model.buffers()),
         gradients=_bytes_of([p.grad for p in parameters if not isinstance(p.grad, SteppedGradient | None)]),
         optimizer=_bytes_of(state),
         memory=memory.name if isinstance(memory, NamedMemory) else type(memory).__name__,
