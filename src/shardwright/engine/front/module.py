@@ -54,8 +54,15 @@ _classes: dict[tuple[type, bool], type] = {}
 
 @functools.cache
 def _hide_engine() -> None:
+    hide_from_dynamo(_files_of_engine)
+
+
+def _files_of_engine() -> list[str]:
     rooms = ("shardwright.engine.", "shardwright.comm.", "shardwright.memory.", "shardwright._torch")
-    hide_from_dynamo(*(name for name in sys.modules if name.startswith(rooms) and name != lends.__module__))
+    modules = [
+        module for name, module in list(sys.modules.items()) if name.startswith(rooms) and name != lends.__module__
+    ]
+    return [module.__file__ for module in modules if module.__file__]
 
 
 def install(unit: Unit, modules: list[nn.Module]) -> None:
