@@ -294,7 +294,10 @@ class _CompilerFinder(MetaPathFinder):
 # -- torch's own fully_shard, whose place this engine takes
 
 #: The class that its sharded modules have, and by which torch and others know such.
-TorchFSDPModule: Any = _probe(_fsdp, "FSDPModule")
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+else:
+    TorchFSDPModule = _probe(_fsdp, "FSDPModule")
 
 _contract: Any = importlib.import_module("torch.distributed._composable.contract")
 _STATE_KEY, _REGISTRY_KEY = _probe(_contract, "STATE_KEY"), _probe(_contract, "REGISTRY_KEY")

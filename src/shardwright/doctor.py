@@ -205,11 +205,11 @@ def _memory() -> dict[str, int | None]:
         pass  # another system than Linux
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
-            memory["limit"] = int(Path(path).read_text())
+            limit = int(Path(path).read_text())
         except (OSError, ValueError):
             continue  # no such file, or "max"
-        if memory["total"] is not None and memory["limit"] >= memory["total"]:
-            memory["limit"] = None
+        if memory["total"] is None or limit < memory["total"]:
+            memory["limit"] = limit
     return memory
 
 

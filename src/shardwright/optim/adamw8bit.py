@@ -62,7 +62,7 @@ class AdamW8bit(Optimizer):
     #: The step computes in float32, whatever dtype gradients have.
     takes_any_gradient = True
     #: Keys of state that has one element per block of :meth:`shard_needs` elements of its parameter.
-    state_per_block = frozenset(f"{moment}_scales" for moment in MOMENTS)
+    state_per_block: frozenset[str] = frozenset(f"{moment}_scales" for moment in MOMENTS)
 
     def __init__(
         self,

@@ -51,7 +51,8 @@ from shardwright.engine.unit.unit import Unit
 from shardwright.layout import Ragged, Strategy, resolve
 from shardwright.memory import Allocator
 
-_M = TypeVar("_M", bound="nn.Module | list[nn.Module]")
+#: Not ``list[nn.Module]``: a ``list[nn.Linear]`` would be none of these.
+_M = TypeVar("_M", bound="nn.Module | list[Any]")
 
 
 def fully_shard(

@@ -9,7 +9,7 @@ import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NoReturn, cast
 
 import torch
@@ -259,7 +259,7 @@ class FSDPModule(TorchFSDPModule):
             "process group ends with the process. Save its state_dict(), by torch.distributed.checkpoint or torch.save."
         )
 
-    def _get_fsdp_state(self) -> ModuleState:
+    def _get_fsdp_state(self) -> ModuleState:  # type: ignore[override]  # not of its class, but with its names
         """What torch's own code looks at."""
         return cast(ModuleState, state_of(cast(nn.Module, self)))
 
@@ -288,7 +288,7 @@ class FSDPModule(TorchFSDPModule):
             return [unit, *unit.siblings]
         return units_of(cast(nn.Module, self))
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
         """Gather this module's own unit (not inner ones) in its compute dtype and show the full parameters.
 
         With ``async_op`` the gather is only issued; the returned handle's ``wait`` shows the parameters, and so does
@@ -475,12 +475,12 @@ class FSDPModule(TorchFSDPModule):
         for unit in self._fsdp_units(recurse=False):
             unit.change(unshard_in_backward=unshard_in_backward)
 
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Gather these modules' units when this one's forward begins, instead of the one that came next last time."""
         units = tuple(weakref.ref(u) for u in _units_of(modules))
         self._fsdp_unit().change(forward_prefetch=units)
 
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Gather these modules' units when this one's backward begins, instead of the one before it in forward."""
         units = tuple(weakref.ref(u) for u in _units_of(modules))
         self._fsdp_unit().change(backward_prefetch=units)
@@ -582,7 +582,7 @@ class FSDPModule(TorchFSDPModule):
                 f"torch's fully_shard was applied to a module with a {type(self).__name__} inside, which shardwright "
                 "sharded: one engine must have them all. Apply shardwright's fully_shard to the outer module, too."
             )
-        named = super().named_parameters(*args, **kwargs)
+        named = super().named_parameters(*args, **kwargs)  # type: ignore[misc]
         return self._named_full(named) if called_by_split_backward() else named
 
     def _named_full(self, named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -693,7 +693,7 @@ class _ForwardMethod:
         return _ForwardMethod(module, method)
 
 
-def share_comm_ctx(modules: list[FSDPModule]) -> None:
+def share_comm_ctx(modules: Sequence[TorchFSDPModule]) -> None:
     """Accepted for torch's sake: models over the same ranks share their streams and communicators anyway.
 
     Raises:
@@ -719,8 +719,10 @@ def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[t
     return run
 
 
-def _units_of(modules: list[FSDPModule]) -> list[Unit]:
+def _units_of(modules: Sequence[object]) -> list[Unit]:
+    units: list[Unit] = []
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"expected modules that fully_shard was applied to, got {type(module).__name__}")
-    return [unit for module in modules for unit in module._fsdp_units(recurse=False)]
+        units += module._fsdp_units(recurse=False)
+    return units
