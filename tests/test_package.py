@@ -24,7 +24,15 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VERSION = PROJECT["version"]
 SDIST_ROOMS = ("benchmarks", "docs", "examples", "src", "tests", "tools")
-SDIST_FILES = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "pyproject.toml")
+SDIST_FILES = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "MANIFEST.in",
+    "Makefile",
+    "README.md",
+    "pyproject.toml",
+)
 PASSING = ("__pycache__", ".egg-info")  # what running or building leaves behind
 
 pytestmark = pytest.mark.skipif(
@@ -71,7 +79,9 @@ def files_in(room: str) -> set[str]:
     """Files of the source tree, relative to its root."""
     paths = (path for path in (ROOT / room).rglob("*") if path.is_file())
     names = (str(path.relative_to(ROOT)) for path in paths)
-    return {name for name in names if not any(part in name for part in PASSING) and not name.endswith(".DS_Store")}
+    return {
+        name for name in names if not any(part in name for part in PASSING) and not name.endswith(".DS_Store")
+    }
 
 
 def test_wheel_has_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:

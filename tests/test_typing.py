@@ -46,7 +46,11 @@ def test_mypy_accepts_a_users_script_and_finds_its_mistakes(tmp_path: Path) -> N
     # torch takes mypy 20 s, the first time. Modules other than the scripts are followed, and not reported, as installed
     # ones are.
     command = [sys.executable, "-m", "mypy", "--config-file=", "--strict", "--follow-imports=silent"]
-    command += [f"--cache-dir={ROOT / '.mypy_cache' / 'user_script'}", "--no-error-summary", "--hide-error-context"]
+    command += [
+        f"--cache-dir={ROOT / '.mypy_cache' / 'user_script'}",
+        "--no-error-summary",
+        "--hide-error-context",
+    ]
     done = subprocess.run(
         [*command, "--no-pretty", str(SCRIPT), str(mistaken)],
         capture_output=True,

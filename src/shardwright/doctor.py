@@ -251,9 +251,7 @@ def _shared_memory() -> dict[str, Any]:
 
 
 def _environment() -> dict[str, str]:
-    chosen = {
-        name: value for name, value in os.environ.items() if name in NAMES or name.startswith(PREFIXES)
-    }
+    chosen = {name: value for name, value in os.environ.items() if name in NAMES or name.startswith(PREFIXES)}
     secret = re.compile("KEY|PASSWORD|SECRET|TOKEN")
     return {
         name: "(hidden)" if secret.search(name) else _without_names(chosen[name]) for name in sorted(chosen)
@@ -281,7 +279,9 @@ def _problems(report: dict[str, Any]) -> list[str]:
     code, installed = report["shardwright"]["version"], report["shardwright"]["installed"]
     problems = []
     if installed is None:
-        problems.append("shardwright is not installed, it runs from its source tree: the extras are not known")
+        problems.append(
+            "shardwright is not installed, it runs from its source tree: the extras are not known"
+        )
     elif installed != code:
         problems.append(
             f"shardwright {code} runs, and {installed} is installed; install it again, or look at PYTHONPATH"
@@ -304,7 +304,9 @@ def _problems(report: dict[str, Any]) -> list[str]:
             )
     several = len(torch.get("devices", ())) > 1
     if shared["error"]:
-        problems.append(f"{shared['path']} cannot be written: {shared['error']}; NCCL and data loaders need it")
+        problems.append(
+            f"{shared['path']} cannot be written: {shared['error']}; NCCL and data loaders need it"
+        )
     elif shared["free"] < LEAST_SHARED[several]:
         problems.append(
             f"{shared['path']} has {_size(shared['free'])} free, which is less than {_size(LEAST_SHARED[several])}: "
@@ -322,7 +324,9 @@ def _torch_text(torch: dict[str, Any]) -> str:
     if torch["version"] is None:
         return f"missing: {torch['error']}"
     if torch["cuda"]:
-        built = f"CUDA {torch['cuda']}, NCCL {torch['nccl'] or 'missing'}, driver {torch['driver'] or 'missing'}"
+        built = (
+            f"CUDA {torch['cuda']}, NCCL {torch['nccl'] or 'missing'}, driver {torch['driver'] or 'missing'}"
+        )
     else:
         built = f"ROCm {torch['hip']}" if torch["hip"] else "built for the CPU"
     return f"{torch['version']}, {built}, {torch['threads']} threads"
@@ -333,7 +337,8 @@ def _devices_text(torch: dict[str, Any]) -> str:
     if not devices:
         return "none, ranks train on the CPU"
     kinds = [
-        f"{device['name']} ({_size(device['memory'])}, capability {device['capability']})" for device in devices
+        f"{device['name']} ({_size(device['memory'])}, capability {device['capability']})"
+        for device in devices
     ]
     return ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
 

@@ -125,7 +125,9 @@ def look(model: Model, optimizer: torch.optim.Optimizer) -> str:
 
 
 def pretrained(model: Model, folder: Path) -> list[str]:
-    loaded = sw.load_pretrained(model, folder, key_map={"head.weight": "lm_head.weight"}, allow_missing=["blocks.*"])
+    loaded = sw.load_pretrained(
+        model, folder, key_map={"head.weight": "lm_head.weight"}, allow_missing=["blocks.*"]
+    )
     assert_type(loaded, Loaded)
     sw.save_pretrained(model, folder / "tuned", dtype=torch.bfloat16, max_shard_size="5 GiB")
     return loaded.missing
@@ -137,7 +139,9 @@ def main() -> None:
     strategy = sw.Strategy("shard", "shard", "shard")
     sw.fully_shard(Model(8, 1), mesh=mesh, strategy=strategy, offload_policy=sw.CPUOffloadPolicy())
     train(model, [(torch.zeros(2, 256), torch.zeros(2, dtype=torch.int64))])
-    print(sw.__version__, look(model, torch.optim.SGD(model.parameters())), pretrained(model, Path("weights")))
+    print(
+        sw.__version__, look(model, torch.optim.SGD(model.parameters())), pretrained(model, Path("weights"))
+    )
 
 
 if __name__ == "__main__":

@@ -60,7 +60,9 @@ def _hide_engine() -> None:
 def _files_of_engine() -> list[str]:
     rooms = ("shardwright.engine.", "shardwright.comm.", "shardwright.memory.", "shardwright._torch")
     modules = [
-        module for name, module in list(sys.modules.items()) if name.startswith(rooms) and name != lends.__module__
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith(rooms) and name != lends.__module__
     ]
     return [module.__file__ for module in modules if module.__file__]
 
