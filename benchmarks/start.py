@@ -3,9 +3,9 @@
 
     python benchmarks/start.py [--rounds 5] [--only SUBSTRING]
 
-Every figure is of a fresh process, on one rank over gloo, ours and the peer's in turns. Prints the machine, the versions,
-medians in seconds and their ratio, which is what to compare. Peers: torch's FSDP2; torchrun for help; Lightning Fabric
-without sharding for the trainer (its rows are left out where lightning is missing).
+Every figure is of a fresh process, on one rank over gloo, ours and the peer's in turns. Prints the machine, the
+versions, medians in seconds and their ratio, which is what to compare. Peers: torch's FSDP2; torchrun for help;
+Lightning Fabric without sharding for the trainer, whose row is left out where lightning is missing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``shardwright doctor``: what a report of a bug should say of the machine, the versions and the settings.
 
-The standard library is enough. torch is looked at if it can be imported: a broken installation is what people ask about.
+The standard library is enough: a broken installation is what people ask about. torch is imported if that works.
 Nothing here names the host, the user or their folders.
 """
 

@@ -31,7 +31,7 @@ class Allocator(Protocol):
         """
 
     def release(self, slab: Slab, memory: torch.Tensor | None) -> bool | None:
-        """The slab needs what :meth:`lease` returned no longer.
+        """The slab no longer needs ``memory``, the very tensor (uint8, or None) that :meth:`lease` returned.
 
         True: the slab's next lease will mostly bring the same, so what the engine has made for it may be kept.
         """

@@ -413,6 +413,12 @@ class FSDPModule(TorchFSDPModule):
         Every rank computes with the same decoded weights; shards, optimizer and checkpoints keep theirs in full. What
         that would not make smaller goes as it is, as do parameters with ``fsdp_pre_all_gather``. Over one rank nothing
         is gathered, so nothing encoded. ZeRO++ calls it quantised weight communication. Not while units are gathered.
+
+        Args:
+            codec: turns floating-point rows into rows of uint8 and back, see :class:`shardwright.comm_hooks.Codec`.
+
+        Raises:
+            TypeError: not a codec.
         """
         if codec is not None and not all(hasattr(codec, name) for name in ("nbytes", "encode", "decode")):
             raise TypeError(f"expected a codec (nbytes, encode, decode) or None, got {codec!r}")
@@ -446,6 +452,9 @@ class FSDPModule(TorchFSDPModule):
         """How many packed gradients may be under way at once (default 1), for the whole model.
 
         More hide a slow reduction behind the next backward, at the price of a buffer of a unit's gradients each.
+
+        Raises:
+            ValueError: not an integer of at least 1.
         """
         if (
             isinstance(max_input_buffers, bool)
@@ -456,7 +465,11 @@ class FSDPModule(TorchFSDPModule):
         self._root().reductions.capacity = max_input_buffers
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Change ``reshard_after_forward`` from now on."""
+        """Change ``reshard_after_forward`` from now on.
+
+        Raises:
+            ValueError: not a bool, or True for a unit whose strategy replicates parameters.
+        """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward must be a bool, got {reshard_after_forward!r}")
         for unit in self._fsdp_units(recurse):
@@ -488,7 +501,11 @@ class FSDPModule(TorchFSDPModule):
         self._fsdp_unit().change(backward_prefetch=units)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this unit's gradient sums by ``factor`` instead of the number of ranks."""
+        """Divide this unit's gradient sums by ``factor`` instead of the number of ranks.
+
+        Raises:
+            ValueError: ``factor`` is not positive.
+        """
         if not factor > 0:
             raise ValueError(f"the gradient divide factor must be positive, got {factor!r}")
         for unit in self._fsdp_units(recurse=False):
@@ -573,6 +590,9 @@ class FSDPModule(TorchFSDPModule):
         """As ``nn.Module.named_parameters``; first leaves a failed backward behind, which had full ones shown.
 
         torch's pipeline schedules that compute gradients of weights apart from those of inputs get the full ones.
+
+        Raises:
+            ValueError: torch's ``fully_shard`` asks, which was applied to a module around this one.
         """
         root = root_of(self._fsdp_unit())
         if root is not None:
