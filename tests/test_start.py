@@ -99,13 +99,3 @@ def test_imports_leave_out_what_only_some_programs_use() -> None:
     code = f"import sys, shardwright as sw; sw.fully_shard; print([name for name in {names!r} if name in sys.modules])"
     assert lines(code) == ["[]"]
     assert lines("import sys, shardwright; print('torch' in sys.modules)") == ["False"]
-
-
-@pytest.mark.parametrize("arguments", ["--help", "--version", "train --help"])
-def test_help_is_answered_without_torch(arguments: str) -> None:
-    pytest.importorskip("pydantic", reason="needs the extra train")
-    code = (
-        f"import sys; from shardwright.cli import main; status = main({arguments.split()!r}); "
-        "print('\\n', status, 'torch' in sys.modules)"
-    )
-    assert lines(code)[-1].split() == ["0", "False"]
