@@ -118,6 +118,17 @@ def test_sdist_has_all_that_make_test_reads(built: tuple[Path, Path]) -> None:
     assert sorted(name for name in names if name.endswith((".pyc", ".so"))) == []
 
 
+def test_a_missing_extra_is_named() -> None:
+    code = "import sys; sys.modules['lightning'] = None; import shardwright.integrations.lightning"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 1
+    assert "needs the extra lightning" in done.stderr.splitlines()[-1]
+    assert "pip install 'shardwright[lightning]'" in done.stderr.splitlines()[-1]
+
+
 def test_installed_wheel_runs(built: tuple[Path, Path], tmp_path: Path) -> None:
     """In an environment that sees torch and the others of this one; the files of this source tree it does not see."""
     wheel, _ = built
