@@ -149,4 +149,7 @@ def test_several_gpus_need_more_shared_memory(report: dict[str, Any]) -> None:
 
 
 def test_a_bug_report_asks_for_it() -> None:
-    assert "shardwright doctor" in (ROOT / ".github/ISSUE_TEMPLATE/bug.md").read_text()
+    template = ROOT / ".github/ISSUE_TEMPLATE/bug.md"
+    if not template.exists():
+        pytest.skip("not a checkout: an sdist has no template")
+    assert "shardwright doctor" in template.read_text()
