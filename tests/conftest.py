@@ -30,7 +30,7 @@ def worker_pools() -> Iterator[WorkerPools]:
 
 #: Files that start programs or compile. A worker takes a file at a time, and such a one must not be the last.
 LONG = re.compile(
-    r"/train/|/integrations/|test_repository|/engine/test_(compiled|programs|features|cases|graphed|dropin)|test_notices"
+    r"/train/|/integrations/|/tests/test_(repository|start|typing|package)|/engine/test_(compiled|programs|features|cases|graphed|dropin)|test_notices"
 )
 
 

@@ -10,10 +10,13 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -241,19 +244,60 @@ def _alone(device: str) -> Iterator[None]:
         yield
 
 
-def hide_from_dynamo(*modules: str) -> None:
-    """Let torch.compile neither trace nor inline code of these modules: it breaks its graph there and goes on after."""
-    from torch._dynamo import trace_rules  # heavy, but the first optimizer of a process imports it anyway
+_COMPILER_RULES = "torch._dynamo.trace_rules"
 
-    # trace_rules.add() takes one module and compiles the expression of all that are hidden, in 7 ms each.
-    trace_rules.SKIP_DIRS.extend(file for name in modules if (file := sys.modules[name].__file__))
-    trace_rules._recompile_re()
+
+def hide_from_dynamo(files: Callable[[], Iterable[str]]) -> None:
+    """Let torch.compile neither trace nor inline code of these files: it breaks its graph there and goes on after.
+
+    ``files`` is called when the compiler is imported: now if it was imported before, else at that time. Programs that
+    compile nothing do not wait for that import.
+    """
+    if _COMPILER_RULES in sys.modules:
+        _hide_files(importlib.import_module(_COMPILER_RULES), files)  # waits while another thread imports it
+    else:
+        sys.meta_path.insert(0, _CompilerFinder(files))
+
+
+def _hide_files(rules: Any, files: Callable[[], Iterable[str]]) -> None:
+    # rules.add() takes one module and compiles the expression of all that are hidden, in 7 ms each.
+    rules.SKIP_DIRS.extend(files())
+    rules._recompile_re()
+
+
+class _CompilerFinder(MetaPathFinder):
+    """Finds the compiler's rules as Python would, and hides files as soon as they are executed."""
+
+    def __init__(self, files: Callable[[], Iterable[str]]) -> None:
+        self._files = files
+        self._asking_others = False
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _COMPILER_RULES or self._asking_others:
+            return None
+        self._asking_others = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self._asking_others = False
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_hide(module: ModuleType) -> None:
+                execute(module)
+                _hide_files(module, self._files)
+
+            spec.loader.exec_module = execute_and_hide  # type: ignore[method-assign]
+        return spec
 
 
 # -- torch's own fully_shard, whose place this engine takes
 
 #: The class that its sharded modules have, and by which torch and others know such.
-TorchFSDPModule: Any = _probe(_fsdp, "FSDPModule")
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+else:
+    TorchFSDPModule = _probe(_fsdp, "FSDPModule")
 
 _contract: Any = importlib.import_module("torch.distributed._composable.contract")
 _STATE_KEY, _REGISTRY_KEY = _probe(_contract, "STATE_KEY"), _probe(_contract, "REGISTRY_KEY")

@@ -13,16 +13,17 @@ import atexit
 import difflib
 import gc
 import io
+import json
 import os
 import shutil
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from shardwright import __version__
 from shardwright.train.errors import UserError
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{hiding} is found in place of the package {root}; rename it, or work in another folder"
             )
             return _failed(message, STATUS_USER_ERROR, arguments)
-        need = 'the trainer needs the extra "train"; install shardwright[train]'
+        need = f"{root} is not installed; the trainer needs the extra train: pip install 'shardwright[train]'"
         return _failed(need, STATUS_USER_ERROR, arguments)
     except Exception as error:
         return _failed_itself(error, arguments)
@@ -141,6 +142,8 @@ def _run(arguments: list[str]) -> int:
         return _generate(options)
     if options.command == "layout":
         return _layout(options, overrides)
+    if options.command == "doctor":
+        return _doctor(options)
     parser.print_help()
     return 0
 
@@ -236,6 +239,14 @@ def _layout(options: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -
     return layout(config, options.world_size)
 
 
+def _doctor(options: argparse.Namespace) -> int:
+    from shardwright.doctor import examine, text_of
+
+    report = examine()
+    print(json.dumps(report, indent=2) if options.json else text_of(report))
+    return 0
+
+
 # ------------------------------------------------------------------------------
 # Parsing
 
@@ -263,7 +274,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
         description="Trains PyTorch models that do not fit on one device.",
         epilog="`shardwright COMMAND --help` shows the options of a command.",
     )
-    parser.add_argument("--version", action="version", version=f"shardwright {_version()}")
+    parser.add_argument("--version", action="version", version=f"shardwright {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     commands: dict[str, _Parser] = {}
@@ -272,6 +283,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
         ("compare", _add_compare, "put the losses, speeds and memory of runs side by side"),
         ("generate", _add_generate, "let a trained model go on with a text"),
         ("layout", _add_layout, "show what each layout of the shards costs, for any number of ranks"),
+        ("doctor", _add_doctor, "show versions, devices and settings, as a report of a bug needs them"),
     ):
         command = subparsers.add_parser(
             name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False
@@ -343,6 +355,10 @@ def _add_layout(parser: _Parser) -> None:
         "--world-size", metavar="N[,N...]", type=_integers(1),
         help="ranks over which to spread the model, as in 64,256,1024; none of them is started",
     )  # fmt: skip
+
+
+def _add_doctor(parser: _Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
 
 
 def _integers(least: int) -> Callable[[str], list[int]]:
@@ -423,13 +439,6 @@ def _unknown_argument(argument: str, parser: _Parser) -> str:
 
 # ------------------------------------------------------------------------------
 # Printing
-
-
-def _version() -> str:
-    try:
-        return version("shardwright")
-    except PackageNotFoundError:
-        return "(run from the source tree, not installed)"
 
 
 def _keys_help(width: int) -> str:

@@ -173,7 +173,8 @@ def test_a_missing_package_is_named_before_anything_is_made(tmp_path: Path, rank
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 2, done
-    assert done.stderr == 'error: the trainer needs the extra "train"; install shardwright[train]\n'
+    needs = "the trainer needs the extra train: pip install 'shardwright[train]'"
+    assert done.stderr == f"error: rich is not installed; {needs}\n"
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.toml"]
 
 

@@ -24,7 +24,11 @@ class Codec(Protocol):
 
 
 class Cast:
-    """A shorter floating-point dtype: ``torch.bfloat16``, ``torch.float16``, or one of float8."""
+    """A shorter floating-point dtype: ``torch.bfloat16``, ``torch.float16``, or one of float8.
+
+    Raises:
+        ValueError: ``dtype`` is no floating-point dtype.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -35,12 +39,15 @@ class Cast:
         return f"Cast({self.dtype})"
 
     def nbytes(self, numel: int) -> int:
+        """Bytes of an encoded row of ``numel`` elements."""
         return numel * self.dtype.itemsize
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """uint8 [rows, bytes] of floating-point [rows, numel]."""
         return rows.to(self.dtype).contiguous().view(torch.uint8)
 
     def decode(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
+        """float32 [rows, numel] of uint8 [rows, bytes]."""
         return _aligned(encoded).view(self.dtype).float()
 
 
@@ -48,6 +55,9 @@ class Int8Blocks:
     """One byte for each element and a float32 scale for each ``block`` of them: the block's largest is 127.
 
     The error of an element is at most its block's largest magnitude / 254.
+
+    Raises:
+        ValueError: ``block`` is no positive integer.
     """
 
     def __init__(self, block: int = 256) -> None:
@@ -62,9 +72,11 @@ class Int8Blocks:
         return -(-numel // self.block)
 
     def nbytes(self, numel: int) -> int:
+        """Bytes of an encoded row of ``numel`` elements: one each, and four for each block."""
         return numel + 4 * self._blocks(numel)
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """uint8 [rows, bytes] of floating-point [rows, numel]: the codes of a row, then its scales."""
         count, numel = rows.shape
         blocks = self._blocks(numel)
         padded = rows.new_zeros(count, blocks * self.block, dtype=torch.float32)
@@ -77,6 +89,7 @@ class Int8Blocks:
         return torch.cat((codes.contiguous().view(torch.uint8), scale.view(count, -1).view(torch.uint8)), 1)
 
     def decode(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
+        """float32 [rows, numel] of uint8 [rows, bytes]. Where a number was not finite, none of its block is."""
         count, blocks = len(encoded), self._blocks(numel)
         codes = encoded[:, :numel].view(torch.int8)
         scale = _aligned(encoded[:, numel:]).view(torch.float32)

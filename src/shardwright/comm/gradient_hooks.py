@@ -64,13 +64,22 @@ class GradientHook:
 
     def reduce_scatter(self, rows: torch.Tensor, site: Site) -> Steps:
         """``rows`` [ranks, numel]: the i-th is this rank's share of what rank i is to have. Returns the sum of all
-        ranks' rows for this one: [numel], any floating-point dtype."""
+        ranks' rows for this one: [numel], any floating-point dtype.
+
+        Raises:
+            NotImplementedError: the class does not define it.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} has no reduce_scatter, which shards of gradients need"
         )
 
     def all_reduce(self, row: torch.Tensor, site: Site) -> Steps:
-        """``row`` [numel]. Returns the sum of all ranks' rows, the same bits on every rank."""
+        """``row`` [numel]. Returns the sum of all ranks' rows, the same bits on every rank: [numel], any
+        floating-point dtype.
+
+        Raises:
+            NotImplementedError: the class does not define it.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no all_reduce, which replicas need")
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,9 +20,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+try:
+    from lightning.fabric.accelerators import Accelerator
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"ShardwrightStrategy needs the extra lightning ({error}): pip install 'shardwright[lightning]'",
+        name=error.name,
+    ) from error
+
 import torch
 import torch.distributed as dist
-from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import (
     BitsandbytesPrecision,
     CheckpointIO,

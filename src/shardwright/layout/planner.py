@@ -84,6 +84,7 @@ class Member:
 
     @property
     def stop(self) -> int:
+        """Its end in the segment, in elements."""
         return self.offset + self.numel
 
 
@@ -242,8 +243,9 @@ def plan(
     shortest runs that are (rows of 3 float32 elements in fours), since a part that begins with any other row would not
     start on 16 bytes.
 
-    Raises ValueError for an unknown layout, fewer than one rank, a negative dimension, and ``dtypes`` or ``groups``
-    that are not one per parameter.
+    Raises:
+        ValueError: an unknown layout, fewer than one rank, a negative dimension, or ``dtypes`` or ``groups`` that are
+            not one per parameter.
     """
     kind = Ragged("row") if layout == "ragged" else layout
     if kind != "per_parameter" and not isinstance(kind, Ragged):

@@ -98,6 +98,7 @@ class Segment:
 
     @property
     def chunk(self) -> int:
+        """Elements of it in the shard of each rank, padding included."""
         return self.rows * self.row
 
     @property

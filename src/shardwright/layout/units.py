@@ -34,6 +34,7 @@ class Run:
 
     @property
     def is_cast(self) -> bool:
+        """Whether its parameters are cast before they are gathered."""
         return self.storage_dtype != self.compute_dtype and not self.extended
 
 
@@ -68,6 +69,15 @@ def plan_unit(
     Without ``ragged`` each is cut into chunks of ``ceil(size / world_size)`` rows, which follow :func:`torch.chunk`, as
     ``Shard`` of DTensor means it. With it they share segments, those of equal ``groups`` only; extended parameters are
     cut in rows all the same.
+
+    Args:
+        specs: shape, storage dtype and compute dtype of each parameter.
+        world_size: ranks among which every parameter is divided.
+        ragged: how they share segments; None: each is cut alone.
+        groups: one for each parameter, anything hashable.
+
+    Raises:
+        ValueError: ``world_size`` is less than 1.
     """
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}, expected at least 1")
@@ -171,10 +181,12 @@ class Packing:
 
     @property
     def held_dtype(self) -> torch.dtype:
+        """The dtype of sums that wait for later micro-batches."""
         return self.accumulate_dtype or self.reduce_dtype
 
     @property
     def flag_slots(self) -> int:
+        """Elements behind the gradients, by which ranks say which of them they have."""
         return self.numel - self.flags
 
     @property

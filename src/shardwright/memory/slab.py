@@ -31,7 +31,7 @@ class Allocator(Protocol):
         """
 
     def release(self, slab: Slab, memory: torch.Tensor | None) -> bool | None:
-        """The slab needs what :meth:`lease` returned no longer.
+        """The slab no longer needs ``memory``, the very tensor (uint8, or None) that :meth:`lease` returned.
 
         True: the slab's next lease will mostly bring the same, so what the engine has made for it may be kept.
         """
@@ -72,8 +72,8 @@ class Owner:
     __slots__ = ("allocator", "name", "slabs", "source")
 
     def __init__(self, name: str = "", allocator: Allocator = DYNAMIC) -> None:
-        self.name = name
-        self.allocator = allocator
+        self.name: str = name
+        self.allocator: Allocator = allocator
         self.source: Source | None = None
         self.slabs: weakref.WeakSet[Slab] = weakref.WeakSet()
 
@@ -91,9 +91,9 @@ class Slab:
         self.nbytes = nbytes
         self.device = device
         self.kind = kind
-        self.owner = owner if owner is not None else Owner()
+        self.owner: Owner = owner if owner is not None else Owner()
         self.owner.slabs.add(self)
-        self.leased = False
+        self.leased: bool = False
         self._lender: Allocator = DYNAMIC  #: of the memory there is now
         self._storage = torch.UntypedStorage(0, device=device)
         self._given: torch.Tensor | None = None  #: an allocator's memory, while leased from it

@@ -62,7 +62,7 @@ class AdamW8bit(Optimizer):
     #: The step computes in float32, whatever dtype gradients have.
     takes_any_gradient = True
     #: Keys of state that has one element per block of :meth:`shard_needs` elements of its parameter.
-    state_per_block = frozenset(f"{moment}_scales" for moment in MOMENTS)
+    state_per_block: frozenset[str] = frozenset(f"{moment}_scales" for moment in MOMENTS)
 
     def __init__(
         self,
@@ -96,7 +96,11 @@ class AdamW8bit(Optimizer):
             raise
 
     def shard_needs(self, p: Tensor) -> int:
-        """Consecutive elements of ``p``, counted from its first, that must lie on one rank."""
+        """Consecutive elements of ``p``, counted from its first, that must lie on one rank.
+
+        Raises:
+            ValueError: ``p`` is not a parameter of this optimizer.
+        """
         for group in self.param_groups:
             if any(q is p for q in group["params"]):
                 return group["block_size"] if _has_codes(p, group) else 1

@@ -88,7 +88,11 @@ class Muon(Optimizer):
         super().__init__(params, {"lr": lr})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; one without the key "muon" is divided by the rule above."""
+        """Add a group; one without the key "muon" is divided by the rule above.
+
+        Raises:
+            ValueError: as for the constructor.
+        """
         given = param_group["params"]
         entries = [given] if isinstance(given, torch.Tensor) else list(given)
         if "muon" in param_group:

@@ -53,7 +53,8 @@ from shardwright.extend.strategies import resolve
 from shardwright.layout import Ragged, Strategy
 from shardwright.memory import Allocator
 
-_M = TypeVar("_M", bound="nn.Module | list[nn.Module]")
+#: Not ``list[nn.Module]``: a ``list[nn.Linear]`` would be none of these.
+_M = TypeVar("_M", bound="nn.Module | list[Any]")
 
 
 def fully_shard(

@@ -9,7 +9,7 @@ import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NoReturn, cast
 
 import torch
@@ -55,8 +55,17 @@ _classes: dict[tuple[type, bool], type] = {}
 
 @functools.cache
 def _hide_engine() -> None:
+    hide_from_dynamo(_files_of_engine)
+
+
+def _files_of_engine() -> list[str]:
     rooms = ("shardwright.engine.", "shardwright.comm.", "shardwright.memory.", "shardwright._torch")
-    hide_from_dynamo(*(name for name in sys.modules if name.startswith(rooms) and name != lends.__module__))
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith(rooms) and name != lends.__module__
+    ]
+    return [module.__file__ for module in modules if module.__file__]
 
 
 def install(unit: Unit, modules: list[nn.Module]) -> None:
@@ -253,7 +262,7 @@ class FSDPModule(TorchFSDPModule):
             "process group ends with the process. Save its state_dict(), by torch.distributed.checkpoint or torch.save."
         )
 
-    def _get_fsdp_state(self) -> ModuleState:
+    def _get_fsdp_state(self) -> ModuleState:  # type: ignore[override]  # not of its class, but with its names
         """What torch's own code looks at."""
         return cast(ModuleState, state_of(cast(nn.Module, self)))
 
@@ -282,7 +291,7 @@ class FSDPModule(TorchFSDPModule):
             return [unit, *unit.siblings]
         return units_of(cast(nn.Module, self))
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
         """Gather this module's own unit (not inner ones) in its compute dtype and show the full parameters.
 
         With ``async_op`` the gather is only issued; the returned handle's ``wait`` shows the parameters, and so does
@@ -405,6 +414,12 @@ class FSDPModule(TorchFSDPModule):
         Every rank computes with the same decoded weights; shards, optimizer and checkpoints keep theirs in full. What
         that would not make smaller goes as it is, as do parameters with ``fsdp_pre_all_gather``. Over one rank nothing
         is gathered, so nothing encoded. ZeRO++ calls it quantised weight communication. Not while units are gathered.
+
+        Args:
+            codec: turns floating-point rows into rows of uint8 and back, see :class:`shardwright.comm_hooks.Codec`.
+
+        Raises:
+            TypeError: not a codec.
         """
         if codec is not None and not all(hasattr(codec, name) for name in ("nbytes", "encode", "decode")):
             raise TypeError(f"expected a codec (nbytes, encode, decode) or None, got {codec!r}")
@@ -438,6 +453,9 @@ class FSDPModule(TorchFSDPModule):
         """How many packed gradients may be under way at once (default 1), for the whole model.
 
         More hide a slow reduction behind the next backward, at the price of a buffer of a unit's gradients each.
+
+        Raises:
+            ValueError: not an integer of at least 1.
         """
         if (
             isinstance(max_input_buffers, bool)
@@ -448,7 +466,11 @@ class FSDPModule(TorchFSDPModule):
         self._root().reductions.capacity = max_input_buffers
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Change ``reshard_after_forward`` from now on."""
+        """Change ``reshard_after_forward`` from now on.
+
+        Raises:
+            ValueError: not a bool, or True for a unit whose strategy replicates parameters.
+        """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward must be a bool, got {reshard_after_forward!r}")
         for unit in self._fsdp_units(recurse):
@@ -469,18 +491,22 @@ class FSDPModule(TorchFSDPModule):
         for unit in self._fsdp_units(recurse=False):
             unit.change(unshard_in_backward=unshard_in_backward)
 
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Gather these modules' units when this one's forward begins, instead of the one that came next last time."""
         units = tuple(weakref.ref(u) for u in _units_of(modules))
         self._fsdp_unit().change(forward_prefetch=units)
 
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Gather these modules' units when this one's backward begins, instead of the one before it in forward."""
         units = tuple(weakref.ref(u) for u in _units_of(modules))
         self._fsdp_unit().change(backward_prefetch=units)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this unit's gradient sums by ``factor`` instead of the number of ranks."""
+        """Divide this unit's gradient sums by ``factor`` instead of the number of ranks.
+
+        Raises:
+            ValueError: ``factor`` is not positive.
+        """
         if not factor > 0:
             raise ValueError(f"the gradient divide factor must be positive, got {factor!r}")
         for unit in self._fsdp_units(recurse=False):
@@ -565,6 +591,9 @@ class FSDPModule(TorchFSDPModule):
         """As ``nn.Module.named_parameters``; first leaves a failed backward behind, which had full ones shown.
 
         torch's pipeline schedules that compute gradients of weights apart from those of inputs get the full ones.
+
+        Raises:
+            ValueError: torch's ``fully_shard`` asks, which was applied to a module around this one.
         """
         root = root_of(self._fsdp_unit())
         if root is not None:
@@ -576,7 +605,7 @@ class FSDPModule(TorchFSDPModule):
                 f"torch's fully_shard was applied to a module with a {type(self).__name__} inside, which shardwright "
                 "sharded: one engine must have them all. Apply shardwright's fully_shard to the outer module, too."
             )
-        named = super().named_parameters(*args, **kwargs)
+        named = super().named_parameters(*args, **kwargs)  # type: ignore[misc]
         return self._named_full(named) if called_by_split_backward() else named
 
     def _named_full(self, named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -687,7 +716,7 @@ class _ForwardMethod:
         return _ForwardMethod(module, method)
 
 
-def share_comm_ctx(modules: list[FSDPModule]) -> None:
+def share_comm_ctx(modules: Sequence[TorchFSDPModule]) -> None:
     """Accepted for torch's sake: models over the same ranks share their streams and communicators anyway.
 
     Raises:
@@ -713,8 +742,10 @@ def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[t
     return run
 
 
-def _units_of(modules: list[FSDPModule]) -> list[Unit]:
+def _units_of(modules: Sequence[object]) -> list[Unit]:
+    units: list[Unit] = []
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"expected modules that fully_shard was applied to, got {type(module).__name__}")
-    return [unit for module in modules for unit in module._fsdp_units(recurse=False)]
+        units += module._fsdp_units(recurse=False)
+    return units

@@ -55,7 +55,7 @@ class ReplacedTorch:
 
     def __init__(self) -> None:
         homes = fsdp2_modules()
-        self.bound = _importers()
+        self.bound: dict[str, list[str]] = _importers()
         self._before = [
             (home, name, vars(home)[name]) for home in homes for name in _OURS if name in vars(home)
         ]

@@ -200,7 +200,11 @@ def by_class(*classes: type[nn.Module] | str, group: int = 1) -> Policy:
 
 
 def by_predicate(predicate: Callable[[nn.Module], bool]) -> Policy:
-    """Every module is a unit for which ``predicate(module)`` is true, as with FSDP1's ``lambda_auto_wrap_policy``."""
+    """Every module is a unit for which ``predicate(module)`` is true, as with FSDP1's ``lambda_auto_wrap_policy``.
+
+    Raises:
+        TypeError: ``predicate`` cannot be called, or is a class or a policy.
+    """
     if not callable(predicate) or isinstance(predicate, (type, Policy)):
         raise TypeError(f"by_predicate expects a function of a module, got {predicate!r}")
 

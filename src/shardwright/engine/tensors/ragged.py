@@ -9,13 +9,11 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._pytree import tree_leaves
@@ -26,6 +24,10 @@ from shardwright.engine.tensors.gathering import full_of
 from shardwright.engine.tensors.naming import parameter_of
 from shardwright.engine.tensors.ragged_spec import RaggedSpec
 from shardwright.engine.tensors.unset import begin_edit, unmark
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 #: What may be done with a ragged tensor, see ``ragged_ops.py``.
@@ -245,11 +247,15 @@ class RaggedTensor(torch.Tensor):
         refuse("__dlpack__", self)
 
     # -- torch.distributed.checkpoint: this rank's rectangles ----------------------------------------------------------
+    # Imported by whoever calls these. Imported above, its 80 modules would be most of what this package loads.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         parallel = self.spec.parallel
         if parallel is not None and not parallel.is_first_copy:
             return []  # ranks with other parts of other parameters may cut this one elsewhere: chunks would overlap
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         properties = TensorProperties.create_from_tensor(self._local_tensor)
         return [
             WriteItem(
@@ -261,6 +267,8 @@ class RaggedTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in self.spec.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
