@@ -124,7 +124,9 @@ def main() -> None:
             counts[name] - counts["plain"],
             *(quartile[name, i] - quartile["plain", i] for i in (0, 1)),
         ]
-        print("{:12} {:5.1f} operations {:7.1f} us {:7.1f} us of clipping and AdamW".format(name, *costs[name]))
+        print(
+            "{:12} {:5.1f} operations {:7.1f} us {:7.1f} us of clipping and AdamW".format(name, *costs[name])
+        )
     ratios = [a / b for a, b in zip(costs["shardwright"], costs["FSDP2"], strict=True)]
     print("{:12} {:5.2f}            {:7.2f}    {:7.2f}".format("ratio", *ratios))
     dist.destroy_process_group()
