@@ -132,7 +132,7 @@ def symmetric_pool(device: torch.device, backend: Literal["NCCL"]) -> Any:
     from torch.distributed import _symmetric_memory
 
     if not hasattr(_symmetric_memory, "get_mem_pool"):
-        raise NotImplementedError(f"this torch {torch.__version__} has no pools of symmetric memory")
+        raise NotImplementedError(f"torch {torch.__version__} has no pools of symmetric memory")
     _symmetric_memory.set_backend(backend)
     return _symmetric_memory.get_mem_pool(device)
 

@@ -290,7 +290,7 @@ def test_nothing_runs_without_values(rank: int, world_size: int) -> None:
     sw.fully_shard(model)
     with pytest.raises(RuntimeError, match=r"Parameters '0.weight', .* hold no values yet.*materialize"):
         model(torch.ones(2, 3))
-    with pytest.raises(RuntimeError, match=r"no values yet that could be copied"):
+    with pytest.raises(RuntimeError, match=r"no values to copy yet"):
         copy.deepcopy(model)
     sw.materialize(model)
     model(torch.ones(2, 3))

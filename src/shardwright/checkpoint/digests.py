@@ -42,12 +42,14 @@ def open_regular(file: Path, links: bool = False) -> int:
     except OSError as error:
         is_link = not links and file.is_symlink()
         problem = (
-            "is a symbolic link, and a save writes none" if is_link else f"cannot be read: {error.strerror}"
+            "is a symbolic link; a save writes only regular files"
+            if is_link
+            else f"cannot be read: {error.strerror}"
         )
         raise Damaged(f"{file.name} {problem}") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise Damaged(f"{file.name} is no regular file")
+        raise Damaged(f"{file.name} is not a regular file")
     return descriptor
 
 

@@ -93,8 +93,8 @@ def not_plain(error: pickle.UnpicklingError) -> str:
     if named is None:
         return "is damaged: torch.load cannot read it"
     return (
-        f"names {named[1]}, which is no tensor or plain value; it was not called. If you trust the file, allow the "
-        "class with torch.serialization.safe_globals"
+        f"names {named[1]}, which is not a tensor or plain value; it was not called. If you trust the file, allow "
+        "the class with torch.serialization.safe_globals"
     )
 
 

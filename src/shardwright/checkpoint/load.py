@@ -133,9 +133,9 @@ def _refuse_different_files(mesh: DeviceMesh | None, plan: _Plan) -> None:
     ranks = [rank for rank, each in zip(mesh.mesh.flatten().tolist(), found, strict=True) if each != found[0]]
     if ranks:
         raise ValueError(
-            f"Rank{'s' * (len(ranks) > 1)} {abbreviated(ranks)} found other tensors stored than rank "
-            f"{mesh.mesh.flatten()[0].item()}: names, shapes or dtypes differ. Give every rank files of the same "
-            "content. Nothing was changed."
+            f"Rank{'s' * (len(ranks) > 1)} {abbreviated(ranks)} found other tensors in its files than rank "
+            f"{mesh.mesh.flatten()[0].item()}: names, shapes or dtypes differ. Nothing was changed. Give every rank "
+            "the same files."
         )
 
 
@@ -206,8 +206,8 @@ def _plan(
         problems = [p for load in loads if (p := _misfit(load, sources[load.source])) is not None]
         if held.name in aliases:
             problems.append(
-                f"{held.name!r}: it holds no values yet and shares its memory with {aliases[held.name]!r}, which would "
-                "not see what is loaded; call materialize first"
+                f"{held.name!r}: it holds no values yet and shares its memory with {aliases[held.name]!r}, which "
+                "would not get the loaded values; call materialize first"
             )
         unfit += problems
         if not problems:
@@ -252,22 +252,22 @@ def _misfit(load: _Load, name: str) -> str | None:
     for key in keys:
         found = load.stored[key].dtype
         if found != tensor.dtype and not (found.is_floating_point and tensor.dtype.is_floating_point):
-            return f"{told}: expected {tensor.dtype}, found {found}, which is not converted to it"
+            return f"{told}: expected {tensor.dtype}, found {found}; this dtype cannot be converted"
     return None
 
 
 def _told(path: Path, missing: list[str], unexpected: list[str], unfit: list[str]) -> str:
-    lines = [f"{path} does not fit the model, of which nothing was changed."]
+    lines = [f"{path} does not fit the model. Nothing was changed."]
     for what, found in (
-        ("Missing, the model has them", missing),
-        ("Unexpected, the model has no place for them", unexpected),
-        ("Of another shape, dtype or value", unfit),
+        ("Missing in the files", missing),
+        ("Unexpected, not in the model", unexpected),
+        ("With another shape, dtype or value", unfit),
     ):
         if found:
             lines.append(f"{what} ({len(found)}): {abbreviated(found, 20)}.")
     if missing or unexpected:
         lines.append(
-            "Give a key_map where names differ, allow_missing or allow_unexpected where that is meant to be so."
+            "If names differ, pass a key_map. If it is intended, pass allow_missing or allow_unexpected."
         )
     return "\n".join(lines)
 

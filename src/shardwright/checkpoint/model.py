@@ -117,8 +117,8 @@ def boxes_of(held: Held) -> list[Box]:
         return [Box(*piece) for piece in managed.cut.pieces(managed.local)]
     if isinstance(tensor, (DTensor, RaggedTensor)):
         raise NotImplementedError(
-            f"{held.name!r} is a {type(tensor).__name__} that no unit of fully_shard owns; pretrained weights are read "
-            "into plain tensors and into those of fully_shard"
+            f"{held.name!r} is a {type(tensor).__name__} that belongs to no unit of fully_shard; pretrained weights "
+            "load only into plain tensors and into parameters of units"
         )
     if has_no_values(tensor):
         return [Box((0,) * tensor.ndim, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))]
@@ -179,7 +179,7 @@ def raise_everywhere(mesh: DeviceMesh | None, error: Exception | None) -> None:
         if found is not None:
             assert mesh is not None
             rank = mesh.mesh.flatten()[number].item()
-            raise RuntimeError(f"Rank {rank} failed, so no rank goes on. {found[0]}: {found[1]}")
+            raise RuntimeError(f"Rank {rank} failed, so all ranks stop. {found[0]}: {found[1]}")
 
 
 def on_every_rank(mesh: DeviceMesh | None, action: Callable[[], Any]) -> Any:

@@ -189,7 +189,7 @@ def pieces_of(source: Source, tensor: Tensor) -> Iterator[Piece]:
         yield Piece(source, tensor, None)
     elif isinstance(source, Slice):
         if tensor.ndim <= source.dim or tensor.shape[source.dim] != source.length:
-            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is no {source}")
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not a {source}")
         yield Piece(source.source, tensor, source)
     elif isinstance(source, Transposed):
         if tensor.ndim != len(source.dims):
@@ -198,7 +198,9 @@ def pieces_of(source: Source, tensor: Tensor) -> Iterator[Piece]:
         yield from pieces_of(source.source, tensor.permute(inverse))
     elif isinstance(source, Stacked):
         if not tensor.ndim or len(tensor) != len(source.sources):
-            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is no stack of {len(source.sources)}")
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} is not a stack of {len(source.sources)}"
+            )
         for each, part in zip(source.sources, tensor, strict=True):
             yield from pieces_of(each, part)
     else:
@@ -207,7 +209,7 @@ def pieces_of(source: Source, tensor: Tensor) -> Iterator[Piece]:
         sizes = source.sizes or (size // count,) * count
         if not size or sum(sizes) != size:
             raise ValueError(
-                f"a tensor of shape {tuple(tensor.shape)} is no join of {count} along {source.dim}"
+                f"a tensor of shape {tuple(tensor.shape)} is not a join of {count} along {source.dim}"
             )
         for each, part in zip(source.sources, tensor.split(list(sizes), source.dim), strict=True):
             yield from pieces_of(each, part)

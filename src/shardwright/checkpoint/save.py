@@ -162,7 +162,7 @@ class _Plan:
 
 def _plan(tensors: list[Held], key_map: KeyMap | None, dtype: torch.dtype | None, limit: int) -> _Plan:
     if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype must be a floating one, got {dtype}")
+        raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
     tensors = [held for held in tensors if not held.optional]
     empty = [held.name for held in tensors if not held.has_values]
     if empty:
@@ -217,11 +217,13 @@ def _shape_of(key: str, found: list[tuple[Held, Piece]]) -> tuple[torch.Size, to
         or len({(*t.shape[:dim], *t.shape[dim + 1 :]) for t in tensors}) > 1
     ):
         raise ValueError(
-            f"{names} are to be stored as {key!r}, of which they are not all the slices, each once. Give every tensor "
-            "a key of its own, or slices of one that follow one another from 0."
+            f"{names} share the key {key!r}, but they are not exactly its slices, each once. Give every tensor its "
+            "own key, or slices of one key that follow one another from 0."
         )
     if len({t.dtype for t in tensors}) > 1:
-        raise ValueError(f"{names} make up {key!r} and have different dtypes; give one, as dtype")
+        raise ValueError(
+            f"{names} are stored together as {key!r} and have different dtypes; pass one dtype to save_pretrained"
+        )
     return torch.Size([*first.shape[:dim], ends[-1], *first.shape[dim + 1 :]]), first.dtype
 
 
@@ -278,12 +280,12 @@ class _Writer:
         ]
         if there and not self._overwrite:
             raise FileExistsError(
-                f"{self._final}: there is a folder that is not empty; give another, or overwrite=True"
+                f"{self._final}: the folder exists and is not empty; pass another folder, or overwrite=True"
             )
         if others:
             raise FileExistsError(
-                f"{self._final}: overwrite=True replaces the whole folder, in which lies more than a saved model: "
-                f"{abbreviated(others)}. Give another folder."
+                f"{self._final}: overwrite=True replaces the whole folder, and the folder has other files than a "
+                f"saved model: {abbreviated(others)}. Pass another folder."
             )
 
     def write(self, group: list[Held], whole: dict[str, Tensor]) -> None:

@@ -66,12 +66,14 @@ class GradientHook:
         """``rows`` [ranks, numel]: the i-th is this rank's share of what rank i is to have. Returns the sum of all
         ranks' rows for this one: [numel], any floating-point dtype."""
         raise NotImplementedError(
-            f"{type(self).__name__} has no reduce_scatter, which shards of gradients need"
+            f"{type(self).__name__} has no method reduce_scatter, and this strategy shards gradients"
         )
 
     def all_reduce(self, row: torch.Tensor, site: Site) -> Steps:
         """``row`` [numel]. Returns the sum of all ranks' rows, the same bits on every rank."""
-        raise NotImplementedError(f"{type(self).__name__} has no all_reduce, which replicas need")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no method all_reduce, and this mesh has replicas"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What a run must have to go on as if it had not been interrupted: DTensors over all ranks, for DCP."""
@@ -119,15 +121,15 @@ class _WithErrors(GradientHook):
         if wanted.keys() != state.keys():
             odd = sorted(wanted.keys() ^ state.keys())
             raise ValueError(
-                f"the hook's state has {len(state)} tensors where this model needs {len(wanted)}; in one alone: "
-                f"{', '.join(odd[:4])}. It belongs to the same model, cut in the same way"
+                f"the hook's state has {len(state)} tensors where this model needs {len(wanted)}; these are in only "
+                f"one of the two: {', '.join(odd[:4])}. Load the state into the same model, sharded in the same way"
             )
         for key, (tensor, site) in wanted.items():
             given, here = state[key], _spread(tensor, site.mesh)
             if tuple(given.shape) != tuple(here.shape):
                 raise ValueError(
-                    f"{key} has shape {tuple(given.shape)}, expected {tuple(here.shape)}: what a rank has lost belongs "
-                    "to that rank. Load it on as many ranks, or begin without it"
+                    f"{key} has shape {tuple(given.shape)}, expected {tuple(here.shape)}: the state holds the "
+                    "rounding errors of each rank. Load it on the same number of ranks, or start without it"
                 )
         for key, (tensor, _) in wanted.items():
             local = local_of(state[key]) if isinstance(state[key], DTensor) else state[key]

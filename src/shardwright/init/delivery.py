@@ -195,8 +195,9 @@ class _Destinations:
                 self.add(module, name, tensor, tensor)
             elif isinstance(tensor, DTensor) and isinstance(local_of(tensor), DeferredTensor):
                 raise ValueError(
-                    f"{name!r} of {type(module).__name__}, a DTensor of shape {tuple(tensor.shape)}, is deferred, and "
-                    "no unit of fully_shard owns it. Call fully_shard on its module, or build it in no deferred_init."
+                    f"{name!r} of {type(module).__name__}, a DTensor of shape {tuple(tensor.shape)}, is deferred, "
+                    "and belongs to no unit of fully_shard. Call fully_shard on its module, or build it outside of "
+                    "deferred_init."
                 )
         for key, value in vars(module).items():
             if key not in ("_parameters", "_buffers", "_modules"):

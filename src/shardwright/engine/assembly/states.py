@@ -70,8 +70,9 @@ def sync_states(mesh: DeviceMesh, device: torch.device, states: list[State], own
     for rank, (_, without) in zip(mesh.mesh.flatten().tolist(), forms, strict=True):
         if without:
             raise ValueError(
-                f"sync_module_states broadcasts values, and on rank {rank} {without[0]!r} of {owner} holds none. "
-                "Build the model for real on every rank, or load or materialise it after sharding."
+                f"sync_module_states broadcasts values, but on rank {rank} {without[0]!r} of {owner} has no values. "
+                "Build the model with values on every rank, or omit sync_module_states and load or materialise the "
+                "model after sharding."
             )
     _refuse_different_forms(mesh, [form for form, _ in forms], owner)
     for state in states:
@@ -110,13 +111,15 @@ def check_states(mesh: DeviceMesh, states: list[State], owner: str) -> None:
             only_real = only_real and not has_no_values(state.tensor)
     more = f" and {len(told) - 10} more" if len(told) > 10 else ""
     way_out = (
-        "Build the model with the same seed on every rank, or give sync_module_states=True."
+        "Build the model with the same seed on every rank, or pass sync_module_states=True."
         if only_real
-        else "Build it with the same seed, code and data on every rank: of deferred tensors the recorded operations, "
-        "their constants and the random numbers that they draw are compared."
+        else (
+            "Build it with the same seed, code and data on every rank. For deferred tensors, the recorded "
+            "operations, their constants and their random numbers are compared."
+        )
     )
     raise ValueError(
-        f"The ranks do not start from the same {owner}; other values than on rank {ranks[0]} have: "
+        f"The ranks start with different values of {owner}; these tensors differ from rank {ranks[0]}: "
         f"{'; '.join(told[:10])}{more}. {way_out}"
     )
 

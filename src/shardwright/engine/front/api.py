@@ -210,8 +210,8 @@ def _reshard_after_forward(
         )
     if ranks.replicates_parameters:
         raise ValueError(
-            f"reshard_after_forward={value} releases full parameters, and strategy {strategy or ranks.strategy!r} "
-            "replicates them until the optimizer's step. Leave it at None, or shard the parameters."
+            f"reshard_after_forward={value} releases full parameters, but strategy {strategy or ranks.strategy!r} "
+            "keeps them until the optimizer's step. Leave it at None, or use a strategy that shards parameters."
         )
     if value is True:
         return True
@@ -240,19 +240,19 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
             raise ValueError(f"fully_shard expects nn.Module, got {type(each).__name__}")
         if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
             raise ValueError(
-                f"fully_shard needs modules that are called; {type(each).__name__} has no forward. Shard its "
-                "children, each on its own, or pass them as a list."
+                f"fully_shard needs modules that are called; {type(each).__name__} has no forward. Call fully_shard "
+                "on each of its children, or pass them as a list."
             )
         if isinstance(each, torch.jit.ScriptModule):
             raise ValueError(
-                f"fully_shard got a ScriptModule ({type(each).__name__}), whose parameters TorchScript holds and "
-                "nobody can exchange. Shard the Python module that it was made of."
+                f"fully_shard got a ScriptModule ({type(each).__name__}), whose parameters TorchScript holds, so "
+                "shardwright cannot replace them. Shard the Python module that it was made from."
             )
         if _is_lazy(type(each).forward):
             raise ValueError(
-                f"The forward of {type(each).__name__} is a generator or coroutine: it runs after the call has "
-                "returned, when the weights are released. Let forward return its results, or shard the modules that "
-                "it calls."
+                f"The forward of {type(each).__name__} is a generator or coroutine: its body runs after the call has "
+                "returned, when the weights are already released. Let forward return its results, or shard the "
+                "modules that it calls."
             )
         if isinstance(each, FSDPModule):
             raise ValueError(f"fully_shard was already applied to this {type(each).__name__}; apply it once")
@@ -260,8 +260,8 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
     for each in modules:
         if id(each) in below:
             raise ValueError(
-                f"fully_shard got a {type(each).__name__} that lies inside the {type(below[id(each)]).__name__} of "
-                "the same list; pass only the outer one"
+                f"fully_shard got a {type(each).__name__} that is a part of the {type(below[id(each)]).__name__} in "
+                "the same list; pass only the outer module"
             )
     return modules
 
@@ -281,8 +281,9 @@ def _refuse_scripted(modules: list[nn.Module], untouched: Iterable[nn.Parameter]
             ):
                 raise ValueError(
                     f"Module {name!r} of {type(top).__name__} is a ScriptModule with parameters, which TorchScript "
-                    "holds and nobody can exchange. Use the Python module that it was made of (torch.compile makes it "
-                    "as fast), or pass it in ignored_modules and average its gradients yourself."
+                    "holds, so shardwright cannot replace them. Use the Python module that it was made from "
+                    "(torch.compile makes it as fast), or pass it in ignored_modules and average its gradients "
+                    "yourself."
                 )
 
 
@@ -299,7 +300,8 @@ def _check_ignored(modules: list[nn.Module], ignored: Iterable[nn.Module] | None
     for each in modules:
         if id(each) in inside:
             raise ValueError(
-                f"fully_shard was given a {type(each).__name__} that is among its ignored_modules"
+                f"fully_shard got a {type(each).__name__} that is also in its ignored_modules; remove it from one of "
+                "the two"
             )
     return found
 
@@ -312,9 +314,9 @@ def _refuse_torchs(modules: list[nn.Module], ignored: list[nn.Module]) -> None:
             by = sharded_or_replicated_by_torch(module) if id(module) not in left_out else None
             if by is not None and not isinstance(module, FSDPModule):
                 raise ValueError(
-                    f"fully_shard of a {type(top).__name__} found {name or 'itself'!r} ({type(module).__name__}), "
-                    f"which torch's {by} was applied to: its parameters belong to another engine. Apply shardwright's "
-                    "fully_shard to it instead, or pass it in ignored_modules."
+                    f"fully_shard of a {type(top).__name__} found {name or 'itself'!r} ({type(module).__name__}). "
+                    f"torch's {by} was applied to it, so its parameters belong to another engine. Apply "
+                    "shardwright's fully_shard to it instead, or pass it in ignored_modules."
                 )
 
 
@@ -389,16 +391,17 @@ def _ranks_of_some(infos: list[Any], strategy: str | Strategy | None, whole: Ran
         if info.mesh.ndim != whole.mesh.ndim and strategy is not None:
             raise ValueError(
                 f"strategy {strategy!r} is for the {whole.mesh.ndim} dimensions of {whole.mesh}; shard_placement_fn "
-                f"gives a parameter {info.mesh}. Leave strategy at None, or shard the module that has it by a call of "
-                "its own."
+                f"gives a parameter {info.mesh}. Leave strategy at None, or call fully_shard separately on the "
+                "module with this parameter."
             )
         ranks = _ranks(info.mesh if dims is None else info.spmd_mesh, dims, strategy)
         first = known.setdefault(ranks.mesh, ranks)
         if first.spmd != ranks.spmd:
             raise ValueError(
-                f"shard_placement_fn gives one parameter the data-parallel mesh {ranks.mesh} of {_whole(ranks)}, and "
-                f"another one, or fully_shard itself, has it of {_whole(first)}. Expected the same for all parameters "
-                "of a call: shard the modules that differ by calls of their own."
+                f"shard_placement_fn gives one parameter the data-parallel mesh {ranks.mesh} as a part of "
+                f"{_whole(ranks)}; another parameter, or the arguments of fully_shard, have it as a part of "
+                f"{_whole(first)}. All parameters of a call need the same: call fully_shard separately on the "
+                "modules that differ."
             )
     return [ranks for ranks in known.values() if ranks is not whole]
 
@@ -426,8 +429,9 @@ def _same_start(unit: Unit, modules: list[nn.Module], found: Found) -> None:
             if inner is not None and inner.parameters and not getattr(inner.values, name):
                 option = {"synced": "sync_module_states", "checked": "check_module_states"}[name]
                 raise ValueError(
-                    f"{option} holds for what a call takes over, and {inner.name!r} inside was cut without it: each "
-                    f"rank has its part of its own copy. Give {option}=True to every fully_shard of the model."
+                    f"{option} covers only the parameters of its own call, and {inner.name!r} inside was sharded "
+                    f"without it: each rank has cut its own copy, unchecked. Pass {option}=True to every fully_shard "
+                    "of the model."
                 )
     if unit.values.synced or unit.values.checked:
         states = states_of(modules, found, unit.watch.ignored_modules())

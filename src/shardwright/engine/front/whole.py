@@ -91,8 +91,8 @@ def unsharded(
     modules = list(module.modules()) if recurse else [m for _, m in own_modules(module)]
     if writeback and rank0_only:
         raise ValueError(
-            "unsharded(rank0_only=True) gives the full parameters to one rank, which cannot write the others' shards. "
-            "Pass writeback=False."
+            "unsharded(rank0_only=True) gives the full parameters to one rank only, so edits cannot reach the shards "
+            "of other ranks. Pass writeback=False."
         )
     with showing(module, modules, options):
         yield module
@@ -168,8 +168,8 @@ def _find(modules: list[nn.Module], options: Options) -> list[tuple[Unit, Manage
             found[sharded] = unit
         elif outer[:-1] != options[:-1] or (options.with_grads and not outer.with_grads):
             raise ValueError(
-                f"unsharded({_told(options)}) inside unsharded({_told(outer)}) that shows the same parameters of unit "
-                f"{unit.name!r}. Give both the same options."
+                f"unsharded({_told(options)}) was entered inside unsharded({_told(outer)}), and both show the "
+                f"parameters of unit {unit.name!r}. Pass the same options to both."
             )
     result = [(unit, p) for sharded, unit in found.items() if (p := unit.managed(sharded)) is not None]
     for unit, p in result:
@@ -180,8 +180,8 @@ def _find(modules: list[nn.Module], options: Options) -> list[tuple[Unit, Manage
             )
         if p.extension is not None:
             raise NotImplementedError(
-                f"Parameter {p.name!r} of unit {unit.name!r} is a {type(p.local).__name__}, which decides itself what "
-                "is gathered of it; unsharded shows plain tensors only."
+                f"Parameter {p.name!r} of unit {unit.name!r} is a {type(p.local).__name__}, which defines its own "
+                "all-gather (fsdp_pre_all_gather); unsharded shows plain tensors only."
             )
     return result
 
@@ -261,8 +261,8 @@ def _restore(top: nn.Module, shown: list[Shown], options: Options) -> None:
         del each.full.__dict__[STANDS_FOR]
     if refused:
         raise ValueError(
-            f"Full parameters cannot be cut as they are now: {'; '.join(refused)}. These were not written back. "
-            "Replace the parameter by another nn.Parameter instead, or change it after the context."
+            f"These full parameters were changed in a way that cannot be cut: {'; '.join(refused)}. They were not "
+            "written back. Assign a new nn.Parameter instead, or change the parameter after the context."
         )
 
 

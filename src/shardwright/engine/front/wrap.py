@@ -170,7 +170,7 @@ def by_class(*classes: type[nn.Module] | str, group: int = 1) -> Policy:
     if not classes or len(kinds) + sum(isinstance(c, str) for c in classes) < len(classes):
         raise TypeError(f"by_class expects module classes or their names, got {classes!r}")
     if isinstance(group, bool) or not isinstance(group, int) or group < 1:
-        raise ValueError(f"group must be a number of modules, 1 or more, got {group!r}")
+        raise ValueError(f"group must be a number of modules, at least 1, got {group!r}")
 
     def chosen(m: nn.Module) -> bool:
         return isinstance(m, kinds) or _class_of(m).__name__ in names
@@ -257,8 +257,8 @@ def as_policy(policy: Any) -> Policy:
         return by_class(policy)
     if not callable(policy) or isinstance(policy, type):
         raise TypeError(
-            f"expected a policy of sw.wrap, module classes, a function of a module or a policy of torch that is called "
-            f"with module, recurse and nonwrapped_numel, got {policy!r}"
+            "expected a policy of sw.wrap, module classes, a function of a module, or a torch policy with arguments "
+            f"module, recurse and nonwrapped_numel, got {policy!r}"
         )
     if "recurse" not in inspect.signature(policy).parameters:
         return by_predicate(policy)
@@ -307,7 +307,7 @@ def auto_wrap(model: M, policy: Any, **options: Any) -> M:
     if len(of_units) < len(options) and not is_called(model):
         given = ", ".join(name for name in _OF_ROOT if name in options)
         raise ValueError(
-            f"{given} must be given to the call for the whole model; {type(model).__name__} has no forward"
+            f"{given}: pass this to the call for the whole model; {type(model).__name__} has no forward"
         )
     for unit in units:
         fully_shard(unit, **(options if unit is model else of_units))

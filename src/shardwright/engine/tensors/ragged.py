@@ -184,8 +184,8 @@ class RaggedTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, RaggedTensor) or value.shape != self.shape:
             raise NotImplementedError(
-                f"The data of {described(self)} can be set to a RaggedTensor of that shape, not to a "
-                f"{type(value).__name__} of shape {tuple(value.shape)}. Use copy_, under no_grad."
+                f".data of {described(self)} accepts only a RaggedTensor of the same shape, got a "
+                f"{type(value).__name__} of shape {tuple(value.shape)}. Use copy_ under no_grad."
             )
         self.become(value)
 
@@ -222,9 +222,9 @@ class RaggedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         # Gathering would hang where only rank 0 saves, which is how torch.save is mostly called.
         raise NotImplementedError(
-            f"pickle and torch.save do not take {described(self)}: this rank has a piece of it. Save "
-            ".full_tensor(), called on every rank, or the state dict with "
-            'torch.distributed.checkpoint, or shard with layout="per_parameter".'
+            f"pickle and torch.save cannot save {described(self)}: this rank has only a part of it. Save "
+            ".full_tensor(), called on every rank, or the state dict with torch.distributed.checkpoint, or shard "
+            'with layout="per_parameter".'
         )
 
     def numpy(self, *, force: bool = False) -> NoReturn:
@@ -271,7 +271,7 @@ class RaggedTensor(torch.Tensor):
                 return part if part is not None else refuse_to_cut(local, self.spec, sizes)
             start += sizes.numel()
         raise ValueError(
-            f"Rank {self.spec.rank} has no part of {index.fqn!r} that begins at {index.offset}; its parts are "
+            f"Rank {self.spec.rank} has no part of {index.fqn!r} at offset {index.offset}; its parts are "
             f"{self.spec.boxes}."
         )
 
@@ -392,8 +392,8 @@ def part_of(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
 def _expanded(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
     if isinstance(source, (RaggedTensor, DTensor)):
         raise ValueError(
-            f"A ragged tensor of shape {tuple(spec.global_shape)} takes values from a sharded tensor of that shape, "
-            f"found {tuple(source.shape)}."
+            f"A ragged tensor of shape {tuple(spec.global_shape)} takes values only from a sharded tensor of the "
+            f"same shape, found {tuple(source.shape)}."
         )
     return source.expand(spec.global_shape)
 
@@ -436,8 +436,9 @@ def refuse_traced(local: torch.Tensor) -> None:
     """Raise if torch.compile is following: the collectives here would be carried out now, and not by the graph."""
     if is_traced(local):
         raise NotImplementedError(
-            "A compiled function gathers a ragged tensor, or brings one into another cut, which torch.compile cannot "
-            "record. Call full_tensor() and copy_ between tensors of different cuts outside of the compiled function."
+            "A compiled function gathers a ragged tensor, or copies one to a tensor that is cut differently. "
+            "torch.compile cannot record that. Call full_tensor(), and copy_ between tensors that are cut "
+            "differently, outside of the compiled function."
         )
 
 
@@ -455,10 +456,10 @@ def refuse(name: Any, arguments: Any) -> NoReturn:
     tensors = [each for each in tree_leaves(arguments) if isinstance(each, RaggedTensor)]
     label = described(tensors[0]) if tensors else "a ragged tensor"
     raise NotImplementedError(
-        f"{name} is not supported on {label}, of which each rank has a range of elements: it would give a result of "
-        "this rank's alone. Use .full_tensor(), called on every rank, or the full parameters inside "
-        '`with shardwright.unsharded(model):`, or shard with layout="per_parameter". If a module was called outside '
-        "the forward of its unit, call it inside, or apply fully_shard to it before the outer module. To use a weight "
+        f"{name} is not supported on {label}, of which each rank has a range of elements: the result would depend on "
+        "this rank's part alone. Use .full_tensor(), called on every rank, or the full parameters inside `with "
+        'shardwright.unsharded(model):`, or shard with layout="per_parameter". If a module was called outside the '
+        "forward of its unit, call it inside, or apply fully_shard to it before the outer module. To use a weight "
         "after forward, in a loss for example, call unshard() on the module of its unit before each such use."
     )
 
@@ -469,8 +470,8 @@ def refuse_to_join(tensor: RaggedTensor, where: str = "this rank") -> NoReturn:
     kind = "" if has_other_lengths(local) else f" ({type(local).__name__})"
     raise NotImplementedError(
         f"{described(tensor)} cannot be gathered or moved to other ranks: in a ragged layout parts have different "
-        f"lengths, and the class of its part on {where}{kind} makes no tensors of other lengths. Save and load sharded "
-        "state dicts with torch.distributed.checkpoint, which stores each rank's part. For full state dicts "
+        f"lengths, and the class of its part on {where}{kind} cannot make tensors of another length. Save and load "
+        "sharded state dicts with torch.distributed.checkpoint, which stores each rank's part. For full state dicts "
         'shard with layout="per_parameter", or use an optimizer whose state is plain tensors, as sw.AdamW8bit.'
     )
 

@@ -46,9 +46,9 @@ def _mixed(func: Any, spec: RaggedSpec | None, found: torch.Tensor) -> NoReturn:
     if spec is not None and (parameter := parameter_of(spec)):
         beside += f", the cut of parameter {parameter}"
     raise NotImplementedError(
-        f"{func} expects ragged tensors that are all cut alike, 0-d tensors and numbers, found {what} beside "
-        f"{beside}. Bring it into the same cut with RaggedTensor.from_full(tensor, like.spec), "
-        "or use .full_tensor() of both."
+        f"{func} expects ragged tensors that are all cut in the same way, 0-d tensors and numbers, found {what} "
+        f"beside {beside}. Cut it in the same way with RaggedTensor.from_full(tensor, like.spec), or use "
+        ".full_tensor() of both."
     )
 
 
@@ -248,9 +248,9 @@ def _cut_again(spec: RaggedSpec, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
     if torch.is_grad_enabled() and gradient.requires_grad:
         raise NotImplementedError(
-            f"A gradient of shape {tuple(gradient.shape)} through a sum or mean of a ragged tensor has a graph of its "
-            "own (create_graph=True), which is not supported. Compute with the full parameters inside "
-            '`with shardwright.unsharded(model):`, or shard with layout="per_parameter".'
+            f"A gradient of shape {tuple(gradient.shape)} through a sum or mean of a ragged tensor has a graph "
+            "itself (create_graph=True), which is not supported. Compute with the full parameters inside `with "
+            'shardwright.unsharded(model):`, or shard with layout="per_parameter".'
         )
     return RaggedTensor.from_full(gradient, spec)
 

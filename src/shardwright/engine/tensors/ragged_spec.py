@@ -43,7 +43,8 @@ class RaggedSpec:
         if (self.axes and not self.shape) or self.offset < 0 or self.chunk < 1 or self.granule < 1:
             raise ValueError(
                 "A ragged tensor needs at least one dimension, offset >= 0, chunk >= 1 and granule >= 1, got "
-                f"{tuple(self.shape)}, {self.offset}, {self.chunk}, {self.granule}. A 0-d one is not cut: axes=()."
+                f"{tuple(self.shape)}, {self.offset}, {self.chunk}, {self.granule}. A 0-d tensor is not cut: pass "
+                "axes=()."
             )
         if self.offset + self.numel > self.world_size * self.chunk:
             raise ValueError(

@@ -132,8 +132,8 @@ def refuse_sharded_stand_ins(unit: Unit) -> None:
         if held is not None and is_cut(plain := untransformed(held), p.cut.parallel):
             raise RuntimeError(
                 f"Parameter {p.name!r} of unit {unit.name!r} was replaced for this call (torch.func.functional_call) "
-                f"by a sharded {type(plain).__name__} of shape {tuple(plain.shape)}, and modules compute with full "
-                "tensors. Give .full_tensor() of it, called on every rank, or the parameter itself."
+                f"by a sharded {type(plain).__name__} of shape {tuple(plain.shape)}, but modules compute with full "
+                "tensors. Pass its .full_tensor(), called on every rank, or the parameter itself."
             )
 
 
@@ -166,14 +166,14 @@ def remake(unit: Unit) -> None:
         held = []  # it belongs to parameters that are the model's no more, as a plain parameter's .grad would
     if held and not _same_parameters(before, found):
         raise RuntimeError(
-            f"Parameters of unit {unit.name!r} were replaced by others while gradients of earlier micro-batches are "
-            "held. Replace them between optimizer steps."
+            f"Parameters of unit {unit.name!r} were replaced while gradients of earlier micro-batches are held. "
+            "Replace them between optimizer steps."
         )
     for name, parameter, *_ in found.owned:
         if not isinstance(parameter, (DTensor, RaggedTensor)) and parameter.grad is not None:
             raise RuntimeError(
-                f"Parameter {name!r} of unit {unit.name!r} was put in the place of another and has a gradient, that of "
-                "this rank alone. Set its .grad to None, and replace parameters outside of forward."
+                f"Parameter {name!r} of unit {unit.name!r} was put in the place of another parameter and has a "
+                "gradient of this rank alone. Set its .grad to None, and replace parameters outside of forward."
             )
     try:
         _retire(unit)
