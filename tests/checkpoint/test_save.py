@@ -133,7 +133,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(
         with pytest.raises(RuntimeError if rank else TypeError):
             sw.save_pretrained(model, tmp_path / "other")
     with pytest.raises(
-        RuntimeError if rank else FileExistsError, match="not empty; pass another, or overwrite"
+        RuntimeError if rank else FileExistsError, match="not empty; pass another folder, or overwrite"
     ):
         sw.save_pretrained(model, tmp_path / "saved")
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
@@ -161,7 +161,7 @@ def test_refusals_come_before_anything_is_written(tmp_path: Path) -> None:
     for error, said, thing, path, options in (
         (ValueError, "hold no values yet.*: weight, bias", empty, "new", {}),
         (ValueError, "hold no values yet.*: weight, bias", deferred, "new", {}),
-        (ValueError, r"'weight' has torch.complex128, which safetensors cannot hold", complex_, "new", {}),
+        (ValueError, r"'weight' has torch.complex128, which safetensors cannot store", complex_, "new", {}),
         (
             ValueError,
             r"max_shard_size must be bytes.*got '5 parsec'",

@@ -205,5 +205,5 @@ def test_the_state_has_what_torchs_callers_read(rank: int, world_size: int) -> N
     for part in (state, group, state._state_ctx, group.fsdp_params[0]):
         with pytest.raises(AttributeError, match="but shardwright sharded this module"):
             part.post_forward_mesh_info = None  # type: ignore[attr-defined]
-        with pytest.raises(AttributeError, match="torch's FSDP.* has 'nonsense'"):
+        with pytest.raises(AttributeError, match=r"torch's FSDP.* has 'nonsense'"):
             part.nonsense  # noqa: B018

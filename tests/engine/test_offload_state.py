@@ -390,7 +390,7 @@ def test_what_would_stay_on_the_device_is_refused(rank: int, world_size: int) ->
             sw.fully_shard_optimizer(Elsewhere(model.parameters(), lr=0.1)).step()
         own = sw.fully_shard_optimizer(Elsewhere(model.parameters(), lr=0.1))
         own.device, own.kind = "cpu", Odd
-        with pytest.raises(ValueError, match="keeps state as Odd, a tensor class of its own"):
+        with pytest.raises(ValueError, match="keeps state as Odd, a tensor subclass"):
             own.step()
 
 

@@ -107,8 +107,8 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
     wanted = torch.device(device) if device is not None else of_mesh or UNNAMED
     if of_mesh is not None and wanted.type != of_mesh.type:
         raise ValueError(
-            f"The model is sharded over a mesh on {of_mesh.type!r} and cannot be materialized on {wanted}. Leave "
-            "device out, or shard over a mesh of that device."
+            f"The model is sharded over a mesh on {of_mesh.type!r} and cannot be materialized on {wanted}. Call "
+            "materialize without device, or shard over a mesh of that device."
         )
     return of_mesh or wanted
 
@@ -118,16 +118,16 @@ def refuse_graphs(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if has_no_values(p) and p.grad is not None:
             raise ValueError(
-                f"Parameter {name!r} has a gradient from a backward before it had values, which cannot be carried "
-                "over. Call model.zero_grad() first."
+                f"Parameter {name!r} has a gradient from a backward before it had values; materialize cannot keep "
+                "this gradient. Call model.zero_grad() first."
             )
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and has_no_values(buffer) and buffer.grad_fn is not None:
                 raise ValueError(
-                    f"Buffer {f'{prefix}.{name}'.lstrip('.')!r} was computed from tensors that require gradients (its "
-                    f"grad_fn is {buffer.grad_fn.name()}), and the graph cannot be carried over. Compute it under "
-                    "torch.no_grad(), or register its detach()."
+                    f"Buffer {f'{prefix}.{name}'.lstrip('.')!r} was computed from tensors that require gradients "
+                    f"(its grad_fn is {buffer.grad_fn.name()}), and materialize cannot keep this graph. Compute it "
+                    "under torch.no_grad(), or register its detach()."
                 )
 
 

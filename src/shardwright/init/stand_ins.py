@@ -53,7 +53,7 @@ def initialise(model: nn.Module, init: Callable[[], Any] | None) -> list[StandIn
         if init is not None:
             raise ValueError(
                 f"materialize got init, but every parameter and buffer of this {type(model).__name__} holds values "
-                "or is deferred. Leave init out, or build the model on torch.device('meta')."
+                "or is deferred. Call materialize without init, or build the model on torch.device('meta')."
             )
         return []
     refuse_on_meta("materialize")
@@ -132,8 +132,8 @@ def _check(model: nn.Module, found: list[StandIn], kept: dict[Memory, StandIn]) 
     for each in found:
         if each.new.shape != each.old.shape:
             raise ValueError(
-                f"{full_name(each)!r} has shape {tuple(each.old.shape)}, and its initialiser put one of shape "
-                f"{tuple(each.new.shape)} in its place. Initialise it in its own shape."
+                f"{full_name(each)!r} has shape {tuple(each.old.shape)}, but its initialiser replaced it by a tensor "
+                f"of shape {tuple(each.new.shape)}. Keep the shape."
             )
         if not isinstance(each.new, DeferredTensor):
             if has_no_values(each.new):
@@ -147,8 +147,8 @@ def _check(model: nn.Module, found: list[StandIn], kept: dict[Memory, StandIn]) 
     if by_class:
         told = "; ".join(f"{cls}: {', '.join(map(repr, names_))}" for cls, names_ in by_class.items())
         raise ValueError(
-            f"Nothing initialises these parameters and buffers, which are on the meta device: {told}. Give their class "
-            "a reset_parameters method, pass init= to materialize, or build the model under "
+            f"No initialiser writes these parameters and buffers, which are on the meta device: {told}. Give their "
+            "class a reset_parameters method, pass init= to materialize, or build the model under "
             "shardwright.deferred_init(). Nothing was changed."
         )
     wanted = {
@@ -158,21 +158,22 @@ def _check(model: nn.Module, found: list[StandIn], kept: dict[Memory, StandIn]) 
     read = [full_name(kept[memory]) for memory in the.unwritten if memory in kept]
     if read:
         raise ValueError(
-            f"The initialiser reads {', '.join(map(repr, read))}, which hold values already, to compute others. "
-            "Compute those after materialize, or build the model under shardwright.deferred_init(). Nothing was "
-            "changed."
+            f"The initialiser reads {', '.join(map(repr, read))}, which have values already, to compute other "
+            "tensors. Compute these after materialize, or build the model under shardwright.deferred_init(). Nothing "
+            "was changed."
         )
     unfilled = _unfilled(the, wanted.values())
     parts = [full_name(each) for each, view in wanted.items() if view.memory in unfilled]
     if parts:
         raise ValueError(
-            f"Of {', '.join(map(repr, parts))} the initialiser reads values before it has written them, or leaves some "
-            "unwritten, and on the meta device there are none. Let it fill the whole tensor first, or build the model "
-            "under shardwright.deferred_init(). Nothing was changed."
+            f"The initialiser reads {', '.join(map(repr, parts))} before it has written all of it, or leaves a part "
+            "unwritten. On the meta device a tensor has no values. Let the initialiser fill the whole tensor first, "
+            "or build the model under shardwright.deferred_init(). Nothing was changed."
         )
     if twice:
         warnings.warn(
-            f"Initialised more than once, the last one counts: {', '.join(map(repr, dict.fromkeys(twice)))}.",
+            "These tensors were initialised more than once; the last values count: "
+            f"{', '.join(map(repr, dict.fromkeys(twice)))}.",
             stacklevel=4,  # the caller of materialize
         )
 

@@ -103,8 +103,8 @@ def scaler_of(given: Any, device: str) -> GradScaler:
         return given
     if type(given) not in (GradScaler, torch.cuda.amp.GradScaler):
         raise TypeError(
-            f"A {type(given).__name__} does not know of other ranks' gradients. Pass MixedPrecision a "
-            "torch.amp.GradScaler, whose settings are taken over."
+            f"A {type(given).__name__} sees only this rank's gradients. Pass MixedPrecision a torch.amp.GradScaler; "
+            "the strategy uses its settings."
         )
     scaler = Scaler(device=device, enabled=given.is_enabled())
     if given.is_enabled():

@@ -131,9 +131,9 @@ class Slab:
         if given.nbytes < self.nbytes or given.device != self.device or address % 16:
             lender = getattr(self._lender, "inner", self._lender)  # a recorder stands before the user's
             raise ValueError(
-                f"{type(lender).__name__}.lease gave {given.nbytes} bytes at {address:#x} on {given.device} "
-                f"for {self.nbytes} bytes of unit {self.unit!r} on {self.device}; it must give as many or more there, "
-                "at a multiple of 16"
+                f"{type(lender).__name__}.lease returned {given.nbytes} bytes at address {address:#x} on "
+                f"{given.device} for {self.nbytes} bytes of unit {self.unit!r} on {self.device}; it must return at "
+                "least as many bytes on the same device, at a multiple of 16"
             )
         if self._storage.nbytes():  # left by a poisoned release
             self._storage.resize_(0)

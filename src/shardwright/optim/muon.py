@@ -112,8 +112,9 @@ class Muon(Optimizer):
             options = sorted(param_group.keys() - {"params"})
             if options and len(divided) > 1:
                 raise ValueError(
-                    f"A parameter group has {', '.join(options)} and both matrices for Muon and parameters for AdamW. "
-                    'Divide it in two groups with the key "muon", True and False, each with options of its own.'
+                    f"A parameter group has {', '.join(options)} and both matrices for Muon and parameters for "
+                    'AdamW. Divide it into two groups with the key "muon", True and False, each with separate '
+                    "options."
                 )
         for muon, chosen in divided.items():
             super().add_param_group({**self._options[muon], **param_group, "params": chosen, "muon": muon})
@@ -155,8 +156,8 @@ def _is_hidden_matrix(name: str | None, p: torch.Tensor) -> bool:
         return False
     if name is None:
         raise ValueError(
-            f"A matrix of shape {tuple(p.shape)} has no name, so that it may be an embedding or an output layer, which "
-            'Muon is not for. Pass model.named_parameters(), or groups with the key "muon", True or False.'
+            f"A matrix of shape {tuple(p.shape)} has no name, so it may be an embedding or an output layer, which "
+            'Muon must not step. Pass model.named_parameters(), or groups with the key "muon", True or False.'
         )
     parts = name.lower().split(".")
     if any("embed" in part or part in _EMBEDDINGS for part in parts):

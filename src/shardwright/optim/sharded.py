@@ -88,9 +88,9 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
         companion = ShardedCompanion(needs_of(optimizer, needs), companion_of(optimizer).stepped)
     if "step" in vars(optimizer) and not sharded_already and not only_schedulers_wrap(optimizer):
         raise ValueError(
-            f"The step of this {type(optimizer).__name__} was replaced already, by "
-            f"{getattr(vars(optimizer)['step'], '__qualname__', vars(optimizer)['step'])}, so it would go past the one "
-            "for shards. Call fully_shard_optimizer first and replace or wrap the step afterwards."
+            f"{getattr(vars(optimizer)['step'], '__qualname__', vars(optimizer)['step'])} has already replaced the "
+            f"step of this {type(optimizer).__name__}, so the step for shards would never run. Call "
+            "fully_shard_optimizer first, and replace or wrap the step after that."
         )
     became = _became(optimizer)
     groups = [[became.get(p, p) for p in group["params"]] for group in optimizer.param_groups]

@@ -198,7 +198,7 @@ def _finish(partial: Path, final: Path, position: Position, digests: Mapping[str
     without = files_of(folders.read_metadata(partial)).keys() - digests.keys()
     if without:
         raise RuntimeError(
-            f"{final}: no rank has written {', '.join(sorted(without))}, which {METADATA} names"
+            f"{final}: {METADATA} names {', '.join(sorted(without))}, but no rank has written it"
         )
     file = partial / POSITION_FILE
     file.write_text(position_text(position, {**digests, METADATA: digest_of(metadata)}), encoding="utf-8")
@@ -366,7 +366,7 @@ def _verified(examined: Callable[[], Stored], say: Say, alone: bool = False) -> 
     prints = _agreed(look, alone)
     if len(set(prints)) > 1:
         rank = next(number for number, each in enumerate(prints) if each != prints[0])
-        raise Damaged(f"rank {rank} reads another {POSITION_FILE} or {METADATA} than rank 0")
+        raise Damaged(f"rank {rank} reads a {POSITION_FILE} or {METADATA} that differs from rank 0's")
     found = stored[0]
     if found.digests is None:
         say(f"{found.folder} was saved without checksums; only the sizes of its files are compared")
@@ -428,5 +428,5 @@ def check_optimizer_fits(folder: Path, metadata: Metadata, state: Mapping[str, M
             )
             raise UserError(
                 f"{folder}: expected the optimizer's {key} of {name}, found {found}; this is a checkpoint of another "
-                "optimizer, so resume with the optimizer.name it was made with"
+                "optimizer; resume with the optimizer.name of the saved run"
             )

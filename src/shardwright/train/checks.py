@@ -37,16 +37,17 @@ def check_ranks(config: Config, ranks: int) -> None:
     parallel, world = config.parallel, ranks
     if parallel.engine == "none" and ranks != 1:
         raise UserError(
-            f"parallel.engine: none runs on exactly 1 rank, found {ranks}; give --nproc 1 or another engine"
+            f"parallel.engine: the engine 'none' runs on exactly 1 rank, found {ranks}; use --nproc 1 or another "
+            "engine"
         )
     if parallel.engine == "ddp" and parallel.reduce_dtype != "float32":
         raise UserError(
-            f"parallel.reduce_dtype: engine ddp reduces in float32, found {parallel.reduce_dtype}"
+            f"parallel.reduce_dtype: expected float32 with engine ddp, found {parallel.reduce_dtype}"
         )
     if parallel.engine in ("ddp", "none") and parallel.reshard_after_forward != "default":
         raise UserError(
-            f"parallel.reshard_after_forward: engine {parallel.engine} shards nothing, found "
-            f"{parallel.reshard_after_forward}; leave it at default"
+            f"parallel.reshard_after_forward: expected default with engine {parallel.engine}, which shards nothing, "
+            f"found {parallel.reshard_after_forward}"
         )
     if ranks % parallel.tensor:
         raise UserError(
@@ -78,8 +79,8 @@ def _check_tensor_parallel(config: Config) -> None:
     ranks, shape = config.parallel.tensor, config.model.shape()
     if optimizers.get(config.optimizer.name).whole:
         raise UserError(
-            f"parallel.tensor: optimizer {config.optimizer.name!r} needs tensors or blocks that are not cut; expected "
-            f'1, found {ranks}, or optimizer.name = "adamw"'
+            f"parallel.tensor: expected 1 with optimizer {config.optimizer.name!r}, which needs tensors or blocks "
+            f'that are not cut, found {ranks}; or set optimizer.name = "adamw"'
         )
     if config.train.cuda_graph:
         raise UserError(

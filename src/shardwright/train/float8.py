@@ -63,8 +63,8 @@ def convert(model: Decoder, config: Config) -> None:
         rows, columns = layer.weight.shape
         if rows % MULTIPLE or columns % MULTIPLE:
             raise UserError(
-                f"train.float8: expected sizes that {MULTIPLE} divides, found {rows} x {columns} of {name!r}; set it "
-                "to 'none', or choose other sizes in [model]"
+                f"train.float8: expected sizes that are multiples of {MULTIPLE}, found {rows} x {columns} of "
+                f"{name!r}; set it to 'none', or choose other sizes in [model]"
             )
         return True
 

@@ -32,8 +32,8 @@ def compared() -> tuple[str | Ragged, ...]:
 STORAGE = torch.float32
 """The dtype in which the trainer keeps weights."""
 LEGEND = (
-    "MiB/rank: the parameters that a rank keeps, in float32. padding: elements that belong to no parameter, over those "
-    "that do. balance: elements of the rank that owns most, over the mean."
+    "MiB/rank: the parameters that a rank keeps, in float32. padding: elements that belong to no parameter, divided "
+    "by elements that do. balance: the largest number of elements on a rank, divided by the mean."
 )
 
 
@@ -78,7 +78,7 @@ def layout(config: Config, world_sizes: Sequence[int]) -> int:
     for key, found in (("tensor", config.parallel.tensor), ("expert", config.parallel.expert)):
         if found > 1:
             raise UserError(
-                f"parallel.{key}: the tables of layouts are those of whole layers, expected 1, found {found}; give "
+                f"parallel.{key}: expected 1, since the tables show layouts of whole layers, found {found}; pass "
                 f"--parallel.{key} 1"
             )
     with torch.device("meta"):

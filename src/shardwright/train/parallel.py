@@ -198,7 +198,7 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
             model.set_is_last_backward(True)  # the first call that looks at all units together
         except ValueError as error:
             raise UserError(
-                f"parallel.memory: found {config.memory!r}, which this model refuses. {error}"
+                f"parallel.memory: found {config.memory!r}, which does not work with this model. {error}"
             ) from error
         _give_values(model, device)
     return model
@@ -231,7 +231,7 @@ def build_optimizer(model: nn.Module, config: Config, matrices: set[str]) -> tor
         wrap = sw.optim.in_backward if config.optimizer.in_backward else sw.fully_shard_optimizer
         return wrap(optimizer, needs=own.needs)
     except ValueError as error:  # a block that must stay whole is cut
-        found = f"parallel.layout: found {config.parallel.layout!r}, which {config.optimizer.name} refuses."
+        found = f"parallel.layout: found {config.parallel.layout!r}, which does not work with {config.optimizer.name}."
         raise UserError(f"{found} {error} (For sw.Ragged(k) set parallel.layout to k.)") from error
 
 

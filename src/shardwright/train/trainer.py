@@ -130,12 +130,12 @@ class Trainer:
         grad_norm = None if norm is None else float(norm)
         result = StepResult(loss, grad_norm, data_seconds, stop_signal, auxiliary)
         if not (math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm))):
-            told, updated = (
-                (grad_norm, "nothing") if grad_norm is not None else ("not known", "what was reached")
+            shown_norm, updated = (
+                (grad_norm, "nothing") if grad_norm is not None else ("not known", "a part of the model")
             )
             raise NonFiniteError(
                 f"step {step + 1}: expected a finite loss and gradient norm, found loss {loss}, norm "
-                f"{told}; {updated} was updated. Try a lower optimizer.lr or a longer "
+                f"{shown_norm}; {updated} was updated. Try a lower optimizer.lr or a longer "
                 "optimizer.warmup_steps"
             )
         self.optimizer.step()
