@@ -144,9 +144,9 @@ def make_symmetric(memory: torch.Tensor, group: Any) -> None:
     _symmetric_memory.rendezvous(memory, group)
 
 
-def record_memory_history(wanted: bool) -> None:
+def record_memory_history(enabled: bool) -> None:
     """Let the CUDA allocator remember what is allocated and freed from now on, and by whom; or no longer."""
-    torch.cuda.memory._record_memory_history(enabled="all" if wanted else None)
+    torch.cuda.memory._record_memory_history(enabled="all" if enabled else None)
 
 
 def dump_memory_history(path: str) -> None:

@@ -40,7 +40,7 @@ ILLEGAL = {
     ): r"axis {} shards parameters but not the optimizer state\. Shard the optimizer state on this axis, too, or "
     r"replicate parameters\.",
     (S, R, R): r"axis {} shards parameters but not the optimizer state",
-    (S, R, S): r"axis {} shards parameters but not gradients\. .*shard gradients there, too",
+    (S, R, S): r"axis {} shards parameters but not gradients\. Shard gradients on this axis, too",
     (R, S, R): r"axis {} shards gradients but not the optimizer state",
 }
 

@@ -95,10 +95,10 @@ def check_digest(
     if (nbytes := size_of(file, links)) != expected.nbytes:
         raise Damaged(f"{file.name} holds {nbytes:,} bytes, {expected.nbytes:,} expected")
     try:
-        found = digest_of(file, progress, links)
+        digest = digest_of(file, progress, links)
     except OSError as error:
         raise Damaged(f"{file.name} cannot be read: {error.strerror}") from None
-    if found != expected:
+    if digest != expected:
         raise Damaged(f"{file.name} is not the file that was saved: its SHA-256 differs")
 
 

@@ -141,8 +141,8 @@ def _open_file(file: Path) -> dict[str, StoredTensor]:
 
 def abbreviated(names: Sequence[object], limit: int = 12) -> str:
     """The names, separated by commas; of very many the first, and how many more there are."""
-    told = ", ".join(map(str, names[:limit]))
-    return f"{told} and {len(names) - limit:,} more" if len(names) > limit else told
+    listed = ", ".join(map(str, names[:limit]))
+    return f"{listed} and {len(names) - limit:,} more" if len(names) > limit else listed
 
 
 # -- safetensors -------------------------------------------------------------------------------------------------------
@@ -213,11 +213,11 @@ def _entry(value: Mapping[str, Any], available: int) -> tuple[torch.Size, torch.
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         repeated = [repr(key) for key, count in Counter(key for key, _ in pairs).items() if count > 1]
         raise ValueError(f"{abbreviated(repeated)} more than once")
-    return found
+    return members
 
 
 class SafetensorsFile:
@@ -285,31 +285,31 @@ def _write(descriptor: int, data: memoryview, offset: int) -> None:
 
 def _open_torch(file: Path) -> dict[str, StoredTensor]:
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:  # unpickling damaged bytes can raise nearly anything
         reason = str(error).strip().splitlines()[:1]
         raise ValueError(
             f"{file}: torch.load cannot read it with weights_only=True, which allows only tensors and plain values "
             f"({type(error).__name__}: {''.join(reason)})"
         ) from error
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         others = (
-            abbreviated([repr(key) for key, value in found.items() if not isinstance(value, Tensor)])
-            if isinstance(found, dict)
-            else type(found).__name__
+            abbreviated([repr(key) for key, value in content.items() if not isinstance(value, Tensor)])
+            if isinstance(content, dict)
+            else type(content).__name__
         )
         raise ValueError(
             f"{file}: expected a dict from names to tensors, found other values: {others}. Save only the model's "
             "state dict."
         )
     without = [
-        repr(key) for key, value in found.items() if value.is_meta or value.layout is not torch.strided
+        repr(key) for key, value in content.items() if value.is_meta or value.layout is not torch.strided
     ]
     if without:
         raise ValueError(f"{file}: these tensors are sparse, or hold no values: {abbreviated(without)}")
     return {
         str(key): StoredTensor(str(key), file, number, value.shape, value.dtype, partial(_itself, value))
-        for number, (key, value) in enumerate(found.items())
+        for number, (key, value) in enumerate(content.items())
     }
 
 

@@ -48,8 +48,8 @@ def files_of(metadata: Metadata) -> dict[str, int]:
 def check_sizes(folder: Path, sizes: Mapping[str, int], links: bool = False) -> None:
     """Raise Damaged where a file is missing, is no regular file or is too short."""
     for name, nbytes in sizes.items():
-        if (found := size_of(folder / name, links)) < nbytes:
-            raise Damaged(f"{name} holds {found:,} bytes, at least {nbytes:,} expected")
+        if (nbytes_on_disk := size_of(folder / name, links)) < nbytes:
+            raise Damaged(f"{name} holds {nbytes_on_disk:,} bytes, at least {nbytes:,} expected")
 
 
 class Reader(FileSystemReader):

@@ -81,13 +81,13 @@ def source_of(key_map: KeyMap | None, name: str) -> Source | None:
     """Where the model's tensor ``name`` is stored."""
     if key_map is None:
         return name
-    found = key_map.get(name, name) if isinstance(key_map, Mapping) else key_map(name)
-    if found is not None and not isinstance(found, (str, Transposed, Slice, Stacked, Joined)):
+    source = key_map.get(name, name) if isinstance(key_map, Mapping) else key_map(name)
+    if source is not None and not isinstance(source, (str, Transposed, Slice, Stacked, Joined)):
         raise TypeError(
-            f"The key map gave {found!r} ({type(found).__name__}) for {name!r}; expected a key, Transposed, Slice, "
+            f"The key map gave {source!r} ({type(source).__name__}) for {name!r}; expected a key, Transposed, Slice, "
             "Stacked, Joined or None."
         )
-    return found
+    return source
 
 
 def keys_of(source: Source) -> list[str]:

@@ -65,7 +65,7 @@ def materialize(
             changed since.
 
     Warns:
-        UserWarning: on the meta path, parameters that were initialised more than once; the last one counts.
+        UserWarning: on the meta path, parameters that were initialised more than once; the last values count.
     """
     refuse_while_deferring("materialize")
     where = _device(model, device)
@@ -104,13 +104,13 @@ def materialize(
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
     of_mesh = next((unit.ranks.device for unit in units_of(model)), None)
-    wanted = torch.device(device) if device is not None else of_mesh or UNNAMED
-    if of_mesh is not None and wanted.type != of_mesh.type:
+    target = torch.device(device) if device is not None else of_mesh or UNNAMED
+    if of_mesh is not None and target.type != of_mesh.type:
         raise ValueError(
-            f"The model is sharded over a mesh on {of_mesh.type!r} and cannot be materialized on {wanted}. Call "
+            f"The model is sharded over a mesh on {of_mesh.type!r} and cannot be materialized on {target}. Call "
             "materialize without device, or shard over a mesh of that device."
         )
-    return of_mesh or wanted
+    return of_mesh or target
 
 
 def refuse_graphs(model: nn.Module) -> None:

@@ -371,12 +371,12 @@ def value_of(value: Any) -> Any:
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Tensors that the operation changes, by its schema."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [t for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor)]
-    return found
+            tensors += [t for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor)]
+    return tensors
 
 
 def _fills(call: Any) -> bool:

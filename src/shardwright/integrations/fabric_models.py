@@ -108,10 +108,10 @@ def units_of(model: nn.Module, policy: Any) -> list[nn.Module]:
     if policy is None:
         return []
     if isinstance(policy, tuple) and not any(isinstance(m, policy) for m in model.modules()):
-        found = sorted({type(m).__name__ for m in model.modules()})
+        class_names = sorted({type(m).__name__ for m in model.modules()})
         warnings.warn(  # right for a small model beside the one that the policy is for
             f"auto_wrap_policy names {', '.join(c.__name__ for c in policy)}, but this model has only "
-            f"{', '.join(found)}: the whole model becomes one unit, gathered at once.",
+            f"{', '.join(class_names)}: the whole model becomes one unit, gathered at once.",
             stacklevel=4,
         )
         return []

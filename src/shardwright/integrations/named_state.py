@@ -92,10 +92,10 @@ class Parts:
             id(p): (m, name) for m, model in self.models.items() for name, p in model.named_parameters()
         }
         groups = [group["params"] for group in self.optimizers[key].param_groups]
-        found = [[owners.get(id(p)) for p in params] for params in groups]
-        several = len({each[0] for group in found for each in group if each is not None}) > 1
+        owners_of_groups = [[owners.get(id(p)) for p in params] for params in groups]
+        several = len({each[0] for group in owners_of_groups for each in group if each is not None}) > 1
         names = []
-        for group, params in zip(found, groups, strict=True):
+        for group, params in zip(owners_of_groups, groups, strict=True):
             for each, p in zip(group, params, strict=True):
                 if each is None:
                     raise ValueError(
@@ -416,8 +416,8 @@ def _fitting(
         if isinstance(value, torch.Tensor) and name in stored:
             shape = stored[name][0].shape if len(stored[name]) == 1 else None
             if shape != value.shape:
-                found = "no tensor" if shape is None else tuple(shape)
-                problems.append(f"{name!r} is {tuple(value.shape)} here and {found} in the checkpoint")
+                stored_shape = "no tensor" if shape is None else tuple(shape)
+                problems.append(f"{name!r} is {tuple(value.shape)} here and {stored_shape} in the checkpoint")
     if problems:
         raise RuntimeError(f"The checkpoint {path} does not fit state[{key!r}]: {'; '.join(problems)}.")
     return {

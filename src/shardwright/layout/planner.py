@@ -257,9 +257,9 @@ def plan(
     for i, shape in enumerate(sizes):
         if any(n < 0 for n in shape):
             raise ValueError(f"shapes: expected no negative dimension, found {shape} for parameter {i}")
-    for name, given in (("dtypes", dtypes), ("groups", groups)):
-        if given is not None and len(given) != len(sizes):
-            raise ValueError(f"{name}: expected one for each of {len(sizes)} parameters, found {len(given)}")
+    for name, values in (("dtypes", dtypes), ("groups", groups)):
+        if values is not None and len(values) != len(sizes):
+            raise ValueError(f"{name}: expected one for each of {len(sizes)} parameters, found {len(values)}")
 
     keys: dict[tuple[tuple[torch.dtype, ...], Hashable], list[int]] = {}
     for i in range(len(sizes)):

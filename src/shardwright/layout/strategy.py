@@ -39,12 +39,12 @@ class Strategy:
 
     def __post_init__(self) -> None:
         for kind in _KINDS:
-            given = getattr(self, kind)
-            axes = (given,) if isinstance(given, str) else tuple(given)
+            value = getattr(self, kind)
+            axes = (value,) if isinstance(value, str) else tuple(value)
             wrong = [a for a in axes if a not in ("shard", "replicate")]
             if wrong or not axes:
                 raise ValueError(
-                    f'Strategy({kind}={given!r}): expected "shard" or "replicate" for each mesh axis'
+                    f'Strategy({kind}={value!r}): expected "shard" or "replicate" for each mesh axis'
                 )
             object.__setattr__(self, kind, axes)
         if len({len(getattr(self, kind)) for kind in _KINDS}) > 1:

@@ -182,10 +182,10 @@ def _check_state(what: str, p: Tensor, values: dict[str, Any], group: dict[str, 
             )
 
 
-def _other_blocks(what: str, found: int, group: dict[str, Any]) -> ValueError:
+def _other_blocks(what: str, block_size: int, group: dict[str, Any]) -> ValueError:
     return ValueError(
-        f"{what}: expected optimizer state in blocks of {group['block_size']} elements, found blocks of {found}. "
-        f"Build the optimizer with AdamW8bit(..., block_size={found})."
+        f"{what}: expected optimizer state in blocks of {group['block_size']} elements, found blocks of {block_size}. "
+        f"Build the optimizer with AdamW8bit(..., block_size={block_size})."
     )
 
 

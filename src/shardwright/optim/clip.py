@@ -138,10 +138,10 @@ def _norms(tensors: list[torch.Tensor], norm_type: float, device: torch.device) 
     if not tensors:
         return None
     filled = [t for t in tensors if t.numel()]  # torch has no largest element of nothing
-    found = iter(foreach_norm(filled, norm_type) if filled else ())
+    norms = iter(foreach_norm(filled, norm_type) if filled else ())
     dtype = functools.reduce(torch.promote_types, {t.dtype for t in tensors}, torch.float32)
     zero = (filled or tensors)[0].new_zeros(()).to(device)
-    stacked = torch.stack([next(found).to(device) if t.numel() else zero for t in tensors])
+    stacked = torch.stack([next(norms).to(device) if t.numel() else zero for t in tensors])
     return stacked.to(
         dtype.to_real()
     )  # the same on every rank, also where it has no element of the widest dtype

@@ -80,15 +80,15 @@ class HostState:
     @torch.no_grad()
     def take(self, part: Hashable, host: Host, state: State) -> defaultdict[Any, dict[str, Any]]:
         """``state`` of the part with its tensors on the device. The computation waits for them."""
-        wanted = _on_host(state.values())
+        host_tensors = _on_host(state.values())
         self._waiting.pop(part, None)
         sent = None
         if self._coming is not None and self._coming.part == part:
-            if {id(t) for t in wanted} <= self._coming.pairs.keys():
+            if {id(t) for t in host_tensors} <= self._coming.pairs.keys():
                 sent, self._coming = self._coming, None
             else:  # replaced since
                 self._drop_coming()
-        self._here = here = sent or self._send(part, host, wanted)
+        self._here = here = sent or self._send(part, host, host_tensors)
         here.host.streams.join(here.mark)
         self._make_room(0)  # of as much as this is, in a first step
         pairs = here.pairs

@@ -89,8 +89,8 @@ class Muon(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; one without the key "muon" is divided by the rule above."""
-        given = param_group["params"]
-        entries = [given] if isinstance(given, torch.Tensor) else list(given)
+        own_parameters = param_group["params"]
+        entries = [own_parameters] if isinstance(own_parameters, torch.Tensor) else list(own_parameters)
         if "muon" in param_group:
             muon = param_group["muon"]
             if not isinstance(muon, bool):

@@ -70,13 +70,13 @@ def needs_of(optimizer: Optimizer, needs: Needs | None) -> Callable[[torch.Tenso
                 "tensors, needs=n if it needs blocks of n consecutive elements, or a function of the parameter that "
                 f"returns one of these. Or give {kind.__name__} a method shard_needs(self, p) that returns one."
             )
-    given = _function(needs, "needs")
+    chosen = _function(needs, "needs")
     if own is None or own is needs:
-        return given
+        return chosen
     least = _function(own, "what the optimizer needs")
 
     def both(p: torch.Tensor) -> Need:
-        need, known = given(p), least(p)
+        need, known = chosen(p), least(p)
         if need != "tensor" and (known == "tensor" or (isinstance(need, int) and need % known)):
             raise ValueError(
                 f"needs={need!r} is too small: {kind.__name__} needs {known!r} of parameter {name_of(p)}. Do not "
@@ -102,7 +102,7 @@ def check(
     Raises:
         ValueError: a block that must stay whole is cut.
     """
-    found = []
+    needs_of_parameters = []
     for group in groups:
         names = group.get("param_names")
         for index, p in enumerate(group["params"]):
@@ -110,8 +110,8 @@ def check(
             need = _checked(needs(p), f"what the optimizer needs of parameter {name!r}")
             if need != "tensor" and need > 1:
                 _refuse_cut_blocks(name, p, need)
-            found.append((name, p, need))
-    return found
+            needs_of_parameters.append((name, p, need))
+    return needs_of_parameters
 
 
 def cost_of(optimizer: Optimizer) -> Callable[[torch.Tensor], float]:

@@ -22,13 +22,13 @@ def check_device(config: Config, kind: str) -> None:
         from shardwright.train.float8 import check_float8
 
         check_float8(config, kind)
-    for key, wanted in (
+    for key, value in (
         ("cuda_graph", config.train.cuda_graph),
         ("memory_snapshot", config.train.memory_snapshot),
     ):
-        if wanted and kind != "cuda":
+        if value and kind != "cuda":
             raise UserError(
-                f"train.{key}: expected none on the {kind.upper()}, found {wanted}; it needs a CUDA device"
+                f"train.{key}: expected none on the {kind.upper()}, found {value}; it needs a CUDA device"
             )
 
 
@@ -100,20 +100,20 @@ def _check_expert_parallel(config: Config, ranks: int) -> None:
     parallel, shape = config.parallel, config.model.shape()
     if not isinstance(shape, HybridConfig) or "E" not in shape.pattern + shape.mtp_pattern:
         raise UserError(f"parallel.expert: expected 1 for a model without experts, found {parallel.expert}")
-    found: dict[str, tuple[object, object, str]] = {
+    rules: dict[str, tuple[object, object, str]] = {
         "train.cuda_graph": (config.train.cuda_graph, False, "sizes depend on the routing"),
         "train.compile": (config.train.compile, "none", "sizes depend on the routing"),
     }
     if optimizers.get(config.optimizer.name).whole:
-        found["optimizer.name"] = (
+        rules["optimizer.name"] = (
             config.optimizer.name,
             "adamw",
             "it needs tensors or blocks that are not cut",
         )
-    for key, (value, wanted, why) in found.items():
-        if value != wanted:
+    for key, (value, expected, why) in rules.items():
+        if value != expected:
             raise UserError(
-                f"{key}: expected {wanted!r} with parallel.expert = {parallel.expert}, found {value!r}; {why}"
+                f"{key}: expected {expected!r} with parallel.expert = {parallel.expert}, found {value!r}; {why}"
             )
     for what, size in (
         ("the number of ranks that share a replica", ranks),

@@ -75,10 +75,10 @@ def alike(units: Sequence[Unit]) -> Iterator[tuple[str, Unit]]:
 
 def layout(config: Config, world_sizes: Sequence[int]) -> int:
     """Print a table for each unit of the configured model, with a row for each number of ranks and layout; return 0."""
-    for key, found in (("tensor", config.parallel.tensor), ("expert", config.parallel.expert)):
-        if found > 1:
+    for key, value in (("tensor", config.parallel.tensor), ("expert", config.parallel.expert)):
+        if value > 1:
             raise UserError(
-                f"parallel.{key}: expected 1, since the tables show layouts of whole layers, found {found}; pass "
+                f"parallel.{key}: expected 1, since the tables show layouts of whole layers, found {value}; pass "
                 f"--parallel.{key} 1"
             )
     with torch.device("meta"):

@@ -117,22 +117,22 @@ class Config(Section):
                 f"train.float8: expected 'none' with {tokens} tokens in a micro-batch, found {recipe!r}; the number "
                 "of tokens must be a multiple of 16"
             )
-        wanted: list[tuple[str, Any, Any]] = [
+        rules: list[tuple[str, Any, Any]] = [
             ("parallel.param_dtype", self.parallel.param_dtype, "bfloat16"),
             ("parallel.tensor", self.parallel.tensor, 1),
             ("parallel.expert", self.parallel.expert, 1),
             ("train.cuda_graph", self.train.cuda_graph, False),
         ]
         if self.gathers_float8:
-            wanted += [
+            rules += [
                 ("optimizer.name", self.optimizer.name, "adamw"),
                 ("parallel.offload", self.parallel.offload, "none"),
                 ("parallel.full_precision_in_eval", self.parallel.full_precision_in_eval, False),
             ]
-        for key, found, expected in wanted:
-            if found != expected:
+        for key, value, expected in rules:
+            if value != expected:
                 raise ValueError(
-                    f"{key}: expected {expected!r} with train.float8 = {recipe!r}, found {found!r}"
+                    f"{key}: expected {expected!r} with train.float8 = {recipe!r}, found {value!r}"
                 )
         if self.parallel.engine == "fsdp1":
             raise ValueError(

@@ -210,16 +210,16 @@ class ModelConfig(Section):
             raise ValueError(
                 f"preset: expected one of {', '.join(kind.presets)} with kind {self.kind!r}, found {self.preset!r}"
             )
-        given = {name: value for name, value in self if value is not None and name not in ("kind", "preset")}
-        for name in sorted(given.keys() - kind.numbers):
+        values = {name: value for name, value in self if value is not None and name not in ("kind", "preset")}
+        for name in sorted(values.keys() - kind.numbers):
             owners = " or ".join(repr(its.name) for its in kinds if name in its.numbers)
             raise ValueError(
-                f"{name}: kind {self.kind!r} has none; expected it with kind {owners} only, found {given[name]!r}"
+                f"{name}: kind {self.kind!r} has none; expected it with kind {owners} only, found {values[name]!r}"
             )
         scaling = self.rope_scaling
         if scaling is not None:
-            given["rope_scaling"] = RopeScaling(**dict(scaling)) if scaling.factor > 1 else None
-        return replace(preset, **given)
+            values["rope_scaling"] = RopeScaling(**dict(scaling)) if scaling.factor > 1 else None
+        return replace(preset, **values)
 
     def resolved(self) -> ModelConfig:
         """The same model with every number written out, so that nothing depends on the preset any more."""

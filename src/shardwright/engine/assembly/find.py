@@ -71,8 +71,8 @@ def meshes_asked(
         return []
     ids = {id(p) for p in ignored}
     own = [p for top in modules for _, m in own_modules(top) for p in m._parameters.values() if p is not None]
-    found = [fn(p) for p in own if id(p) not in ids and not isinstance(p, Managed)]
-    return [info for r in found if hasattr(info := getattr(r, "mesh_info", r), "mesh")]
+    placements = [fn(p) for p in own if id(p) not in ids and not isinstance(p, Managed)]
+    return [info for r in placements if hasattr(info := getattr(r, "mesh_info", r), "mesh")]
 
 
 def find_parameters(
@@ -122,7 +122,7 @@ def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 def own_modules(top: nn.Module) -> list[tuple[str, nn.Module]]:
     """``top`` and the Python modules below it, but nothing at or below a module that is sharded already."""
-    found: list[tuple[str, nn.Module]] = []
+    inner_modules: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
     todo = [("", top)]
     while todo:
@@ -132,10 +132,10 @@ def own_modules(top: nn.Module) -> list[tuple[str, nn.Module]]:
         if isinstance(module, torch.jit.ScriptModule):
             continue
         seen.add(id(module))
-        found.append((name, module))
+        inner_modules.append((name, module))
         below = [(f"{name}.{n}" if name else n, m) for n, m in module._modules.items() if m is not None]
         todo.extend(reversed(below))
-    return found
+    return inner_modules
 
 
 def _lent_by_another(name: str, parameter: nn.Parameter, top: nn.Module, unit: Any) -> nn.Parameter | None:

@@ -124,16 +124,18 @@ def _check_single(policy: Any, where: str) -> None:
 def policy_for(policy: PrecisionPolicy, name: str, parameter: nn.Parameter) -> PrecisionPolicy:
     """That of one parameter: its own if there is one, else the unit's."""
     choose = policy.per_parameter
-    found: MixedPrecisionPolicy | None
+    own_policy: MixedPrecisionPolicy | None
     if choose is None:
         return policy
     if isinstance(choose, Mapping):
-        found = next((own for pattern, own in choose.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        own_policy = next(
+            (own for pattern, own in choose.items() if fnmatch.fnmatchcase(name, pattern)), None
+        )
     else:
-        found = choose(name, parameter)
-        if found is not None:
-            _check_single(found, f"parameter {name!r}")
-    return policy if found is None else as_precision(found)
+        own_policy = choose(name, parameter)
+        if own_policy is not None:
+            _check_single(own_policy, f"parameter {name!r}")
+    return policy if own_policy is None else as_precision(own_policy)
 
 
 def gradient_dtypes(policy: PrecisionPolicy, compute: torch.dtype) -> GradientDtypes:

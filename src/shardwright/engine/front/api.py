@@ -155,33 +155,33 @@ def fully_shard(
     untouched = [*ignored, *parameters_of(left_out)]
     _refuse_scripted(modules, untouched)
     each = [ranks, *_ranks_of_some(meshes_asked(modules, untouched, shard_placement_fn), strategy, ranks)]
-    founds = [
+    parameters_of_units = [
         find_parameters(modules, untouched, r, shard_placement_fn, sibling=r is not ranks) for r in each
     ]
-    for r, found in zip(each, founds, strict=True):
+    for r, unit_parameters in zip(each, parameters_of_units, strict=True):
         if r.spmd is not None:
-            _refuse_cut(found)
+            _refuse_cut(unit_parameters)
     units = [
         Unit(
             modules,
             ranks=r,
-            settings=Settings(_reshard_after_forward(reshard_after_forward, strategy, r, found)),
+            settings=Settings(_reshard_after_forward(reshard_after_forward, strategy, r, unit_parameters)),
             arguments=Arguments(
                 as_precision(mp_policy), mp_policy, shard_placement_fn, layout_of(layout), offload
             ),
             ignored=ignored,
             ignored_modules=left_out,
         )
-        for r, found in zip(each, founds, strict=True)
+        for r, unit_parameters in zip(each, parameters_of_units, strict=True)
     ]
     unit = units[0]
     unit.options = options
-    for u, found in zip(units, founds, strict=True):
+    for u, unit_parameters in zip(units, parameters_of_units, strict=True):
         u.values.synced, u.values.checked = sync_module_states, check_module_states
-        _same_start(u, modules, found)
-    undo = Undo(modules, founds)
+        _same_start(u, modules, unit_parameters)
+    undo = Undo(modules, parameters_of_units)
     try:
-        take_over(units, founds)
+        take_over(units, parameters_of_units)
         _move_buffers(modules, left_out, ranks.device)
         hook_optimizers()
         hook_backward()
@@ -199,7 +199,7 @@ fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 def _reshard_after_forward(
-    value: bool | int | None, strategy: str | Strategy | None, ranks: Ranks, found: Found
+    value: bool | int | None, strategy: str | Strategy | None, ranks: Ranks, unit_parameters: Found
 ) -> bool | int | None:
     """True, False, None, or among how many ranks parameters are kept after forward: not 1 and not all."""
     if value is None or value is False:
@@ -221,7 +221,7 @@ def _reshard_after_forward(
             f"reshard_after_forward={value} must divide the {size} ranks over which parameters are gathered"
         )
     if 1 < value < size:
-        for name, parameter, *_ in found.owned:
+        for name, parameter, *_ in unit_parameters.owned:
             if is_extended(local_of(parameter) if isinstance(parameter, DTensor) else parameter):
                 raise NotImplementedError(
                     f"parameter {name!r} ({type(parameter).__name__}) has fsdp_pre_all_gather, so it is gathered over "
@@ -292,18 +292,18 @@ def _check_ignored(modules: list[nn.Module], ignored: Iterable[nn.Module] | None
         raise ValueError(
             f"ignored_modules expects a collection of modules, got a {type(ignored).__name__}; put it in a set"
         )
-    found = list(ignored) if ignored is not None else []
-    for each in found:
+    ignored_modules = list(ignored) if ignored is not None else []
+    for each in ignored_modules:
         if not isinstance(each, nn.Module):
             raise ValueError(f"ignored_modules expects modules, got {type(each).__name__}")
-    inside = {id(m) for top in found for m in top.modules()}
+    inside = {id(m) for top in ignored_modules for m in top.modules()}
     for each in modules:
         if id(each) in inside:
             raise ValueError(
                 f"fully_shard got a {type(each).__name__} that is also in its ignored_modules; remove it from one of "
                 "the two"
             )
-    return found
+    return ignored_modules
 
 
 def _refuse_torchs(modules: list[nn.Module], ignored: list[nn.Module]) -> None:
@@ -371,8 +371,8 @@ def _ranks(mesh: DeviceMesh, dims: Any, strategy: str | Strategy | None) -> Rank
     )
 
 
-def _refuse_cut(found: Found) -> None:
-    for name, parameter, _, parallel in found.owned:
+def _refuse_cut(unit_parameters: Found) -> None:
+    for name, parameter, _, parallel in unit_parameters.owned:
         if isinstance(parameter, DTensor) and is_cut(parameter, parallel):
             raise ValueError(
                 f"parameter {name!r} of shape {tuple(parameter.shape)}, a DTensor placed {parameter.placements} on "
@@ -421,7 +421,7 @@ def _communicator(group: dist.ProcessGroup | None, device: torch.device) -> Comm
     return comm
 
 
-def _same_start(unit: Unit, modules: list[nn.Module], found: Found) -> None:
+def _same_start(unit: Unit, modules: list[nn.Module], unit_parameters: Found) -> None:
     """Broadcast what the unit is about to take over, or compare it over the ranks, where that was asked for."""
     for name, asked in (("synced", unit.values.synced), ("checked", unit.values.checked)):
         for module in (m for top in modules for m in top.modules()) if asked else ():
@@ -434,7 +434,7 @@ def _same_start(unit: Unit, modules: list[nn.Module], found: Found) -> None:
                     "of the model."
                 )
     if unit.values.synced or unit.values.checked:
-        states = states_of(modules, found, unit.watch.ignored_modules())
+        states = states_of(modules, unit_parameters, unit.watch.ignored_modules())
         if unit.values.synced:
             sync_states(unit.mesh, unit.ranks.device, states, unit.name)
         if unit.values.checked:

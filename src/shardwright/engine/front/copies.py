@@ -95,7 +95,7 @@ def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], instal
                     "to its local tensor, and it belongs to that object alone. Define it on the parameter's class "
                     "before fully_shard."
                 )
-    founds = [
+    parameters_of_units = [
         find_parameters(
             modules,
             new.watch.ignored(),
@@ -105,7 +105,7 @@ def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], instal
         )
         for new in news
     ]
-    take_over(news, founds)
+    take_over(news, parameters_of_units)
     install(news[0], modules)
 
 

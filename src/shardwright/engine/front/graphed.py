@@ -104,9 +104,9 @@ class GraphedStep:
                 still there.
             RuntimeError: the function cannot be captured.
         """
-        for i, given in enumerate(inputs):
-            if not isinstance(given, torch.Tensor):
-                raise ValueError(f"GraphedStep takes tensors, got {type(given).__name__} as input {i}")
+        for i, tensor in enumerate(inputs):
+            if not isinstance(tensor, torch.Tensor):
+                raise ValueError(f"GraphedStep takes tensors, got {type(tensor).__name__} as input {i}")
         if self._left:
             self._left -= 1
             return self._streams.warm_up(lambda: self._function(*inputs))
@@ -169,7 +169,7 @@ class GraphedStep:
         )
 
     def _capture(self, root: Root, state: object, inputs: tuple[torch.Tensor, ...]) -> _Captured:
-        static = tuple(given.detach().clone() for given in inputs)
+        static = tuple(tensor.detach().clone() for tensor in inputs)
         memory = root.pools.allocator
         try:
             replay, result = root.agreement.streams.capture(lambda: self._function(*static))
@@ -191,10 +191,10 @@ class GraphedStep:
 
     @staticmethod
     def _copy_inputs(captured: _Captured, inputs: tuple[torch.Tensor, ...]) -> None:
-        told = [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in (inputs, captured.inputs)]
-        if told[0] != told[1]:
+        forms = [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in (inputs, captured.inputs)]
+        if forms[0] != forms[1]:
             raise ValueError(
-                f"This step was captured for inputs of shapes and dtypes {told[1]}, got {told[0]}. Make one "
+                f"This step was captured for inputs of shapes and dtypes {forms[1]}, got {forms[0]}. Make one "
                 "GraphedStep for each set of shapes."
             )
         for target, source in zip(captured.inputs, inputs, strict=True):

@@ -130,8 +130,8 @@ def _show_sharded(unit: Unit) -> None:
 class _Loaded(_AtRest):
     """After a state dict was loaded. That of a whole model gives ranks that have diverged the same weights again."""
 
-    def __call__(self, *given: Any) -> None:
-        super().__call__(*given)
+    def __call__(self, *args: Any) -> None:
+        super().__call__(*args)
         unit = self._unit()
         root = root_of(unit) if unit is not None else None
         if root is not None and root.top is unit:
@@ -675,8 +675,8 @@ class _ForwardMethod:
         depth, calls = depth_of(unit), Calls(unit)
         try:
             args, kwargs = calls.before_forward(module, args, kwargs)
-            given = (module, *args) if self._bound else args
-            return calls.after_forward(module, args, self._function(*given, **kwargs))
+            call_args = (module, *args) if self._bound else args
+            return calls.after_forward(module, args, self._function(*call_args, **kwargs))
         except BaseException:
             calls.forward_failed(depth)
             raise

@@ -36,23 +36,23 @@ def hook_backward() -> None:
     watch_backward(_run)
 
 
-def _run(original: Run, *given: Any, **options: Any) -> Any:
+def _run(original: Run, *args: Any, **options: Any) -> Any:
     try:
-        if not given[4]:  # inputs
-            return original(*given, **options)
+        if not args[4]:  # inputs
+            return original(*args, **options)
         with selecting():
-            return _run_selected(original, *given, **options)
+            return _run_selected(original, *args, **options)
     except BaseException as error:
         backward_failed(error)
         raise
 
 
-def _run_selected(original: Run, *given: Any, **options: Any) -> Any:
-    outputs, gradients, retain, create, inputs, *rest = given
+def _run_selected(original: Run, *args: Any, **options: Any) -> Any:
+    outputs, gradients, retain, create, inputs, *rest = args
     selected = [_parameter_of(each) for each in inputs]
     targets = _targets(selected)
     if not targets:
-        return original(*given, **options)
+        return original(*args, **options)
     exchanged = tuple(
         targets[id(p)][1] if id(p) in targets else each for p, each in zip(selected, inputs, strict=True)
     )

@@ -179,10 +179,10 @@ def by_class(*classes: type[nn.Module] | str, group: int = 1) -> Policy:
         there = {_class_of(m).__name__ for m in tree.model.modules()}
         missing = sorted(names - there)
         if missing or not any(chosen(m) for m in tree.model.modules()):
-            wanted = missing or [c.__name__ for c in kinds]
+            class_names = missing or [c.__name__ for c in kinds]
             raise ValueError(
-                f"by_class: {type(tree.model).__name__} has no module of class {', '.join(wanted)}; its modules are of "
-                f"{', '.join(sorted(there))}"
+                f"by_class: {type(tree.model).__name__} has no module of class {', '.join(class_names)}; its modules "
+                f"are of {', '.join(sorted(there))}"
             )
         wanted_modules = [m for m in tree.free() if chosen(m)]
         if group == 1:
@@ -305,9 +305,9 @@ def auto_wrap(model: M, policy: Any, **options: Any) -> M:
     )
     of_units = {name: value for name, value in options.items() if name not in _OF_ROOT}
     if len(of_units) < len(options) and not is_called(model):
-        given = ", ".join(name for name in _OF_ROOT if name in options)
+        root_options = ", ".join(name for name in _OF_ROOT if name in options)
         raise ValueError(
-            f"{given}: pass this to the call for the whole model; {type(model).__name__} has no forward"
+            f"{root_options}: pass this to the call for the whole model; {type(model).__name__} has no forward"
         )
     for unit in units:
         fully_shard(unit, **(options if unit is model else of_units))

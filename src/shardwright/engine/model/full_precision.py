@@ -8,7 +8,7 @@ from torch import nn
 from shardwright.engine.unit.unit import Unit
 
 
-def wanted(model: nn.Module) -> bool:
+def uses_full_precision(model: nn.Module) -> bool:
     """Whether a root call of ``model`` computes with weights as they are stored."""
     if model.training:
         return False

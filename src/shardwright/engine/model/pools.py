@@ -199,13 +199,13 @@ class Pools:
         for unit in self._pooled():
             sizes.setdefault(aligned(unit.weights.copies.training.slab.nbytes), []).append(unit.name)
         if len(sizes) > 1:
-            told = "; ".join(
+            sizes_of_units = "; ".join(
                 f"{nbytes:,} bytes: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
                 for nbytes, names in sorted(sizes.items(), reverse=True)
             )
             raise ValueError(
-                f'memory="{self._named.name}" needs units of one size; found {told}. Use memory="max_pool", which '
-                'has slots of several sizes, or "arena", which plans all memory.'
+                f'memory="{self._named.name}" needs units of one size; found {sizes_of_units}. Use '
+                'memory="max_pool", which has slots of several sizes, or "arena", which plans all memory.'
             )
 
     def wants(self, slab: Slab) -> bool:
@@ -214,10 +214,11 @@ class Pools:
 
     def tell(self, unit: str, kind: str, reason: str) -> None:
         """Warn of a lease outside the plan, or raise."""
-        told = f"Unit {unit!r} leases memory for its {kind} outside the plan of memory={self._named.name!r}: {reason}."
+        plan = f"the plan of memory={self._named.name!r}"
+        message = f"Unit {unit!r} leases memory for its {kind} outside {plan}: {reason}."
         if self.strict:
-            raise RuntimeError(f"{told} With strict=False torch's allocator gives this memory.")
-        warnings.warn(told, RuntimeWarning, stacklevel=2)
+            raise RuntimeError(f"{message} With strict=False torch's allocator gives this memory.")
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def model_options(memory: str | Allocator, prefetch: int | str, strict: bool) -> ModelOptions:

@@ -23,7 +23,7 @@ from shardwright.engine.base.settings import ModelOptions
 from shardwright.engine.base.visit import Visit
 from shardwright.engine.model.agreement import Agreement
 from shardwright.engine.model.divergence import END_BACKWARD, END_FORWARD
-from shardwright.engine.model.full_precision import check_agree, wanted
+from shardwright.engine.model.full_precision import check_agree, uses_full_precision
 from shardwright.engine.model.order import Order
 from shardwright.engine.model.pools import Pools, prefetch_budget
 from shardwright.engine.model.prefetch import Prefetch
@@ -141,7 +141,7 @@ class Root:
             self.agreement.check()
             self.recover_if_failed()
             if self.full_precision_in_eval:
-                self.compute_as(wanted(module))
+                self.compute_as(uses_full_precision(module))
             self._enter()
             self.clock.begin_call()
             self.caller = unit

@@ -81,9 +81,9 @@ class RaggedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
+        edited = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
         result = HANDLERS.get(func, _refused)(func, args, kwargs)
-        for local in given:
+        for local in edited:
             unmark(local)
         return result
 
@@ -304,9 +304,9 @@ class RaggedDTensor(DTensor):
         if spec.world_size == 1 or local.is_meta or parameter_of(local) or is_traced(local):
             return  # parameters are of one class on every rank
         own = not has_other_lengths(local)
-        found = torch.tensor(float(own), device=device_of(spec, local))
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=spec.group)
-        if found.item():  # reading it synchronises, as full state dicts do anyway
+        any_rank = torch.tensor(float(own), device=device_of(spec, local))
+        dist.all_reduce(any_rank, dist.ReduceOp.MAX, group=spec.group)
+        if any_rank.item():  # reading it synchronises, as full state dicts do anyway
             refuse_to_join(ragged, "this rank" if own else "another rank")
 
     def redistribute(  # type: ignore[override]
@@ -412,11 +412,11 @@ def _exchange(
     if not has_other_lengths(local):
         refuse_to_join(RaggedTensor(local, spec))
     size, flat = local.dtype.itemsize, local.detach().reshape(-1)
-    mine, wanted = have[spec.rank], want[spec.rank]
+    mine, target = have[spec.rank], want[spec.rank]
     send = [size * _overlap(mine, other) for other in want]
-    receive = [size * _overlap(wanted, other) for other in have]
+    receive = [size * _overlap(target, other) for other in have]
     device = device_of(spec, local)
-    result = flat.new_empty(wanted[1] - wanted[0], device=device)
+    result = flat.new_empty(target[1] - target[0], device=device)
     source = flat.to(device).view(torch.uint8)  # all of it is wanted somewhere: both cut the whole tensor
     dist.all_to_all_single(result.view(torch.uint8), source, receive, send, group=spec.group)
     return result.to(local.device)

@@ -154,11 +154,11 @@ class RaggedSpec:
             self.global_shape
         ):  # one empty rectangle, or checkpoints would not know of the tensor
             return [(torch.Size([0] * len(self.shape)), self.shape)]
-        found = boxes_of(tuple(self.shape), *self.ranges[self.rank])
+        own_boxes = boxes_of(tuple(self.shape), *self.ranges[self.rank])
         start = self.parallel.box[0] if self.parallel is not None else (0,) * len(self.shape)
         return [
             (torch.Size([at + o for at, o in zip(start, offsets, strict=True)]), torch.Size(sizes))
-            for offsets, sizes in found
+            for offsets, sizes in own_boxes
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedSpec:
@@ -190,10 +190,10 @@ def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[tuple[list[int
     first, last = -(-start // row), stop // row  # whole rows
     if first > last:  # both ends in the same row
         return _in_row(shape, last, start, stop)
-    found = _in_row(shape, first - 1, start, first * row)
+    boxes = _in_row(shape, first - 1, start, first * row)
     if first < last:
-        found.append(([first] + [0] * (len(shape) - 1), [last - first, *shape[1:]]))
-    return found + _in_row(shape, last, last * row, stop)
+        boxes.append(([first] + [0] * (len(shape) - 1), [last - first, *shape[1:]]))
+    return boxes + _in_row(shape, last, last * row, stop)
 
 
 def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[tuple[list[int], list[int]]]:

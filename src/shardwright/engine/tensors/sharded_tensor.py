@@ -104,7 +104,7 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
             and joins_loss(func, args)
         ):
             return func(*[_number_of(t) if isinstance(t, ShardedTensor) else t for t in args], **kwargs)
-        given = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
+        edited = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
         if _RANDOM in func.tags and func._schema.is_mutable and isinstance(args[0], DTensor):
             result = _draw_whole(func, args, kwargs)
         elif func.overloadpacket in BY_POSITION and _real(args[0]):
@@ -113,7 +113,7 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
             result = _edit_by_position(func, args, kwargs, into=kwargs["out"])
         else:
             result = cls._operate(func, types, args, kwargs)
-        for local in given:
+        for local in edited:
             unmark(local)
         return result
 

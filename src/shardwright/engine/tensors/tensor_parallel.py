@@ -131,15 +131,15 @@ class TensorParallel:
                 f"A parameter of shape {tuple(self.shape)} got a gradient placed {gradient.placements} on "
                 f"{self.mesh}. On the data-parallel dimensions {self.data} the gradient must be Partial or Replicate."
             )
-        wanted = tuple(
+        placements = tuple(
             own if axis in self.data else placement
             for axis, (own, placement) in enumerate(zip(gradient.placements, self.placements, strict=True))
         )
-        if wanted != gradient.placements:
+        if placements != gradient.placements:
             own_dtype = gradient.dtype
             # A sum is rounded once, to what the gradient of the whole batch would be, not at each addition.
             wide: DTensor = gradient.to(torch.promote_types(own_dtype, dtype))  # type: ignore[assignment]
-            return waited(local_of(wide.redistribute(placements=wanted))).to(own_dtype)
+            return waited(local_of(wide.redistribute(placements=placements))).to(own_dtype)
         return waited(local_of(gradient))
 
 
@@ -199,7 +199,7 @@ def data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceM
         ValueError: no name is given, or one is not of the mesh.
     """
     shard, replicate = (
-        (given,) if isinstance(given, str) else tuple(given or ()) for given in (dims.shard, dims.replicate)
+        (field,) if isinstance(field, str) else tuple(field or ()) for field in (dims.shard, dims.replicate)
     )
     known = mesh.mesh_dim_names
     if (

@@ -175,8 +175,8 @@ class Unit:
     def communicators(self) -> list[Communicator]:
         """All over which it gathers and reduces."""
         ranks, scatters, near = self.site.ranks, self.gradients.ranks, self.site.neighbours
-        found = [*ranks.once, *ranks.gathers, *scatters.scatters, *scatters.late, *scatters.replicas]
-        return found if near is None else [*found, near]
+        communicators = [*ranks.once, *ranks.gathers, *scatters.scatters, *scatters.late, *scatters.replicas]
+        return communicators if near is None else [*communicators, near]
 
     # -- its model -----------------------------------------------------------------------------------------------
 
