@@ -36,12 +36,13 @@ print(time.perf_counter() - begun)
 
 # The second model shows what is left when everything was imported.
 SHARD = """
-import tempfile, time, torch
+import atexit, tempfile, time, torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from {library} import fully_shard
 dist.init_process_group("gloo", rank=0, world_size=1, init_method="file://" + tempfile.mktemp())
+atexit.register(dist.destroy_process_group)
 mesh = init_device_mesh("cpu", (1,))
 for count in range(1 + {second}):
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(80)])
@@ -50,7 +51,6 @@ for count in range(1 + {second}):
         fully_shard(unit, mesh=mesh{options})
     took = time.perf_counter() - begun
 print(took)
-dist.destroy_process_group()
 """
 
 FABRIC = """

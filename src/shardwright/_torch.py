@@ -135,7 +135,7 @@ def symmetric_pool(device: torch.device, backend: Literal["NCCL"]) -> Any:
     from torch.distributed import _symmetric_memory
 
     if not hasattr(_symmetric_memory, "get_mem_pool"):
-        raise NotImplementedError(f"this torch {torch.__version__} has no pools of symmetric memory")
+        raise NotImplementedError(f"torch {torch.__version__} has no pools of symmetric memory")
     _symmetric_memory.set_backend(backend)
     return _symmetric_memory.get_mem_pool(device)
 
@@ -147,9 +147,9 @@ def make_symmetric(memory: torch.Tensor, group: Any) -> None:
     _symmetric_memory.rendezvous(memory, group)
 
 
-def record_memory_history(wanted: bool) -> None:
+def record_memory_history(enabled: bool) -> None:
     """Let the CUDA allocator remember what is allocated and freed from now on, and by whom; or no longer."""
-    torch.cuda.memory._record_memory_history(enabled="all" if wanted else None)
+    torch.cuda.memory._record_memory_history(enabled="all" if enabled else None)
 
 
 def dump_memory_history(path: str) -> None:

@@ -126,18 +126,18 @@ def damaged(folder: Path) -> dict[str, tuple[Path, type[Exception], str]]:
         write(several / name, {"a": torch.zeros(1)})
     entry = {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]}
     return {
-        "cut off": (file("cut.safetensors", good[:-1]), ValueError, "not that of a whole"),
+        "cut off": (file("cut.safetensors", good[:-1]), ValueError, "header does not fit"),
         "empty": (file("none.safetensors", b""), ValueError, "0 bytes that do not begin"),
         "no header": (file("text.safetensors", b"<html>not found</html>"), ValueError, "do not begin with the length"),
-        "no json": (file("json.safetensors", struct.pack("<Q", 4) + b"nono" + good), ValueError, "not that of a whole"),
-        "dtype": (with_header("f6.safetensors", entry | {"dtype": "F6"}), ValueError, "dtype 'F6' is not known"),
-        "shape": (with_header("shape.safetensors", entry | {"shape": [4, 5]}), ValueError, "not that of a whole"),
+        "no json": (file("json.safetensors", struct.pack("<Q", 4) + b"nono" + good), ValueError, "header does not fit"),
+        "dtype": (with_header("f6.safetensors", entry | {"dtype": "F6"}), ValueError, "dtype 'F6' is not supported"),
+        "shape": (with_header("shape.safetensors", entry | {"shape": [4, 5]}), ValueError, "header does not fit"),
         "beyond": (
             with_header("beyond.safetensors", entry | {"data_offsets": [64, 128]}), ValueError, "bytes 64 to 128"
         ),
         "pickle": (saved("pickle.pt", {"a": Unknown()}), ValueError, r"torch.load cannot .*weights_only=True"),
-        "nested": (saved("nested.pt", {"model": {}, "a": torch.ones(1)}), ValueError, r"what is none: 'model'\. Save"),
-        "list": (saved("list.pt", [torch.ones(1)]), ValueError, "what is none: list"),
+        "nested": (saved("nested.pt", {"model": {}, "a": torch.ones(1)}), ValueError, r"other values: 'model'\. Save"),
+        "list": (saved("list.pt", [torch.ones(1)]), ValueError, "other values: list"),
         "damaged pt": (file("damaged.pt", b"PK\x03\x04 no"), ValueError, "torch.load cannot read"),
         "kind": (file("weights.npz", b""), ValueError, r"expected a file ending in \.safetensors"),
         "nothing": (folder / "nothing", FileNotFoundError, "expected a file or a folder of weights"),
@@ -146,7 +146,7 @@ def damaged(folder: Path) -> dict[str, tuple[Path, type[Exception], str]]:
         "index": (index("list", [1]), ValueError, 'expected JSON with a "weight_map"'),
         "outside": (index("up", {"weight_map": {"a": "../up.safetensors"}}), ValueError, "names of files beside it"),
         "file": (index("no", {"weight_map": {"a": "no.safetensors"}}), FileNotFoundError, "missing: no.safetensors"),
-        "key": (index("key", {"weight_map": {"x": "good.safetensors"}}), ValueError, "names for them: x"),
+        "key": (index("key", {"weight_map": {"x": "good.safetensors"}}), ValueError, "not in their file: x"),
     }  # fmt: skip
 
 
@@ -189,7 +189,7 @@ def test_headers_that_contradict_themselves_are_refused(
 def test_nesting_without_end_is_damage(tmp_path: Path) -> None:
     text = b"[" * 100_000
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
-    with pytest.raises(ValueError, match="not that of a whole safetensors file"):
+    with pytest.raises(ValueError, match="does not fit a complete safetensors file"):
         open_stored(tmp_path / "a.safetensors")
 
 

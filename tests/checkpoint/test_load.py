@@ -341,9 +341,9 @@ def test_everything_that_does_not_fit_is_told_at_once_and_changes_nothing(
     with pytest.raises(ValueError) as told:
         sw.load_pretrained(model, tmp_path / "weights.pt")
     text = str(told.value)
-    assert "weights.pt does not fit the model, of which nothing was changed" in text
-    assert "Missing, the model has them (1): 'blocks.1.norm.bias'." in text
-    assert "Unexpected, the model has no place for them (1): 'rotary.inv_freq'." in text
+    assert "weights.pt does not fit the model. Nothing was changed" in text
+    assert "Missing in the files (1): 'blocks.1.norm.bias'." in text
+    assert "Unexpected, not in the model (1): 'rotary.inv_freq'." in text
     assert "or value (2): 'blocks.0.up.weight': expected shape (12, 7), found (12, 8), 'norm.count': " in text
     assert "expected torch.int64, found torch.float32" in text
     assert "allow_missing or allow_unexpected" in text
@@ -422,7 +422,9 @@ def test_refusals(rank: int, world_size: int, tmp_path: Path) -> None:
     if rank == 0:
         torch.save({"weight": torch.zeros(4, 4)}, tmp_path / "other.pt")
     torch.distributed.barrier()
-    with pytest.raises(NotImplementedError, match="'weight' is a DTensor that no unit of fully_shard owns"):
+    with pytest.raises(
+        NotImplementedError, match="'weight' is a DTensor that belongs to no unit of fully_shard"
+    ):
         sw.load_pretrained(other, tmp_path / "other.pt")
     sw.load_pretrained(model, path)
     assert torch.equal(full(model.embed.weight), source_model().embed.weight)
@@ -434,6 +436,6 @@ def test_ranks_with_other_files_are_named(rank: int, world_size: int, tmp_path: 
     torch.save(stored, tmp_path / f"{rank}.pt")
     model = sw.fully_shard(nn.Linear(3, 3))
     before = full(model.weight).clone()
-    with pytest.raises(ValueError, match="Rank 1 found other tensors stored than rank 0"):
+    with pytest.raises(ValueError, match="Rank 1 found other tensors in its files than rank 0"):
         sw.load_pretrained(model, tmp_path / f"{rank}.pt", allow_missing=True)
     assert torch.equal(full(model.weight), before)

@@ -119,7 +119,7 @@ def test_nothing_in_metadata_runs(tmp_path: Path) -> None:
     }
     for name, data in attacks.items():
         assert runs(lambda data=data: pickle.loads(data), evidence), name
-        with pytest.raises(Damaged, match=r"names .*, which no checkpoint needs; it was not called"):
+        with pytest.raises(Damaged, match=r"names .*, which no checkpoint uses; it was not called"):
             parse_metadata(data)
         assert not evidence.exists(), name
 
@@ -205,7 +205,7 @@ def test_names_of_files_stay_in_the_folder_and_extensions_are_refused() -> None:
         data = pickle.dumps(Metadata({"w": BytesStorageMetadata()}, storage_data={MetadataIndex("w"): place}))
         with pytest.raises(Damaged, match=expected):
             parse_metadata(data)
-    with pytest.raises(Damaged, match="'w' has a part that is in no file"):
+    with pytest.raises(Damaged, match="'w' has a part that is not in any file"):
         parse_metadata(pickle.dumps(Metadata({"w": BytesStorageMetadata()}, storage_data={})))
 
 

@@ -133,7 +133,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(
         with pytest.raises(RuntimeError if rank else TypeError):
             sw.save_pretrained(model, tmp_path / "other")
     with pytest.raises(
-        RuntimeError if rank else FileExistsError, match="not empty; give another, or overwrite"
+        RuntimeError if rank else FileExistsError, match="not empty; pass another folder, or overwrite"
     ):
         sw.save_pretrained(model, tmp_path / "saved")
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
@@ -161,7 +161,7 @@ def test_refusals_come_before_anything_is_written(tmp_path: Path) -> None:
     for error, said, thing, path, options in (
         (ValueError, "hold no values yet.*: weight, bias", empty, "new", {}),
         (ValueError, "hold no values yet.*: weight, bias", deferred, "new", {}),
-        (ValueError, r"'weight' has torch.complex128, which safetensors cannot hold", complex_, "new", {}),
+        (ValueError, r"'weight' has torch.complex128, which safetensors cannot store", complex_, "new", {}),
         (
             ValueError,
             r"max_shard_size must be bytes.*got '5 parsec'",
@@ -170,11 +170,11 @@ def test_refusals_come_before_anything_is_written(tmp_path: Path) -> None:
             {"max_shard_size": "5 parsec"},
         ),
         (ValueError, r"max_shard_size must be bytes.*got 0", model, "new", {"max_shard_size": 0}),
-        (ValueError, "dtype must be a floating one", model, "new", {"dtype": torch.int8}),
-        (ValueError, r"'scale', .* are to be stored as 'x'", model, "new", {"key_map": lambda name: "x"}),
+        (ValueError, "dtype must be a floating-point dtype", model, "new", {"dtype": torch.int8}),
+        (ValueError, r"'scale', .* share the key 'x'", model, "new", {"key_map": lambda name: "x"}),
         (ValueError, r"does not fit 'scale': .* cannot be permuted", model, "new", {"key_map": Transposed}),
-        (FileExistsError, "not empty; give another", model, "mine", {}),
-        (FileExistsError, "more than a saved model: notes.txt", model, "mine", {"overwrite": True}),
+        (FileExistsError, "not empty; pass another", model, "mine", {}),
+        (FileExistsError, "other files than a saved model: notes.txt", model, "mine", {"overwrite": True}),
         (FileExistsError, "expected a folder, or none yet, found a file", model, "file", {}),
     ):
         with pytest.raises(error, match=said):
@@ -215,7 +215,7 @@ def test_tensors_are_written_in_other_forms_and_read_back(rank: int, world_size:
         assert torch.equal(p.full_tensor(), build(1).head.bias if name == "head.bias" else q), name
     whole = build(1)
     key_map["norm.weight"] = Slice("norms", 15, 7)
-    with pytest.raises(ValueError, match=r"'norms', of which they are not all the slices, each once"):
+    with pytest.raises(ValueError, match=r"'norms', but they are not exactly its slices, each once"):
         sw.save_pretrained(whole, tmp_path / f"never{rank}", key_map=key_map)
 
 

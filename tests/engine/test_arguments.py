@@ -65,7 +65,7 @@ def test_modules_that_cannot_be_sharded(rank: int, world_size: int) -> None:
     refused("has no forward", ValueError, nn.ModuleList([linear]))
     refused("empty list", ValueError, [])
     refused("expects nn.Module, got int", ValueError, 3)
-    refused("pass only the outer one", ValueError, [nn.Sequential(linear), linear])
+    refused("pass only the outer module", ValueError, [nn.Sequential(linear), linear])
     sharded = sw.fully_shard(nn.Linear(2, 2))
     refused("already applied to this FSDPLinear", ValueError, sharded)
 

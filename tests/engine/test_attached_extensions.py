@@ -178,7 +178,7 @@ def test_what_cannot_be_honoured_is_refused(rank: int, world_size: int) -> None:
     attach(model, [])
     for layer in (model[0], model[2]):
         del layer.weight._local_tensor.fsdp_post_all_gather
-    with pytest.raises(ValueError, match=r"defines fsdp_pre_all_gather and not fsdp_post_all_gather"):
+    with pytest.raises(ValueError, match=r"defines fsdp_pre_all_gather but not fsdp_post_all_gather"):
         model(data(0, rank))
     for layer in (model[0], model[2]):
         del layer.weight._local_tensor.fsdp_pre_all_gather
@@ -200,7 +200,7 @@ def test_what_is_attached_no_longer_is_named(rank: int, world_size: int, how: st
     else:
         for p in model.parameters():
             p._local_tensor.__dict__.clear()
-    with pytest.raises(RuntimeError, match="'weight' had fsdp_pre_all_gather attached and has it no longer"):
+    with pytest.raises(RuntimeError, match="'weight' no longer has the attached fsdp_pre_all_gather"):
         model(torch.ones(2, 5))
 
 

@@ -189,9 +189,9 @@ def test_state_in_checkpoints(rank: int, world_size: int, hook: str, tmp_path: A
     assert not all(map(torch.equal, step(without, 1), wanted))
     state = other.state_dict()
     key = next(iter(state))
-    with pytest.raises(ValueError, match="in one alone: "):
+    with pytest.raises(ValueError, match="in only one of the two: "):
         other.load_state_dict({k: v for k, v in state.items() if k != key})
-    with pytest.raises(ValueError, match="on as many ranks"):
+    with pytest.raises(ValueError, match="on the same number of ranks"):
         other.load_state_dict({**state, key: torch.zeros(7)})
 
 

@@ -127,7 +127,7 @@ class Own:
 @multirank(2)
 def test_an_allocator_of_the_users_decides_itself(rank: int, world_size: int) -> None:
     model = sharded(Own())
-    with allocating(), pytest.raises(ValueError, match="comes from Own, an allocator of yours"):
+    with allocating(), pytest.raises(ValueError, match="uses your allocator Own"):
         model.set_allocate_memory_from_process_group_for_comm(True)
 
 

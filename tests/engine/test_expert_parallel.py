@@ -398,13 +398,13 @@ def test_one_data_parallel_mesh_has_one_whole_mesh(rank: int, world_size: int) -
     module = model()
     fn = lambda p: torchs.result(None, infos["with"])  # noqa: E731
     with pytest.raises(
-        ValueError, match=r"data-parallel mesh.*shard the modules that differ by calls of their own"
+        ValueError, match=r"data-parallel mesh.*call fully_shard separately on the modules that differ"
     ):
         sw.fully_shard(module, mesh=mesh["dp"], shard_placement_fn=fn)
     each = {id(module.first): infos["with"], id(module.second): infos["without"]}
     fn = lambda p: torchs.result(None, each[id(p)])  # noqa: E731
     with pytest.raises(
-        ValueError, match=r"data-parallel mesh.*shard the modules that differ by calls of their own"
+        ValueError, match=r"data-parallel mesh.*call fully_shard separately on the modules that differ"
     ):
         sw.fully_shard(module, mesh=world_mesh(4, names=("all",)), shard_placement_fn=fn)
     assert not isinstance(module, sw.FSDPModule)

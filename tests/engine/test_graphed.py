@@ -280,7 +280,7 @@ def test_refusals(rank: int, world_size: int) -> None:
     ):
         sw.GraphedStep(run.model, run.function)
     with graphs(run.model):
-        with pytest.raises(ValueError, match="needs a model that was sharded, got a plain Linear"):
+        with pytest.raises(ValueError, match="needs a sharded model, got a plain Linear"):
             sw.GraphedStep(nn.Linear(2, 2), run.function)
         with pytest.raises(ValueError, match="warmup must be an integer of at least 2, got 1"):
             sw.GraphedStep(run.model, run.function, warmup=1)
@@ -295,7 +295,7 @@ def test_refusals(rank: int, world_size: int) -> None:
         run.model.zero_grad()
         step(*batches)
         run.model.zero_grad()
-        with pytest.raises(ValueError, match="Make a GraphedStep for each"):
+        with pytest.raises(ValueError, match="Make one GraphedStep for each"):
             step(*[batch[:1] for batch in batches])
         step(*batches)
         run.model.zero_grad()

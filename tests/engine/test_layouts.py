@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import shardwright as sw
-from shardwright.layout import resolve
+from shardwright.extend.strategies import resolve
 from tests.engine.kit.layouts import (
     LAYOUTS,
     Model,

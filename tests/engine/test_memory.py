@@ -360,9 +360,7 @@ def test_options_are_the_roots(rank: int, world_size: int) -> None:
     rows = [nn.Linear(4, 4), nn.Linear(4, 4)]
     sw.fully_shard(rows[0], memory="arena")
     model = sw.fully_shard(nn.Sequential(*rows))
-    with pytest.raises(
-        ValueError, match=r"fully_shard of '0' was given memory, prefetch or strict.*Sequential"
-    ):
+    with pytest.raises(ValueError, match=r"fully_shard of '0' got memory, prefetch or strict.*Sequential"):
         model(torch.ones(1, 4))
     for options, match in (
         (
@@ -437,7 +435,7 @@ def test_the_documented_allocator(rank: int, world_size: int) -> None:
 
 @multirank(2)
 def test_report(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match="needs a model that was sharded, got a plain Linear"):
+    with pytest.raises(ValueError, match="needs a sharded model, got a plain Linear"):
         sw.memory_report(nn.Linear(2, 2))
     for memory in ("dynamic", "max_pool", "arena"):
         model = model_of(memory, layers=6)

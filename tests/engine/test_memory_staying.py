@@ -66,7 +66,7 @@ def test_pools_that_no_unit_would_share_are_refused(rank: int, world_size: int) 
             ValueError, match=r"keeps the full parameters of unit .* so no slot ever becomes free"
         ):
             model(tokens(0, 0, rank))
-    kept = r"reshard_after_forward=False keeps the full parameters of unit 'blocks.0' and of all others"
+    kept = r"reshard_after_forward=False keeps the full parameters of unit 'blocks.0' and of all other units"
     for memory in POOLS:
         model = build()
         for block in model.blocks:
@@ -76,7 +76,7 @@ def test_pools_that_no_unit_would_share_are_refused(rank: int, world_size: int) 
             model(tokens(0, 0, rank))
         model.blocks[0].set_reshard_after_forward(True)  # the message's way out
         model(tokens(0, 0, rank))
-        with pytest.raises(ValueError, match="the root is the only unit that has parameters"):
+        with pytest.raises(ValueError, match="the root is the only unit with parameters"):
             sw.fully_shard(build(), memory=memory)(tokens(0, 0, rank))
 
 

@@ -222,5 +222,5 @@ def test_tensors_that_gather_themselves(rank: int, world_size: int, kind: type[A
         model, _ = wrapped("shardwright", kind, offload_policy=STATE)
         optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
         backward(model, rank)
-        with pytest.raises(ValueError, match=f"keeps state as {kind.__name__}, a tensor class of its own"):
+        with pytest.raises(ValueError, match=f"keeps state as {kind.__name__}, a tensor subclass"):
             optimizer.step()

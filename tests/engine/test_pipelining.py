@@ -122,7 +122,7 @@ def test_split_backward_needs_the_whole_stage_sharded(rank: int, world_size: int
     sw.fully_shard(stage[0], mesh=world_mesh(world_size))
     x = torch.ones(2, 7, requires_grad=True)
     y = stage(x)
-    with pytest.raises(RuntimeError, match="the stage's own module is not sharded"):
+    with pytest.raises(RuntimeError, match="The module of the stage is not sharded"):
         stage_backward_input([y], [torch.ones_like(y)], [x], stage.parameters())
 
 

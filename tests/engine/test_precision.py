@@ -359,7 +359,7 @@ def test_full_precision_refusals_and_edits(rank: int, world_size: int) -> None:
     other = copy.deepcopy(plain)
     sw.fully_shard(other.blocks[0], mesh=mesh_of((2,)), mp_policy=policy)
     sw.fully_shard(other, mesh=mesh_of((2,)), mp_policy=sw.MixedPrecisionPolicy(param_dtype=BF16))
-    with pytest.raises(ValueError, match="holds for a whole model"):
+    with pytest.raises(ValueError, match="applies to a whole model"):
         other(batch)
 
 
@@ -411,8 +411,8 @@ def test_buffers_are_cast_by_policy(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"grad_dtype": torch.int32}, "grad_dtype must be a floating torch.dtype or None"),
-        ({"grad_dtype": BF16, "accumulate_dtype": FP32}, "micro-batches that are reduced add up in .grad"),
+        ({"grad_dtype": torch.int32}, "grad_dtype must be a floating-point torch.dtype or None"),
+        ({"grad_dtype": BF16, "accumulate_dtype": FP32}, "reduced micro-batches add up in .grad"),
         ({"buffer_dtype": BF16, "full_precision_in_eval": True}, "Leave buffer_dtype at None"),
         ({"full_precision_in_eval": 1}, "must be True or False"),
         ({"per_parameter": 3}, "a function"),

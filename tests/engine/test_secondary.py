@@ -249,7 +249,7 @@ def test_values(rank: int, world_size: int, at: On) -> None:
     refuse(r"reshard_after_forward=0 must divide the 4 ranks", 0)
     refuse(r"reshard_after_forward=8 must divide the 4 ranks", 8)
     refuse(r"must be True, False, None or a number of ranks, got '2'", "2")
-    refuse(r"reshard_after_forward=2 releases full parameters, and .* replicates them", 2, strategy="zero1")
+    refuse(r"reshard_after_forward=2 releases full parameters, but .* keeps them", 2, strategy="zero1")
     for value, expected in ((1, False), (4, True), (2, 2)):
         model = sw.fully_shard(nn.Linear(4, 4), mesh=at.mesh, reshard_after_forward=value)
         assert [m.settings.reshard_after_forward for m in units_of(model)] == [expected]

@@ -56,7 +56,7 @@ def test_ranks_that_start_different_are_named(rank: int, world_size: int) -> Non
             block.up.weight[-1, -1] = torch.nextafter(block.up.weight[-1, -1], torch.tensor(9.0))
         if rank:
             block.norm.bias[0] = -0.0  # equal to zero, and other bits
-    expected = r"same Block.* than on rank 0 have: 'norm.bias' on ranks 1, 2; 'up.weight' on rank 2\. .*the same seed"
+    expected = r"values of Block.* 'norm.bias' on ranks 1, 2; 'up.weight' on rank 2\. .*the same seed"
     with pytest.raises(ValueError, match=expected):
         sw.fully_shard(block, mesh=mesh, check_module_states=True)
     sw.fully_shard(block, mesh=mesh, sync_module_states=True)  # nothing was cut by the call that failed
@@ -72,7 +72,7 @@ def test_ranks_that_start_different_are_named(rank: int, world_size: int) -> Non
 def test_other_tensors_are_named_before_anything_is_sent(rank: int, world_size: int, option: str) -> None:
     with pytest.raises(ValueError, match=r"rank 0 has .*'weight', \(2, 2\).*rank 1 .*'weight', \(2, 3\)"):
         sw.fully_shard(nn.Linear(2 + rank, 2), mesh=world_mesh(2), **{option: True})
-    with pytest.raises(ValueError, match=r"Linear' inside was cut without it.*True to every"):
+    with pytest.raises(ValueError, match=r"Linear' inside was sharded without it.*True to every"):
         model = nn.Sequential(sw.fully_shard(nn.Linear(2, 2), mesh=world_mesh(2)), nn.Linear(2, 2))
         sw.fully_shard(model, mesh=world_mesh(2), **{option: True})
 
@@ -104,7 +104,7 @@ def test_deferred_models_of_different_seeds_are_named(rank: int, world_size: int
     torch.manual_seed(rank)  # afterwards every rank may have a seed of its own
     sw.fully_shard(same, check_module_states=True)
     with pytest.raises(
-        ValueError, match=r"other values than on rank 0 have: 'weight' on rank 1; 'bias' on rank 1\."
+        ValueError, match=r"these tensors differ from rank 0: 'weight' on rank 1; 'bias' on rank 1\."
     ):
         sw.fully_shard(other, check_module_states=True)
 
@@ -146,7 +146,7 @@ def test_deferred_models_that_were_recorded_otherwise_are_named(rank: int, world
     names = ("full", "operation", "scaled", "later", "data", "twice", "place")
     told = "; ".join(f"'{name}' on rank 1" for name in names)
     with pytest.raises(
-        ValueError, match=rf"other values than on rank 0 have: {told}\. .*seed, code and data"
+        ValueError, match=rf"these tensors differ from rank 0: {told}\. .*seed, code and data"
     ):
         sw.fully_shard(models[1], check_module_states=True)
     sw.materialize(models[0])

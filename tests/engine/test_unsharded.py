@@ -250,7 +250,7 @@ def test_use_inside_and_in_the_wrong_place_is_refused(rank: int, world_size: int
         refused(lambda: model.unshard(), r"unshard\(\) of unit")
         refused(
             lambda: sw.unsharded(model, writeback=False).__enter__(),
-            r"unsharded\(writeback=False, .*\) inside unsharded\(writeback=True, .*same options",
+            r"unsharded\(writeback=False, .*\) was entered inside unsharded\(writeback=True, .*same options",
             ValueError,
         )
         refused(lambda: sw.unsharded(model.norm, with_grads=True).__enter__(), "same options", ValueError)
@@ -397,7 +397,7 @@ def test_what_has_no_values_or_decides_itself_is_refused(rank: int, world_size: 
     one = nn.Linear(4, 4, bias=False)
     one.weight = nn.Parameter(HalfGathered(one.weight.detach()))
     sw.fully_shard(one, mesh=world_mesh(2))
-    with pytest.raises(NotImplementedError, match=r"'weight' .* is a HalfGathered, which decides itself"):
+    with pytest.raises(NotImplementedError, match=r"'weight' .* is a HalfGathered, which defines its own"):
         sw.unsharded(one).__enter__()
 
 

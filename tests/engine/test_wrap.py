@@ -117,7 +117,7 @@ def test_a_policy_is_refused_by_name_or_told() -> None:
     with pytest.raises(ValueError, match="group must be a number"):
         wrap.by_class(Block, group=0)
     with pytest.raises(
-        ValueError, match=r"prefetch must be given to the call for the whole model; ModuleList has no"
+        ValueError, match=r"prefetch: pass this to the call for the whole model; ModuleList has no"
     ):
         wrap.auto_wrap(model.blocks, {Block}, prefetch=2)
     # What is left out counts for nothing and becomes nothing.
@@ -272,7 +272,7 @@ def test_ignored_modules_are_refused_by_name(rank: int, world_size: int) -> None
     for wrong, told in (
         (model.blocks, "ignored_modules expects a collection of modules, got a ModuleList"),
         ([model.head.weight], "expects modules, got Parameter"),
-        ([model], "given a Model that is among its ignored_modules"),
+        ([model], "got a Model that is also in its ignored_modules"),
     ):
         with pytest.raises(ValueError, match=told):
             sw.fully_shard(model, mesh=world_mesh(2), ignored_modules=wrong)  # type: ignore[arg-type]

@@ -155,7 +155,7 @@ def test_a_tensor_left_over_says_where_it_went() -> None:
 def test_a_deferred_model_cannot_be_saved() -> None:
     with sw.deferred_init():
         model = nn.Linear(3, 3)
-    with pytest.raises(TypeError, match=r"holds no values that could be saved"):
+    with pytest.raises(TypeError, match=r"has no values to save yet"):
         torch.save(model.state_dict(), "/dev/null")
 
 

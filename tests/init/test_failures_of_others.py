@@ -67,7 +67,7 @@ def test_optimizers_of_dead_parameters(rank: int, world_size: int) -> None:
     sw.fully_shard(model)
     sw.materialize(model)
     model(torch.ones(2, 5)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"'weight of Linear' as it was before .* would train nothing"):
+    with pytest.raises(RuntimeError, match=r"'weight of Linear', from before .* would train nothing"):
         optimizer.step()
 
 

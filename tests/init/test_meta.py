@@ -100,7 +100,7 @@ def test_module_by_module(rank: int, world_size: int) -> None:
     for child in model.children():
         sw.fully_shard(child, layout="ragged")
     torch.manual_seed(2)
-    with pytest.warns(UserWarning, match=r"more than once, the last one counts: 'attention.out_proj.bias'"):
+    with pytest.warns(UserWarning, match=r"more than once; the last values count: 'attention.out_proj.bias'"):
         sw.materialize(model)
     assert_same(model, plain)
 
@@ -132,7 +132,7 @@ def test_each_module_is_initialised_exactly_once(rank: int, world_size: int) -> 
 def test_what_is_initialised_twice_is_reported(rank: int, world_size: int) -> None:
     tied: Any = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False)))
     tied[1].weight = tied[0].weight
-    with pytest.warns(UserWarning, match=r"more than once, the last one counts: '0.weight', '1.weight'\."):
+    with pytest.warns(UserWarning, match=r"more than once; the last values count: '0.weight', '1.weight'\."):
         sw.materialize(sw.fully_shard(tied))
 
     def init(model: Any) -> None:
@@ -143,7 +143,7 @@ def test_what_is_initialised_twice_is_reported(rank: int, world_size: int) -> No
     plain = initialised(lambda: nn.Linear(3, 3), 0, init)
     model = sw.fully_shard(on_meta(lambda: nn.Linear(3, 3)))
     torch.manual_seed(0)
-    with pytest.warns(UserWarning, match=r"more than once, the last one counts: 'weight'\."):
+    with pytest.warns(UserWarning, match=r"more than once; the last values count: 'weight'\."):
         sw.materialize(model, init=lambda: init(model))
     assert_same(model, plain)
 
@@ -245,7 +245,7 @@ def test_loaded_parameters_are_not_initialised(rank: int, world_size: int) -> No
 def test_an_initialiser_that_reads_what_is_there_already() -> None:
     model: Any = on_meta(lambda: nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)))
     model[0] = nn.Linear(3, 3, bias=False)
-    with pytest.raises(ValueError, match=r"reads '0.weight', which hold values already"):
+    with pytest.raises(ValueError, match=r"reads '0.weight', which have values already"):
         sw.materialize(model, init=lambda: model[1].weight.copy_(model[0].weight))
 
 
@@ -289,7 +289,7 @@ def test_values_that_are_not_there_are_not_read(
     rank: int, world_size: int, init: Callable[[Any], None]
 ) -> None:
     model = sw.fully_shard(on_meta(lambda: nn.Linear(4, 4)))
-    with pytest.raises(ValueError, match=r"Of 'weight' the initialiser reads values .*Nothing was changed"):
+    with pytest.raises(ValueError, match=r"The initialiser reads 'weight' before .*Nothing was changed"):
         sw.materialize(model, init=lambda: init(model))
 
 

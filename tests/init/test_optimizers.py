@@ -65,7 +65,7 @@ def test_groups_options_and_state_follow(rank: int, world_size: int, kind: str, 
             train(model, optimizer, range(2))
         sw.fully_shard(model[0], layout=layout)
         sw.fully_shard(model, layout=layout)
-        with pytest.raises(RuntimeError, match=r"as it was before the model was sharded"):
+        with pytest.raises(RuntimeError, match=r"from before the model was sharded"):
             optimizer.step()
         assert sw.fully_shard_optimizer(optimizer) is optimizer
         sw.materialize(model)
@@ -152,18 +152,24 @@ def test_parameters_that_die_between_steps(rank: int, world_size: int) -> None:
     ):
         train(first, optimizer, range(2))
         optimizer.param_groups[0]["params"].append(dead)
-        with pytest.raises(RuntimeError, match=r"holds parameter '0.weight of Sequential' as it was before"):
+        with pytest.raises(
+            RuntimeError, match=r"holds the old object of parameter '0.weight of Sequential', from before"
+        ):
             optimizer.step()
         optimizer.param_groups[0]["params"].pop()
         optimizer.step()
         optimizer.add_param_group({"params": [dead]})
-        with pytest.raises(RuntimeError, match=r"holds parameter '0.weight of Sequential' as it was before"):
+        with pytest.raises(
+            RuntimeError, match=r"holds the old object of parameter '0.weight of Sequential', from before"
+        ):
             optimizer.step()
         del optimizer.param_groups[1]
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.step()
     sw.fully_shard(second)
-    with pytest.raises(RuntimeError, match=r"holds parameter '0.weight of Sequential' as it was before"):
+    with pytest.raises(
+        RuntimeError, match=r"holds the old object of parameter '0.weight of Sequential', from before"
+    ):
         whole.step()
     with sw.deferred_init():
         fourth = build()

@@ -263,7 +263,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(rank: int, world_size: int) 
     model, optimizer = set_up(fabric)
     with refused(ValueError, "only once"):
         fabric.setup(model)
-    with refused(ValueError, "Model", "set up once"):
+    with refused(ValueError, "Model", "already sharded"):
         fabric.setup(model.module)
     with refused(ValueError, "only once"):
         fabric.setup_optimizers(optimizer)

@@ -208,7 +208,7 @@ def test_units_are_those_the_policy_chooses(rank: int, world_size: int) -> None:
     sw.fully_shard(mine.stem, mesh=fabric_of().strategy.device_mesh, check_module_states=True)
     assert units({Block}, mine) == ["", "stem", "blocks.0", "blocks.1"]
     with pytest.warns(
-        UserWarning, match=r"names LSTM, and this model has only Block, Linear, Model.* one unit"
+        UserWarning, match=r"names LSTM, but this model has only Block, Linear, Model.* one unit"
     ):
         assert units({nn.LSTM}) == [""]
     for wrong in ("Block", Block, set(), {"Block"}):

@@ -37,10 +37,10 @@ ILLEGAL = {
         S,
         S,
         R,
-    ): r"axis {} shards parameters but not the optimizer state\. .*shard the optimizer state there, too, or "
+    ): r"axis {} shards parameters but not the optimizer state\. Shard the optimizer state on this axis, too, or "
     r"replicate parameters\.",
     (S, R, R): r"axis {} shards parameters but not the optimizer state",
-    (S, R, S): r"axis {} shards parameters but not gradients\. .*shard gradients there, too",
+    (S, R, S): r"axis {} shards parameters but not gradients\. Shard gradients on this axis, too",
     (R, S, R): r"axis {} shards gradients but not the optimizer state",
 }
 
@@ -68,7 +68,7 @@ def test_other_words_are_refused(kind: str, wrong: object) -> None:
 
 
 def test_all_three_name_as_many_axes() -> None:
-    with pytest.raises(ValueError, match="as many axes"):
+    with pytest.raises(ValueError, match="the same number of axes"):
         Strategy(S, (S, S), (S, S))
 
 

@@ -361,7 +361,7 @@ def test_options_out_of_range_are_refused() -> None:
         assert len(optimizer.param_groups) == 1
     with pytest.raises(TypeError, match=r"floating-point parameters, found torch\.complex64"):
         sw.AdamW8bit([torch.zeros(4, dtype=torch.complex64)])
-    with pytest.raises(ValueError, match="not one of this optimizer's"):
+    with pytest.raises(ValueError, match="does not belong to this optimizer"):
         sw.AdamW8bit([p]).shard_needs(leaf(3))
     p.grad = torch.zeros(4, 8).to_sparse()
     with pytest.raises(RuntimeError, match="expects dense gradients"):
@@ -388,7 +388,7 @@ def test_state_that_does_not_fit_is_refused_by_name() -> None:
     wide = tiny([p, small], min_size=1000)
     steps(wide, [p, small], 0, 1)
     with pytest.raises(
-        ValueError, match=r"'weight' .*found \['exp_avg', 'exp_avg_sq', 'step'\].*set min_size as"
+        ValueError, match=r"'weight' .*found \['exp_avg', 'exp_avg_sq', 'step'\].*set min_size to"
     ):
         optimizer.load_state_dict(wide.state_dict())
     adamw = torch.optim.AdamW([p, small])

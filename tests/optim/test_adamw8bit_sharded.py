@@ -223,9 +223,7 @@ def test_checkpoints_between_world_sizes_layouts_and_one_device(
 def test_blocks_that_do_not_follow_each_other_are_refused(rank: int, world_size: int) -> None:
     model = nn.Linear(32, 32, bias=False)
     sw.fully_shard(model, shard_placement_fn=lambda p: Shard(1))
-    with pytest.raises(
-        ValueError, match=r"Parameter 'weight of Linear': .*do not lie one after the other.*first dim"
-    ):
+    with pytest.raises(ValueError, match=r"Parameter 'weight of Linear': .*are not consecutive.*first dim"):
         sw.fully_shard_optimizer(tiny(model.parameters()))
 
 

@@ -224,7 +224,7 @@ def test_other_engines_keep_their_losses(tmp_path: Path, engine: str) -> None:
             ["--activations.checkpoint", "budget"],
             "activations.checkpoint: expected train.compile = 'inductor'",
         ),
-        (["--activations.every", "3"], "activations.every: is of checkpoint = 'layers'"),
+        (["--activations.every", "3"], "activations.every: only for checkpoint = 'layers'"),
         (["--activations.checkpoint", "budget", "--activations.budget", "2"], "activations.budget"),
         (["--train.compile", "aot_eager", "--parallel.engine", "fsdp1"], "train.compile: expected 'none'"),
         (["--train.compile", "aot_eager", "--model.kind", "hybrid", "--model.n_layers", "none"], "n_layers"),

@@ -163,7 +163,7 @@ def test_unknown_override_is_refused_with_the_nearest_key(tmp_path: Path, key: s
             "optimizer.betas: expected a list of 2 numbers >= 0 and < 1, found 1.0 (a number)",
         ),
         ("[data]\nsource = 3", "data.source: expected a string or a list of strings, found 3 (an integer)"),
-        ("[data]\nsource = ''", 'data.source: expected something that is not empty, found "" (a string)'),
+        ("[data]\nsource = ''", 'data.source: expected a value that is not empty, found "" (a string)'),
         ("[data]\nsource = []", "data.source: expected a string or a list of strings, found [] (a list)"),
         (
             "[parallel]\nengine = 'fsdp3'",
@@ -229,7 +229,10 @@ def test_missing_file_folder_and_other_bytes_are_refused(tmp_path: Path) -> None
             "[train]\nmicro_batch = 5",
             "train.micro_batch = 5 (that is 5), found 16; nearest that fit: 15 or 20",
         ),
-        ("[data]\nvalidation_fraction = 0", "validation.every: expected 0, as data.validation_fraction = 0"),
+        (
+            "[data]\nvalidation_fraction = 0",
+            "validation.every: expected 0, since data.validation_fraction = 0",
+        ),
         (
             '[parallel]\nstrategy = "hsdp"',
             "parallel.replicas: expected at least 2 with strategy 'hsdp', found 1",

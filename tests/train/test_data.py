@@ -211,8 +211,10 @@ def test_a_sequence_longer_than_the_corpus_is_refused() -> None:
     corpus = corpus_of(16, validation=3)
     assert batch(corpus, 0, 0, 1, seq_len=15)[0].shape == (1, 15)
     with pytest.raises(
-        UserError, match=r"seq_len: expected at most 15, as the train part .* 16 tokens, found 16"
+        UserError, match=r"seq_len: expected at most 15, since the train part .* 16 tokens, found 16"
     ):
         batch(corpus, 0, 0, 1, seq_len=16)
-    with pytest.raises(UserError, match=r"expected at most 2, as the validation part .*validation_fraction"):
+    with pytest.raises(
+        UserError, match=r"expected at most 2, since the validation part .*validation_fraction"
+    ):
         batch(corpus, 0, 0, 1, seq_len=16, split="validation")

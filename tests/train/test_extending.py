@@ -141,15 +141,15 @@ def test_what_is_wrong_is_one_error(
 def test_a_kind_without_a_plan_refuses_tensor_parallelism(folder: Path) -> None:
     config = Config.model_validate({"model": {"kind": "my_models:MEANS"}, "parallel": {"tensor": 2}})
     with pytest.raises(
-        UserError, match=r"parallel.tensor: kind 'means' does not have it, as its Offers have no"
+        UserError, match=r"parallel.tensor: kind 'means' does not support this, since its Offers have no"
     ):
         check_ranks(config, 2)
 
 
 def test_registries_refuse_what_they_cannot_hold() -> None:
-    with pytest.raises(TypeError, match="A strategy to add must be a NamedStrategy, got str"):
+    with pytest.raises(TypeError, match="Only a NamedStrategy can be added as a strategy, got str"):
         strategies.add("zero3")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="There is a strategy 'ddp' already"):
+    with pytest.raises(ValueError, match="The strategy 'ddp' already exists"):
         strategies.add(NamedStrategy("ddp", (1,), ""))
     with pytest.raises(ValueError, match="a name without a colon"):
         strategies.add(NamedStrategy("a:b", (1,), ""))

@@ -54,7 +54,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
     (tmp_path / "long.jsonl").write_text("9" * 10_000)
     cases: list[tuple[tuple[str | Path, ...], str]] = [
-        (("--nproc", "2"), "parallel.engine: none runs on exactly 1 rank, found 2"),
+        (("--nproc", "2"), "parallel.engine: the engine 'none' runs on exactly 1 rank, found 2"),
         (
             ("--nproc", "3", "--parallel.engine", "fsdp2"),
             "train.global_batch: expected a multiple of 3 ranks",
@@ -63,9 +63,15 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (("--data.source", tmp_path / "empty.txt"), "expected text, found none"),
         (("--data.source", tmp_path / "short.txt"), "train.seq_len: expected at most"),
         (("--parallel.param_dtype", "float16"), "parallel.param_dtype: expected one of float32, bfloat16"),
-        (("--data.source", tmp_path / "deep.jsonl"), "nested too deep or a number too long of line 1"),
-        (("--data.source", tmp_path / "long.jsonl"), "nested too deep or a number too long of line 1"),
-        (("--model.dim", str(2**40)), "model: expected one whose parameters fit into the"),
+        (
+            ("--data.source", tmp_path / "deep.jsonl"),
+            "nesting that is too deep or a number that is too long of line 1",
+        ),
+        (
+            ("--data.source", tmp_path / "long.jsonl"),
+            "nesting that is too deep or a number that is too long of line 1",
+        ),
+        (("--model.dim", str(2**40)), "model: expected a model that fits into the"),
         (("--model.max_seq_len", str(2**50)), "choose a smaller preset"),
         (("--train.global_batch", str(2**40)), "train.global_batch: expected at most 1000 times the"),
         (("--parallel.reshard_after_forward", "never"), "engine none shards nothing"),
@@ -100,7 +106,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK: expected an integer from 0 to 1, found 'one'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: expected an integer from 0 to 1, found '2'"),
         ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE: expected an integer >= 1, found ''"),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, "MASTER_ADDR: expected it beside RANK and WORLD_SIZE, found none"),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "MASTER_ADDR: expected a value together with RANK and WORLD_SIZE"),
         ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "MASTER_PORT"),
     ],
 )  # fmt: skip
@@ -285,7 +291,7 @@ def test_silent_rank_is_named(tmp_path: Path) -> None:
     wait_for_steps(folder, 2)
     os.kill(rank_process(job, 1), signal.SIGSTOP)
     status, _, err = finish(job, timeout=60)
-    assert status == 1 and err.startswith("error: rank 1 of 2 did not answer the others and was killed")
+    assert status == 1 and err.startswith("error: rank 1 of 2 did not answer the other ranks and was killed")
 
 
 def test_ranks_leave_when_their_launcher_is_killed(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_configs_of_other_models_are_refused_by_name() -> None:
     for config, said in (
         ({"model_type": "bert"}, "found 'bert'"),
         ({"model_type": "llama"}, "expected a value for 'num_attention_heads'"),
-        (llama | {"hidden_act": "gelu"}, "hidden_act: the model here has 'silu' alone, found 'gelu'"),
+        (llama | {"hidden_act": "gelu"}, "hidden_act: this model supports only 'silu', found 'gelu'"),
         (llama | {"attention_bias": True}, "attention_bias"),
         (llama | {"head_dim": 16}, "hidden_size / num_attention_heads = 8, found 16"),
         (llama | {"rope_parameters": {"rope_type": "yarn"}}, "expected default or llama3, found 'yarn'"),

@@ -170,16 +170,16 @@ def test_activation_checkpointing_changes_nothing(reentrant: bool) -> None:
     [
         (
             'pattern = "MXM"',
-            "pattern: expected characters out of 'M' (Mamba-2), '*' (attention), 'E' (mixture of experts), "
+            "pattern: expected only the characters 'M' (Mamba-2), '*' (attention), 'E' (mixture of experts), "
             "'-' (dense MLP), found 'X'",
         ),
         ('pattern = ""', "pattern: expected at least one layer, found none"),
-        ('mtp_pattern = "|"', "mtp_pattern: expected characters out of"),
+        ('mtp_pattern = "|"', "mtp_pattern: expected only the characters"),
         ("pattern = 3", "pattern: expected a string, found 3 (an integer)"),
         ("top_k = 9", "top_k: expected at most n_experts = 8, found 9"),
         ("n_kv_heads = 3", "n_kv_heads: expected a divisor of n_heads = 4, found 3"),
         ("mamba_groups = 3", "mamba_groups: expected a divisor of mamba_heads = 4, found 3"),
-        ("expert_dim = 12", "expert_dim: expected a multiple of 8 where the pattern has experts ('E'), found 12"),
+        ("expert_dim = 12", "expert_dim: expected a multiple of 8 if the pattern has experts ('E'), found 12"),
         ("shared_dim = -1", "shared_dim: expected an integer >= 0, found -1 (an integer)"),
         ("n_layers = 3", "n_layers: kind 'hybrid' has none; expected it with kind 'llama' only, found 3"),
         ("rope_theta = 3", "rope_theta: kind 'hybrid' has none; expected it with kind 'llama' only, found 3.0"),

@@ -305,5 +305,7 @@ def test_other_engines_and_models_have_no_experts_to_spread() -> None:
 @multirank(1)
 @pytest.mark.skipif(not memory_can_be_swapped, reason="planned memory needs torch 2.12 or later")
 def test_units_of_different_sizes_refuse_two_buffers(rank: int, world_size: int) -> None:
-    with pytest.raises(UserError, match=r"parallel.memory: found 'double_buffer', which this model refuses"):
+    with pytest.raises(
+        UserError, match=r"parallel.memory: found 'double_buffer', which does not work with this model"
+    ):
         trainer(job(memory="double_buffer"), rank, world_size)

@@ -82,7 +82,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(
 
 def test_keys_of_another_optimizer_and_engines_without_whole_matrices_are_refused() -> None:
     with pytest.raises(
-        ValidationError, match=r"momentum: optimizer 'adamw' has none; expected 0.95, found 0.5"
+        ValidationError, match=r"momentum: optimizer 'adamw' does not have this key; expected 0.95, found 0.5"
     ):
         tiny(optimizer={"momentum": 0.5})
     tiny(optimizer={"momentum": 0.5, "name": "muon"})

@@ -213,7 +213,7 @@ def test_only_matrices_decay(rank: int, world_size: int, engine: str) -> None:
 
 def test_options_an_engine_cannot_honour_are_refused() -> None:
     for options, message in (
-        ({"engine": "ddp", "reduce_dtype": "bfloat16"}, "engine ddp reduces in float32"),
+        ({"engine": "ddp", "reduce_dtype": "bfloat16"}, "expected float32 with engine ddp"),
         ({"engine": "ddp", "reshard_after_forward": "always"}, "engine ddp shards nothing"),
     ):
         with pytest.raises(UserError, match=message):
@@ -232,5 +232,5 @@ def test_validation_in_full_precision(rank: int, world_size: int) -> None:
     exact, rounded, full = [job.validate() for job in jobs]
     assert full == exact != rounded
     assert take_steps(jobs[1], 2) == take_steps(jobs[2], 2)
-    with pytest.raises(ValueError, match="only the engine shardwright has others"):
+    with pytest.raises(ValueError, match="only the engine shardwright supports other values"):
         tiny(parallel={"engine": "fsdp2", "full_precision_in_eval": True})

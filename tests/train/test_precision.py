@@ -74,7 +74,7 @@ def test_gradients_in_bfloat16(rank: int, world_size: int) -> None:
     ("sections", "told"),
     [
         ({"parallel": {"engine": "fsdp2", "grad_dtype": "bfloat16"}}, "only the engine shardwright"),
-        ({"parallel": {**LOW, "grad_dtype": "bfloat16"}}, "optimizer.name 'adamw', which takes float32"),
+        ({"parallel": {**LOW, "grad_dtype": "bfloat16"}}, "optimizer.name 'adamw', which takes only float32"),
         (
             {"parallel": {**LOW, "grad_dtype": "bfloat16", "accumulate_dtype": "float32"}},
             "expected 'auto' or accumulate_dtype, 'float32'",
@@ -93,7 +93,7 @@ def test_what_does_not_go_together(sections: dict[str, Any], told: str) -> None:
 @multirank(1)
 @pytest.mark.parametrize(
     ("pattern", "told"),
-    [("*.norms.*", "fits none of tok_embeddings.weight"), ("*w*", "fits 'tok_embeddings.weight', too")],
+    [("*.norms.*", "matches none of tok_embeddings.weight"), ("*w*", "fits 'tok_embeddings.weight', too")],
 )
 def test_patterns_are_checked(rank: int, world_size: int, pattern: str, told: str) -> None:
     with pytest.raises(UserError, match=told):

@@ -174,7 +174,7 @@ def test_changed_settings_are_printed_and_count(tmp_path: Path, capsys: pytest.C
     assert train_here(config, "--resume", folder, "--train.steps", "4", *changed) == 0
     block = capsys.readouterr().out.partition("settings that differ from the saved run (saved -> now)")[2]
     assert block.splitlines()[:5] == [
-        "; those of now count:",
+        "; the new ones are used:",
         "  train.steps             2 -> 4",
         "  optimizer.lr            0.01 -> 0.005",
         "  optimizer.betas         [0.9, 0.95] -> [0.8, 0.9]",

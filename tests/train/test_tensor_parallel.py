@@ -148,5 +148,5 @@ def test_engines_without_it_refuse() -> None:
         ValueError, match=r"train.compile: expected 'none' .* the embedding would get no gradient"
     ):
         tiny(parallel={"engine": "fsdp2", "tensor": 2}, train={"compile": "inductor"})
-    with pytest.raises(ValueError, match="tensor: engine 'ddp' has no such parallelism"):
+    with pytest.raises(ValueError, match="tensor: engine 'ddp' has no tensor parallelism"):
         tiny(parallel={"engine": "ddp", "tensor": 2})

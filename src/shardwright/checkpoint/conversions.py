@@ -145,7 +145,7 @@ class _Form:
         if isinstance(sizes, int):
             sizes = [min(sizes, whole - start) for start in range(0, whole, sizes)]
         if not isinstance(self.source, str):
-            raise NotImplementedError("It cuts a tensor that is made of several.")
+            raise NotImplementedError("It cuts a tensor that it has made from several stored tensors.")
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         return tuple(
             _Form(Slice(self.source, start, n, dim), (*self.shape[:dim], n, *self.shape[dim + 1 :]))

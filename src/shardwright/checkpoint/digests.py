@@ -42,12 +42,14 @@ def open_regular(file: Path, links: bool = False) -> int:
     except OSError as error:
         is_link = not links and file.is_symlink()
         problem = (
-            "is a symbolic link, and a save writes none" if is_link else f"cannot be read: {error.strerror}"
+            "is a symbolic link; a save writes only regular files"
+            if is_link
+            else f"cannot be read: {error.strerror}"
         )
         raise Damaged(f"{file.name} {problem}") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise Damaged(f"{file.name} is no regular file")
+        raise Damaged(f"{file.name} is not a regular file")
     return descriptor
 
 
@@ -93,10 +95,10 @@ def check_digest(
     if (nbytes := size_of(file, links)) != expected.nbytes:
         raise Damaged(f"{file.name} holds {nbytes:,} bytes, {expected.nbytes:,} expected")
     try:
-        found = digest_of(file, progress, links)
+        digest = digest_of(file, progress, links)
     except OSError as error:
         raise Damaged(f"{file.name} cannot be read: {error.strerror}") from None
-    if found != expected:
+    if digest != expected:
         raise Damaged(f"{file.name} is not the file that was saved: its SHA-256 differs")
 
 

@@ -94,8 +94,7 @@ def _open_folder(folder: Path) -> dict[str, StoredTensor]:
         if len(indices) > 1 or len(files) > 1:
             several = ", ".join(p.name for p in indices or files)
             raise ValueError(
-                f"{folder}: expected one index or one file of weights, found {several}. Give the path of the one that "
-                "is meant."
+                f"{folder}: expected one index or one file of weights, found {several}. Pass the path of one of them."
             )
         if files:
             return _open_file(files[0])
@@ -119,12 +118,13 @@ def _open_index(index: Path) -> dict[str, StoredTensor]:
         ) from None
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
-        raise FileNotFoundError(f"{index}: files that it names are missing: {abbreviated(missing)}")
+        raise FileNotFoundError(f"{index}: the index names files that are missing: {abbreviated(missing)}")
     by_file = {name: _open_file(index.parent / name) for name in names}
     absent = [key for key, name in places.items() if key not in by_file[name]]
     if absent:
         raise ValueError(
-            f"{index}: tensors are not in the files that it names for them: {abbreviated(absent)}"
+            f"{index}: the index names a file for each tensor, and these tensors are not in their file: "
+            f"{abbreviated(absent)}"
         )
     return {key: by_file[name][key] for key, name in places.items()}
 
@@ -141,8 +141,8 @@ def _open_file(file: Path) -> dict[str, StoredTensor]:
 
 def abbreviated(names: Sequence[object], limit: int = 12) -> str:
     """The names, separated by commas; of very many the first, and how many more there are."""
-    told = ", ".join(map(str, names[:limit]))
-    return f"{told} and {len(names) - limit:,} more" if len(names) > limit else told
+    listed = ", ".join(map(str, names[:limit]))
+    return f"{listed} and {len(names) - limit:,} more" if len(names) > limit else listed
 
 
 # -- safetensors -------------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def _open_safetensors(file: Path) -> dict[str, StoredTensor]:
         if end != size - 8 - length:
             raise ValueError(f"its tensors end at byte {end:,} of {size - 8 - length:,}")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{file}: the header is not that of a whole safetensors file: {error}") from None
+        raise ValueError(f"{file}: the header does not fit a complete safetensors file: {error}") from None
     mapped: list[Tensor] = []
 
     def bytes_of_file() -> Tensor:
@@ -202,7 +202,7 @@ def _open_safetensors(file: Path) -> dict[str, StoredTensor]:
 def _entry(value: Mapping[str, Any], available: int) -> tuple[torch.Size, torch.dtype, int, int]:
     name = value["dtype"]
     if name not in DTYPES:
-        raise ValueError(f"dtype {name!r} is not known here")
+        raise ValueError(f"dtype {name!r} is not supported")
     shape, (begin, end) = list(value["shape"]), value["data_offsets"]
     if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
         raise ValueError(f"shape {shape} and bytes {begin} to {end} are not all whole numbers from 0")
@@ -213,11 +213,11 @@ def _entry(value: Mapping[str, Any], available: int) -> tuple[torch.Size, torch.
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         repeated = [repr(key) for key, count in Counter(key for key, _ in pairs).items() if count > 1]
         raise ValueError(f"{abbreviated(repeated)} more than once")
-    return found
+    return members
 
 
 class SafetensorsFile:
@@ -269,7 +269,7 @@ def name_of(dtype: torch.dtype, key: str) -> str:
     """The format's name of a dtype. Raises ValueError, which names the tensor, where it has none."""
     if dtype not in _NAMES:
         raise ValueError(
-            f"{key!r} has {dtype}, which safetensors cannot hold; give save_pretrained another dtype"
+            f"{key!r} has {dtype}, which safetensors cannot store; pass another dtype to save_pretrained"
         )
     return _NAMES[dtype]
 
@@ -285,31 +285,31 @@ def _write(descriptor: int, data: memoryview, offset: int) -> None:
 
 def _open_torch(file: Path) -> dict[str, StoredTensor]:
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:  # unpickling damaged bytes can raise nearly anything
         reason = str(error).strip().splitlines()[:1]
         raise ValueError(
-            f"{file}: torch.load cannot read it with weights_only=True, which lets nothing but tensors and plain "
-            f"values in ({type(error).__name__}: {''.join(reason)})"
+            f"{file}: torch.load cannot read it with weights_only=True, which allows only tensors and plain values "
+            f"({type(error).__name__}: {''.join(reason)})"
         ) from error
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         others = (
-            abbreviated([repr(key) for key, value in found.items() if not isinstance(value, Tensor)])
-            if isinstance(found, dict)
-            else type(found).__name__
+            abbreviated([repr(key) for key, value in content.items() if not isinstance(value, Tensor)])
+            if isinstance(content, dict)
+            else type(content).__name__
         )
         raise ValueError(
-            f"{file}: expected a dict of tensors by name, found what is none: {others}. Save the model's state dict "
-            "alone."
+            f"{file}: expected a dict from names to tensors, found other values: {others}. Save only the model's "
+            "state dict."
         )
     without = [
-        repr(key) for key, value in found.items() if value.is_meta or value.layout is not torch.strided
+        repr(key) for key, value in content.items() if value.is_meta or value.layout is not torch.strided
     ]
     if without:
-        raise ValueError(f"{file}: tensors are sparse, or hold no values: {abbreviated(without)}")
+        raise ValueError(f"{file}: these tensors are sparse, or hold no values: {abbreviated(without)}")
     return {
         str(key): StoredTensor(str(key), file, number, value.shape, value.dtype, partial(_itself, value))
-        for number, (key, value) in enumerate(found.items())
+        for number, (key, value) in enumerate(content.items())
     }
 
 

@@ -48,8 +48,8 @@ def files_of(metadata: Metadata) -> dict[str, int]:
 def check_sizes(folder: Path, sizes: Mapping[str, int], links: bool = False) -> None:
     """Raise Damaged where a file is missing, is no regular file or is too short."""
     for name, nbytes in sizes.items():
-        if (found := size_of(folder / name, links)) < nbytes:
-            raise Damaged(f"{name} holds {found:,} bytes, at least {nbytes:,} expected")
+        if (nbytes_on_disk := size_of(folder / name, links)) < nbytes:
+            raise Damaged(f"{name} holds {nbytes_on_disk:,} bytes, at least {nbytes:,} expected")
 
 
 class Reader(FileSystemReader):
@@ -93,8 +93,8 @@ def not_plain(error: pickle.UnpicklingError) -> str:
     if named is None:
         return "is damaged: torch.load cannot read it"
     return (
-        f"names {named[1]}, which is no tensor or plain value; it was not called. If you trust the file, allow the "
-        "class with torch.serialization.safe_globals"
+        f"names {named[1]}, which is not a tensor or plain value; it was not called. If you trust the file, allow "
+        "the class with torch.serialization.safe_globals"
     )
 
 

@@ -129,13 +129,15 @@ def _refuse_different_files(mesh: DeviceMesh | None, plan: _Plan) -> None:
         return
     stored = plan.loads[0].stored.values() if plan.loads else ()
     forms = sorted((s.key, tuple(s.shape), str(s.dtype)) for s in stored)
-    found = everywhere(mesh, hash_of((forms, plan.missing)))
-    ranks = [rank for rank, each in zip(mesh.mesh.flatten().tolist(), found, strict=True) if each != found[0]]
+    hashes = everywhere(mesh, hash_of((forms, plan.missing)))
+    ranks = [
+        rank for rank, each in zip(mesh.mesh.flatten().tolist(), hashes, strict=True) if each != hashes[0]
+    ]
     if ranks:
         raise ValueError(
-            f"Rank{'s' * (len(ranks) > 1)} {abbreviated(ranks)} found other tensors stored than rank "
-            f"{mesh.mesh.flatten()[0].item()}: names, shapes or dtypes differ. Give every rank files of the same "
-            "content. Nothing was changed."
+            f"Rank{'s' * (len(ranks) > 1)} {abbreviated(ranks)} found other tensors in its files than rank "
+            f"{mesh.mesh.flatten()[0].item()}: names, shapes or dtypes differ. Nothing was changed. Give every rank "
+            "the same files."
         )
 
 
@@ -199,15 +201,15 @@ def _plan(
                 plan.missing.append(held.name)
                 computed = not_stored.issuperset(held.names)
                 if not (computed and held.is_constructed) and not _allowed(held.names, may_miss):
-                    told = _told_missing(held, next(iter(sources)), stored)
-                    missing.append(told + " (its constructor computes it: use deferred_init)" * computed)
+                    problem = _told_missing(held, next(iter(sources)), stored)
+                    missing.append(problem + " (its constructor computes it: use deferred_init)" * computed)
             continue
         loads = [_Load(held, source, stored) for source in there]
         problems = [p for load in loads if (p := _misfit(load, sources[load.source])) is not None]
         if held.name in aliases:
             problems.append(
-                f"{held.name!r}: it holds no values yet and shares its memory with {aliases[held.name]!r}, which would "
-                "not see what is loaded; call materialize first"
+                f"{held.name!r}: it holds no values yet and shares its memory with {aliases[held.name]!r}, which "
+                "would not get the loaded values; call materialize first"
             )
         unfit += problems
         if not problems:
@@ -242,32 +244,34 @@ def _misfit(load: _Load, name: str) -> str | None:
     """Why what is stored cannot go into the model's tensor."""
     tensor = load.held.tensor
     keys = keys_of(load.source)
-    told = repr(name) if keys == [name] else f"{name!r} (stored as {abbreviated(keys, 3)})"
+    label = repr(name) if keys == [name] else f"{name!r} (stored as {abbreviated(keys, 3)})"
     try:
         shape, _ = views_of(load.source, lambda key: load.stored[key].on_meta())
     except ValueError as error:
-        return f"{told}: {error}"
+        return f"{label}: {error}"
     if shape != tensor.shape:
-        return f"{told}: expected shape {tuple(tensor.shape)}, found {tuple(shape)}"
+        return f"{label}: expected shape {tuple(tensor.shape)}, found {tuple(shape)}"
     for key in keys:
-        found = load.stored[key].dtype
-        if found != tensor.dtype and not (found.is_floating_point and tensor.dtype.is_floating_point):
-            return f"{told}: expected {tensor.dtype}, found {found}, which is not converted to it"
+        stored_dtype = load.stored[key].dtype
+        if stored_dtype != tensor.dtype and not (
+            stored_dtype.is_floating_point and tensor.dtype.is_floating_point
+        ):
+            return f"{label}: expected {tensor.dtype}, found {stored_dtype}; this dtype cannot be converted"
     return None
 
 
 def _told(path: Path, missing: list[str], unexpected: list[str], unfit: list[str]) -> str:
-    lines = [f"{path} does not fit the model, of which nothing was changed."]
-    for what, found in (
-        ("Missing, the model has them", missing),
-        ("Unexpected, the model has no place for them", unexpected),
-        ("Of another shape, dtype or value", unfit),
+    lines = [f"{path} does not fit the model. Nothing was changed."]
+    for what, entries in (
+        ("Missing in the files", missing),
+        ("Unexpected, not in the model", unexpected),
+        ("With another shape, dtype or value", unfit),
     ):
-        if found:
-            lines.append(f"{what} ({len(found)}): {abbreviated(found, 20)}.")
+        if entries:
+            lines.append(f"{what} ({len(entries)}): {abbreviated(entries, 20)}.")
     if missing or unexpected:
         lines.append(
-            "Give a key_map where names differ, allow_missing or allow_unexpected where that is meant to be so."
+            "If names differ, pass a key_map. If it is intended, pass allow_missing or allow_unexpected."
         )
     return "\n".join(lines)
 

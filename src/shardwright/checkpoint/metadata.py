@@ -121,7 +121,7 @@ class _Unpickler(pickle.Unpickler):
             return self._classes[_KNOWN[module, name]]
         if module == "torch" and name in _DTYPES:
             return f"torch.{name}"  # a string: there is nothing that a file could call or change
-        raise Damaged(f".metadata names {module}.{name}, which no checkpoint needs; it was not called")
+        raise Damaged(f".metadata names {module}.{name}, which no checkpoint uses; it was not called")
 
     def persistent_load(self, number: Any) -> NoReturn:
         raise Damaged(".metadata refers to objects outside it, which no checkpoint does")
@@ -244,7 +244,7 @@ def _place(value: Any) -> Place:
     if name in ("", ".", "..") or name != PurePosixPath(name).name or "\0" in name or "\\" in name:
         raise Damaged(f"expected the name of a file in the checkpoint, found {name!r}")
     if fields.get("transform_descriptors"):
-        raise Damaged(f"{name} went through extensions of torch's writer, which are not supported here")
+        raise Damaged(f"{name} was written with extensions of torch's writer, which are not supported")
     return Place(name, _count(fields["offset"], "an offset"), _count(fields["length"], "a length"))
 
 
@@ -255,7 +255,7 @@ def _check_places(entries: dict[str, Any], places: dict[MetadataIndex, Place]) -
         else:
             indices = [MetadataIndex(name)]
         if any(index not in places for index in indices):
-            raise Damaged(f"{name!r} has a part that is in no file")
+            raise Damaged(f"{name!r} has a part that is not in any file")
 
 
 def _paths(value: Any) -> dict[str, tuple[str | int, ...]] | None:
@@ -265,6 +265,6 @@ def _paths(value: Any) -> dict[str, tuple[str | int, ...]] | None:
     paths: dict[str, tuple[str | int, ...]] = {}
     for name, path in _of(value, dict, "the list of keys").items():
         if any(type(step) not in (str, int) for step in _of(path, tuple, "keys")):
-            raise Damaged("the list of keys has one that is neither a name nor a number")
+            raise Damaged("the list of keys has a key that is neither a name nor a number")
         paths[_of(name, str, "a name")] = path
     return paths

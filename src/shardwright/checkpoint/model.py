@@ -74,7 +74,7 @@ def mesh_of(units: list[Unit]) -> DeviceMesh | None:
 
 def tensors_of(model: nn.Module) -> list[Held]:
     """The model's parameters and buffers in the order of its modules, tied ones once."""
-    found: dict[int, Held] = {}
+    held_tensors: dict[int, Held] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         tables: tuple[tuple[dict[str, Any], bool], ...] = (module._parameters, False), (module._buffers, True)
         for table, are_buffers in tables:
@@ -85,10 +85,10 @@ def tensors_of(model: nn.Module) -> list[Held]:
                 for wrapper in _WRAPPERS:
                     full_name = full_name.replace(wrapper, "")
                 optional = are_buffers and not is_persistent(module, name)
-                held = found.setdefault(id(tensor), Held([], tensor, [], optional))
+                held = held_tensors.setdefault(id(tensor), Held([], tensor, [], optional))
                 held.names.append(full_name)
                 held.slots.append((module, name))
-    return list(found.values())
+    return list(held_tensors.values())
 
 
 def at_rest(units: list[Unit], doing: str) -> None:
@@ -117,8 +117,8 @@ def boxes_of(held: Held) -> list[Box]:
         return [Box(*piece) for piece in managed.cut.pieces(managed.local)]
     if isinstance(tensor, (DTensor, RaggedTensor)):
         raise NotImplementedError(
-            f"{held.name!r} is a {type(tensor).__name__} that no unit of fully_shard owns; pretrained weights are read "
-            "into plain tensors and into those of fully_shard"
+            f"{held.name!r} is a {type(tensor).__name__} that belongs to no unit of fully_shard; pretrained weights "
+            "load only into plain tensors and into parameters of units"
         )
     if has_no_values(tensor):
         return [Box((0,) * tensor.ndim, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))]
@@ -168,18 +168,18 @@ def aliases_of(model: nn.Module, tensors: list[Held]) -> dict[str, str]:
 
 def raise_everywhere(mesh: DeviceMesh | None, error: Exception | None) -> None:
     """Raise, on every rank, what was raised on any: the error itself where it came up, its text on the others."""
-    told = (
+    errors = (
         []
         if mesh is None
         else everywhere(mesh, None if error is None else (type(error).__name__, str(error)))
     )
     if error is not None:
         raise error
-    for number, found in enumerate(told):
-        if found is not None:
+    for number, failure in enumerate(errors):
+        if failure is not None:
             assert mesh is not None
             rank = mesh.mesh.flatten()[number].item()
-            raise RuntimeError(f"Rank {rank} failed, so no rank goes on. {found[0]}: {found[1]}")
+            raise RuntimeError(f"Rank {rank} failed, so all ranks stop. {failure[0]}: {failure[1]}")
 
 
 def on_every_rank(mesh: DeviceMesh | None, action: Callable[[], Any]) -> Any:

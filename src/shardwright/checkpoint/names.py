@@ -81,13 +81,13 @@ def source_of(key_map: KeyMap | None, name: str) -> Source | None:
     """Where the model's tensor ``name`` is stored."""
     if key_map is None:
         return name
-    found = key_map.get(name, name) if isinstance(key_map, Mapping) else key_map(name)
-    if found is not None and not isinstance(found, (str, Transposed, Slice, Stacked, Joined)):
+    source = key_map.get(name, name) if isinstance(key_map, Mapping) else key_map(name)
+    if source is not None and not isinstance(source, (str, Transposed, Slice, Stacked, Joined)):
         raise TypeError(
-            f"The key map gave {found!r} ({type(found).__name__}) for {name!r}; expected a key, Transposed, Slice, "
+            f"The key map gave {source!r} ({type(source).__name__}) for {name!r}; expected a key, Transposed, Slice, "
             "Stacked, Joined or None."
         )
-    return found
+    return source
 
 
 def keys_of(source: Source) -> list[str]:
@@ -189,7 +189,7 @@ def pieces_of(source: Source, tensor: Tensor) -> Iterator[Piece]:
         yield Piece(source, tensor, None)
     elif isinstance(source, Slice):
         if tensor.ndim <= source.dim or tensor.shape[source.dim] != source.length:
-            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is no {source}")
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not a {source}")
         yield Piece(source.source, tensor, source)
     elif isinstance(source, Transposed):
         if tensor.ndim != len(source.dims):
@@ -198,7 +198,9 @@ def pieces_of(source: Source, tensor: Tensor) -> Iterator[Piece]:
         yield from pieces_of(source.source, tensor.permute(inverse))
     elif isinstance(source, Stacked):
         if not tensor.ndim or len(tensor) != len(source.sources):
-            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is no stack of {len(source.sources)}")
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} is not a stack of {len(source.sources)}"
+            )
         for each, part in zip(source.sources, tensor, strict=True):
             yield from pieces_of(each, part)
     else:
@@ -207,7 +209,7 @@ def pieces_of(source: Source, tensor: Tensor) -> Iterator[Piece]:
         sizes = source.sizes or (size // count,) * count
         if not size or sum(sizes) != size:
             raise ValueError(
-                f"a tensor of shape {tuple(tensor.shape)} is no join of {count} along {source.dim}"
+                f"a tensor of shape {tuple(tensor.shape)} is not a join of {count} along {source.dim}"
             )
         for each, part in zip(source.sources, tensor.split(list(sizes), source.dim), strict=True):
             yield from pieces_of(each, part)

@@ -162,7 +162,7 @@ class _Plan:
 
 def _plan(tensors: list[Held], key_map: KeyMap | None, dtype: torch.dtype | None, limit: int) -> _Plan:
     if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype must be a floating one, got {dtype}")
+        raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
     tensors = [held for held in tensors if not held.optional]
     empty = [held.name for held in tensors if not held.has_values]
     if empty:
@@ -182,7 +182,7 @@ def _plan(tensors: list[Held], key_map: KeyMap | None, dtype: torch.dtype | None
             pieces.setdefault(piece.key, []).append((held, piece))
         if own:
             _join(plan.groups, held, [other for piece in own for other, _ in pieces[piece.key]])
-    plan.keys = {key: _shape_of(key, found) for key, found in pieces.items()}
+    plan.keys = {key: _shape_of(key, parts) for key, parts in pieces.items()}
     for key, (_, stored_dtype) in plan.keys.items():
         name_of(stored_dtype, key)
     plan.files = _files(plan, limit)
@@ -200,28 +200,30 @@ def _join(groups: list[list[Held]], held: Held, others: list[Held]) -> None:
     groups[:] = [*kept, [*(member for group in joined for member in group), held]]
 
 
-def _shape_of(key: str, found: list[tuple[Held, Piece]]) -> tuple[torch.Size, torch.dtype]:
+def _shape_of(key: str, held_pieces: list[tuple[Held, Piece]]) -> tuple[torch.Size, torch.dtype]:
     """Shape and dtype of the stored tensor that these make."""
-    names = abbreviated([repr(held.name) for held, _ in found], 6)
-    tensors = [piece.tensor for _, piece in found]
+    names = abbreviated([repr(held.name) for held, _ in held_pieces], 6)
+    tensors = [piece.tensor for _, piece in held_pieces]
     first = tensors[0]
-    if found[0][1].part is None and len(found) == 1:
+    if held_pieces[0][1].part is None and len(held_pieces) == 1:
         return first.shape, first.dtype
-    parts = sorted((p.part.start, p.part) for _, p in found if p.part is not None)
+    parts = sorted((p.part.start, p.part) for _, p in held_pieces if p.part is not None)
     ends = [start + part.length for start, part in parts]
     dim = parts[0][1].dim if parts else 0
     if (
-        len(parts) < len(found)
+        len(parts) < len(held_pieces)
         or [start for start, _ in parts] != [0, *ends[:-1]]
         or len({part.dim for _, part in parts}) > 1
         or len({(*t.shape[:dim], *t.shape[dim + 1 :]) for t in tensors}) > 1
     ):
         raise ValueError(
-            f"{names} are to be stored as {key!r}, of which they are not all the slices, each once. Give every tensor "
-            "a key of its own, or slices of one that follow one another from 0."
+            f"{names} share the key {key!r}, but they are not exactly its slices, each once. Give every tensor its "
+            "own key, or slices of one key that follow one another from 0."
         )
     if len({t.dtype for t in tensors}) > 1:
-        raise ValueError(f"{names} make up {key!r} and have different dtypes; give one, as dtype")
+        raise ValueError(
+            f"{names} are stored together as {key!r} and have different dtypes; pass one dtype to save_pretrained"
+        )
     return torch.Size([*first.shape[:dim], ends[-1], *first.shape[dim + 1 :]]), first.dtype
 
 
@@ -278,12 +280,12 @@ class _Writer:
         ]
         if there and not self._overwrite:
             raise FileExistsError(
-                f"{self._final}: there is a folder that is not empty; give another, or overwrite=True"
+                f"{self._final}: the folder exists and is not empty; pass another folder, or overwrite=True"
             )
         if others:
             raise FileExistsError(
-                f"{self._final}: overwrite=True replaces the whole folder, in which lies more than a saved model: "
-                f"{abbreviated(others)}. Give another folder."
+                f"{self._final}: overwrite=True replaces the whole folder, and the folder has other files than a "
+                f"saved model: {abbreviated(others)}. Pass another folder."
             )
 
     def write(self, group: list[Held], whole: dict[str, Tensor]) -> None:
@@ -292,10 +294,10 @@ class _Writer:
         for held in group:
             for piece in self._plan.pieces(held, whole[held.name]):
                 pieces.setdefault(piece.key, []).append(piece)
-        for key, found in pieces.items():
-            found.sort(key=lambda piece: piece.part.start if piece.part is not None else 0)
-            tensors = [piece.tensor for piece in found]
-            dim = found[0].part.dim if found[0].part is not None else 0
+        for key, parts in pieces.items():
+            parts.sort(key=lambda piece: piece.part.start if piece.part is not None else 0)
+            tensors = [piece.tensor for piece in parts]
+            dim = parts[0].part.dim if parts[0].part is not None else 0
             tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
             self._open[self._file_of[key]].write(key, tensor.to(self._plan.keys[key][1]))
 

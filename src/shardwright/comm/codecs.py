@@ -62,7 +62,7 @@ class Int8Blocks:
 
     def __init__(self, block: int = 256) -> None:
         if isinstance(block, bool) or not isinstance(block, int) or block < 1:
-            raise ValueError(f"block must be a number of elements of at least 1, got {block!r}")
+            raise ValueError(f"block must be a number of elements, at least 1, got {block!r}")
         self.block = block
 
     def __repr__(self) -> str:

@@ -133,14 +133,14 @@ class CustomScatters(Communicator):
         streams, n = self.streams, self.world_size
         with streams.fork("reduce") if after is None else streams.beside("reduce", after.mark):
             numel, dtype = sum(t.numel() for t in outputs), outputs[0].dtype
-            given = self.custom.allocate((n * numel,), dtype=dtype, device=self.device)
+            buffer = self.custom.allocate((n * numel,), dtype=dtype, device=self.device)
             taken = self.custom.allocate((numel,), dtype=dtype, device=self.device)
-            torch.cat([t.view(n, -1) for t in inputs], 1, out=given.view(n, -1))
+            torch.cat([t.view(n, -1) for t in inputs], 1, out=buffer.view(n, -1))
             if division.before != 1.0:
-                given.div_(division.before)
+                buffer.div_(division.before)
             op = dist.ReduceOp.AVG if division.average else dist.ReduceOp.SUM
             scatter = functools.partial(
-                self.custom, taken, given, self.group, op, async_op=streams.asynchronous
+                self.custom, taken, buffer, self.group, op, async_op=streams.asynchronous
             )
             work = self.begin(announce, scatter)
 
@@ -150,9 +150,9 @@ class CustomScatters(Communicator):
                 foreach_copy_(outputs, list(taken.split([t.numel() for t in outputs])))
 
             if streams.asynchronous:
-                return Pending(streams, work, None, keep=(given, taken), finish=finish)
+                return Pending(streams, work, None, keep=(buffer, taken), finish=finish)
             finish()
-        return Pending(streams, work, streams.mark("reduce"), keep=(inputs, outputs, given, taken))
+        return Pending(streams, work, streams.mark("reduce"), keep=(inputs, outputs, buffer, taken))
 
 
 def with_scatters(comm: Communicator, custom: Any) -> Communicator:

@@ -70,7 +70,7 @@ class GradientHook:
             NotImplementedError: the class does not define it.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no reduce_scatter, which shards of gradients need"
+            f"{type(self).__name__} has no method reduce_scatter, and this strategy shards gradients"
         )
 
     def all_reduce(self, row: torch.Tensor, site: Site) -> Steps:
@@ -80,7 +80,9 @@ class GradientHook:
         Raises:
             NotImplementedError: the class does not define it.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no all_reduce, which replicas need")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no method all_reduce, and this mesh has replicas"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What a run must have to go on as if it had not been interrupted: DTensors over all ranks, for DCP."""
@@ -124,21 +126,21 @@ class _WithErrors(GradientHook):
         return {key: _spread(tensor, site.mesh) for key, (tensor, site) in self._per_rank().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        wanted = self._per_rank()
-        if wanted.keys() != state.keys():
-            odd = sorted(wanted.keys() ^ state.keys())
+        of_model = self._per_rank()
+        if of_model.keys() != state.keys():
+            odd = sorted(of_model.keys() ^ state.keys())
             raise ValueError(
-                f"the hook's state has {len(state)} tensors where this model needs {len(wanted)}; in one alone: "
-                f"{', '.join(odd[:4])}. It belongs to the same model, cut in the same way"
+                f"the hook's state has {len(state)} tensors where this model needs {len(of_model)}; these are in only "
+                f"one of the two: {', '.join(odd[:4])}. Load the state into the same model, sharded in the same way"
             )
-        for key, (tensor, site) in wanted.items():
-            given, here = state[key], _spread(tensor, site.mesh)
-            if tuple(given.shape) != tuple(here.shape):
+        for key, (tensor, site) in of_model.items():
+            loaded, here = state[key], _spread(tensor, site.mesh)
+            if tuple(loaded.shape) != tuple(here.shape):
                 raise ValueError(
-                    f"{key} has shape {tuple(given.shape)}, expected {tuple(here.shape)}: what a rank has lost belongs "
-                    "to that rank. Load it on as many ranks, or begin without it"
+                    f"{key} has shape {tuple(loaded.shape)}, expected {tuple(here.shape)}: the state holds the "
+                    "rounding errors of each rank. Load it on the same number of ranks, or start without it"
                 )
-        for key, (tensor, _) in wanted.items():
+        for key, (tensor, _) in of_model.items():
             local = local_of(state[key]) if isinstance(state[key], DTensor) else state[key]
             tensor.copy_(local[0])
 
@@ -252,9 +254,9 @@ class PowerSGD(_WithErrors):
     def all_reduce(self, row: torch.Tensor, site: Site) -> Steps:
         return (yield from self._reduce(row.unsqueeze(0), site, slice(0, 1)))
 
-    def _reduce(self, given: torch.Tensor, site: Site, wanted: slice) -> Steps:
+    def _reduce(self, gradients: torch.Tensor, site: Site, kept_rows: slice) -> Steps:
         """The sum of everyone's rows, of which those ``wanted`` come back."""
-        rows = self.with_error(given, site)
+        rows = self.with_error(gradients, site)
         rights, sizes = self._right[site.name], [numel for numel, _ in site.matrices]
         pieces = list(rows.split(sizes, dim=1))
         matrices = [
@@ -278,12 +280,12 @@ class PowerSGD(_WithErrors):
         pairs, results = iter(zip(lefts, thin, strict=True)), []
         for i, (piece, right) in enumerate(zip(pieces, rights, strict=True)):
             if right is None:
-                results.append(next(summed).view_as(piece)[wanted].reshape(-1))
+                results.append(next(summed).view_as(piece)[kept_rows].reshape(-1))
                 continue
             left, new = next(pairs)
             right.copy_(new.nan_to_num(0, 0, 0))
             height = piece.shape[1] // site.matrices[i][1]
-            results.append((left[wanted.start * height : wanted.stop * height] @ new.mT).reshape(-1))
+            results.append((left[kept_rows.start * height : kept_rows.stop * height] @ new.mT).reshape(-1))
         return torch.cat(results)
 
     def _lose_matrices(

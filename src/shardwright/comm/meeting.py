@@ -287,12 +287,14 @@ class Meeting:
         if known:
             return "; ".join(f"rank {rank} {what}" for rank, what in known.items())
         who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(map(str, others))}"
-        return f"{who} did not come: it ended, or waits in another collective, or is later than the group's timeout"
+        return f"{who} did not come: it has ended, waits in another collective, or is later than the group's timeout"
 
     def _own_leaving(self) -> str:
         """By what this rank itself has left since the group met last, which is why others may not come."""
         left = notices.own(self._name, self.number)
-        return f". This rank {left} before, and where one rank leaves a step, all must." if left else ""
+        return (
+            f". This rank {left} before. If one rank leaves a step, all ranks must leave it." if left else ""
+        )
 
 
 def _numbers() -> dict[str, int]:

@@ -33,8 +33,8 @@ class RegisteredMemory:
         if not self._backend.supports_tensor_alloc(comm.device):
             raise NotImplementedError(
                 f"The backend {self._backend.name()!r} allocates no memory on {comm.device}; NCCL on CUDA devices "
-                "does, where its version and the hardware allow it. Leave "
-                "set_allocate_memory_from_process_group_for_comm out."
+                "does, if its version and the hardware allow it. Remove the call of "
+                "set_allocate_memory_from_process_group_for_comm."
             )
 
     def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
@@ -59,8 +59,8 @@ class SymmetricMemory:
         device = comms[0].device
         if device.type != "cuda":
             raise NotImplementedError(
-                f"Symmetric memory needs NCCL on CUDA devices; this model is on {device}. Leave set_symm_mem_for_comm "
-                "out."
+                f"Symmetric memory needs NCCL on CUDA devices; this model is on {device}. Remove the call of "
+                "set_symm_mem_for_comm."
             )
         self._groups = [comm.group for comm in comms]
         self._pool = symmetric_pool(device, backend)

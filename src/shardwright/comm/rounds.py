@@ -51,9 +51,9 @@ class _Records:
         self.tensor = torch.zeros(ranks * self._row.size // 8, dtype=torch.int64, device="cpu")
         self._memory = (ctypes.c_char * self.tensor.nbytes).from_address(self.tensor.data_ptr())
 
-    def write(self, record: bytes, address: Address, found: bool) -> None:
+    def write(self, record: bytes, address: Address, all_rings_open: bool) -> None:
         """One row, for every rank."""
-        self._memory.raw = self._row.pack(*unpacked(record), *address, found) * self._ranks
+        self._memory.raw = self._row.pack(*unpacked(record), *address, all_rings_open) * self._ranks
 
     def rows(self) -> list[tuple[int, ...]]:
         return list(self._row.iter_unpack(self._memory.raw))

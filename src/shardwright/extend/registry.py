@@ -60,14 +60,14 @@ class Registry(Generic[T]):
         """
         if not isinstance(value, self.kind):
             raise TypeError(
-                f"A {self.what} to add must be a {self.kind.__name__}, got {type(value).__name__}"
+                f"Only a {self.kind.__name__} can be added as a {self.what}, got {type(value).__name__}"
             )
         if not value.name or ":" in value.name:
             raise ValueError(
-                f"A {self.what} needs a name without a colon, which import paths have; got {value.name!r}"
+                f"A {self.what} needs a name without a colon, since a colon marks an import path; got {value.name!r}"
             )
         if self._values.setdefault(value.name, value) != value:
-            raise ValueError(f"There is a {self.what} {value.name!r} already. Choose another name")
+            raise ValueError(f"The {self.what} {value.name!r} already exists. Choose another name")
         return value
 
     def names(self) -> tuple[str, ...]:

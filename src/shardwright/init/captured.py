@@ -29,8 +29,8 @@ class Captured:
         changed = not self.tensor.is_inference() and self.tensor._version != self.version
         if changed or (self.digest is not None and self.digest != _digest_of_foreign(self.tensor)):
             raise RuntimeError(
-                f"A tensor of shape {tuple(self.tensor.shape)} that the construction of a deferred model reads was "
-                "changed afterwards. Pass a clone of it to the constructor, or materialize the model first."
+                f"A tensor of shape {tuple(self.tensor.shape)} was changed after the constructor of a deferred model "
+                "had read it. Pass a clone of it to the constructor, or materialize the model first."
             )
 
     def hashes_of_values(self) -> list[int]:

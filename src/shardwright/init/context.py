@@ -28,7 +28,7 @@ from shardwright.init.truncated import with_little_memory
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
 #: What torch raises, in C++, when a deferred tensor is to become one of another class.
 _SUBCLASS_REFUSED = re.compile(r"Creating a new Tensor subclass (\S+) .* type DeferredTensor")
-_WAY_OUT = "Build the module that has it outside of deferred_init, or give it plain tensors."
+_WAY_OUT = "Build the module with this tensor outside of deferred_init, or pass it plain tensors."
 _thread: int | None = None  #: in which a context is active
 
 
@@ -62,8 +62,8 @@ def deferred_init() -> Iterator[None]:
     if _thread is not None:
         if _thread != threading.get_ident():
             raise RuntimeError(
-                "deferred_init is active in another thread, and generators are common to all. Build one model after "
-                "the other."
+                "deferred_init is active in another thread, and all threads share the random generators. Build one "
+                "model after the other."
             )
         yield
         return
@@ -79,8 +79,8 @@ def deferred_init() -> Iterator[None]:
         if refused is None:
             raise
         raise NotImplementedError(
-            f"deferred_init cannot build a {refused[1]}{_where(_raised_at(error))}: a deferred tensor has no other "
-            f"class. {_WAY_OUT}"
+            f"deferred_init cannot build a {refused[1]}{_where(_raised_at(error))}: a deferred tensor cannot have "
+            f"another class. {_WAY_OUT}"
         ) from error
     finally:
         _thread = None
@@ -91,8 +91,8 @@ def refuse_on_meta(doing: str) -> None:
     """Raise RuntimeError where constructors make tensors on the meta device unless they are told otherwise."""
     if torch.get_default_device().type == "meta":
         raise RuntimeError(
-            f"{doing} was called under torch.device('meta'), where initialisers do nothing. Call it outside "
-            "of that; deferred_init allocates nothing either."
+            f"{doing} was called under torch.device('meta'), where initialisers do nothing. Call it outside of that "
+            "context; deferred_init allocates no memory either."
         )
 
 
@@ -206,9 +206,8 @@ def _of_no_other_class(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(result, DeferredTensor) and cls is not nn.Parameter:
             where = _where(traceback.walk_stack(inspect.currentframe()))
             raise NotImplementedError(
-                f"deferred_init cannot build a {cls.__name__}{where}: of subclasses of "
-                "nn.Parameter the class would be lost. Build the module that has it outside the context, or give it a "
-                "plain nn.Parameter."
+                f"deferred_init cannot build a {cls.__name__}{where}: it would lose the subclass of nn.Parameter. "
+                "Build the module with this parameter outside the context, or use a plain nn.Parameter."
             )
         return result
 

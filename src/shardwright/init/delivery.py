@@ -65,7 +65,7 @@ def materialize(
             changed since.
 
     Warns:
-        UserWarning: on the meta path, parameters that were initialised more than once; the last one counts.
+        UserWarning: on the meta path, parameters that were initialised more than once; the last values count.
     """
     refuse_while_deferring("materialize")
     where = _device(model, device)
@@ -104,13 +104,13 @@ def materialize(
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
     of_mesh = next((unit.ranks.device for unit in units_of(model)), None)
-    wanted = torch.device(device) if device is not None else of_mesh or UNNAMED
-    if of_mesh is not None and wanted.type != of_mesh.type:
+    target = torch.device(device) if device is not None else of_mesh or UNNAMED
+    if of_mesh is not None and target.type != of_mesh.type:
         raise ValueError(
-            f"The model is sharded over a mesh on {of_mesh.type!r} and cannot be materialized on {wanted}. Leave "
-            "device out, or shard over a mesh of that device."
+            f"The model is sharded over a mesh on {of_mesh.type!r} and cannot be materialized on {target}. Call "
+            "materialize without device, or shard over a mesh of that device."
         )
-    return of_mesh or wanted
+    return of_mesh or target
 
 
 def refuse_graphs(model: nn.Module) -> None:
@@ -118,16 +118,16 @@ def refuse_graphs(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if has_no_values(p) and p.grad is not None:
             raise ValueError(
-                f"Parameter {name!r} has a gradient from a backward before it had values, which cannot be carried "
-                "over. Call model.zero_grad() first."
+                f"Parameter {name!r} has a gradient from a backward before it had values; materialize cannot keep "
+                "this gradient. Call model.zero_grad() first."
             )
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and has_no_values(buffer) and buffer.grad_fn is not None:
                 raise ValueError(
-                    f"Buffer {f'{prefix}.{name}'.lstrip('.')!r} was computed from tensors that require gradients (its "
-                    f"grad_fn is {buffer.grad_fn.name()}), and the graph cannot be carried over. Compute it under "
-                    "torch.no_grad(), or register its detach()."
+                    f"Buffer {f'{prefix}.{name}'.lstrip('.')!r} was computed from tensors that require gradients "
+                    f"(its grad_fn is {buffer.grad_fn.name()}), and materialize cannot keep this graph. Compute it "
+                    "under torch.no_grad(), or register its detach()."
                 )
 
 
@@ -195,8 +195,9 @@ class _Destinations:
                 self.add(module, name, tensor, tensor)
             elif isinstance(tensor, DTensor) and isinstance(local_of(tensor), DeferredTensor):
                 raise ValueError(
-                    f"{name!r} of {type(module).__name__}, a DTensor of shape {tuple(tensor.shape)}, is deferred, and "
-                    "no unit of fully_shard owns it. Call fully_shard on its module, or build it in no deferred_init."
+                    f"{name!r} of {type(module).__name__}, a DTensor of shape {tuple(tensor.shape)}, is deferred, "
+                    "and belongs to no unit of fully_shard. Call fully_shard on its module, or build it outside of "
+                    "deferred_init."
                 )
         for key, value in vars(module).items():
             if key not in ("_parameters", "_buffers", "_modules"):

@@ -158,11 +158,11 @@ def plan(targets: Iterable[Memory], drawing: Iterable[Entry] = ()) -> Plan:
     while candidates:
         entry = heapq.heappop(candidates)[1]
         pushed.discard(entry)
-        wanted = not live.isdisjoint(entry.writes)
-        if not wanted and entry not in forced:
+        is_live = not live.isdisjoint(entry.writes)
+        if not is_live and entry not in forced:
             continue
         needed.append(entry)
-        if wanted or not entry.only_renews:
+        if is_live or not entry.only_renews:
             for memory in entry.writes:
                 if memory not in entry.renews:
                     want(memory, entry.index)

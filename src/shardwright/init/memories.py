@@ -74,7 +74,7 @@ class Memories:
         for memory in changed:
             if any(storage_use_count(other.storage) > 1 for other in self._moved.get(memory, ())):
                 raise NotImplementedError(
-                    "A deferred tensor was moved to the CPU inside deferred_init, and it, or what it was moved from, "
-                    "is changed in place while both are there. Whether that changes both depends on the device of the "
+                    "A deferred tensor was moved to the CPU inside deferred_init, and then the copy or the original "
+                    "was changed in place while both exist. Whether this changes both depends on the device of the "
                     "model, which is not known yet. Change a clone."
                 )

@@ -99,8 +99,8 @@ class DeferredTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"A deferred tensor of shape {tuple(self.shape)} holds no values that could be saved. Call "
-            "shardwright.materialize first."
+            f"A deferred tensor of shape {tuple(self.shape)} has no values to save yet. Call shardwright.materialize "
+            "first."
         )
 
 
@@ -371,12 +371,12 @@ def value_of(value: Any) -> Any:
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Tensors that the operation changes, by its schema."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [t for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor)]
-    return found
+            tensors += [t for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor)]
+    return tensors
 
 
 def _fills(call: Any) -> bool:
@@ -390,9 +390,9 @@ def _fills(call: Any) -> bool:
 def _refuse_collectives(func: Any, deferred: list[DeferredTensor]) -> None:
     if deferred and func.namespace in _COLLECTIVE:
         raise RuntimeError(
-            f"{func} was called on a deferred tensor of shape {tuple(deferred[0].shape)}, whose values come later, "
-            "on every rank alike. For parallelize_module and distribute_tensor pass "
-            "src_data_rank=None, so that each rank takes its part of its own; or call them after materialize."
+            f"{func} was called on a deferred tensor of shape {tuple(deferred[0].shape)}, which has no values to "
+            "communicate yet. For parallelize_module and distribute_tensor pass src_data_rank=None, so that each "
+            "rank takes its part of its own tensor; or call them after materialize."
         )
 
 
@@ -422,8 +422,8 @@ def _refuse_other_layouts(tensor: Any) -> None:
     )  # fmt: skip
     if kind is not None:
         raise NotImplementedError(
-            f"deferred_init records dense tensors, and a {kind} one came up. Build the module that has it outside of "
-            "deferred_init, or make the tensor there and hand it in."
+            f"deferred_init records only dense tensors, but the constructor made a {kind} one. Build the module with "
+            "this tensor outside of deferred_init, or make the tensor outside and pass it in."
         )
 
 

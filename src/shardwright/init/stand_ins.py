@@ -24,11 +24,11 @@ from shardwright.init.recorder import RECORDER, DeferredTensor
 
 def units_of(model: nn.Module) -> list[Unit]:
     """Units of the model's modules, and those of modules around it that own parameters which the model holds."""
-    found: dict[Unit | None, None] = {}
+    units: dict[Unit | None, None] = {}
     for module in model.modules():
-        found[module.__dict__.get(UNIT)] = None
-        found.update((unit_of(p), None) for p in module._parameters.values() if p is not None)
-    return [unit for unit in found if unit is not None]
+        units[module.__dict__.get(UNIT)] = None
+        units.update((unit_of(p), None) for p in module._parameters.values() if p is not None)
+    return [unit for unit in units if unit is not None]
 
 
 class StandIn(NamedTuple):
@@ -53,7 +53,7 @@ def initialise(model: nn.Module, init: Callable[[], Any] | None) -> list[StandIn
         if init is not None:
             raise ValueError(
                 f"materialize got init, but every parameter and buffer of this {type(model).__name__} holds values "
-                "or is deferred. Leave init out, or build the model on torch.device('meta')."
+                "or is deferred. Call materialize without init, or build the model on torch.device('meta')."
             )
         return []
     refuse_on_meta("materialize")
@@ -83,19 +83,19 @@ def initialise(model: nn.Module, init: Callable[[], Any] | None) -> list[StandIn
                     reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
                     if reset is not None:  # else an outer module may know; what nobody knows is found below
                         reset()
-        found = [StandIn(module, name, old, _own(module)[name]) for module, name, old in places]
+        stand_ins = [StandIn(module, name, old, _own(module)[name]) for module, name, old in places]
     finally:
         for module, name, old in reversed(places):
             _show(module, name, old)
         for unit in paused:
             unit.watch.paused = False
     kept = {
-        RECORDER.memories.of(put[id(each.old)]): each for each in found if not missing(each.old)
+        RECORDER.memories.of(put[id(each.old)]): each for each in stand_ins if not missing(each.old)
     }  # their values stay, so what was recorded for their stand-ins is dropped
-    found = [each for each in found if missing(each.old)]
-    _check(model, found, kept)
+    stand_ins = [each for each in stand_ins if missing(each.old)]
+    _check(model, stand_ins, kept)
     return list(
-        {id(each.old) if isinstance(each.old, Managed) else id(each): each for each in found}.values()
+        {id(each.old) if isinstance(each.old, Managed) else id(each): each for each in stand_ins}.values()
     )
 
 
@@ -121,7 +121,7 @@ def _show(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         module._buffers[name] = tensor
 
 
-def _check(model: nn.Module, found: list[StandIn], kept: dict[Memory, StandIn]) -> None:
+def _check(model: nn.Module, stand_ins: list[StandIn], kept: dict[Memory, StandIn]) -> None:
     names = {id(module): name for name, module in model.named_modules()}
 
     def full_name(each: StandIn) -> str:
@@ -129,11 +129,11 @@ def _check(model: nn.Module, found: list[StandIn], kept: dict[Memory, StandIn]) 
 
     by_class: dict[str, list[str]] = {}
     twice: list[str] = []
-    for each in found:
+    for each in stand_ins:
         if each.new.shape != each.old.shape:
             raise ValueError(
-                f"{full_name(each)!r} has shape {tuple(each.old.shape)}, and its initialiser put one of shape "
-                f"{tuple(each.new.shape)} in its place. Initialise it in its own shape."
+                f"{full_name(each)!r} has shape {tuple(each.old.shape)}, but its initialiser replaced it by a tensor "
+                f"of shape {tuple(each.new.shape)}. Keep the shape."
             )
         if not isinstance(each.new, DeferredTensor):
             if has_no_values(each.new):
@@ -145,41 +145,44 @@ def _check(model: nn.Module, found: list[StandIn], kept: dict[Memory, StandIn]) 
         elif sum(memory in entry.renews for entry in memory.entries) > 1:
             twice.append(full_name(each))
     if by_class:
-        told = "; ".join(f"{cls}: {', '.join(map(repr, names_))}" for cls, names_ in by_class.items())
+        listed = "; ".join(f"{cls}: {', '.join(map(repr, names_))}" for cls, names_ in by_class.items())
         raise ValueError(
-            f"Nothing initialises these parameters and buffers, which are on the meta device: {told}. Give their class "
-            "a reset_parameters method, pass init= to materialize, or build the model under "
+            f"No initialiser writes these parameters and buffers, which are on the meta device: {listed}. Give their "
+            "class a reset_parameters method, pass init= to materialize, or build the model under "
             "shardwright.deferred_init(). Nothing was changed."
         )
-    wanted = {
-        each: RECORDER.memories.view_of(each.new) for each in found if isinstance(each.new, DeferredTensor)
+    views = {
+        each: RECORDER.memories.view_of(each.new)
+        for each in stand_ins
+        if isinstance(each.new, DeferredTensor)
     }
-    the = plan(view.memory for view in wanted.values())
+    the = plan(view.memory for view in views.values())
     read = [full_name(kept[memory]) for memory in the.unwritten if memory in kept]
     if read:
         raise ValueError(
-            f"The initialiser reads {', '.join(map(repr, read))}, which hold values already, to compute others. "
-            "Compute those after materialize, or build the model under shardwright.deferred_init(). Nothing was "
-            "changed."
+            f"The initialiser reads {', '.join(map(repr, read))}, which have values already, to compute other "
+            "tensors. Compute these after materialize, or build the model under shardwright.deferred_init(). Nothing "
+            "was changed."
         )
-    unfilled = _unfilled(the, wanted.values())
-    parts = [full_name(each) for each, view in wanted.items() if view.memory in unfilled]
+    unfilled = _unfilled(the, views.values())
+    parts = [full_name(each) for each, view in views.items() if view.memory in unfilled]
     if parts:
         raise ValueError(
-            f"Of {', '.join(map(repr, parts))} the initialiser reads values before it has written them, or leaves some "
-            "unwritten, and on the meta device there are none. Let it fill the whole tensor first, or build the model "
-            "under shardwright.deferred_init(). Nothing was changed."
+            f"The initialiser reads {', '.join(map(repr, parts))} before it has written all of it, or leaves a part "
+            "unwritten. On the meta device a tensor has no values. Let the initialiser fill the whole tensor first, "
+            "or build the model under shardwright.deferred_init(). Nothing was changed."
         )
     if twice:
         warnings.warn(
-            f"Initialised more than once, the last one counts: {', '.join(map(repr, dict.fromkeys(twice)))}.",
+            "These tensors were initialised more than once; the last values count: "
+            f"{', '.join(map(repr, dict.fromkeys(twice)))}.",
             stacklevel=4,  # the caller of materialize
         )
 
 
-def _unfilled(the: Plan, wanted: Collection[View]) -> set[Memory]:
+def _unfilled(the: Plan, views: Collection[View]) -> set[Memory]:
     """Memories of ``wanted`` of which elements are read, or wanted, that no entry has written."""
-    memories = {view.memory for view in wanted} & the.unwritten
+    memories = {view.memory for view in views} & the.unwritten
     written = {m: torch.zeros(m.storage.nbytes(), dtype=torch.bool, device="cpu") for m in memories}
 
     def first_bytes(view: View) -> torch.Tensor:
@@ -187,17 +190,17 @@ def _unfilled(the: Plan, wanted: Collection[View]) -> set[Memory]:
         strides = [stride * width for stride in view.stride]
         return written[view.memory].as_strided(view.size, strides, view.offset * width)
 
-    found: set[Memory] = set()
+    unwritten: set[Memory] = set()
     for entry in the.entries:
         for view in tree_flatten((entry.args, entry.kwargs))[0]:
             known = not isinstance(view, View) or view.memory not in written or view in entry.fills
             if not known and not first_bytes(view).all():
-                found.add(view.memory)
+                unwritten.add(view.memory)
         for view in entry.fills:
             if view.memory in written:
                 first_bytes(view).fill_(True)
-    found.update(view.memory for view in wanted if view.memory in written and not first_bytes(view).all())
-    return found
+    unwritten.update(view.memory for view in views if view.memory in written and not first_bytes(view).all())
+    return unwritten
 
 
 def _class_name(module: nn.Module) -> str:

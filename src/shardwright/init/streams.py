@@ -78,8 +78,8 @@ class Stream:
         if not untouched:
             raise RuntimeError(
                 f"Numbers were drawn from the {self.generator.device.type} generator after deferred_init recorded "
-                "random operations and before they were carried out; without deferral they would have been others. "
-                "Call shardwright.materialize first, seed the generator anew, or draw from one of your own."
+                "random operations and before materialize ran them; a plain build would have drawn other numbers. "
+                "Call shardwright.materialize first, seed the generator again, or draw from a separate generator."
             )
         return entry
 

@@ -24,14 +24,16 @@ def unwrapped(state: dict[str, Any]) -> dict[str, Any]:
 def file_path(path: str | Path, strategy: str) -> Path:
     """The path as one of the file system. ``strategy`` is the name of the class that was given it."""
     if "://" in str(path):
-        raise ValueError(f"{path} is remote, and {strategy} writes to and reads from file systems only.")
+        raise ValueError(
+            f"{path} is a remote path, but {strategy} reads and writes only local file systems. Use a local path."
+        )
     return Path(path)
 
 
 def refuse_optimizer(strategy: str) -> NoReturn:
     """Raise, as an optimizer alone cannot be loaded. ``strategy`` is the name of the class that was given one."""
     raise NotImplementedError(
-        f"{strategy} needs the model to load an optimizer, since it goes by names. Use "
+        f"{strategy} needs the model to load an optimizer, since optimizer state is stored by parameter names. Use "
         "fabric.load(path, {'model': model, 'optimizer': optimizer})."
     )
 
@@ -61,8 +63,8 @@ def load_weights(path: Path, module: nn.Module, strict: bool, weights_only: bool
     model = module.module if isinstance(module, Forward) else module
     if not isinstance(model, FSDPModule) and any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise TypeError(
-            f"load_raw was given a {type(model).__name__} on the meta device, where there is nothing to load into. "
-            "Set it up first (model = fabric.setup(model)), or build it under fabric.init_module(empty_init=True)."
+            f"load_raw got a {type(model).__name__} on the meta device, which has no memory to load into. Set it up "
+            "first (model = fabric.setup(model)), or build it under fabric.init_module(empty_init=True)."
         )
     if named_files.is_sharded(path):
         raise ValueError(

@@ -61,8 +61,8 @@ class Scaler(GradScaler):
             # The gradients of one rank, and one more that tells of the other ranks'.
             for group in optimizer.param_groups:
                 group["params"] = []
-            told = [*gradients, _infinite_anywhere(gradients)] if gradients else []
-            optimizer.param_groups[0]["params"] = [_owner_of(each) for each in told]
+            checked_gradients = [*gradients, _infinite_anywhere(gradients)] if gradients else []
+            optimizer.param_groups[0]["params"] = [_owner_of(each) for each in checked_gradients]
             super().unscale_(optimizer)
         finally:
             for group, params in zip(optimizer.param_groups, groups, strict=True):
@@ -92,23 +92,23 @@ def _infinite_anywhere(gradients: list[torch.Tensor]) -> torch.Tensor:
     """One element, the same on every rank: infinite if any element of theirs is not finite, else 0."""
     filled = [g for g in gradients if g.numel()]
     largest = torch.stack([n.float() for n in foreach_norm(filled, math.inf)]) if filled else torch.zeros(1)
-    found = largest.isfinite().all().logical_not().float().to(gradients[0].device).view(1)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return torch.where(found > 0, math.inf, 0.0)
+    any_infinite = largest.isfinite().all().logical_not().float().to(gradients[0].device).view(1)
+    dist.all_reduce(any_infinite, dist.ReduceOp.MAX)
+    return torch.where(any_infinite > 0, math.inf, 0.0)
 
 
-def scaler_of(given: Any, device: str) -> GradScaler:
+def scaler_of(users_scaler: Any, device: str) -> GradScaler:
     """A scaler with the settings of the given one, for sharded gradients."""
-    if isinstance(given, Scaler):
-        return given
-    if type(given) not in (GradScaler, torch.cuda.amp.GradScaler):
+    if isinstance(users_scaler, Scaler):
+        return users_scaler
+    if type(users_scaler) not in (GradScaler, torch.cuda.amp.GradScaler):
         raise TypeError(
-            f"A {type(given).__name__} does not know of other ranks' gradients. Pass MixedPrecision a "
-            "torch.amp.GradScaler, whose settings are taken over."
+            f"A {type(users_scaler).__name__} sees only this rank's gradients. Pass MixedPrecision a "
+            "torch.amp.GradScaler; the strategy uses its settings."
         )
-    scaler = Scaler(device=device, enabled=given.is_enabled())
-    if given.is_enabled():
-        scaler.load_state_dict(given.state_dict())
+    scaler = Scaler(device=device, enabled=users_scaler.is_enabled())
+    if users_scaler.is_enabled():
+        scaler.load_state_dict(users_scaler.state_dict())
     return scaler
 
 

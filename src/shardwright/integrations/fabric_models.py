@@ -43,8 +43,8 @@ def sharded_model(module: nn.Module, doing: str) -> Any:
     module = module.module if isinstance(module, Forward) else module
     if not isinstance(module, FSDPModule):
         raise TypeError(
-            f"{doing} was given a {type(module).__name__} that is not sharded. Set it up first: "
-            "model = fabric.setup(model)."
+            f"{doing} got a {type(module).__name__} that is not sharded. Set it up first: model = "
+            "fabric.setup(model)."
         )
     return module
 
@@ -52,15 +52,15 @@ def sharded_model(module: nn.Module, doing: str) -> Any:
 def refuse_wrapped(module: nn.Module) -> None:
     if isinstance(module, FSDPModule):
         raise ValueError(
-            f"This {type(module).__name__} is sharded already: a model is set up once, and the strategy's options "
-            "would not hold for it. Pass the model before fully_shard; units inside it may be sharded."
+            f"This {type(module).__name__} is already sharded, so the strategy's options would not apply to it. Pass "
+            "the model before you call fully_shard on it; modules inside it may be sharded."
         )
     for name, inner in module.named_modules():
         torchs = isinstance(inner, TorchFSDPModule) and not isinstance(inner, FSDPModule)
         if torchs or isinstance(inner, (DistributedDataParallel, FullyShardedDataParallel)):
             raise TypeError(
-                f"The model has a {type(inner).__name__} at {name!r}, which torch shards or replicates itself. Pass it "
-                "unwrapped."
+                f"The model has a {type(inner).__name__} at {name!r}, which torch already shards or replicates. Pass "
+                "the model without this wrapper."
             )
 
 
@@ -85,7 +85,7 @@ def mesh_of(sizes: tuple[int, ...] | None, device: torch.device) -> DeviceMesh:
     sizes = sizes or (world,)
     if torch.Size(sizes).numel() != world:
         raise ValueError(
-            f"device_mesh={sizes} is a mesh of {torch.Size(sizes).numel()} ranks, and there are {world}. Give "
+            f"device_mesh={sizes} is a mesh of {torch.Size(sizes).numel()} ranks, but the job has {world}. Pass "
             "sizes whose product is devices * num_nodes."
         )
     names = ("replicate", "shard")[-len(sizes) :]
@@ -108,10 +108,10 @@ def units_of(model: nn.Module, policy: Any) -> list[nn.Module]:
     if policy is None:
         return []
     if isinstance(policy, tuple) and not any(isinstance(m, policy) for m in model.modules()):
-        found = sorted({type(m).__name__ for m in model.modules()})
+        class_names = sorted({type(m).__name__ for m in model.modules()})
         warnings.warn(  # right for a small model beside the one that the policy is for
-            f"auto_wrap_policy names {', '.join(c.__name__ for c in policy)}, and this model has only "
-            f"{', '.join(found)}: all of it is one unit, gathered at once.",
+            f"auto_wrap_policy names {', '.join(c.__name__ for c in policy)}, but this model has only "
+            f"{', '.join(class_names)}: the whole model becomes one unit, gathered at once.",
             stacklevel=4,
         )
         return []
@@ -154,9 +154,9 @@ class GeneratorStates:
         different = [rank for rank, state in enumerate(states) if state != states[0]]
         if different:
             raise ValueError(
-                f"Rank{'s' * (len(different) > 1)} {', '.join(map(str, different))} began to initialise the model from "
-                "another state of the random generators than rank 0, so they build different ones. Call "
-                "fabric.seed_everything(seed), with one seed for all ranks, before the model is made."
+                f"Rank{'s' * (len(different) > 1)} {', '.join(map(str, different))} began to initialise the model "
+                "from another state of the random generators than rank 0, so the ranks build different models. Call "
+                "fabric.seed_everything(seed), with one seed for all ranks, before you build the model."
             )
 
 

@@ -282,12 +282,12 @@ class ShardwrightStrategy(DDPStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        raise NotImplementedError(f"{type(self).__name__} writes checkpoints itself, without a CheckpointIO.")
+        raise NotImplementedError(f"{type(self).__name__} writes checkpoints itself and has no CheckpointIO.")
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> NoReturn:
         raise NotImplementedError(
-            f"{type(self).__name__} writes checkpoints itself. Leave {type(io).__name__} out of Fabric(plugins=...)."
+            f"{type(self).__name__} writes checkpoints itself. Remove {type(io).__name__} from Fabric(plugins=...)."
         )
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -307,7 +307,9 @@ class ShardwrightStrategy(DDPStrategy):
     ) -> None:
         """Write a state as one file or as a folder; see ``state_dict_type``. Every rank must call it."""
         if storage_options is not None:
-            raise TypeError(f"{type(self).__name__} has no storage_options: it writes to the file system.")
+            raise TypeError(
+                f"{type(self).__name__} writes to the file system and has no storage_options. Call save without them."
+            )
         save = named_state.save_full if self._state_dict_type == "full" else named_state.save_sharded
         save(self._common_path(path), unwrapped(state), self.device_mesh, filter or {})
 

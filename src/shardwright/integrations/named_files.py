@@ -48,10 +48,10 @@ def check_target(path: Path, folder: bool) -> None:
     if not path.is_dir() or is_sharded(path) or (folder and not any(path.iterdir())):
         return
     if folder:
-        raise FileExistsError(
-            f"{path} is a folder that holds something else than a checkpoint. Choose another path."
-        )
-    raise IsADirectoryError(f"{path} is a folder, and the checkpoint is to be one file. Choose another path.")
+        raise FileExistsError(f"{path} is a folder with other files than a checkpoint. Choose another path.")
+    raise IsADirectoryError(
+        f'{path} is a folder, but state_dict_type="full" writes one file. Choose another path.'
+    )
 
 
 def write_values(values: dict[str, Any], file: Path) -> None:
@@ -130,8 +130,8 @@ def read_file(path: Path, weights_only: bool | None) -> Any:
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
     if path.is_dir():
         raise ValueError(
-            f"{path} is a folder without {METADATA}, so it is no checkpoint. Give a folder that a sharded checkpoint "
-            "was saved to, or the file of a full one."
+            f"{path} is a folder without {METADATA}, so it is no checkpoint. Pass the folder of a sharded "
+            "checkpoint, or the file of a full checkpoint."
         )
     try:
         os.close(open_regular(path, links=True))  # torch would wait for a pipe
@@ -147,7 +147,7 @@ def read_file(path: Path, weights_only: bool | None) -> Any:
 def dict_in(path: Path, weights_only: bool | None) -> dict[str, Any]:
     stored = read_file(path, weights_only)
     if not isinstance(stored, dict):
-        raise ValueError(f"{path} holds a {type(stored).__name__}, and a checkpoint is a dict.")
+        raise ValueError(f"{path} holds a {type(stored).__name__}, but a checkpoint is a dict.")
     return stored
 
 

@@ -71,13 +71,13 @@ class Parts:
         for key, model in models.items():
             if not isinstance(model, FSDPModule):
                 raise TypeError(
-                    f"state[{key!r}] is a {type(model).__name__} that is not sharded, and each rank would save its "
-                    "own. Set it up first (model = fabric.setup(model)), or pass its state_dict()."
+                    f"state[{key!r}] is a {type(model).__name__} that is not sharded, so each rank would save a "
+                    "different one. Set it up first (model = fabric.setup(model)), or pass its state_dict()."
                 )
         if not models:
             raise ValueError(
-                f"The state has no model, only {', '.join(map(repr, state)) or 'nothing'}. Add the model that was set "
-                "up: state={'model': model, ...}."
+                f"The state has no model, only {', '.join(map(repr, state)) or 'nothing'}. Add the model that "
+                "fabric.setup returned: state={'model': model, ...}."
             )
         optimizers = {key: each for key, each in state.items() if isinstance(each, Optimizer)}
         others = {key: each for key, each in state.items() if key not in models and key not in optimizers}
@@ -92,16 +92,16 @@ class Parts:
             id(p): (m, name) for m, model in self.models.items() for name, p in model.named_parameters()
         }
         groups = [group["params"] for group in self.optimizers[key].param_groups]
-        found = [[owners.get(id(p)) for p in params] for params in groups]
-        several = len({each[0] for group in found for each in group if each is not None}) > 1
+        owners_of_groups = [[owners.get(id(p)) for p in params] for params in groups]
+        several = len({each[0] for group in owners_of_groups for each in group if each is not None}) > 1
         names = []
-        for group, params in zip(found, groups, strict=True):
+        for group, params in zip(owners_of_groups, groups, strict=True):
             for each, p in zip(group, params, strict=True):
                 if each is None:
                     raise ValueError(
                         f"state[{key!r}] is a {type(self.optimizers[key]).__name__} with a parameter of shape "
-                        f"{tuple(p.shape)} that no model of the state has. Put its model into the state, and set up "
-                        "model and optimizer before."
+                        f"{tuple(p.shape)} that no model in the state has. Add its model to the state, and set up "
+                        "model and optimizer first."
                     )
             names.append(
                 [f"{each[0]}.{each[1]}" if several else each[1] for each in group if each is not None]
@@ -261,7 +261,7 @@ def _check_keys(asked: Iterable[str], stored: Mapping[str, Any], strict: bool, p
     if strict and missing:
         raise KeyError(
             f"The checkpoint {path} has no {', '.join(map(repr, missing))}; it has "
-            f"{', '.join(map(repr, stored)) or 'nothing'}. To load what is there, pass strict=False."
+            f"{', '.join(map(repr, stored)) or 'nothing'}. To load only the stored keys, pass strict=False."
         )
 
 
@@ -278,12 +278,12 @@ def _load_optimizer(parts: Parts, key: str, stored: Any) -> None:
     """Give an optimizer a stored state dict, under names or under numbers, with whole tensors or sharded ones."""
     optimizer, names = parts.optimizers[key], parts.names_of(key)
     if not isinstance(stored, dict) or "param_groups" not in stored:
-        raise ValueError(f"What is stored as {key!r} is no state dict of an optimizer.")
+        raise ValueError(f"The value stored as {key!r} is not the state dict of an optimizer.")
     mine, theirs = [len(group) for group in names], [len(g["params"]) for g in stored["param_groups"]]
     if mine != theirs:
         raise ValueError(
-            f"Optimizer {key!r} has groups of {mine} parameters, the stored one of {theirs}. Build it as it was when "
-            "it was saved."
+            f"Optimizer {key!r} has groups of {mine} parameters, the stored optimizer has groups of {theirs}. Build "
+            "the optimizer with the same groups as at the save."
         )
     place = {name: i for i, name in enumerate(name for group in names for name in group)}
     number: dict[str | int, int] = {}  #: what the parameter is called in the stored state -> its place here
@@ -291,8 +291,8 @@ def _load_optimizer(parts: Parts, key: str, stored: Any) -> None:
         by_name = all(isinstance(each, str) for each in group["params"])
         if by_name and (other := set(group["params"]) ^ set(here)):
             raise ValueError(
-                f"Optimizer {key!r} was saved with other parameters in a group: {_listed(sorted(other))}. Build it as "
-                "it was when it was saved."
+                f"Optimizer {key!r} was saved with other parameters in a group: {_listed(sorted(other))}. Build the "
+                "optimizer with the same groups as at the save."
             )
         order = group["params"] if by_name else here
         number.update({each: place[name] for each, name in zip(group["params"], order, strict=True)})
@@ -308,8 +308,9 @@ def _load_optimizer(parts: Parts, key: str, stored: Any) -> None:
         for what, value in values.items():
             if isinstance(value, torch.Tensor) and value.ndim and value.shape != p.shape:
                 raise ValueError(
-                    f"Optimizer {key!r} has stored {what!r} of parameter {each!r} in shape {tuple(value.shape)}, and "
-                    f"the parameter's is {tuple(p.shape)}. It was saved for another model, or in another order."
+                    f"The stored {what!r} of optimizer {key!r} for parameter {each!r} has shape "
+                    f"{tuple(value.shape)}, but the parameter has shape {tuple(p.shape)}. It was saved for another "
+                    "model, or with parameters in another order."
                 )
     groups = [
         {**group, "params": [place[name] for name in here]}
@@ -415,8 +416,8 @@ def _fitting(
         if isinstance(value, torch.Tensor) and name in stored:
             shape = stored[name][0].shape if len(stored[name]) == 1 else None
             if shape != value.shape:
-                found = "no tensor" if shape is None else tuple(shape)
-                problems.append(f"{name!r} is {tuple(value.shape)} here and {found} in the checkpoint")
+                stored_shape = "no tensor" if shape is None else tuple(shape)
+                problems.append(f"{name!r} is {tuple(value.shape)} here and {stored_shape} in the checkpoint")
     if problems:
         raise RuntimeError(f"The checkpoint {path} does not fit state[{key!r}]: {'; '.join(problems)}.")
     return {

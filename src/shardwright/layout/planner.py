@@ -53,7 +53,11 @@ class Ragged:
         return f'Ragged("{self.granule}")' if isinstance(self.granule, str) else f"Ragged({self.granule})"
 
     def elements(self, shape: Sequence[int]) -> int:
-        """Elements of a parameter of this shape that stay together on one rank; its last granule may be shorter."""
+        """Elements of a parameter of this shape that stay together on one rank; its last granule may be shorter.
+
+        Raises:
+            ValueError: the granule is a function, and has returned no such number.
+        """
         if self.granule == "element" or 0 in shape or not shape:
             return 1
         if callable(self.granule):
@@ -259,9 +263,9 @@ def plan(
     for i, shape in enumerate(sizes):
         if any(n < 0 for n in shape):
             raise ValueError(f"shapes: expected no negative dimension, found {shape} for parameter {i}")
-    for name, given in (("dtypes", dtypes), ("groups", groups)):
-        if given is not None and len(given) != len(sizes):
-            raise ValueError(f"{name}: expected one for each of {len(sizes)} parameters, found {len(given)}")
+    for name, values in (("dtypes", dtypes), ("groups", groups)):
+        if values is not None and len(values) != len(sizes):
+            raise ValueError(f"{name}: expected one for each of {len(sizes)} parameters, found {len(values)}")
 
     keys: dict[tuple[tuple[torch.dtype, ...], Hashable], list[int]] = {}
     for i in range(len(sizes)):

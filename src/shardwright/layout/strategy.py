@@ -39,16 +39,16 @@ class Strategy:
 
     def __post_init__(self) -> None:
         for kind in _KINDS:
-            given = getattr(self, kind)
-            axes = (given,) if isinstance(given, str) else tuple(given)
+            value = getattr(self, kind)
+            axes = (value,) if isinstance(value, str) else tuple(value)
             wrong = [a for a in axes if a not in ("shard", "replicate")]
             if wrong or not axes:
                 raise ValueError(
-                    f'Strategy({kind}={given!r}): expected "shard" or "replicate" for each mesh axis'
+                    f'Strategy({kind}={value!r}): expected "shard" or "replicate" for each mesh axis'
                 )
             object.__setattr__(self, kind, axes)
         if len({len(getattr(self, kind)) for kind in _KINDS}) > 1:
-            raise ValueError(f"{self}: parameters, gradients and optimizer must name as many axes")
+            raise ValueError(f"{self}: parameters, gradients and optimizer must have the same number of axes")
         for axis in range(self.ndim):
             sharded = [getattr(self, kind)[axis] == "shard" for kind in _KINDS]
             if sharded != sorted(sharded):
@@ -60,8 +60,8 @@ class Strategy:
                 if sharded[0] and not sharded[2]:
                     more, less = "parameters", "the optimizer state"
                 raise ValueError(
-                    f"{self}: axis {axis} shards {more} but not {less}. Each rank would then update or keep more than "
-                    f"it computes with: shard {less} there, too, or replicate {more}."
+                    f"{self}: axis {axis} shards {more} but not {less}. Shard {less} on this axis, too, or replicate "
+                    f"{more}."
                 )
 
     @property

@@ -207,8 +207,8 @@ def plan_packing(
     for chosen in dict.fromkeys(dtypes):
         for shared in dict.fromkeys(shares):
             runs = [run for run, here in zip(layout.runs, shares, strict=True) if here == shared]
-            wanted = [flag and own == chosen for flag, own in zip(trainable, dtypes, strict=True)]
-            packing = _plan_packing(runs, shared, wanted, chosen)
+            included_runs = [flag and own == chosen for flag, own in zip(trainable, dtypes, strict=True)]
+            packing = _plan_packing(runs, shared, included_runs, chosen)
             if packing is not None:
                 packings.append(packing)
     return tuple(packings)
@@ -230,12 +230,12 @@ def _plan_packing(
         grad_dtype = dtypes.grad or run.storage_dtype
         align = alignment_elements(reduce_dtype, grad_dtype, run.compute_dtype)
         for s in run.segments:
-            wanted = [m for m in s.members if included[m.index]]
-            if not wanted:
+            members = [m for m in s.members if included[m.index]]
+            if not members:
                 continue
             # A parameter without elements has a flag, too, so it has a place.
             gap = 0 if isinstance(s, RaggedSegment) else round_up(max(s.chunk, 1), align) - s.chunk
-            parts += [GradientPart(m.index, offset, s.chunk, gap, len(spans)) for m in wanted]
+            parts += [GradientPart(m.index, offset, s.chunk, gap, len(spans)) for m in members]
             if isinstance(s, RaggedSegment):
                 segments.append(s)
             offset += s.chunk + gap

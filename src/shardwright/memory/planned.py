@@ -68,13 +68,14 @@ class Planned:
         memory = self._memory[i]
         if memory is None:
             self._deviate(
-                slab, f"it has {slab.nbytes:,} bytes and the plan {self.plan.items[i].nbytes:,} for it"
+                slab,
+                f"it has {slab.nbytes:,} bytes, but the plan has {self.plan.items[i].nbytes:,} bytes for it",
             )
             return DYNAMIC.lease(slab)
         busy = self._overlaps[i] & self._leased
         if busy:
             other = self.plan.items[busy.bit_length() - 1]
-            self._deviate(slab, f"its place is taken by {other.kind} of unit {other.unit!r}")
+            self._deviate(slab, f"{other.kind} of unit {other.unit!r} uses its place")
             return DYNAMIC.lease(slab)
         self._leased |= 1 << i
         self.planned += 1

@@ -117,30 +117,30 @@ class Slab:
         if self.leased:
             return
         self._lender = self.owner.allocator
-        given = self._lender.lease(self)
-        if given is None:
+        memory = self._lender.lease(self)
+        if memory is None:
             self._block = None
             if self._storage.nbytes() != self.nbytes:
                 self._storage.resize_(self.nbytes)
         else:
-            self._attach(given)
+            self._attach(memory)
         self.leased = True
 
-    def _attach(self, given: torch.Tensor) -> None:
-        address = given.data_ptr()
-        if given.nbytes < self.nbytes or given.device != self.device or address % 16:
+    def _attach(self, memory: torch.Tensor) -> None:
+        address = memory.data_ptr()
+        if memory.nbytes < self.nbytes or memory.device != self.device or address % 16:
             lender = getattr(self._lender, "inner", self._lender)  # a recorder stands before the user's
             raise ValueError(
-                f"{type(lender).__name__}.lease gave {given.nbytes} bytes at {address:#x} on {given.device} "
-                f"for {self.nbytes} bytes of unit {self.unit!r} on {self.device}; it must give as many or more there, "
-                "at a multiple of 16"
+                f"{type(lender).__name__}.lease returned {memory.nbytes} bytes at address {address:#x} on "
+                f"{memory.device} for {self.nbytes} bytes of unit {self.unit!r} on {self.device}; it must return at "
+                "least as many bytes on the same device, at a multiple of 16"
             )
         if self._storage.nbytes():  # left by a poisoned release
             self._storage.resize_(0)
         if self._block is None or self._block_address != address:
-            self._block, self._block_address = block_of(given, self.nbytes), address
+            self._block, self._block_address = block_of(memory, self.nbytes), address
         swap_memory(self._storage, self._block)
-        self._given, self._attached = given, self._block
+        self._given, self._attached = memory, self._block
 
     def release(self) -> None:
         """Give the memory back. On CUDA the current stream must be ordered after every use of it."""
@@ -150,11 +150,11 @@ class Slab:
         if self._attached is not None:
             if self._poison:
                 self._storage.fill_(255)  # type: ignore[attr-defined]
-            block, given = self._attached, self._given
-            assert given is not None
+            block, memory = self._attached, self._given
+            assert memory is not None
             self._attached = self._given = None
             swap_memory(self._storage, block)
-            if not self._lender.release(self, given):
+            if not self._lender.release(self, memory):
                 self._block = None  # which would keep the memory
             if self._poison:  # a read must find NaN, where a storage without memory would crash the process
                 self._storage.resize_(self.nbytes)

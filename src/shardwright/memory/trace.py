@@ -63,4 +63,4 @@ class Recorder:
             if not (self.continued and start == 0):
                 self._spans.setdefault(slab, []).append((start, self.ticks + 1))
         spans = {slab: tuple(spans) for slab, spans in self._spans.items() if slab.nbytes}
-        return [Item(s.unit, s.kind, s.nbytes, found) for s, found in spans.items()], list(spans)
+        return [Item(s.unit, s.kind, s.nbytes, leases) for s, leases in spans.items()], list(spans)

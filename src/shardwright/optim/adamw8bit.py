@@ -104,10 +104,11 @@ class AdamW8bit(Optimizer):
         for group in self.param_groups:
             if any(q is p for q in group["params"]):
                 return group["block_size"] if _has_codes(p, group) else 1
-        raise ValueError(f"A parameter of shape {tuple(p.shape)} is not one of this optimizer's.")
+        raise ValueError(f"A parameter of shape {tuple(p.shape)} does not belong to this optimizer.")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update all parameters that have a gradient, as ``torch.optim.Optimizer.step``; return the closure's loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -175,8 +176,8 @@ def _check_state(what: str, p: Tensor, values: dict[str, Any], group: dict[str, 
     }
     if set(values) != expected:
         raise ValueError(
-            f"{what}: expected optimizer state {sorted(expected)}, found {sorted(values)}. Load what AdamW8bit with "
-            f"min_size={group['min_size']} has saved, or set min_size as it was."
+            f"{what}: expected optimizer state {sorted(expected)}, found {sorted(values)}. Load a state of AdamW8bit "
+            f"with min_size={group['min_size']}, or set min_size to the value of the save."
         )
     for key in AdamW8bit.state_per_block if coded else ():
         blocks = values[key].numel()
@@ -186,10 +187,10 @@ def _check_state(what: str, p: Tensor, values: dict[str, Any], group: dict[str, 
             )
 
 
-def _other_blocks(what: str, found: int, group: dict[str, Any]) -> ValueError:
+def _other_blocks(what: str, block_size: int, group: dict[str, Any]) -> ValueError:
     return ValueError(
-        f"{what}: expected optimizer state in blocks of {group['block_size']} elements, found blocks of {found}. "
-        f"Build the optimizer with AdamW8bit(..., block_size={found})."
+        f"{what}: expected optimizer state in blocks of {group['block_size']} elements, found blocks of {block_size}. "
+        f"Build the optimizer with AdamW8bit(..., block_size={block_size})."
     )
 
 

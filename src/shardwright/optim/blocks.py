@@ -22,8 +22,8 @@ def block_spec(p: DTensor | RaggedTensor, block: int) -> RaggedSpec:
     spec = p.spec if isinstance(p, RaggedTensor) else _spec_of_rows(p)
     if spec.parallel is not None and spec.parallel.groups:
         raise ValueError(
-            f"A tensor of shape {tuple(p.shape)} is cut by tensor parallelism as {spec.parallel.placements}, so its "
-            "parts have other blocks. Use an optimizer that updates single elements."
+            f"Tensor parallelism cuts a tensor of shape {tuple(p.shape)} as {spec.parallel.placements}, so the "
+            "blocks of its parts are not blocks of the whole tensor. Use an optimizer that updates single elements."
         )
     owned = [-(-stop // block) - start // block for start, stop in spec.ranges]
     first = next(rank for rank, blocks in enumerate(owned) if blocks)
@@ -39,9 +39,9 @@ def _spec_of_rows(p: DTensor) -> RaggedSpec:
     cuts = [(a, dim) for a, dim in dims if dim is not None and mesh.shape[a] > 1]
     if len(cuts) > 1 or any(dim for _, dim in cuts):
         raise ValueError(
-            f"A tensor of shape {tuple(p.shape)} is placed {p.placements} on a mesh of {tuple(mesh.shape)}, so "
-            "a rank's blocks of it do not lie one after the other. Shard it over one axis along its first dimension, "
-            "without a shard_placement_fn, or with a ragged layout."
+            f"A tensor of shape {tuple(p.shape)} is placed {p.placements} on a mesh of {tuple(mesh.shape)}, so the "
+            "blocks on a rank are not consecutive. Shard it over one axis along its first dimension, without a "
+            "shard_placement_fn, or with a ragged layout."
         )
     if not cuts:
         return RaggedSpec(p.shape, 0, max(p.numel(), 1), mesh, axes=())

@@ -59,8 +59,8 @@ def clip_grad_norm_(
     if stepping is not None:
         raise RuntimeError(
             f"clip_grad_norm_ got a parameter of unit {unit_of(stepping).name!r}, whose optimizer steps in backward: "
-            "its gradient was used and is gone before the norm of all gradients is known. Use fully_shard_optimizer "
-            "without in_backward, or clip each gradient by in_backward(clip_value=)."
+            "it uses and frees the gradient before the norm of all gradients is known. Use fully_shard_optimizer "
+            "without in_backward, or clip each gradient by value with in_backward(clip_value=)."
         )
     reduce_held(parameters)
     plain: list[torch.Tensor] = []
@@ -119,8 +119,8 @@ def clip_grad_norm_(
     norm = torch.linalg.vector_norm(norms, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
-            f"The gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped. "
-            "Pass error_if_nonfinite=False to scale by it all the same."
+            f"The gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped. Pass "
+            "error_if_nonfinite=False to scale by this norm anyway."
         )
     # The same coefficient as torch.nn.utils.clip_grad_norm_, applied without asking the device whether it is < 1.
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -138,10 +138,10 @@ def _norms(tensors: list[torch.Tensor], norm_type: float, device: torch.device) 
     if not tensors:
         return None
     filled = [t for t in tensors if t.numel()]  # torch has no largest element of nothing
-    found = iter(foreach_norm(filled, norm_type) if filled else ())
+    norms = iter(foreach_norm(filled, norm_type) if filled else ())
     dtype = functools.reduce(torch.promote_types, {t.dtype for t in tensors}, torch.float32)
     zero = (filled or tensors)[0].new_zeros(()).to(device)
-    stacked = torch.stack([next(found).to(device) if t.numel() else zero for t in tensors])
+    stacked = torch.stack([next(norms).to(device) if t.numel() else zero for t in tensors])
     return stacked.to(
         dtype.to_real()
     )  # the same on every rank, also where it has no element of the widest dtype

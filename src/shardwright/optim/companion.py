@@ -77,7 +77,7 @@ def sharded_companion(optimizer: Any) -> ShardedCompanion:
     companion = companion_of(optimizer)
     if not isinstance(companion, ShardedCompanion):
         raise RuntimeError(
-            f"This {type(optimizer).__name__} is a copy of a sharded optimizer, and a copy does not know how its "
-            "parameters are sharded. Build another optimizer, call fully_shard_optimizer, and load the state dict."
+            f"This {type(optimizer).__name__} is a copy of a sharded optimizer, but a copy has no record of how its "
+            "parameters are sharded. Build a new optimizer, call fully_shard_optimizer, and load the state dict."
         )
     return companion

@@ -73,14 +73,14 @@ def _is_number(value: Any) -> bool:
 
 def numbers(state: dict[str, Any], device: torch.device) -> list[torch.Tensor]:
     """The numbers among the values, in order, as float64 of one element each on ``device``."""
-    found = []
+    number_tensors = []
     for value in leaves(state):
         if isinstance(value, torch.Tensor):
             if not value.ndim:
-                found.append(value.detach().to(device, torch.float64, non_blocking=True).view(1))
+                number_tensors.append(value.detach().to(device, torch.float64, non_blocking=True).view(1))
         elif _is_number(value):
-            found.append(torch.tensor([float(value)], dtype=torch.float64, device=device))
-    return found
+            number_tensors.append(torch.tensor([float(value)], dtype=torch.float64, device=device))
+    return number_tensors
 
 
 def count_numbers(description: dict[str, Any]) -> int:

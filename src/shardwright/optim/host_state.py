@@ -80,15 +80,15 @@ class HostState:
     @torch.no_grad()
     def take(self, part: Hashable, host: Host, state: State) -> defaultdict[Any, dict[str, Any]]:
         """``state`` of the part with its tensors on the device. The computation waits for them."""
-        wanted = _on_host(state.values())
+        host_tensors = _on_host(state.values())
         self._waiting.pop(part, None)
         sent = None
         if self._coming is not None and self._coming.part == part:
-            if {id(t) for t in wanted} <= self._coming.pairs.keys():
+            if {id(t) for t in host_tensors} <= self._coming.pairs.keys():
                 sent, self._coming = self._coming, None
             else:  # replaced since
                 self._drop_coming()
-        self._here = here = sent or self._send(part, host, wanted)
+        self._here = here = sent or self._send(part, host, host_tensors)
         here.host.streams.join(here.mark)
         self._make_room(0)  # of as much as this is, in a first step
         pairs = here.pairs
@@ -116,9 +116,9 @@ class HostState:
                 return value
             if value.device.type != here.slab.device.type:
                 raise ValueError(
-                    f"The optimizer keeps state of shape {tuple(value.shape)} on {value.device}, while it steps "
-                    f"parameters on {here.slab.device}, so which of its state is to pass through the device is not "
-                    "known. Leave offload_policy at its default."
+                    f"The optimizer keeps state of shape {tuple(value.shape)} on {value.device} but steps parameters "
+                    f"on {here.slab.device}. So shardwright cannot decide which state to move to the device. Leave "
+                    "offload_policy at its default."
                 )
             if id(value) not in known:
                 known[id(value)] = _like(value, host)
@@ -192,8 +192,8 @@ def _moves(value: Any) -> bool:
         return False
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         raise ValueError(
-            f"The optimizer keeps state as {type(value).__name__}, a tensor class of its own, of which only its code "
-            "knows how it is copied. Leave offload_policy at its default."
+            f"The optimizer keeps state as {type(value).__name__}, a tensor subclass that shardwright cannot copy to "
+            "the CPU. Leave offload_policy at its default."
         )
     return True
 

@@ -103,16 +103,16 @@ def _refuse_whole(optimizer: Any) -> None:
         shape = tuple(next(iter(whole)).shape)
         raise NotImplementedError(
             f"{type(optimizer).__name__} needs whole tensors (one of shape {shape}), which move between ranks in a "
-            "step, so it cannot step in backward. Use fully_shard_optimizer alone, or give its other parameters to an "
-            "optimizer of their own."
+            "step, so it cannot step in backward. Use fully_shard_optimizer without in_backward, or pass the other "
+            "parameters to a second optimizer."
         )
 
 
 def _refuse_hooks(optimizer: Optimizer) -> None:
     if step_hooks(optimizer):
         raise NotImplementedError(
-            f"This {type(optimizer).__name__} has hooks of step, which in backward is made in parts, unit by unit. "
-            "Remove them, or use fully_shard_optimizer alone."
+            f"This {type(optimizer).__name__} has step hooks, but in backward the step runs in parts, unit by unit. "
+            "Remove the hooks, or use fully_shard_optimizer without in_backward."
         )
 
 
@@ -125,8 +125,8 @@ def _refuse_taken(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
                 id(q) in mine for params in other._params_of(unit) for q in params
             ):
                 raise ValueError(
-                    f"Parameters of unit {unit.name!r} are stepped in backward by another {type(other).__name__}. "
-                    "Call its leave_backward() first."
+                    f"Another {type(other).__name__} steps parameters of unit {unit.name!r} in backward. Call its "
+                    "leave_backward() first."
                 )
 
 
@@ -258,8 +258,8 @@ class _InBackward:
     @property
     def _step_supports_amp_scaling(self) -> bool:
         raise RuntimeError(
-            "This optimizer has stepped in backward, with gradients that GradScaler had scaled and could not look at "
-            "before. Train without GradScaler (bfloat16 needs none), or use fully_shard_optimizer alone."
+            "This optimizer has stepped in backward with scaled gradients, before GradScaler could check and unscale "
+            "them. Train without GradScaler (bfloat16 needs none), or use fully_shard_optimizer without in_backward."
         )
 
 

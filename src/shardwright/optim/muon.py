@@ -93,8 +93,8 @@ class Muon(Optimizer):
         Raises:
             ValueError: as for the constructor.
         """
-        given = param_group["params"]
-        entries = [given] if isinstance(given, torch.Tensor) else list(given)
+        own_parameters = param_group["params"]
+        entries = [own_parameters] if isinstance(own_parameters, torch.Tensor) else list(own_parameters)
         if "muon" in param_group:
             muon = param_group["muon"]
             if not isinstance(muon, bool):
@@ -116,8 +116,9 @@ class Muon(Optimizer):
             options = sorted(param_group.keys() - {"params"})
             if options and len(divided) > 1:
                 raise ValueError(
-                    f"A parameter group has {', '.join(options)} and both matrices for Muon and parameters for AdamW. "
-                    'Divide it in two groups with the key "muon", True and False, each with options of its own.'
+                    f"A parameter group has {', '.join(options)} and both matrices for Muon and parameters for "
+                    'AdamW. Divide it into two groups with the key "muon", True and False, each with separate '
+                    "options."
                 )
         for muon, chosen in divided.items():
             super().add_param_group({**self._options[muon], **param_group, "params": chosen, "muon": muon})
@@ -159,8 +160,8 @@ def _is_hidden_matrix(name: str | None, p: torch.Tensor) -> bool:
         return False
     if name is None:
         raise ValueError(
-            f"A matrix of shape {tuple(p.shape)} has no name, so that it may be an embedding or an output layer, which "
-            'Muon is not for. Pass model.named_parameters(), or groups with the key "muon", True or False.'
+            f"A matrix of shape {tuple(p.shape)} has no name, so it may be an embedding or an output layer, which "
+            'Muon must not step. Pass model.named_parameters(), or groups with the key "muon", True or False.'
         )
     parts = name.lower().split(".")
     if any("embed" in part or part in _EMBEDDINGS for part in parts):

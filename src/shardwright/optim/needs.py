@@ -39,10 +39,13 @@ KNOWN: dict[type, Need] = {
     torch.optim.Muon: "tensor",
 }
 _NEVER = {
-    torch.optim.LBFGS: "its search direction takes inner products over all parameters together, and a step evaluates "
-    "the model several times. Use it without fully_shard_optimizer",
-    torch.optim.SparseAdam: "it takes sparse gradients only, and gradients of sharded parameters are dense. Use "
-    "torch.optim.Adam",
+    torch.optim.LBFGS: (
+        "its search direction needs inner products over all parameters, and a step evaluates the model several "
+        "times. Use it without fully_shard_optimizer"
+    ),
+    torch.optim.SparseAdam: (
+        "it accepts only sparse gradients, and gradients of sharded parameters are dense. Use torch.optim.Adam"
+    ),
 }
 
 
@@ -62,22 +65,22 @@ def needs_of(optimizer: Optimizer, needs: Needs | None) -> Callable[[torch.Tenso
         needs = own
         if needs is None:
             raise ValueError(
-                f"fully_shard_optimizer does not know what {kind.__name__} needs of a parameter in one piece. Pass "
-                'needs=1 if each element is updated from that element alone, needs="tensor" if it takes whole tensors, '
-                "the number of elements if it takes blocks of consecutive ones, or a function of the parameter that "
-                f"returns one of these; or give {kind.__name__} a method shard_needs(self, p) that does."
+                f"fully_shard_optimizer does not know which pieces of a parameter {kind.__name__} needs whole. Pass "
+                'needs=1 if it updates each element from that element alone, needs="tensor" if it needs whole '
+                "tensors, needs=n if it needs blocks of n consecutive elements, or a function of the parameter that "
+                f"returns one of these. Or give {kind.__name__} a method shard_needs(self, p) that returns one."
             )
-    given = _function(needs, "needs")
+    chosen = _function(needs, "needs")
     if own is None or own is needs:
-        return given
+        return chosen
     least = _function(own, "what the optimizer needs")
 
     def both(p: torch.Tensor) -> Need:
-        need, known = given(p), least(p)
+        need, known = chosen(p), least(p)
         if need != "tensor" and (known == "tensor" or (isinstance(need, int) and need % known)):
             raise ValueError(
-                f"needs={need!r} is less than {kind.__name__} needs of parameter {name_of(p)}: {known!r}. Leave needs "
-                "out."
+                f"needs={need!r} is too small: {kind.__name__} needs {known!r} of parameter {name_of(p)}. Do not "
+                "pass needs."
             )
         return need
 
@@ -99,7 +102,7 @@ def check(
     Raises:
         ValueError: a block that must stay whole is cut.
     """
-    found = []
+    needs_of_parameters = []
     for group in groups:
         names = group.get("param_names")
         for index, p in enumerate(group["params"]):
@@ -107,8 +110,8 @@ def check(
             need = _checked(needs(p), f"what the optimizer needs of parameter {name!r}")
             if need != "tensor" and need > 1:
                 _refuse_cut_blocks(name, p, need)
-            found.append((name, p, need))
-    return found
+            needs_of_parameters.append((name, p, need))
+    return needs_of_parameters
 
 
 def cost_of(optimizer: Optimizer) -> Callable[[torch.Tensor], float]:
@@ -145,8 +148,9 @@ def _refuse_cut_blocks(name: str, p: torch.Tensor, block: int) -> None:
     if _is_cut_twice(p):
         raise ValueError(
             f"The optimizer needs blocks of {block} consecutive elements of parameter {name!r} of shape "
-            f"{tuple(p.shape)} in one piece, and tensor parallelism has cut it, whose parts have other blocks. Use an "
-            "optimizer that updates single elements for it, or leave it whole."
+            f"{tuple(p.shape)} in one piece, but tensor parallelism has cut the parameter, and the blocks of its "
+            "parts are not blocks of the whole. Use an optimizer that updates single elements for it, or do not "
+            "parallelize it."
         )
     cut = _cut_inside(p, block)
     if cut is None:
@@ -156,14 +160,17 @@ def _refuse_cut_blocks(name: str, p: torch.Tensor, block: int) -> None:
     )  # of 1-D parameters Ragged(k) keeps blocks of 256 elements whole
     rows = block // math.gcd(block, row)
     if p.dim() > 1:
-        fix = f"layout=sw.Ragged({rows}), whose granules of {rows * row} elements are whole blocks"
+        fix = f"layout=sw.Ragged({rows}): its granules of {rows * row} elements are whole blocks"
     elif rows == 1:
-        fix = "layout=sw.Ragged(1), which never cuts a 1-D parameter inside 256 elements"
+        fix = "layout=sw.Ragged(1): it never cuts a 1-D parameter inside 256 elements"
     else:
-        fix = 'a strategy that replicates it ("ddp", or ignored_params): no layout keeps such blocks of a 1-D one whole'
+        fix = (
+            'a strategy that replicates it ("ddp"), or pass it in ignored_params: no layout keeps such blocks of a '
+            "1-D parameter whole"
+        )
     raise ValueError(
         f"The optimizer needs blocks of {block} consecutive elements of parameter {name!r} of shape {tuple(p.shape)} "
-        f"in one piece, and the layout cuts it before element {cut}, inside a block. Shard its unit with {fix}."
+        f"in one piece, but the layout cuts it before element {cut}, inside a block. Shard its unit with {fix}."
     )
 
 

@@ -44,7 +44,7 @@ class Owners:
             try:
                 Parts(p, self.world)
             except ValueError as error:
-                raise ValueError(f"Parameter {name!r} cannot be stepped whole. {error}") from None
+                raise ValueError(f"No rank can step parameter {name!r} whole. {error}") from None
 
     def add(self, entries: list[tuple[str, DTensor | RaggedTensor, float]]) -> None:
         """Choose owners for more parameters, given by name, parameter and cost of a step; earlier ones stay."""

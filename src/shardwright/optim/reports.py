@@ -34,8 +34,8 @@ def agree(active: Sequence[Owned], owned: Sequence[Owned], world: World, comm: C
     first = owned[min(differing)]
     have = [rank for rank, theirs in zip(ranks, everyone, strict=True) if first.index in theirs]
     raise RuntimeError(
-        f"A step on whole tensors expects every rank to have a gradient of parameter {first.name!r} or none to; "
-        f"ranks {have} have one, the others of {ranks} do not. Run the same modules on every rank, or set the "
+        f"A step on whole tensors needs a gradient of parameter {first.name!r} on every rank or on none; ranks "
+        f"{have} have one, the other ranks of {ranks} do not. Run the same modules on every rank, or set the "
         "gradients on every rank."
     )
 
@@ -107,8 +107,9 @@ def _gathered_rows(
 
 def _error_of(number: int, at: int, owned: Sequence[Owned], world: World) -> Exception:
     rank = dist.get_process_group_ranks(world.group)[world.order.index(number)]
-    where = "its local tensors" if at < 0 else f"whole tensors, {owned[at - 1].name!r} the first of them"
+    where = "its local tensors" if at < 0 else f"whole tensors, the first is {owned[at - 1].name!r}"
     return RuntimeError(
-        f"The optimizer's step failed on rank {rank}, on {where}; that rank raises the error itself. What it had "
-        "yet to step was not updated. All ranks have the same values: load a checkpoint, or go on with these."
+        f"The optimizer's step failed on rank {rank}, on {where}; that rank raises the original error. Tensors that "
+        "it had not stepped yet were not updated. All ranks have the same values: load a checkpoint, or continue "
+        "with these values."
     )

@@ -88,17 +88,17 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
         companion = ShardedCompanion(needs_of(optimizer, needs), companion_of(optimizer).stepped)
     if "step" in vars(optimizer) and not sharded_already and not only_schedulers_wrap(optimizer):
         raise ValueError(
-            f"The step of this {type(optimizer).__name__} was replaced already, by "
-            f"{getattr(vars(optimizer)['step'], '__qualname__', vars(optimizer)['step'])}, so it would go past the one "
-            "for shards. Call fully_shard_optimizer first and replace or wrap the step afterwards."
+            f"{getattr(vars(optimizer)['step'], '__qualname__', vars(optimizer)['step'])} has already replaced the "
+            f"step of this {type(optimizer).__name__}, so the step for shards would never run. Call "
+            "fully_shard_optimizer first, and replace or wrap the step after that."
         )
     became = _became(optimizer)
     groups = [[became.get(p, p) for p in group["params"]] for group in optimizer.param_groups]
     with _parameters_in_groups(optimizer, groups):
-        found = check(optimizer.param_groups, companion.needs)
-    _check_state_per_block(optimizer, found)
-    _choose_owners(companion, found, cost_of(optimizer))
-    _choose_places(companion, found)
+        needs_of_parameters = check(optimizer.param_groups, companion.needs)
+    _check_state_per_block(optimizer, needs_of_parameters)
+    _choose_owners(companion, needs_of_parameters, cost_of(optimizer))
+    _choose_places(companion, needs_of_parameters)
     _follow(optimizer, groups, became, companion.whole)
     _move_to_host(optimizer, companion)
     if sharded_already:
@@ -174,8 +174,8 @@ def _follow(
             optimizer.state[new][key] = value
 
 
-def _check_state_per_block(optimizer: Any, found: list[tuple[str, torch.Tensor, Need]]) -> None:
-    for name, p, block in found if hasattr(optimizer, "state_per_block") else ():
+def _check_state_per_block(optimizer: Any, needs_of_parameters: list[tuple[str, torch.Tensor, Need]]) -> None:
+    for name, p, block in needs_of_parameters if hasattr(optimizer, "state_per_block") else ():
         if isinstance(p, SHARDED) and block != "tensor" and block > 1:
             try:
                 block_spec(p, block)
@@ -185,12 +185,12 @@ def _check_state_per_block(optimizer: Any, found: list[tuple[str, torch.Tensor, 
 
 def _choose_owners(
     companion: ShardedCompanion,
-    found: list[tuple[str, torch.Tensor, Need]],
+    needs_of_parameters: list[tuple[str, torch.Tensor, Need]],
     cost: Callable[[torch.Tensor], float],
 ) -> None:
     """Choose owners for those parameters that the optimizer needs whole and that have none yet."""
     by_mesh: dict[Any, list[Any]] = {}
-    for name, p, need in found:
+    for name, p, need in needs_of_parameters:
         # A second owner would step the parameter again, with the gradient that the first one has moved.
         if need == "tensor" and isinstance(p, SHARDED) and p not in companion.whole:
             by_mesh.setdefault(p.device_mesh, []).append((name, p, cost(p)))
@@ -204,11 +204,16 @@ def _choose_owners(
         companion.whole.update(p for _, p, _ in entries)
 
 
-def _choose_places(companion: ShardedCompanion, found: list[tuple[str, torch.Tensor, Need]]) -> None:
+def _choose_places(
+    companion: ShardedCompanion, needs_of_parameters: list[tuple[str, torch.Tensor, Need]]
+) -> None:
     """Whether state lies on the host and parameters are stepped on the device: then it passes through there."""
     if companion.host_state is None:
         whole = companion.whole
-        passes = any((host_of_whole(p) if p in whole else host_of_state(p)) is not None for _, p, _ in found)
+        passes = any(
+            (host_of_whole(p) if p in whole else host_of_state(p)) is not None
+            for _, p, _ in needs_of_parameters
+        )
         companion.host_state = HostState() if passes else None
 
 
@@ -408,10 +413,10 @@ class _ShardedStep:
         super().add_param_group(param_group)  # type: ignore[misc]
         try:
             companion = sharded_companion(self)
-            found = check(self.param_groups[before:], companion.needs)
-            _check_state_per_block(self, found)
-            _choose_owners(companion, found, cost_of(self))  # type: ignore[arg-type]
-            _choose_places(companion, found)
+            needs_of_parameters = check(self.param_groups[before:], companion.needs)
+            _check_state_per_block(self, needs_of_parameters)
+            _choose_owners(companion, needs_of_parameters, cost_of(self))  # type: ignore[arg-type]
+            _choose_places(companion, needs_of_parameters)
         except BaseException:
             del self.param_groups[before:]
             raise

@@ -79,14 +79,14 @@ def _local_state(key: str, value: Any, p: DTensor | RaggedTensor, optimizer: Opt
     if isinstance(value, DTensor):
         if value.placements != p.placements:
             raise ValueError(
-                f"Optimizer state {key!r} is placed {value.placements}, its parameter {p.placements}. "
-                "Load optimizer state that is sharded as the model is."
+                f"Optimizer state {key!r} is placed {value.placements}, but its parameter {p.placements}. Load "
+                "optimizer state that is sharded like the model."
             )
         return local_of(value)
     if isinstance(value, torch.Tensor) and value.ndim and value.shape == p.shape:
         raise ValueError(
-            f"Optimizer state {key!r} of shape {tuple(value.shape)} is a plain tensor, its parameter is sharded. Load "
-            "it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
+            f"Optimizer state {key!r} of shape {tuple(value.shape)} is a plain tensor, but its parameter is sharded. "
+            "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
         )
     return value
 

@@ -79,8 +79,8 @@ def _check_compilable(model: Decoder, config: Config) -> None:
         if "E" in pattern:
             raise UserError(
                 f"train.compile: expected none for a pattern with experts, {pattern!r}, in float32, found "
-                f"{config.train.compile!r}; torch compiles their grouped products in bfloat16 only: set "
-                "parallel.param_dtype to it"
+                f"{config.train.compile!r}; torch compiles grouped matrix products only in bfloat16: set "
+                "parallel.param_dtype to bfloat16"
             )
 
 

@@ -69,16 +69,16 @@ def agree(store: dist.Store, rank: int, size: int, statement: Statement, timeout
 def _statements(store: dist.Store, size: int, timeout: timedelta) -> list[Statement | None]:
     """Of every rank, None for those that have not come in time."""
     deadline = time.monotonic() + timeout.total_seconds()
-    found: list[Statement | None] = []
+    statements: list[Statement | None] = []
     for rank in range(size):
         left = max(0.001, deadline - time.monotonic())
         try:
             store.wait([f"start/{rank}"], timedelta(seconds=left))
         except RuntimeError:
-            found.append(None)
+            statements.append(None)
             continue
-        found.append(Statement(*json.loads(store.get(f"start/{rank}"))))
-    return found
+        statements.append(Statement(*json.loads(store.get(f"start/{rank}"))))
+    return statements
 
 
 def _verdict(statements: Sequence[Statement | None]) -> str:
@@ -109,11 +109,11 @@ def _difference(facts: Sequence[Mapping[str, str]]) -> str:
     holders: dict[str, list[int]] = {}
     for rank, each in enumerate(facts):
         holders.setdefault(each.get(key, "not known"), []).append(rank)
-    found = ", ".join(f"{value} on {ranks_in_words(ranks)}" for value, ranks in holders.items())
+    values = ", ".join(f"{value} on {ranks_in_words(ranks)}" for value, ranks in holders.items())
     more = f" ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''} too)" if others else ""
     return (
-        f"expected the same job on every rank, found {key}: {found}{more}; start all ranks with the same configuration "
-        "and data"
+        f"expected the same job on every rank, found {key}: {values}{more}; start all ranks with the same "
+        "configuration and data"
     )
 
 

@@ -198,7 +198,7 @@ def _finish(partial: Path, final: Path, position: Position, digests: Mapping[str
     without = files_of(folders.read_metadata(partial)).keys() - digests.keys()
     if without:
         raise RuntimeError(
-            f"{final}: no rank has written {', '.join(sorted(without))}, which {METADATA} names"
+            f"{final}: {METADATA} names {', '.join(sorted(without))}, but no rank has written it"
         )
     file = partial / POSITION_FILE
     file.write_text(position_text(position, {**digests, METADATA: digest_of(metadata)}), encoding="utf-8")
@@ -366,10 +366,10 @@ def _verified(examined: Callable[[], Stored], say: Say, alone: bool = False) -> 
     prints = _agreed(look, alone)
     if len(set(prints)) > 1:
         rank = next(number for number, each in enumerate(prints) if each != prints[0])
-        raise Damaged(f"rank {rank} reads another {POSITION_FILE} or {METADATA} than rank 0")
-    found = stored[0]
-    if found.digests is None:
-        say(f"{found.folder} was saved without checksums; only the sizes of its files are compared")
+        raise Damaged(f"rank {rank} reads a {POSITION_FILE} or {METADATA} that differs from rank 0's")
+    newest = stored[0]
+    if newest.digests is None:
+        say(f"{newest.folder} was saved without checksums; only the sizes of its files are compared")
     rank, ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
     done = 0
 
@@ -377,15 +377,15 @@ def _verified(examined: Callable[[], Stored], say: Say, alone: bool = False) -> 
         nonlocal done
         done += nbytes
 
-    whole = sum(found.files().values())
+    whole = sum(newest.files().values())
     with patience(
         say,
         lambda: (
-            f"comparing checksums of {found.folder}: {done / 1e9:.1f} of {whole / ranks / 1e9:.1f} GB of each rank"
+            f"comparing checksums of {newest.folder}: {done / 1e9:.1f} of {whole / ranks / 1e9:.1f} GB of each rank"
         ),
     ):
-        _agreed(lambda: check_files(found, rank, ranks, progress), alone)
-    return found
+        _agreed(lambda: check_files(newest, rank, ranks, progress), alone)
+    return newest
 
 
 def _read(stored: Stored, state: dict[str, Any], say: Say, alone: bool = False) -> None:
@@ -423,10 +423,10 @@ def check_optimizer_fits(folder: Path, metadata: Metadata, state: Mapping[str, M
             stored_shape = list(stored.size) if isinstance(stored, TensorStorageMetadata) else None
             if stored is not None and shape == stored_shape:
                 continue
-            found = (
+            stored_form = (
                 "none" if stored is None else "no tensor" if stored_shape is None else f"shape {stored_shape}"
             )
             raise UserError(
-                f"{folder}: expected the optimizer's {key} of {name}, found {found}; this is a checkpoint of another "
-                "optimizer, so resume with the optimizer.name it was made with"
+                f"{folder}: expected the optimizer's {key} of {name}, found {stored_form}; this is a checkpoint of "
+                "another optimizer; resume with the optimizer.name of the saved run"
             )

@@ -22,13 +22,13 @@ def check_device(config: Config, kind: str) -> None:
         from shardwright.train.float8 import check_float8
 
         check_float8(config, kind)
-    for key, wanted in (
+    for key, value in (
         ("cuda_graph", config.train.cuda_graph),
         ("memory_snapshot", config.train.memory_snapshot),
     ):
-        if wanted and kind != "cuda":
+        if value and kind != "cuda":
             raise UserError(
-                f"train.{key}: expected none on the {kind.upper()}, found {wanted}; it needs a CUDA device"
+                f"train.{key}: expected none on the {kind.upper()}, found {value}; it needs a CUDA device"
             )
 
 
@@ -37,16 +37,17 @@ def check_ranks(config: Config, ranks: int) -> None:
     parallel, world = config.parallel, ranks
     if parallel.engine == "none" and ranks != 1:
         raise UserError(
-            f"parallel.engine: none runs on exactly 1 rank, found {ranks}; give --nproc 1 or another engine"
+            f"parallel.engine: the engine 'none' runs on exactly 1 rank, found {ranks}; use --nproc 1 or another "
+            "engine"
         )
     if parallel.engine == "ddp" and parallel.reduce_dtype != "float32":
         raise UserError(
-            f"parallel.reduce_dtype: engine ddp reduces in float32, found {parallel.reduce_dtype}"
+            f"parallel.reduce_dtype: expected float32 with engine ddp, found {parallel.reduce_dtype}"
         )
     if parallel.engine in ("ddp", "none") and parallel.reshard_after_forward != "default":
         raise UserError(
-            f"parallel.reshard_after_forward: engine {parallel.engine} shards nothing, found "
-            f"{parallel.reshard_after_forward}; leave it at default"
+            f"parallel.reshard_after_forward: expected default with engine {parallel.engine}, which shards nothing, "
+            f"found {parallel.reshard_after_forward}"
         )
     if ranks % parallel.tensor:
         raise UserError(
@@ -78,8 +79,8 @@ def _check_tensor_parallel(config: Config) -> None:
     ranks, shape = config.parallel.tensor, config.model.shape()
     if optimizers.get(config.optimizer.name).whole:
         raise UserError(
-            f"parallel.tensor: optimizer {config.optimizer.name!r} needs tensors or blocks that are not cut; expected "
-            f'1, found {ranks}, or optimizer.name = "adamw"'
+            f"parallel.tensor: expected 1 with optimizer {config.optimizer.name!r}, which needs tensors or blocks "
+            f'that are not cut, found {ranks}; or set optimizer.name = "adamw"'
         )
     if config.train.cuda_graph:
         raise UserError(
@@ -99,20 +100,20 @@ def _check_expert_parallel(config: Config, ranks: int) -> None:
     parallel, shape = config.parallel, config.model.shape()
     if not isinstance(shape, HybridConfig) or "E" not in shape.pattern + shape.mtp_pattern:
         raise UserError(f"parallel.expert: expected 1 for a model without experts, found {parallel.expert}")
-    found: dict[str, tuple[object, object, str]] = {
+    rules: dict[str, tuple[object, object, str]] = {
         "train.cuda_graph": (config.train.cuda_graph, False, "sizes depend on the routing"),
         "train.compile": (config.train.compile, "none", "sizes depend on the routing"),
     }
     if optimizers.get(config.optimizer.name).whole:
-        found["optimizer.name"] = (
+        rules["optimizer.name"] = (
             config.optimizer.name,
             "adamw",
             "it needs tensors or blocks that are not cut",
         )
-    for key, (value, wanted, why) in found.items():
-        if value != wanted:
+    for key, (value, expected, why) in rules.items():
+        if value != expected:
             raise UserError(
-                f"{key}: expected {wanted!r} with parallel.expert = {parallel.expert}, found {value!r}; {why}"
+                f"{key}: expected {expected!r} with parallel.expert = {parallel.expert}, found {value!r}; {why}"
             )
     for what, size in (
         ("the number of ranks that share a replica", ranks),

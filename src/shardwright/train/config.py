@@ -102,7 +102,7 @@ def _keys_of(table: type[Section] | None, prefix: str) -> Iterator[Key]:
         path, inner = f"{prefix}.{name}", _table_of(info.annotation)
         if inner is not None:
             for key in _keys_of(inner, path):
-                yield replace(key, default=f"the preset's ({key.default} if the table is given)")
+                yield replace(key, default=f"from the preset ({key.default} if the table is present)")
         else:
             value = info.get_default(call_default_factory=True)
             default = "the preset's" if value is None else toml_value(value)
@@ -146,7 +146,7 @@ def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(_in_words(arg, metadata) for arg in args if arg is not type(None))
     if origin is tuple and any(isinstance(m, OneOf) for m in getattr(args[0], "__metadata__", ())):
-        return f"a list, of which each is {_in_words(args[0])}"
+        return f"a list of values, each {_in_words(args[0])}"
     if origin is tuple:
         items = (
             "strings" if args[-1] is ... else "numbers" + _range_in_words(args[0].__metadata__[0].metadata)
@@ -310,7 +310,7 @@ def _explain(detail: ErrorDetails) -> tuple[str, str]:
     if detail["type"] == "string_pattern_mismatch":
         expected = "letters, digits, '.', '_' and '-', not starting with '.' or '-'"
     elif detail["type"] in ("string_too_short", "too_short"):
-        expected = "something that is not empty"
+        expected = "a value that is not empty"
     elif info is None:
         expected = "a table"
     elif depth == 1:

@@ -126,9 +126,9 @@ def culprit(ending: Ending) -> tuple[int, str]:
         if rank not in complained and rank not in ending.killed and status > 0:
             return rank, f"exited with status {status}"
     for rank in sorted(ending.killed - complained):
-        return rank, "did not answer the others and was killed"
+        return rank, "did not answer the other ranks and was killed"
     first = ending.complaints[0]
-    return first.rank, f"lost contact to the others: {first.message.splitlines()[0]}"
+    return first.rank, f"lost contact to the other ranks: {first.message.splitlines()[0]}"
 
 
 def _tail(path: Path) -> list[str]:

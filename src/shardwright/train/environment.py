@@ -38,7 +38,7 @@ def check_environment() -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise UserError(
-                f"{name}: expected it beside RANK and WORLD_SIZE, found none; set it, or unset those two"
+                f"{name}: expected a value together with RANK and WORLD_SIZE, found none; set it, or unset these two"
             )
     _whole_number("MASTER_PORT", 0, 65535)
 

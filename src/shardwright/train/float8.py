@@ -30,15 +30,15 @@ def check_float8(config: Config, kind: str) -> None:
             f"train.float8: {config.train.float8!r} needs torchao, found none; install shardwright[float8], or set it "
             "to 'none'"
         )
-    found = "the CPU"
+    device = "the CPU"
     if kind == "cuda":
         capability = torch.cuda.get_device_capability()
         if capability >= CAPABILITY:
             return
-        found = f"{torch.cuda.get_device_name()} of capability {'.'.join(map(str, capability))}"
+        device = f"{torch.cuda.get_device_name()} of capability {'.'.join(map(str, capability))}"
     raise UserError(
         f"train.float8: expected a GPU of capability {'.'.join(map(str, CAPABILITY))} or more (Ada, Hopper, "
-        f"Blackwell), found {found}; set it to 'none'"
+        f"Blackwell), found {device}; set it to 'none'"
     )
 
 
@@ -57,21 +57,21 @@ def convert(model: Decoder, config: Config) -> None:
         enable_fsdp_float8_all_gather=config.gathers_float8,
     )
 
-    def wanted(layer: nn.Module, name: str) -> bool:
+    def is_converted(layer: nn.Module, name: str) -> bool:
         if not isinstance(layer, nn.Linear) or name.endswith("router"):
             return False
         rows, columns = layer.weight.shape
         if rows % MULTIPLE or columns % MULTIPLE:
             raise UserError(
-                f"train.float8: expected sizes that {MULTIPLE} divides, found {rows} x {columns} of {name!r}; set it "
-                "to 'none', or choose other sizes in [model]"
+                f"train.float8: expected sizes that are multiples of {MULTIPLE}, found {rows} x {columns} of "
+                f"{name!r}; set it to 'none', or choose other sizes in [model]"
             )
         return True
 
     for block in model.blocks():
-        convert_to_float8_training(block, module_filter_fn=wanted, config=settings)
+        convert_to_float8_training(block, module_filter_fn=is_converted, config=settings)
         for name, layer in block.named_modules():
-            if config.gathers_float8 and wanted(layer, name):
+            if config.gathers_float8 and is_converted(layer, name):
                 layer.register_state_dict_post_hook(_put_plain_weight)
 
 

@@ -90,7 +90,7 @@ def check_model_fits(config: Config, ranks: int, on_host: int, device: str) -> N
         if not builds_deferred(config):
             way_out += f". Every rank builds the whole model with {_reason(config)}"
     raise UserError(
-        f"model: expected one whose parameters fit into the {memory:,} bytes of this machine, found "
+        f"model: expected a model that fits into the {memory:,} bytes of this machine, found "
         f"{sizes_of(shape).parameters:,} parameters. With the rotary tables {holders} need {need:,} bytes to build "
-        f"them; {way_out}"
+        f"it; {way_out}"
     )

@@ -32,8 +32,8 @@ def compared() -> tuple[str | Ragged, ...]:
 STORAGE = torch.float32
 """The dtype in which the trainer keeps weights."""
 LEGEND = (
-    "MiB/rank: the parameters that a rank keeps, in float32. padding: elements that belong to no parameter, over those "
-    "that do. balance: elements of the rank that owns most, over the mean."
+    "MiB/rank: the parameters that a rank keeps, in float32. padding: elements that belong to no parameter, divided "
+    "by elements that do. balance: the largest number of elements on a rank, divided by the mean."
 )
 
 
@@ -75,10 +75,10 @@ def alike(units: Sequence[Unit]) -> Iterator[tuple[str, Unit]]:
 
 def layout(config: Config, world_sizes: Sequence[int]) -> int:
     """Print a table for each unit of the configured model, with a row for each number of ranks and layout; return 0."""
-    for key, found in (("tensor", config.parallel.tensor), ("expert", config.parallel.expert)):
-        if found > 1:
+    for key, value in (("tensor", config.parallel.tensor), ("expert", config.parallel.expert)):
+        if value > 1:
             raise UserError(
-                f"parallel.{key}: the tables of layouts are those of whole layers, expected 1, found {found}; give "
+                f"parallel.{key}: expected 1, since the tables show layouts of whole layers, found {value}; pass "
                 f"--parallel.{key} 1"
             )
     with torch.device("meta"):

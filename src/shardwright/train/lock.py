@@ -65,8 +65,8 @@ def claim(folder: Path) -> FolderLock:
         if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
             raise
         raise UserError(
-            f"{folder}: expected a folder that no run is using, found one at work in it ({holder}); wait until it has "
-            "ended, or stop it, or give another run.dir"
+            f"{folder}: expected a folder that no run is using, found a running one ({holder}); wait until it has "
+            "ended, or stop it, or set another run.dir"
         ) from None
     return FolderLock(folder, descriptor)
 
@@ -80,6 +80,6 @@ def share(folder: Path) -> FolderLock:
         if error.errno not in UNSUPPORTED:
             os.close(descriptor)
             raise UserError(
-                f"{folder}: another run has just taken this folder; wait until it has ended"
+                f"{folder}: another run has just started in this folder; wait until it has ended"
             ) from None
     return FolderLock(folder, descriptor)

@@ -106,10 +106,11 @@ optimizers: Registry[NamedOptimizer] = Registry(
     (
         NamedOptimizer("adamw", "AdamW, torch's fused kernel.", _adamw),
         NamedOptimizer(
-            "adamw8bit", "AdamW with a quarter of its memory.", _adamw8bit, whole="blocks", any_gradients=True
+            "adamw8bit", "AdamW with a quarter of the state's memory.", _adamw8bit, whole="blocks", any_gradients=True
         ),
         NamedOptimizer(
-            "muon", "Muon for the matrices inside blocks, with updates as large as AdamW's, and AdamW for the rest.",
+            "muon", ("Muon for the matrices inside blocks, with updates scaled to AdamW's, and AdamW for all other "
+                "parameters."),
             _muon, whole="matrices", in_backward=False,
         ),
     ),

@@ -198,7 +198,7 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
             model.set_is_last_backward(True)  # the first call that looks at all units together
         except ValueError as error:
             raise UserError(
-                f"parallel.memory: found {config.memory!r}, which this model refuses. {error}"
+                f"parallel.memory: found {config.memory!r}, which does not work with this model. {error}"
             ) from error
         _give_values(model, device)
     return model
@@ -231,8 +231,10 @@ def build_optimizer(model: nn.Module, config: Config, matrices: set[str]) -> tor
         wrap = sw.optim.in_backward if config.optimizer.in_backward else sw.fully_shard_optimizer
         return wrap(optimizer, needs=own.needs)
     except ValueError as error:  # a block that must stay whole is cut
-        found = f"parallel.layout: found {config.parallel.layout!r}, which {config.optimizer.name} refuses."
-        raise UserError(f"{found} {error} (For sw.Ragged(k) set parallel.layout to k.)") from error
+        raise UserError(
+            f"parallel.layout: found {config.parallel.layout!r}, which does not work with {config.optimizer.name}. "
+            f"{error} (For sw.Ragged(k) set parallel.layout to k.)"
+        ) from error
 
 
 def matrix_names(model: nn.Module) -> set[str]:
@@ -260,16 +262,16 @@ def clip_gradients(model: nn.Module, config: Config) -> Tensor | None:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def gradient_sync(model: nn.Module, wanted: bool, last: bool) -> AbstractContextManager[object]:
+def gradient_sync(model: nn.Module, synchronise: bool, last: bool) -> AbstractContextManager[object]:
     """Around forward and backward of one micro-batch: whether its gradients are reduced over the ranks.
 
     Without it they are kept whole on every rank until a micro-batch with it comes. What a strategy does once per step,
     such as the sum over replicas, it does in the `last` one.
     """
     if isinstance(model, DistributedDataParallel | FSDP1):
-        return nullcontext() if wanted else model.no_sync()
+        return nullcontext() if synchronise else model.no_sync()
     if hasattr(model, "set_requires_gradient_sync"):
-        cast(Any, model).set_requires_gradient_sync(wanted)
+        cast(Any, model).set_requires_gradient_sync(synchronise)
         cast(Any, model).set_is_last_backward(last)
     return nullcontext()
 

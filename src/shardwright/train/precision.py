@@ -56,14 +56,15 @@ def _kept(model: nn.Module, patterns: tuple[str, ...]) -> bool:
         names = fnmatch.filter(parameters, pattern)
         if not names:
             raise UserError(
-                f"parallel.keep_float32: expected patterns of parameter names, found {pattern!r}, which fits none of "
-                f"{', '.join(list(parameters)[:8])}, ..."
+                f"parallel.keep_float32: expected patterns of parameter names, found {pattern!r}, which matches none "
+                f"of {', '.join(list(parameters)[:8])}, ..."
             )
         for name in names:
             if name not in norms and not name.endswith(WIDE):
                 raise UserError(
                     f"parallel.keep_float32: expected patterns of norms and of {', '.join(WIDE)}, found {pattern!r}, "
-                    f"which fits {name!r}, too; that meets activations in parallel.param_dtype"
+                    f"which also matches {name!r}; this parameter is multiplied with activations in "
+                    "parallel.param_dtype"
                 )
             setattr(parameters[name], _KEPT, True)
     return bool(patterns)

@@ -68,7 +68,9 @@ def changes_in_words(saved: Config, current: Config) -> str | None:
         return None
     width = max(len(key) for key, _, _ in changes)
     lines = [f"  {key:<{width}}  {_shown(before)} -> {_shown(after)}" for key, before, after in changes]
-    return "\n".join(["settings that differ from the saved run (saved -> now); those of now count:", *lines])
+    return "\n".join(
+        ["settings that differ from the saved run (saved -> now); the new ones are used:", *lines]
+    )
 
 
 def _shown(value: object) -> str:

@@ -70,13 +70,13 @@ class Config(Section):
         optimizer = optimizers.get(self.optimizer.name)
         if self.parallel.grad_dtype not in ("auto", "float32") and not optimizer.any_gradients:
             raise ValueError(
-                f"parallel.grad_dtype: expected 'auto' with optimizer.name {self.optimizer.name!r}, which takes "
-                f"float32 gradients only, found {self.parallel.grad_dtype!r}; adamw8bit takes others"
+                f"parallel.grad_dtype: expected 'auto' with optimizer.name {self.optimizer.name!r}, which takes only "
+                f"float32 gradients, found {self.parallel.grad_dtype!r}; use adamw8bit for other dtypes"
             )
         if self.activations.checkpoint == "budget" and self.train.compile != "inductor":
             raise ValueError(
-                f"activations.checkpoint: expected train.compile = 'inductor' with 'budget', found "
-                f"{self.train.compile!r}; only the compiler knows what a block keeps. Or take 'ops'"
+                "activations.checkpoint: expected train.compile = 'inductor' with 'budget', found "
+                f"{self.train.compile!r}; only the compiler knows which activations a block keeps. Or use 'ops'"
             )
         if self.train.compile != "none" and self.parallel.engine == "fsdp1":
             raise ValueError(
@@ -85,22 +85,22 @@ class Config(Section):
             )
         if self.train.compile != "none" and self.parallel.engine == "fsdp2" and self.parallel.tensor > 1:
             raise ValueError(
-                f"train.compile: expected 'none' with parallel.engine 'fsdp2' and parallel.tensor = "
+                "train.compile: expected 'none' with parallel.engine 'fsdp2' and parallel.tensor = "
                 f"{self.parallel.tensor}, found {self.train.compile!r}; the embedding would get no gradient, since "
-                "torch compiles the first block as if nothing had made its input, which is still communicated then"
+                "torch compiles the first block before the communication of its input has ended"
             )
         if self.train.float8 != "none":
             self._check_float8()
         if optimizer.whole and self.parallel.engine in ("fsdp1", "fsdp2"):
             raise ValueError(
-                f"optimizer.name: {self.optimizer.name} needs whole {optimizer.whole}, which of the sharding engines "
-                f"only shardwright gives it; expected 'adamw' with parallel.engine {self.parallel.engine!r}, found "
-                f"{self.optimizer.name!r}"
+                f"optimizer.name: {self.optimizer.name} needs whole {optimizer.whole}, and only the engine "
+                "shardwright supports that on shards; expected 'adamw' with parallel.engine "
+                f"{self.parallel.engine!r}, found {self.optimizer.name!r}"
             )
         if self.validation.every and not self.data.validation_fraction:
             raise ValueError(
-                f"validation.every: expected 0, as data.validation_fraction = 0 leaves nothing to validate "
-                f"on, found {self.validation.every}"
+                "validation.every: expected 0, since data.validation_fraction = 0 leaves no text to validate on, "
+                f"found {self.validation.every}"
             )
         return self
 
@@ -114,25 +114,25 @@ class Config(Section):
         recipe, tokens = self.train.float8, self.train.micro_batch * self.train.seq_len
         if tokens % 16:
             raise ValueError(
-                f"train.float8: expected 'none' with {tokens} tokens in a micro-batch, found {recipe!r}; products of "
-                "gradients need a multiple of 16"
+                f"train.float8: expected 'none' with {tokens} tokens in a micro-batch, found {recipe!r}; the number "
+                "of tokens must be a multiple of 16"
             )
-        wanted: list[tuple[str, Any, Any]] = [
+        rules: list[tuple[str, Any, Any]] = [
             ("parallel.param_dtype", self.parallel.param_dtype, "bfloat16"),
             ("parallel.tensor", self.parallel.tensor, 1),
             ("parallel.expert", self.parallel.expert, 1),
             ("train.cuda_graph", self.train.cuda_graph, False),
         ]
         if self.gathers_float8:
-            wanted += [
+            rules += [
                 ("optimizer.name", self.optimizer.name, "adamw"),
                 ("parallel.offload", self.parallel.offload, "none"),
                 ("parallel.full_precision_in_eval", self.parallel.full_precision_in_eval, False),
             ]
-        for key, found, expected in wanted:
-            if found != expected:
+        for key, value, expected in rules:
+            if value != expected:
                 raise ValueError(
-                    f"{key}: expected {expected!r} with train.float8 = {recipe!r}, found {found!r}"
+                    f"{key}: expected {expected!r} with train.float8 = {recipe!r}, found {value!r}"
                 )
         if self.parallel.engine == "fsdp1":
             raise ValueError(
@@ -147,13 +147,14 @@ class Config(Section):
             )
         if self.train.max_norm > 0:
             raise ValueError(
-                f"train.max_norm: expected 0 with optimizer.in_backward, found {self.train.max_norm}; the norm of all "
-                "gradients is known only when backward is over, and the first of them are used by then"
+                f"train.max_norm: expected 0 with optimizer.in_backward, found {self.train.max_norm}; the norm of "
+                "all gradients is known only when backward is over, and the first gradients are already used and "
+                "freed then"
             )
         if self.train.cuda_graph:
             raise ValueError(
-                "train.cuda_graph: expected false with optimizer.in_backward, found true; steps are made outside a "
-                "graph"
+                "train.cuda_graph: expected false with optimizer.in_backward, found true; the optimizer steps "
+                "outside the graph"
             )
 
     def resolved(self) -> Config:

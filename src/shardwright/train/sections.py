@@ -34,7 +34,7 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
-    """What the run is called, where it is kept and where it computes."""
+    """The name, folder, seed and device of the run."""
 
     name: str = Field(
         default="llama-debug", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$",
@@ -47,11 +47,12 @@ class RunConfig(Section):
         default=0, ge=0, le=2**32 - 1, description="Seed of the initial weights and of the sample order."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Where to compute. auto: the GPUs where there are any, else the CPU."
+        default="auto",
+        description="Device of the computation. auto: GPUs if the machine has any, else the CPU.",
     )
     sample_tokens: int = Field(
         default=160, ge=0,
-        description="Tokens that the model writes after the last step; one pass over it for each. 0: none.",
+        description="Tokens that the model writes after the last step. Each token needs one forward pass. 0: none.",
     )  # fmt: skip
 
 
@@ -59,13 +60,21 @@ class RopeScalingConfig(Section):
     """Stretching of the rotary frequencies, as in Llama 3.1. A factor of 1 turns it off."""
 
     factor: float = Field(
-        default=8.0, ge=1, description="How far the longest wavelengths are stretched; 1 turns it off."
+        default=8.0,
+        ge=1,
+        description="Factor by which the longest wavelengths are stretched; 1: no stretching.",
     )
     low_freq_factor: float = Field(
-        default=1.0, gt=0, description="Wavelengths beyond original_max_seq_len / this are stretched in full."
+        default=1.0,
+        gt=0,
+        description=(
+            "Wavelengths above original_max_seq_len / low_freq_factor are stretched by the whole factor."
+        ),
     )
     high_freq_factor: float = Field(
-        default=4.0, gt=0, description="Wavelengths below original_max_seq_len / this are left alone."
+        default=4.0,
+        gt=0,
+        description="Wavelengths below original_max_seq_len / high_freq_factor stay as they are.",
     )
     original_max_seq_len: int = Field(
         default=8192, ge=1, description="Context length of pre-training, in tokens."
@@ -73,9 +82,9 @@ class RopeScalingConfig(Section):
 
 
 class ModelConfig(Section):
-    """The model: a preset's shape, in which every other key replaces one number.
+    """The model: the shape of a preset. Every other key replaces one number of it.
 
-    Kinds that are not built in have keys of their own, which are those of their shape's class.
+    A kind that is not built in has other keys: the fields of its shape's class.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -86,22 +95,28 @@ class ModelConfig(Section):
     )
     preset: str = Field(
         default="debug",
-        description="Shape to start from. Of llama: debug, 150M, 1B and 3B (Llama 3.2), 8B, 70B and 405B (Llama 3.1). "
-        "Of hybrid: debug, 150M, 9B (Nemotron Nano 9B v2). Of other kinds: as they say.",
+        description=(
+            "Shape to start from. For llama: debug, 150M, 1B and 3B (Llama 3.2), 8B, 70B and 405B (Llama 3.1). For "
+            "hybrid: debug, 150M, 9B (Nemotron Nano 9B v2). For other kinds: their own presets."
+        ),
     )
     dim: int | None = Field(default=None, ge=1, description="Width of the residual stream.")
-    n_layers: int | None = Field(default=None, ge=1, description="Number of blocks. Of llama only.")
+    n_layers: int | None = Field(default=None, ge=1, description="Number of blocks. Only for llama.")
     pattern: str | None = Field(
         default=None,
-        description="The layers in their order: M for Mamba-2, * for attention, E for a mixture of experts, - for a "
-        "dense MLP. Of hybrid only, as are all keys from mamba_heads on.",
+        description=(
+            "The layers in their order: M for Mamba-2, * for attention, E for a mixture of experts, - for a dense "
+            "MLP. Only for hybrid, like all keys from mamba_heads on."
+        ),
     )
     n_heads: int | None = Field(default=None, ge=1, description="Query heads per block.")
     n_kv_heads: int | None = Field(
         default=None, ge=1, description="Key and value heads per block; divides n_heads."
     )
     head_dim: int | None = Field(
-        default=None, ge=1, description="Width of an attention head. Of hybrid only: of llama dim / n_heads."
+        default=None,
+        ge=1,
+        description="Width of an attention head. Only for hybrid; for llama it is dim / n_heads.",
     )
     ffn_dim: int | None = Field(default=None, ge=1, description="Hidden width of the feed-forward part.")
     vocab_size: int | None = Field(
@@ -109,43 +124,52 @@ class ModelConfig(Section):
     )
     max_seq_len: int | None = Field(default=None, ge=1, description="Longest sequence, in tokens.")
     rope_theta: float | None = Field(
-        default=None, gt=0, description="Base of the rotary frequencies. Of llama only."
+        default=None, gt=0, description="Base of the rotary frequencies. Only for llama."
     )
     rope_scaling: RopeScalingConfig | None = Field(
-        default=None, description="Rotary frequencies stretched for long contexts, as in Llama 3.1."
+        default=None, description="Stretch the rotary frequencies for long contexts, as in Llama 3.1."
     )
     tied_embeddings: bool | None = Field(
         default=None, description="Use the embedding matrix as the output layer too."
     )
     norm_eps: float | None = Field(default=None, gt=0, description="Added to the mean square inside RMSNorm.")
     mamba_heads: int | None = Field(default=None, ge=1, description="Heads of a Mamba-2 layer.")
-    mamba_head_dim: int | None = Field(default=None, ge=1, description="Width of such a head.")
+    mamba_head_dim: int | None = Field(default=None, ge=1, description="Width of a Mamba-2 head.")
     mamba_groups: int | None = Field(
         default=None, ge=1, description="Groups of heads that share their B and C; divides mamba_heads."
     )
     mamba_state: int | None = Field(default=None, ge=1, description="Width of the state of each channel.")
     conv_width: int | None = Field(
-        default=None, ge=1, description="Tokens that the convolution of a Mamba-2 layer sees."
+        default=None, ge=1, description="Width, in tokens, of the convolution of a Mamba-2 layer."
     )
     chunk_size: int | None = Field(
-        default=None, ge=1, description="Tokens that the scan takes at once: changes speed and memory only."
+        default=None,
+        ge=1,
+        description="Tokens that the scan computes at once. Changes only speed and memory.",
     )
-    n_experts: int | None = Field(default=None, ge=1, description="Experts of a mixture.")
-    top_k: int | None = Field(default=None, ge=1, description="Of those, experts that each token passes.")
+    n_experts: int | None = Field(default=None, ge=1, description="Number of experts in a mixture.")
+    top_k: int | None = Field(default=None, ge=1, description="Number of experts that each token uses.")
     expert_dim: int | None = Field(default=None, ge=1, description="Hidden width of an expert.")
     shared_dim: int | None = Field(
-        default=None, ge=0, description="Hidden width of the expert that sees every token. 0: there is none."
+        default=None,
+        ge=0,
+        description=("Hidden width of the shared expert, which gets every token. 0: no shared expert."),
     )
     balance_weight: float | None = Field(
         default=None,
         ge=0,
-        description="Weight of the load-balancing loss, which is 1 where experts share evenly.",
+        description="Weight of the load-balancing loss. This loss is 1 if all experts get the same load.",
     )
     mtp_pattern: str | None = Field(
         default=None,
-        description="Layers of the head that predicts the token after the next, as in pattern. Empty: no such head.",
+        description=(
+            "Layers of the head that predicts the token after the next, with the letters of pattern. Empty: no such "
+            "head."
+        ),
     )
-    mtp_weight: float | None = Field(default=None, ge=0, description="Weight of that head's loss.")
+    mtp_weight: float | None = Field(
+        default=None, ge=0, description="Weight of the loss of the head in mtp_pattern."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -186,16 +210,16 @@ class ModelConfig(Section):
             raise ValueError(
                 f"preset: expected one of {', '.join(kind.presets)} with kind {self.kind!r}, found {self.preset!r}"
             )
-        given = {name: value for name, value in self if value is not None and name not in ("kind", "preset")}
-        for name in sorted(given.keys() - kind.numbers):
+        values = {name: value for name, value in self if value is not None and name not in ("kind", "preset")}
+        for name in sorted(values.keys() - kind.numbers):
             owners = " or ".join(repr(its.name) for its in kinds if name in its.numbers)
             raise ValueError(
-                f"{name}: kind {self.kind!r} has none; expected it with kind {owners} only, found {given[name]!r}"
+                f"{name}: kind {self.kind!r} has none; expected it with kind {owners} only, found {values[name]!r}"
             )
         scaling = self.rope_scaling
         if scaling is not None:
-            given["rope_scaling"] = RopeScaling(**dict(scaling)) if scaling.factor > 1 else None
-        return replace(preset, **given)
+            values["rope_scaling"] = RopeScaling(**dict(scaling)) if scaling.factor > 1 else None
+        return replace(preset, **values)
 
     def resolved(self) -> ModelConfig:
         """The same model with every number written out, so that nothing depends on the preset any more."""
@@ -209,22 +233,24 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """The text to learn and how it becomes tokens."""
+    """The training text and its tokenizer."""
 
     source: str | Paths = Field(
         default="pydoc",
         min_length=1,
-        description="The word pydoc (the English reference text every CPython carries), the path of a .txt "
-        "or .jsonl file, or a list of such paths, read in that order.",
+        description=(
+            "The word pydoc (the English reference text that is part of every CPython), the path of a .txt or .jsonl "
+            "file, or a list of such paths, read in that order."
+        ),
     )
     text_key: str = Field(
-        default="text", min_length=1, description="Key of a .jsonl line that holds the document."
+        default="text", min_length=1, description="Key of the document's text in each line of a .jsonl file."
     )
     validation_fraction: float = Field(
         default=0.05,
         ge=0,
         lt=1,
-        description="Last part of the corpus, kept for validation and never trained on.",
+        description="Fraction of the corpus, taken from its end, that is used only for validation.",
     )
     tokenizer: Literal["bytes"] = Field(
         default="bytes", description="bytes: every byte of the UTF-8 text is a token."
@@ -240,7 +266,7 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    """The amount of work and how it is cut."""
+    """Steps, batch sizes and compilation."""
 
     steps: int = Field(default=300, ge=1, description="Optimizer steps in all.")
     seq_len: int = Field(default=256, ge=1, description="Tokens per sequence.")
@@ -253,33 +279,45 @@ class TrainConfig(Section):
     max_norm: float = Field(
         default=1.0,
         ge=0,
-        description="Gradients are scaled down to this global norm. 0: measured, never scaled.",
+        description=(
+            "Gradients are scaled down to this global norm. 0: the norm is measured, but gradients are never scaled."
+        ),
     )
     accumulate: Literal["communicate", "hold"] = Field(
         default="communicate",
-        description="While accumulating, reduce the gradients of every micro-batch (communicate: least "
-        "memory) or only after the last one (hold: least communication).",
+        description=(
+            "When to reduce the gradients of micro-batches. communicate: after each one (least memory). hold: only "
+            "after the last one (least communication)."
+        ),
     )
     cuda_graph: bool = Field(
         default=False,
-        description="Capture forward and backward of a step in a CUDA graph and replay it: no work for the host "
-        "between. For models whose shapes do not depend on values; on GPUs, with the engine shardwright.",
+        description=(
+            "Capture forward and backward of a step in a CUDA graph and replay it, so that the host does not launch "
+            "each kernel. Needs GPUs, the engine shardwright, and a model whose shapes do not depend on values."
+        ),
     )
     compile: Literal["none", "inductor", "aot_eager", "eager"] = Field(
         default="none",
-        description="Compile each block with torch.compile and this backend, as one graph; inductor is the one that "
-        "makes it faster.",
+        description=(
+            "Compile each block with torch.compile and this backend, as one graph. Only inductor makes the block "
+            "faster."
+        ),
     )
     float8: Literal["none", "tensorwise", "rowwise"] = Field(
         default="none",
-        description="Multiply in float8 in the linear layers of blocks, by this recipe of torchao's: one scale for "
-        "each tensor, with which weights are also gathered in float8, or one for each row. Needs a GPU that can, "
-        "parallel.param_dtype = bfloat16, and to install shardwright[float8].",
+        description=(
+            "Multiply in float8 in the linear layers of blocks, by this recipe of torchao. tensorwise: one scale for "
+            "each tensor; weights are also gathered in float8. rowwise: one scale for each row. Needs a GPU with "
+            "float8, parallel.param_dtype = bfloat16, and shardwright[float8]."
+        ),
     )
     memory_snapshot: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = Field(
         default=(),
-        description="Steps, such as [3], of which every rank records the history of its GPU memory; the files in the "
-        "run's folder open at pytorch.org/memory_viz.",
+        description=(
+            "Steps, such as [3], in which every rank records the history of its GPU memory. Open the files in the "
+            "run's folder at pytorch.org/memory_viz."
+        ),
     )
 
     def accumulation_steps(self, ranks: int) -> int:
@@ -308,20 +346,28 @@ class TrainConfig(Section):
 
 
 class ActivationConfig(Section):
-    """Which activations are kept from forward to backward. The others are computed again, at no loss of precision."""
+    """Which activations are kept from forward to backward. The others are computed again, with the same precision."""
 
     checkpoint: Literal["none", "full", "layers", "ops", "budget"] = Field(
         default="none",
-        description="Activation checkpointing. full: keep the inputs of each block only. layers: as full, for every "
-        "k-th block. ops: of each block the results of matrix products and attention too. budget: let the compiler "
-        "choose within activations.budget; needs train.compile = inductor.",
+        description=(
+            "Activation checkpointing. full: keep only the inputs of each block. layers: the same, for every k-th "
+            "block. ops: keep also the results of matrix products and attention. budget: the compiler chooses within "
+            "activations.budget; needs train.compile = inductor."
+        ),
     )
-    every: int = Field(default=2, ge=1, description="Of layers: k. The first block is one of them.")
+    every: int = Field(
+        default=2,
+        ge=1,
+        description="For checkpoint = layers: checkpoint every k-th block, beginning with the first.",
+    )
     budget: float = Field(
         default=0.5,
         ge=0,
         le=1,
-        description="Of budget: the part of the activations that may be kept. 0 is as full, 1 as none.",
+        description=(
+            "For checkpoint = budget: the fraction of the activations that may be kept. 0 means full, 1 means none."
+        ),
     )
 
     @model_validator(mode="after")
@@ -330,7 +376,8 @@ class ActivationConfig(Section):
             value, default = getattr(self, key), type(self).model_fields[key].default
             if self.checkpoint != mode and value != default:
                 raise ValueError(
-                    f"{key}: is of checkpoint = {mode!r}; with {self.checkpoint!r} expected {default}, found {value}"
+                    f"{key}: only for checkpoint = {mode!r}; with {self.checkpoint!r} expected {default}, found "
+                    f"{value}"
                 )
         return self
 
@@ -341,37 +388,41 @@ class OptimizerConfig(Section):
     name: Annotated[str, OneOf(optimizers)] = Field(default="adamw", description=summaries(optimizers))
     lr: float = Field(default=3e-3, gt=0, description="Peak learning rate.")
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(
-        default=(0.9, 0.95), description="Decay of the running means of gradient and squared gradient."
+        default=(0.9, 0.95),
+        description="Decay of the running means of the gradient and of the squared gradient.",
     )
     eps: float = Field(default=1e-8, gt=0, description="Added to the denominator of the update.")
     weight_decay: float = Field(
-        default=0.1, ge=0, description="Decay of the matrices; vectors are not decayed."
+        default=0.1, ge=0, description="Weight decay of matrices; vectors are not decayed."
     )
     momentum: Beta = Field(
-        default=0.95, description="Of muon: decay of the running mean of its matrices' gradients."
+        default=0.95, description="For muon: decay of the running mean of its matrices' gradients."
     )
     ns_steps: int = Field(
-        default=5, ge=1, lt=100, description="Of muon: Newton-Schulz iterations per step and matrix."
+        default=5, ge=1, lt=100, description="For muon: Newton-Schulz iterations per step and matrix."
     )
     in_backward: bool = Field(
         default=False,
-        description="Step each unit when its gradients are reduced, and free them, with the engine shardwright. Needs "
-        "train.max_norm = 0; the norm of all gradients is then not known.",
+        description=(
+            "Step each unit in backward as soon as its gradients are reduced, and free these gradients. Needs the "
+            "engine shardwright and train.max_norm = 0, since the norm of all gradients is not known."
+        ),
     )
     options: dict[str, bool | int | float | str] = Field(
         default_factory=dict,
-        description="What the optimizer has beside the keys of this section. Of the built-in ones none has any.",
+        description="Further options of a registered optimizer. The built-in optimizers have none.",
     )
     warmup_steps: int = Field(
         default=20,
         ge=0,
-        description="Steps over which the rate rises to lr. A shorter run ends while it still rises.",
+        description="Steps over which the learning rate rises to lr. A shorter run ends before the peak.",
     )
     schedule: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description="Course of the rate from the end of the warm-up to the last step."
+        default="cosine",
+        description="Course of the learning rate from the end of the warm-up to the last step.",
     )
     min_lr_ratio: float = Field(
-        default=0.1, ge=0, le=1, description="Rate of the last step, as a part of lr."
+        default=0.1, ge=0, le=1, description="Learning rate of the last step, as a fraction of lr."
     )
 
     @model_validator(mode="after")
@@ -386,7 +437,8 @@ class OptimizerConfig(Section):
             value, default = getattr(self, key), type(self).model_fields[key].default
             if self.name != "muon" and value != default:
                 raise ValueError(
-                    f"{key}: optimizer {self.name!r} has none; expected {default}, found {value}. It is of muon"
+                    f"{key}: optimizer {self.name!r} does not have this key; expected {default}, found {value}. Only "
+                    "muon has it"
                 )
         return self
 
@@ -396,7 +448,7 @@ class ParallelConfig(Section):
 
     engine: Literal["shardwright", "fsdp2", "fsdp1", "ddp", "none"] = Field(
         default="shardwright",
-        description="shardwright, or one of torch's own for comparison; none: one rank, plain model.",
+        description="shardwright, or an engine of torch for comparison. none: a plain model on one rank.",
     )
     param_dtype: DType = Field(
         default="float32", description="Precision of the computation; the stored weights are float32."
@@ -406,28 +458,35 @@ class ParallelConfig(Section):
     )
     accumulate_dtype: DType | Literal["auto"] = Field(
         default="auto",
-        description="Precision in which the engine shardwright holds gradients between micro-batches; auto: "
-        "reduce_dtype.",
+        description=(
+            "Precision of the gradients that the engine shardwright holds between micro-batches. auto: reduce_dtype."
+        ),
     )
     grad_dtype: DType | Literal["auto"] = Field(
         default="auto",
-        description="Precision of the gradients that the engine shardwright leaves for the optimizer; auto: float32, "
-        "as weights are stored. bfloat16 halves their memory; of the optimizers here adamw8bit takes it.",
+        description=(
+            "Precision of the gradients that the optimizer gets from the engine shardwright. auto: float32, as for "
+            "stored weights. bfloat16 halves their memory; of the built-in optimizers adamw8bit supports it."
+        ),
     )
     keep_float32: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         default=(),
-        description="Patterns of names of parameters that the engine shardwright gathers in float32 whatever "
-        'param_dtype is: of norms, routers, steps and decays of Mamba-2, such as ["*norm.weight", "*.router.*"].',
+        description=(
+            'Patterns of names, such as ["*norm.weight", "*.router.*"]. The engine shardwright gathers these '
+            "parameters in float32, whatever param_dtype is. Allowed: norms, routers, steps and decays of Mamba-2."
+        ),
     )
     full_precision_in_eval: bool = Field(
         default=False,
-        description="Let the engine shardwright validate in float32, whatever param_dtype is.",
+        description="Validate in float32, whatever param_dtype is. Only for the engine shardwright.",
     )
     reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Field(ge=1)] = Field(
         default="default",
-        description="Free gathered weights after the forward pass: all but the root's and the last block's "
-        "(default), always, or never (more memory, less communication). A number k: as default, but neighbouring "
-        "ranks, k of them, keep the blocks' weights between them for the backward pass.",
+        description=(
+            "Which gathered weights to free after the forward pass. default: all except the root's and the last "
+            "block's. always: all. never: none (more memory, less communication). A number k: as default, but each "
+            "group of k neighbouring ranks keeps the blocks' weights, one k-th on each rank, for the backward pass."
+        ),
     )
     strategy: Annotated[str, OneOf(strategies)] = Field(
         default="zero3",
@@ -436,39 +495,49 @@ class ParallelConfig(Section):
     replicas: int = Field(
         default=1,
         ge=1,
-        description="Groups of ranks that each hold a whole model between them; hsdp and hfsdp need at least 2.",
+        description="Number of groups of ranks that each hold a whole model. hsdp and hfsdp need at least 2.",
     )
     tensor: int = Field(
         default=1,
         ge=1,
-        description="Neighbouring ranks that cut every layer and the sequence between them: tensor and sequence "
-        "parallelism. The others divide the data.",
+        description=(
+            "Number of neighbouring ranks that share every layer and the sequence: tensor and sequence parallelism. "
+            "These groups divide the data."
+        ),
     )
     expert: int = Field(
         default=1,
         ge=1,
-        description="Neighbouring ranks that divide the experts of every layer between them: expert parallelism, with "
-        "the engine shardwright. Each has data of its own.",
+        description=(
+            "Number of neighbouring ranks that share the experts of every layer: expert parallelism. Each rank has "
+            "different data. Only for the engine shardwright."
+        ),
     )
     layout: Annotated[str, OneOf(layouts)] | Annotated[int, Field(ge=1)] = Field(
         default="per_parameter",
-        description=f"Where the engine shardwright cuts parameters. {summaries(layouts)} A number: as ragged, between "
-        "blocks of so many rows.",
+        description=(
+            f"Where the engine shardwright cuts parameters. {summaries(layouts)} A number: like ragged, but cut only "
+            "between blocks of this many rows."
+        ),
     )
     memory: Annotated[str, OneOf(memories)] = Field(
         default="dynamic",
-        description=f"Where the engine shardwright takes the memory of a step from. {summaries(memories)}",
+        description=f"How the engine shardwright allocates the memory of a step. {summaries(memories)}",
     )
     prefetch: Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^\d+ ?[KMG]iB$")] = Field(
         default=1,
-        description='How many units the engine shardwright gathers ahead, or how many bytes, such as "512 MiB".',
+        description=(
+            'Number of units that the engine shardwright gathers ahead, or number of bytes, such as "512 MiB".'
+        ),
     )
 
     offload: Literal["none", "cpu", "optimizer"] = Field(
         default="none",
-        description="What the engine shardwright keeps in the CPU's memory. cpu: parameters, gradients and optimizer "
-        "state, and the optimizer steps there (muon: on the device). optimizer: the state alone, which passes through "
-        "the device in each step.",
+        description=(
+            "What the engine shardwright keeps in the CPU's memory. cpu: parameters, gradients and optimizer state; "
+            "the optimizer steps on the CPU (muon: on the device). optimizer: only the optimizer state, which moves "
+            "to the device and back in each step."
+        ),
     )
 
     @model_validator(mode="after")
@@ -491,11 +560,12 @@ class ParallelConfig(Section):
             if self.engine != "shardwright" and value != default:
                 raise ValueError(
                     f"{key}: expected {default!r} with engine {self.engine!r}, found {value!r}; only the engine "
-                    "shardwright has others"
+                    "shardwright supports other values"
                 )
         if self.keep_float32 and self.param_dtype == "float32":
             raise ValueError(
-                "keep_float32: expected no patterns with param_dtype 'float32', which all are kept in"
+                "keep_float32: expected no patterns with param_dtype 'float32', since all parameters are then "
+                "gathered in float32"
             )
         if (
             "auto" not in (self.grad_dtype, self.accumulate_dtype)
@@ -503,11 +573,11 @@ class ParallelConfig(Section):
         ):
             raise ValueError(
                 f"grad_dtype: expected 'auto' or accumulate_dtype, {self.accumulate_dtype!r}, found "
-                f"{self.grad_dtype!r}; micro-batches that are reduced add up in the gradients"
+                f"{self.grad_dtype!r}; reduced micro-batches add up in the gradients"
             )
         if self.engine not in ("shardwright", "fsdp2") and self.tensor > 1:
             raise ValueError(
-                f"tensor: engine {self.engine!r} has no such parallelism; expected 1, found {self.tensor}"
+                f"tensor: engine {self.engine!r} has no tensor parallelism; expected 1, found {self.tensor}"
             )
         strategy = strategies.get(self.strategy)
         if strategy.axes == 2 and self.replicas < 2:
@@ -522,28 +592,28 @@ class ParallelConfig(Section):
             )
         if self.engine not in ("shardwright", "fsdp2") and isinstance(reshard, int):
             raise ValueError(
-                f"reshard_after_forward: engine {self.engine!r} has no such groups of ranks; expected 'default', "
+                f"reshard_after_forward: engine {self.engine!r} does not support a number; expected 'default', "
                 f"'always' or 'never', found {reshard}"
             )
         return self
 
 
 class ValidationConfig(Section):
-    """The loss on text the model has not learnt from."""
+    """The loss on text that is not in the training set."""
 
     every: int = Field(default=100, ge=0, description="Steps between validations. 0: never.")
     batches: int = Field(default=8, ge=1, description="Global batches per validation.")
 
 
 class CheckpointConfig(Section):
-    """What is saved on the way. A checkpoint is always written at the end."""
+    """Checkpoints during the run. A checkpoint is always written at the end."""
 
     every: int = Field(default=100, ge=0, description="Steps between checkpoints. 0: only at the end.")
     keep: int = Field(default=2, ge=1, description="Newest checkpoints to keep; older ones are deleted.")
 
 
 class LogConfig(Section):
-    """What is reported."""
+    """The log and the metrics."""
 
     every: int = Field(default=1, ge=1, description="Steps between lines of the log.")
     sinks: Annotated[tuple[Annotated[str, OneOf(named_sinks)], ...], Field(strict=False)] = Field(

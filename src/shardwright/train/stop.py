@@ -16,7 +16,7 @@ class StopRequest:
     """SIGINT and SIGTERM as a wish the loop reads between steps. A second one, a second later, ends at once."""
 
     def __init__(self) -> None:
-        self.wanted: int | None = None
+        self.signal_number: int | None = None
         self._first = math.inf
         self._before: dict[int, Any] = {}
 
@@ -25,8 +25,8 @@ class StopRequest:
         if time.monotonic() - self._first > 1.0:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        if self.wanted is None:
-            self.wanted, self._first = number, time.monotonic()
+        if self.signal_number is None:
+            self.signal_number, self._first = number, time.monotonic()
 
     def __enter__(self) -> StopRequest:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -86,7 +86,7 @@ def examine(folder: Path) -> Stored:
     metadata = parse_metadata(data)
     for name, nbytes in files_of(metadata).items():
         if digests is not None and (name not in digests or digests[name].nbytes < nbytes):
-            raise Damaged(f"{POSITION_FILE} and {METADATA} differ about {name}")
+            raise Damaged(f"{POSITION_FILE} and {METADATA} disagree on the file {name}")
     return Stored(folder, position, metadata, digests, hashlib.sha256(text + data).hexdigest())
 
 

@@ -130,12 +130,12 @@ class Trainer:
         grad_norm = None if norm is None else float(norm)
         result = StepResult(loss, grad_norm, data_seconds, stop_signal, auxiliary)
         if not (math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm))):
-            told, updated = (
-                (grad_norm, "nothing") if grad_norm is not None else ("not known", "what was reached")
+            shown_norm, updated = (
+                (grad_norm, "nothing") if grad_norm is not None else ("not known", "a part of the model")
             )
             raise NonFiniteError(
                 f"step {step + 1}: expected a finite loss and gradient norm, found loss {loss}, norm "
-                f"{told}; {updated} was updated. Try a lower optimizer.lr or a longer "
+                f"{shown_norm}; {updated} was updated. Try a lower optimizer.lr or a longer "
                 "optimizer.warmup_steps"
             )
         self.optimizer.step()
@@ -153,7 +153,7 @@ class Trainer:
         for first in range(0, len(batches), 2):
             last = first + 2 == len(batches)
             reduced = last or train.accumulate == "communicate"
-            with parallel.gradient_sync(self.model, wanted=reduced, last=last):
+            with parallel.gradient_sync(self.model, synchronise=reduced, last=last):
                 sums = self._summed_losses(batches[first], batches[first + 1])
                 # Engines average gradients over the ranks; the sum over all tokens by their global count is wanted.
                 ((sums * self.loss_weights).sum() * (self.world.data_size / step_tokens)).backward()
@@ -191,7 +191,7 @@ class Trainer:
 
         Signals reach ranks at different moments; by their sum all stop after the same step.
         """
-        seen = [float(stop.wanted == signal.SIGINT), float(stop.wanted == signal.SIGTERM)]
+        seen = [float(stop.signal_number == signal.SIGINT), float(stop.signal_number == signal.SIGTERM)]
         totals = torch.cat([shares, torch.tensor(seen, dtype=torch.float64, device=shares.device)])
         dist.all_reduce(totals)
         *losses, interrupts, terminations = totals.tolist()
@@ -207,15 +207,15 @@ class Trainer:
         """Mean loss over the validation windows, the same ones every time and for any number of ranks."""
         train, world = self.config.train, self.world
         windows = self.corpus.windows(train.seq_len, "validation")
-        wanted = min(windows, self.config.validation.batches * train.global_batch)
-        rounds = math.ceil(wanted / (world.data_size * train.micro_batch))
+        samples = min(windows, self.config.validation.batches * train.global_batch)
+        rounds = math.ceil(samples / (world.data_size * train.micro_batch))
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         self.model.eval()
         for number in range(rounds):
             first = (number * world.data_size + world.data_rank) * train.micro_batch
             # Every rank runs the same number of passes, as sharded engines must; beyond the end on windows that
             # do not count.
-            count = max(0, min(train.micro_batch, wanted - first))
+            count = max(0, min(train.micro_batch, samples - first))
             start = first if count else 0
             inputs, targets = batch(
                 self.corpus, VALIDATION_SEED, start, count or 1, train.seq_len, split="validation"
@@ -226,7 +226,7 @@ class Trainer:
         self.model.train()
         parallel.free_gathered(self.model)
         dist.all_reduce(total)
-        return float(total) / world.tensor / (wanted * train.seq_len)
+        return float(total) / world.tensor / (samples * train.seq_len)
 
     @torch.no_grad()
     def sample(self) -> tuple[str, str]:

@@ -55,7 +55,7 @@ def pick_device(config: Config) -> torch.device:
         if local >= torch.cuda.device_count():
             raise UserError(
                 f"expected a GPU for each rank of this machine, found {torch.cuda.device_count()} for at least "
-                f"{local + 1} ranks; give a smaller --nproc"
+                f"{local + 1} ranks; use a smaller --nproc"
             )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)

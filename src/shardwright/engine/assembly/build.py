@@ -82,8 +82,8 @@ def _spec_of(
         )
     if extended and (dim or not parameter.ndim):
         raise ValueError(
-            f"parameter {name!r} decides itself what is gathered of it ({type(parameter).__name__} has "
-            "fsdp_pre_all_gather), so it must be sharded along dimension 0"
+            f"parameter {name!r} defines its own all-gather ({type(parameter).__name__} has fsdp_pre_all_gather), so "
+            "it must be sharded along dimension 0"
         )
     order = () if shares else _memory_order(parameter, dim)
     shape = parallel.local_shape if parallel is not None else tuple(parameter.shape)
@@ -181,7 +181,7 @@ def cut_for(p: ManagedParameter, value: torch.Tensor, site: Site, arguments: Arg
     if p.cut.parallel is not None and parallel is None:
         raise ValueError(
             f"The data of tensor-parallel parameter {p.name!r} of shape {tuple(p.cut.shape)} was set to a plain "
-            f"tensor of shape {tuple(value.shape)}. Give a DTensor on {p.cut.parallel.mesh}."
+            f"tensor of shape {tuple(value.shape)}. Assign a DTensor on {p.cut.parallel.mesh}."
         )
     return cut_alone(site.ranks, _spec_of(p.name, new, parallel, site, arguments), parallel, p.cut)
 

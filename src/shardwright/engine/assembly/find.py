@@ -71,8 +71,8 @@ def meshes_asked(
         return []
     ids = {id(p) for p in ignored}
     own = [p for top in modules for _, m in own_modules(top) for p in m._parameters.values() if p is not None]
-    found = [fn(p) for p in own if id(p) not in ids and not isinstance(p, Managed)]
-    return [info for r in found if hasattr(info := getattr(r, "mesh_info", r), "mesh")]
+    placements = [fn(p) for p in own if id(p) not in ids and not isinstance(p, Managed)]
+    return [info for r in placements if hasattr(info := getattr(r, "mesh_info", r), "mesh")]
 
 
 def find_parameters(
@@ -122,7 +122,7 @@ def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 def own_modules(top: nn.Module) -> list[tuple[str, nn.Module]]:
     """``top`` and the Python modules below it, but nothing at or below a module that is sharded already."""
-    found: list[tuple[str, nn.Module]] = []
+    inner_modules: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
     todo = [("", top)]
     while todo:
@@ -132,10 +132,10 @@ def own_modules(top: nn.Module) -> list[tuple[str, nn.Module]]:
         if isinstance(module, torch.jit.ScriptModule):
             continue
         seen.add(id(module))
-        found.append((name, module))
+        inner_modules.append((name, module))
         below = [(f"{name}.{n}" if name else n, m) for n, m in module._modules.items() if m is not None]
         todo.extend(reversed(below))
-    return found
+    return inner_modules
 
 
 def _lent_by_another(name: str, parameter: nn.Parameter, top: nn.Module, unit: Any) -> nn.Parameter | None:
@@ -173,26 +173,27 @@ def _check_parameter(
     where = f"parameter {name!r}{owner} of shape {tuple(parameter.shape)}"
     if is_attached(parameter):
         raise ValueError(
-            f"{where}: fsdp_pre_all_gather was attached to this object, and each rank's part is another one. Define it "
-            "on the parameter's class, or attach it to the local tensor after fully_shard."
+            f"{where}: fsdp_pre_all_gather was attached to this object, and each rank's part is a different object "
+            "without it. Define it on the parameter's class, or attach it to the local tensor after fully_shard."
         )
     if parallel is not None and is_extended(plain_of(parameter)):
         raise NotImplementedError(
-            f"{where}, a DTensor over a {type(local_of(parameter)).__name__}, decides itself what is gathered of it, "
-            "which cannot be combined with tensor parallelism. Pass it in ignored_params, or leave it whole."
+            f"{where}, a DTensor over a {type(local_of(parameter)).__name__}, defines its own all-gather "
+            "(fsdp_pre_all_gather), which cannot be combined with tensor parallelism. Pass it in ignored_params, or "
+            "do not parallelize it."
         )
     if has_no_values(parameter) and not parameter.is_meta and is_extended(parameter):
         raise NotImplementedError(
-            f"{where}, a {type(parameter).__name__}, decides itself what is gathered of it, and deferred_init cannot "
-            "replay what made it. Build it on a device, or on the meta device."
+            f"{where}, a {type(parameter).__name__}, defines its own all-gather (fsdp_pre_all_gather), and "
+            "deferred_init cannot replay the operation that made it. Build it on a device, or on the meta device."
         )
     _refuse_composite(where, plain_of(parameter))
     if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return
     if module.max_norm is not None:
         raise ValueError(
-            f"{where}: with max_norm the module changes its own weights in forward, on each rank those of its own "
-            "tokens, so the ranks would differ. Build the embedding without max_norm."
+            f"{where}: with max_norm the module changes its weights in forward. Each rank would change the rows of "
+            "its own tokens, so the ranks would differ. Build the embedding without max_norm."
         )
     if module.sparse:
         raise ValueError(
@@ -208,8 +209,9 @@ def _refuse_composite(where: str, plain: Any) -> None:
     if not is_extended(plain):
         raise ValueError(
             f"{where} is a {kind.__name__}, made of other tensors ({', '.join(plain.__tensor_flatten__()[0])}), and "
-            "has no fsdp_pre_all_gather, so it cannot be cut. Shard the ordinary weight and leave it one. Or convert "
-            "it before fully_shard, freeze it and pass it in ignored_params of every call: each rank keeps all of it."
+            "has no fsdp_pre_all_gather, so it cannot be cut. Do not convert the weight, and shard the ordinary one. "
+            "Or convert it before fully_shard, freeze it and pass it in ignored_params of every call; then each rank "
+            "keeps the whole parameter."
         )
 
 
@@ -221,8 +223,9 @@ def parallel_of_parameter(name: str, parameter: torch.Tensor, ranks: Ranks) -> T
         return parallel_of(name, parameter, ranks.mesh, ranks.spmd)
     if ranks.spmd is not None:
         raise ValueError(
-            f"parameter {name!r} of shape {tuple(parameter.shape)} is a {type(parameter).__name__}; with dp_mesh_dims "
-            f"every parameter must be a DTensor on {ranks.spmd.mesh} already, such as distribute_tensor makes."
+            f"parameter {name!r} of shape {tuple(parameter.shape)} is a {type(parameter).__name__}; with "
+            f"dp_mesh_dims every parameter must already be a DTensor on {ranks.spmd.mesh}. Call distribute_tensor "
+            "before."
         )
     return None
 

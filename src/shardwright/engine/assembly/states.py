@@ -27,14 +27,16 @@ class State(NamedTuple):
     @property
     def form(self) -> tuple[Any, ...]:
         """What must be alike on every rank before values can be compared."""
-        told = self.name, tuple(self.tensor.shape), str(self.tensor.dtype)
-        return (*told, "deferred") if has_no_values(self.tensor) else told
+        description = self.name, tuple(self.tensor.shape), str(self.tensor.dtype)
+        return (*description, "deferred") if has_no_values(self.tensor) else description
 
 
-def states_of(modules: list[nn.Module], found: Found, ignored: list[nn.Module]) -> list[State]:
+def states_of(modules: list[nn.Module], unit_parameters: Found, ignored: list[nn.Module]) -> list[State]:
     """What is to be the same on every rank: parameters not cut over the ranks as yet, and buffers. Ties once."""
     states = [
-        State(each.name, each.parameter) for each in found.owned if not is_cut(each.parameter, each.parallel)
+        State(each.name, each.parameter)
+        for each in unit_parameters.owned
+        if not is_cut(each.parameter, each.parallel)
     ]
     seen = {id(b) for top in ignored for b in top.buffers()}
     for position, top in enumerate(modules):
@@ -70,8 +72,9 @@ def sync_states(mesh: DeviceMesh, device: torch.device, states: list[State], own
     for rank, (_, without) in zip(mesh.mesh.flatten().tolist(), forms, strict=True):
         if without:
             raise ValueError(
-                f"sync_module_states broadcasts values, and on rank {rank} {without[0]!r} of {owner} holds none. "
-                "Build the model for real on every rank, or load or materialise it after sharding."
+                f"sync_module_states broadcasts values, but on rank {rank} {without[0]!r} of {owner} has no values. "
+                "Build the model with values on every rank, or omit sync_module_states and load or materialise the "
+                "model after sharding."
             )
     _refuse_different_forms(mesh, [form for form, _ in forms], owner)
     for state in states:
@@ -97,27 +100,29 @@ def check_states(mesh: DeviceMesh, states: list[State], owner: str) -> None:
     hashes = _hashes(states)
     if len(set(everywhere(mesh, hash_of((forms, hashes))))) == 1:
         return
-    found = everywhere(mesh, (forms, hashes))
-    _refuse_different_forms(mesh, [form for form, _ in found], owner)
+    of_all_ranks = everywhere(mesh, (forms, hashes))
+    _refuse_different_forms(mesh, [form for form, _ in of_all_ranks], owner)
     ranks = mesh.mesh.flatten().tolist()
-    told: list[str] = []
+    differences: list[str] = []
     only_real = True
     for number, state in enumerate(states):
-        of_ranks = [theirs[number] for _, theirs in found]
+        of_ranks = [theirs[number] for _, theirs in of_all_ranks]
         others = [str(rank) for rank, each in zip(ranks, of_ranks, strict=True) if each != of_ranks[0]]
         if others:
-            told.append(f"{state.name!r} on rank{'s' * (len(others) > 1)} {', '.join(others)}")
+            differences.append(f"{state.name!r} on rank{'s' * (len(others) > 1)} {', '.join(others)}")
             only_real = only_real and not has_no_values(state.tensor)
-    more = f" and {len(told) - 10} more" if len(told) > 10 else ""
+    more = f" and {len(differences) - 10} more" if len(differences) > 10 else ""
     way_out = (
-        "Build the model with the same seed on every rank, or give sync_module_states=True."
+        "Build the model with the same seed on every rank, or pass sync_module_states=True."
         if only_real
-        else "Build it with the same seed, code and data on every rank: of deferred tensors the recorded operations, "
-        "their constants and the random numbers that they draw are compared."
+        else (
+            "Build it with the same seed, code and data on every rank. For deferred tensors, the recorded "
+            "operations, their constants and their random numbers are compared."
+        )
     )
     raise ValueError(
-        f"The ranks do not start from the same {owner}; other values than on rank {ranks[0]} have: "
-        f"{'; '.join(told[:10])}{more}. {way_out}"
+        f"The ranks start with different values of {owner}; these tensors differ from rank {ranks[0]}: "
+        f"{'; '.join(differences[:10])}{more}. {way_out}"
     )
 
 

@@ -57,8 +57,8 @@ class Load:
         if _differs_anywhere(tie, new, value):
             errors.append(
                 f"{tie.key!r} and {key!r} are names of one tied parameter of shape {tuple(new.shape)}, and the state "
-                "dict has different values for them. Give both the same value, leave one out (strict=False), or untie "
-                "the modules before fully_shard."
+                "dict has different values for them. Give both names the same value, remove one of them "
+                "(strict=False), or untie the modules before fully_shard."
             )
         return new
 

@@ -56,14 +56,14 @@ class Offload(OffloadPolicy):
                 raise ValueError(f"Offload: {name} must be True or False, got {getattr(self, name)!r}")
         if self.parameters != self.gradients:
             raise ValueError(
-                "Offload: torch keeps the gradient of a parameter where the parameter is, so parameters and gradients "
-                f"are offloaded together, got parameters={self.parameters}, gradients={self.gradients}. Give both the "
-                "same value."
+                "Offload: torch keeps the gradient of a parameter where the parameter is, so parameters and "
+                f"gradients are offloaded together; got parameters={self.parameters}, gradients={self.gradients}. "
+                "Give both the same value."
             )
         if self.parameters and not self.optimizer:
             raise ValueError(
-                "Offload: an optimizer steps where its parameters are and keeps its state there; with parameters=True "
-                "leave optimizer at True."
+                "Offload: an optimizer steps where its parameters are and keeps its state there; with "
+                "parameters=True do not set optimizer=False."
             )
 
 

@@ -65,7 +65,7 @@ class PrecisionPolicy(MixedPrecisionPolicy):
         for name in _DTYPES:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
-                raise ValueError(f"{name} must be a floating torch.dtype or None, got {value!r}")
+                raise ValueError(f"{name} must be a floating-point torch.dtype or None, got {value!r}")
         if not isinstance(self.full_precision_in_eval, bool):
             raise ValueError(
                 f"full_precision_in_eval must be True or False, got {self.full_precision_in_eval!r}"
@@ -84,13 +84,14 @@ class PrecisionPolicy(MixedPrecisionPolicy):
                 _check_single(policy, f"pattern {pattern!r}")
         if None not in (self.grad_dtype, self.accumulate_dtype) and self.grad_dtype != self.accumulate_dtype:
             raise ValueError(
-                f"grad_dtype is {self.grad_dtype} and accumulate_dtype {self.accumulate_dtype}, but micro-batches that "
-                "are reduced add up in .grad. Choose one of them, or the same dtype for both."
+                f"grad_dtype is {self.grad_dtype} and accumulate_dtype {self.accumulate_dtype}, but reduced "
+                "micro-batches add up in .grad, which has grad_dtype. Set only one of the two, or the same dtype for "
+                "both."
             )
         if self.full_precision_in_eval and self.buffer_dtype is not None:
             raise ValueError(
-                f"full_precision_in_eval needs buffers as they were, and buffer_dtype={self.buffer_dtype} has rounded "
-                "them. Leave buffer_dtype at None."
+                "full_precision_in_eval needs buffers in their original precision, but "
+                f"buffer_dtype={self.buffer_dtype} rounds them. Leave buffer_dtype at None."
             )
 
 
@@ -115,24 +116,26 @@ def _check_single(policy: Any, where: str) -> None:
     for f in dataclasses.fields(policy):
         if f.name not in _SINGLE and getattr(policy, f.name) != getattr(_PLAIN, f.name):
             raise ValueError(
-                f"per_parameter gave a policy with {f.name}={getattr(policy, f.name)!r} for {where}, which only a "
-                "whole unit can have. Give it to the unit's policy."
+                f"per_parameter gave a policy with {f.name}={getattr(policy, f.name)!r} for {where}. Only the policy "
+                "of a whole unit can set this field: set it there."
             )
 
 
 def policy_for(policy: PrecisionPolicy, name: str, parameter: nn.Parameter) -> PrecisionPolicy:
     """That of one parameter: its own if there is one, else the unit's."""
     choose = policy.per_parameter
-    found: MixedPrecisionPolicy | None
+    own_policy: MixedPrecisionPolicy | None
     if choose is None:
         return policy
     if isinstance(choose, Mapping):
-        found = next((own for pattern, own in choose.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        own_policy = next(
+            (own for pattern, own in choose.items() if fnmatch.fnmatchcase(name, pattern)), None
+        )
     else:
-        found = choose(name, parameter)
-        if found is not None:
-            _check_single(found, f"parameter {name!r}")
-    return policy if found is None else as_precision(found)
+        own_policy = choose(name, parameter)
+        if own_policy is not None:
+            _check_single(own_policy, f"parameter {name!r}")
+    return policy if own_policy is None else as_precision(own_policy)
 
 
 def gradient_dtypes(policy: PrecisionPolicy, compute: torch.dtype) -> GradientDtypes:
@@ -210,7 +213,8 @@ def refuse_gradient_dtypes(optimizer: torch.optim.Optimizer, parameters: list[to
         dtype = p.grad.dtype if p.grad is not None else p.grad_dtype if p.requires_grad else p.dtype
         if dtype not in (p.dtype, None):
             raise RuntimeError(
-                f"{type(optimizer).__name__}{' with fused=True' if fused else ''} cannot step a {p.dtype} parameter of "
-                f"shape {tuple(p.shape)} with a {dtype} gradient. Leave grad_dtype at None, or use one of "
-                f"{', '.join(c.__name__ for c in _TAKES_ANY)} without fused, AdamW8bit, or an optimizer of your own."
+                f"{type(optimizer).__name__}{(' with fused=True' if fused else '')} cannot step a {p.dtype} "
+                f"parameter of shape {tuple(p.shape)} with a {dtype} gradient. Leave grad_dtype at None, or use one "
+                f"of {', '.join(c.__name__ for c in _TAKES_ANY)} without fused, AdamW8bit, or an optimizer that is "
+                "not torch's."
             )

@@ -156,33 +156,33 @@ def fully_shard(
     untouched = [*ignored, *parameters_of(left_out)]
     _refuse_scripted(modules, untouched)
     each = [ranks, *_ranks_of_some(meshes_asked(modules, untouched, shard_placement_fn), strategy, ranks)]
-    founds = [
+    parameters_of_units = [
         find_parameters(modules, untouched, r, shard_placement_fn, sibling=r is not ranks) for r in each
     ]
-    for r, found in zip(each, founds, strict=True):
+    for r, unit_parameters in zip(each, parameters_of_units, strict=True):
         if r.spmd is not None:
-            _refuse_cut(found)
+            _refuse_cut(unit_parameters)
     units = [
         Unit(
             modules,
             ranks=r,
-            settings=Settings(_reshard_after_forward(reshard_after_forward, strategy, r, found)),
+            settings=Settings(_reshard_after_forward(reshard_after_forward, strategy, r, unit_parameters)),
             arguments=Arguments(
                 as_precision(mp_policy), mp_policy, shard_placement_fn, layout_of(layout), offload
             ),
             ignored=ignored,
             ignored_modules=left_out,
         )
-        for r, found in zip(each, founds, strict=True)
+        for r, unit_parameters in zip(each, parameters_of_units, strict=True)
     ]
     unit = units[0]
     unit.options = options
-    for u, found in zip(units, founds, strict=True):
+    for u, unit_parameters in zip(units, parameters_of_units, strict=True):
         u.values.synced, u.values.checked = sync_module_states, check_module_states
-        _same_start(u, modules, found)
-    undo = Undo(modules, founds)
+        _same_start(u, modules, unit_parameters)
+    undo = Undo(modules, parameters_of_units)
     try:
-        take_over(units, founds)
+        take_over(units, parameters_of_units)
         _move_buffers(modules, left_out, ranks.device)
         hook_optimizers()
         hook_backward()
@@ -200,7 +200,7 @@ fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 def _reshard_after_forward(
-    value: bool | int | None, strategy: str | Strategy | None, ranks: Ranks, found: Found
+    value: bool | int | None, strategy: str | Strategy | None, ranks: Ranks, unit_parameters: Found
 ) -> bool | int | None:
     """True, False, None, or among how many ranks parameters are kept after forward: not 1 and not all."""
     if value is None or value is False:
@@ -211,8 +211,8 @@ def _reshard_after_forward(
         )
     if ranks.replicates_parameters:
         raise ValueError(
-            f"reshard_after_forward={value} releases full parameters, and strategy {strategy or ranks.strategy!r} "
-            "replicates them until the optimizer's step. Leave it at None, or shard the parameters."
+            f"reshard_after_forward={value} releases full parameters, but strategy {strategy or ranks.strategy!r} "
+            "keeps them until the optimizer's step. Leave it at None, or use a strategy that shards parameters."
         )
     if value is True:
         return True
@@ -222,7 +222,7 @@ def _reshard_after_forward(
             f"reshard_after_forward={value} must divide the {size} ranks over which parameters are gathered"
         )
     if 1 < value < size:
-        for name, parameter, *_ in found.owned:
+        for name, parameter, *_ in unit_parameters.owned:
             if is_extended(local_of(parameter) if isinstance(parameter, DTensor) else parameter):
                 raise NotImplementedError(
                     f"parameter {name!r} ({type(parameter).__name__}) has fsdp_pre_all_gather, so it is gathered over "
@@ -241,19 +241,19 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
             raise ValueError(f"fully_shard expects nn.Module, got {type(each).__name__}")
         if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
             raise ValueError(
-                f"fully_shard needs modules that are called; {type(each).__name__} has no forward. Shard its "
-                "children, each on its own, or pass them as a list."
+                f"fully_shard needs modules that are called; {type(each).__name__} has no forward. Call fully_shard "
+                "on each of its children, or pass them as a list."
             )
         if isinstance(each, torch.jit.ScriptModule):
             raise ValueError(
-                f"fully_shard got a ScriptModule ({type(each).__name__}), whose parameters TorchScript holds and "
-                "nobody can exchange. Shard the Python module that it was made of."
+                f"fully_shard got a ScriptModule ({type(each).__name__}), whose parameters TorchScript holds, so "
+                "shardwright cannot replace them. Shard the Python module that it was made from."
             )
         if _is_lazy(type(each).forward):
             raise ValueError(
-                f"The forward of {type(each).__name__} is a generator or coroutine: it runs after the call has "
-                "returned, when the weights are released. Let forward return its results, or shard the modules that "
-                "it calls."
+                f"The forward of {type(each).__name__} is a generator or coroutine: its body runs after the call has "
+                "returned, when the weights are already released. Let forward return its results, or shard the "
+                "modules that it calls."
             )
         if isinstance(each, FSDPModule):
             raise ValueError(f"fully_shard was already applied to this {type(each).__name__}; apply it once")
@@ -261,8 +261,8 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
     for each in modules:
         if id(each) in below:
             raise ValueError(
-                f"fully_shard got a {type(each).__name__} that lies inside the {type(below[id(each)]).__name__} of "
-                "the same list; pass only the outer one"
+                f"fully_shard got a {type(each).__name__} that is a part of the {type(below[id(each)]).__name__} in "
+                "the same list; pass only the outer module"
             )
     return modules
 
@@ -282,8 +282,9 @@ def _refuse_scripted(modules: list[nn.Module], untouched: Iterable[nn.Parameter]
             ):
                 raise ValueError(
                     f"Module {name!r} of {type(top).__name__} is a ScriptModule with parameters, which TorchScript "
-                    "holds and nobody can exchange. Use the Python module that it was made of (torch.compile makes it "
-                    "as fast), or pass it in ignored_modules and average its gradients yourself."
+                    "holds, so shardwright cannot replace them. Use the Python module that it was made from "
+                    "(torch.compile makes it as fast), or pass it in ignored_modules and average its gradients "
+                    "yourself."
                 )
 
 
@@ -292,17 +293,18 @@ def _check_ignored(modules: list[nn.Module], ignored: Iterable[nn.Module] | None
         raise ValueError(
             f"ignored_modules expects a collection of modules, got a {type(ignored).__name__}; put it in a set"
         )
-    found = list(ignored) if ignored is not None else []
-    for each in found:
+    ignored_modules = list(ignored) if ignored is not None else []
+    for each in ignored_modules:
         if not isinstance(each, nn.Module):
             raise ValueError(f"ignored_modules expects modules, got {type(each).__name__}")
-    inside = {id(m) for top in found for m in top.modules()}
+    inside = {id(m) for top in ignored_modules for m in top.modules()}
     for each in modules:
         if id(each) in inside:
             raise ValueError(
-                f"fully_shard was given a {type(each).__name__} that is among its ignored_modules"
+                f"fully_shard got a {type(each).__name__} that is also in its ignored_modules; remove it from one of "
+                "the two"
             )
-    return found
+    return ignored_modules
 
 
 def _refuse_torchs(modules: list[nn.Module], ignored: list[nn.Module]) -> None:
@@ -313,9 +315,9 @@ def _refuse_torchs(modules: list[nn.Module], ignored: list[nn.Module]) -> None:
             by = sharded_or_replicated_by_torch(module) if id(module) not in left_out else None
             if by is not None and not isinstance(module, FSDPModule):
                 raise ValueError(
-                    f"fully_shard of a {type(top).__name__} found {name or 'itself'!r} ({type(module).__name__}), "
-                    f"which torch's {by} was applied to: its parameters belong to another engine. Apply shardwright's "
-                    "fully_shard to it instead, or pass it in ignored_modules."
+                    f"fully_shard of a {type(top).__name__} found {name or 'itself'!r} ({type(module).__name__}). "
+                    f"torch's {by} was applied to it, so its parameters belong to another engine. Apply "
+                    "shardwright's fully_shard to it instead, or pass it in ignored_modules."
                 )
 
 
@@ -370,8 +372,8 @@ def _ranks(mesh: DeviceMesh, dims: Any, strategy: str | Strategy | None) -> Rank
     )
 
 
-def _refuse_cut(found: Found) -> None:
-    for name, parameter, _, parallel in found.owned:
+def _refuse_cut(unit_parameters: Found) -> None:
+    for name, parameter, _, parallel in unit_parameters.owned:
         if isinstance(parameter, DTensor) and is_cut(parameter, parallel):
             raise ValueError(
                 f"parameter {name!r} of shape {tuple(parameter.shape)}, a DTensor placed {parameter.placements} on "
@@ -390,16 +392,17 @@ def _ranks_of_some(infos: list[Any], strategy: str | Strategy | None, whole: Ran
         if info.mesh.ndim != whole.mesh.ndim and strategy is not None:
             raise ValueError(
                 f"strategy {strategy!r} is for the {whole.mesh.ndim} dimensions of {whole.mesh}; shard_placement_fn "
-                f"gives a parameter {info.mesh}. Leave strategy at None, or shard the module that has it by a call of "
-                "its own."
+                f"gives a parameter {info.mesh}. Leave strategy at None, or call fully_shard separately on the "
+                "module with this parameter."
             )
         ranks = _ranks(info.mesh if dims is None else info.spmd_mesh, dims, strategy)
         first = known.setdefault(ranks.mesh, ranks)
         if first.spmd != ranks.spmd:
             raise ValueError(
-                f"shard_placement_fn gives one parameter the data-parallel mesh {ranks.mesh} of {_whole(ranks)}, and "
-                f"another one, or fully_shard itself, has it of {_whole(first)}. Expected the same for all parameters "
-                "of a call: shard the modules that differ by calls of their own."
+                f"shard_placement_fn gives one parameter the data-parallel mesh {ranks.mesh} as a part of "
+                f"{_whole(ranks)}; another parameter, or the arguments of fully_shard, have it as a part of "
+                f"{_whole(first)}. All parameters of a call need the same: call fully_shard separately on the "
+                "modules that differ."
             )
     return [ranks for ranks in known.values() if ranks is not whole]
 
@@ -419,7 +422,7 @@ def _communicator(group: dist.ProcessGroup | None, device: torch.device) -> Comm
     return comm
 
 
-def _same_start(unit: Unit, modules: list[nn.Module], found: Found) -> None:
+def _same_start(unit: Unit, modules: list[nn.Module], unit_parameters: Found) -> None:
     """Broadcast what the unit is about to take over, or compare it over the ranks, where that was asked for."""
     for name, asked in (("synced", unit.values.synced), ("checked", unit.values.checked)):
         for module in (m for top in modules for m in top.modules()) if asked else ():
@@ -427,11 +430,12 @@ def _same_start(unit: Unit, modules: list[nn.Module], found: Found) -> None:
             if inner is not None and inner.parameters and not getattr(inner.values, name):
                 option = {"synced": "sync_module_states", "checked": "check_module_states"}[name]
                 raise ValueError(
-                    f"{option} holds for what a call takes over, and {inner.name!r} inside was cut without it: each "
-                    f"rank has its part of its own copy. Give {option}=True to every fully_shard of the model."
+                    f"{option} covers only the parameters of its own call, and {inner.name!r} inside was sharded "
+                    f"without it: each rank has cut its own copy, unchecked. Pass {option}=True to every fully_shard "
+                    "of the model."
                 )
     if unit.values.synced or unit.values.checked:
-        states = states_of(modules, found, unit.watch.ignored_modules())
+        states = states_of(modules, unit_parameters, unit.watch.ignored_modules())
         if unit.values.synced:
             sync_states(unit.mesh, unit.ranks.device, states, unit.name)
         if unit.values.checked:

@@ -54,8 +54,8 @@ class _Part:
 
     def _missing(self, name: str) -> AttributeError:
         return AttributeError(
-            f"{name!r} of torch's {self.torch_class} is not here: shardwright's own engine sharded this module, and "
-            "has no such part. Use the methods of the sharded module."
+            f"torch's {self.torch_class} has {name!r}, but shardwright sharded this module, and its engine has no "
+            "such attribute. Use the methods of the sharded module."
         )
 
 
@@ -100,8 +100,8 @@ class ModuleState(_Part):
         groups = self._fsdp_param_groups
         if len(groups) > 1:
             raise AssertionError(
-                f"Unit {self.unit.name!r} has parameters on {len(groups)} meshes, so it has as many groups: read "
-                "_fsdp_param_groups."
+                f"Unit {self.unit.name!r} has parameters on {len(groups)} meshes, so it has one group for each mesh: "
+                "read _fsdp_param_groups."
             )
         return groups[0] if groups else None
 

@@ -85,16 +85,17 @@ def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], instal
     for each in olds:
         if each.without_values():
             raise RuntimeError(
-                f"Unit {each.name!r} was sharded deferred or on the meta device and holds no values yet that could be "
-                "copied. Call shardwright.materialize first."
+                f"Unit {each.name!r} was sharded deferred or on the meta device and has no values to copy yet. Call "
+                "shardwright.materialize first."
             )
         for p in each.parameters:
             if is_attached(p.local):
                 raise RuntimeError(
-                    f"Parameter {p.name!r} of unit {each.name!r} cannot be copied: fsdp_pre_all_gather was attached to "
-                    "its local tensor, and belongs to that object. Define it on a class before fully_shard."
+                    f"Parameter {p.name!r} of unit {each.name!r} cannot be copied: fsdp_pre_all_gather was attached "
+                    "to its local tensor, and it belongs to that object alone. Define it on the parameter's class "
+                    "before fully_shard."
                 )
-    founds = [
+    parameters_of_units = [
         find_parameters(
             modules,
             new.watch.ignored(),
@@ -104,7 +105,7 @@ def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], instal
         )
         for new in news
     ]
-    take_over(news, founds)
+    take_over(news, parameters_of_units)
     install(news[0], modules)
 
 
@@ -144,7 +145,7 @@ def _copy_hook(old: Unit, memo: dict[Any, Any]) -> GradientHook | None:
         return copy.deepcopy(hook, memo)
     except Exception as error:
         raise RuntimeError(
-            f"Unit {old.name!r} cannot be copied, since its gradient hook {type(hook).__name__} cannot: "
+            f"Unit {old.name!r} cannot be copied, since its gradient hook {type(hook).__name__} cannot be copied: "
             f"{error}. Give its class a __deepcopy__, or call set_gradient_comm_hook(None) for the copy."
         ) from error
 
@@ -203,7 +204,7 @@ def _convert_parameter(p: ManagedParameter, unit: Unit, fn: Callable[[torch.Tens
     if new.dtype != p.local.dtype and is_attached(p.local):
         raise ValueError(
             f"Parameter {p.name!r} cannot become {new.dtype}: fsdp_pre_all_gather was attached to its local tensor, "
-            "and the conversion would make another one. Convert the model first."
+            "and the conversion would make a new tensor without it. Convert the model before fully_shard."
         )
     gradient = p.sharded.grad
     new_gradient = None

@@ -73,16 +73,14 @@ class GraphedStep:
     def __init__(self, model: nn.Module, function: Callable[..., Any], *, warmup: int = 3) -> None:
         unit = getattr(model, UNIT, None)
         if not isinstance(unit, Unit):
-            raise ValueError(
-                f"GraphedStep needs a model that was sharded, got a plain {type(model).__name__}"
-            )
+            raise ValueError(f"GraphedStep needs a sharded model, got a plain {type(model).__name__}")
         if type(warmup) is not int or warmup < 2:
             raise ValueError(f"warmup must be an integer of at least 2, got {warmup!r}")
         self._streams = unit.comm.streams
         if not self._streams.captures:
             raise NotImplementedError(
-                f"CUDA graphs need a model on a CUDA device; this {unit.name} is on {unit.comm.device}. "
-                "Call the function itself."
+                f"CUDA graphs need a model on a CUDA device; this {unit.name} is on {unit.comm.device}. Call the "
+                "function without GraphedStep."
             )
         self._model = model
         self._function = function
@@ -106,9 +104,9 @@ class GraphedStep:
                 still there.
             RuntimeError: the function cannot be captured.
         """
-        for i, given in enumerate(inputs):
-            if not isinstance(given, torch.Tensor):
-                raise ValueError(f"GraphedStep takes tensors, got {type(given).__name__} as input {i}")
+        for i, tensor in enumerate(inputs):
+            if not isinstance(tensor, torch.Tensor):
+                raise ValueError(f"GraphedStep takes tensors, got {type(tensor).__name__} as input {i}")
         if self._left:
             self._left -= 1
             return self._streams.warm_up(lambda: self._function(*inputs))
@@ -137,7 +135,7 @@ class GraphedStep:
             if each.host is not None or each.stepping is not None:
                 raise NotImplementedError(
                     f"Unit {each.name!r} is offloaded, or its optimizer steps in backward: the host takes part in "
-                    "that, and a graph has none of it. Call the function itself."
+                    "that, and a CUDA graph cannot contain work of the host. Call the function without GraphedStep."
                 )
         root.agreement.check()
         root.recover_if_failed()
@@ -151,8 +149,8 @@ class GraphedStep:
             parameter.grad is not None for parameter in self._model.parameters()
         ):
             raise ValueError(
-                "There are gradients of an earlier step. A graphed step sets them anew: call zero_grad() before it "
-                "(with set_to_none=True, the default), and accumulate gradients inside the function."
+                "There are gradients of an earlier step, and a graphed step overwrites .grad. Call zero_grad() "
+                "before it (with set_to_none=True, the default), and accumulate gradients inside the function."
             )
         return root
 
@@ -171,7 +169,7 @@ class GraphedStep:
         )
 
     def _capture(self, root: Root, state: object, inputs: tuple[torch.Tensor, ...]) -> _Captured:
-        static = tuple(given.detach().clone() for given in inputs)
+        static = tuple(tensor.detach().clone() for tensor in inputs)
         memory = root.pools.allocator
         try:
             replay, result = root.agreement.streams.capture(lambda: self._function(*static))
@@ -193,11 +191,11 @@ class GraphedStep:
 
     @staticmethod
     def _copy_inputs(captured: _Captured, inputs: tuple[torch.Tensor, ...]) -> None:
-        told = [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in (inputs, captured.inputs)]
-        if told[0] != told[1]:
+        forms = [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in (inputs, captured.inputs)]
+        if forms[0] != forms[1]:
             raise ValueError(
-                f"This step was captured for inputs of shapes and dtypes {told[1]}, got {told[0]}. Make a GraphedStep "
-                "for each."
+                f"This step was captured for inputs of shapes and dtypes {forms[1]}, got {forms[0]}. Make one "
+                "GraphedStep for each set of shapes."
             )
         for target, source in zip(captured.inputs, inputs, strict=True):
             target.copy_(source, non_blocking=True)

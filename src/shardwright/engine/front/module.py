@@ -139,8 +139,8 @@ def _show_sharded(unit: Unit) -> None:
 class _Loaded(_AtRest):
     """After a state dict was loaded. That of a whole model gives ranks that have diverged the same weights again."""
 
-    def __call__(self, *given: Any) -> None:
-        super().__call__(*given)
+    def __call__(self, *args: Any) -> None:
+        super().__call__(*args)
         unit = self._unit()
         root = root_of(unit) if unit is not None else None
         if root is not None and root.top is unit:
@@ -258,8 +258,9 @@ class FSDPModule(TorchFSDPModule):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"A sharded {original_class(type(self)).__name__} cannot be pickled: each rank has a part only, and its "
-            "process group ends with the process. Save its state_dict(), by torch.distributed.checkpoint or torch.save."
+            f"A sharded {original_class(type(self)).__name__} cannot be pickled: each rank has only a part, and its "
+            "process group ends with the process. Save its state_dict() with torch.distributed.checkpoint or "
+            "torch.save."
         )
 
     def _get_fsdp_state(self) -> ModuleState:  # type: ignore[override]  # not of its class, but with its names
@@ -280,8 +281,8 @@ class FSDPModule(TorchFSDPModule):
         unit = self._fsdp_unit()
         if unit.siblings:
             raise ValueError(
-                f"{method} is for parameters on one mesh, and those of unit {unit.name!r} are on several. Shard "
-                "modules with meshes of their own by calls of their own, not by a shard_placement_fn."
+                f"{method} needs all parameters of a unit on one mesh, and unit {unit.name!r} has parameters on "
+                "several. Call fully_shard separately for each mesh, without a shard_placement_fn."
             )
         return unit
 
@@ -361,9 +362,7 @@ class FSDPModule(TorchFSDPModule):
         state = state_of(cast(nn.Module, self))
         root = root_of(self._fsdp_unit())
         if root is not None and root.in_backward:
-            raise RuntimeError(
-                "finalize_backward was called in the middle of a backward. Call it after that."
-            )
+            raise RuntimeError("finalize_backward was called during a backward. Call it after the backward.")
         if root is not None and state is not None:
             for each in state._state_ctx.all_states:
                 for group in each._fsdp_param_groups:
@@ -476,8 +475,8 @@ class FSDPModule(TorchFSDPModule):
         for unit in self._fsdp_units(recurse):
             if reshard_after_forward and unit.ranks.replicates_parameters:
                 raise ValueError(
-                    f"Unit {unit.name!r} has {unit.ranks.strategy}, which replicates parameters until the optimizer's "
-                    "step; they cannot be resharded after forward. Shard the parameters instead."
+                    f"Unit {unit.name!r} has {unit.ranks.strategy}, which keeps full parameters until the "
+                    "optimizer's step; they cannot be resharded after forward. Use a strategy that shards parameters."
                 )
             unit.change(reshard_after_forward=reshard_after_forward)
 
@@ -602,8 +601,9 @@ class FSDPModule(TorchFSDPModule):
             settle(unit)
         if called_by_torchs_fully_shard():
             raise ValueError(
-                f"torch's fully_shard was applied to a module with a {type(self).__name__} inside, which shardwright "
-                "sharded: one engine must have them all. Apply shardwright's fully_shard to the outer module, too."
+                f"torch's fully_shard was applied to a module with a {type(self).__name__} inside that shardwright "
+                "sharded. One engine must shard the whole model. Apply shardwright's fully_shard to the outer "
+                "module, too."
             )
         named = super().named_parameters(*args, **kwargs)  # type: ignore[misc]
         return self._named_full(named) if called_by_split_backward() else named
@@ -649,8 +649,8 @@ def _set_source(unit: Unit, source: Source | None) -> None:
     memory = root.pools.memory if root is not None else unit.options.memory
     if source is not None and not isinstance(memory, NamedMemory):
         raise ValueError(
-            f"The memory of unit {unit.name!r} comes from {type(memory).__name__}, an allocator of yours, which "
-            "decides of what kind it is. Register it there, or use the name of one of ours."
+            f"Unit {unit.name!r} uses your allocator {type(memory).__name__}, so shardwright cannot change its "
+            'memory type. Register the memory in the allocator, or pass memory by name, such as memory="arena".'
         )
     unit.site.owner.source = source
     if root is not None:
@@ -660,7 +660,7 @@ def _set_source(unit: Unit, source: Source | None) -> None:
 def _refusal(name: str) -> Callable[..., NoReturn]:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
-            f"{name} of torch {torch.__version__}'s FSDPModule does nothing in shardwright. Leave the call out."
+            f"{name} of torch {torch.__version__}'s FSDPModule does nothing in shardwright. Remove the call."
         )
 
     refuse.__name__ = name
@@ -704,8 +704,8 @@ class _ForwardMethod:
         depth, calls = depth_of(unit), Calls(unit)
         try:
             args, kwargs = calls.before_forward(module, args, kwargs)
-            given = (module, *args) if self._bound else args
-            return calls.after_forward(module, args, self._function(*given, **kwargs))
+            call_args = (module, *args) if self._bound else args
+            return calls.after_forward(module, args, self._function(*call_args, **kwargs))
         except BaseException:
             calls.forward_failed(depth)
             raise
@@ -746,6 +746,8 @@ def _units_of(modules: Sequence[object]) -> list[Unit]:
     units: list[Unit] = []
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ValueError(f"expected modules that fully_shard was applied to, got {type(module).__name__}")
+            raise ValueError(
+                f"expected sharded modules (results of fully_shard), got {type(module).__name__}"
+            )
         units += module._fsdp_units(recurse=False)
     return units

@@ -43,7 +43,7 @@ def replace_torch() -> ReplacedTorch:
     sharding = [module for module, names in replaced.bound.items() if "fully_shard" in names]
     if sharding:
         warnings.warn(
-            f"These modules imported torch's fully_shard before shardwright.replace_torch() and go on sharding by "
+            "These modules imported torch's fully_shard before shardwright.replace_torch() and still shard with "
             f"torch's engine: {', '.join(sharding)}. Call replace_torch() before they are imported.",
             stacklevel=2,
         )

@@ -70,7 +70,7 @@ class MemoryReport:
             rows += [(f"  of it {kind}", nbytes) for kind, nbytes in sorted(self.at_peak.items())]
         if self.plan is not None:
             rows.append((f"planned, memory={self.memory!r}", self.plan.nbytes))
-            rows.append(("  at least, for any plan", self.plan.lower_bound))
+            rows.append(("  minimum for any plan", self.plan.lower_bound))
             rows += [(f"  slot as large as unit {unit!r}", nbytes) for _, nbytes, unit in self.plan.slots]
         width = max(len(name) for name, _ in rows)
         lines = [f"Memory of rank {self.rank} alone. Not counted: activations, gradients inside autograd."]
@@ -105,7 +105,7 @@ def memory_report(
     """
     units = units_of(model)
     if not units:
-        raise ValueError(f"memory_report needs a model that was sharded, got a plain {type(model).__name__}")
+        raise ValueError(f"memory_report needs a sharded model, got a plain {type(model).__name__}")
     if isinstance(optimizers, torch.optim.Optimizer):
         optimizers = [optimizers]
     parameters = list(model.parameters())

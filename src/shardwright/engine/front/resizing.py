@@ -106,8 +106,8 @@ def _raise_everywhere(unit: Unit, failure: Exception | None) -> None:
     for rank, text in zip(unit.mesh.mesh.flatten().tolist(), failures, strict=True):
         if text is not None:
             raise RuntimeError(
-                f"{_METHOD} of {unit.name!r} failed on rank {rank} ({text}), so embeddings differ by rank now. Load "
-                "the model again."
+                f"{_METHOD} of {unit.name!r} failed on rank {rank} ({text}), so the embeddings of the ranks differ "
+                "now. Load the model again."
             )
 
 
@@ -121,10 +121,11 @@ def _refuse_unfit(shown: list[Shown]) -> None:
             )
         if each.p.sharded.grad is not None or each.unit.gradients.held:
             raise RuntimeError(
-                f"{where} has a gradient, which would be of another shape than the parameter. Call zero_grad() before, "
-                "and build the optimizer after."
+                f"{where} has a gradient, which would have another shape than the resized parameter. Call "
+                "zero_grad() before the resize, and build the optimizer after it."
             )
         if each.unit.stepping is not None:
             raise RuntimeError(
-                f"{where} is stepped in backward by an optimizer of sw.optim.in_backward. Resize before that is built."
+                f"An optimizer of sw.optim.in_backward steps {where} in backward. Resize before you build this "
+                "optimizer."
             )

@@ -36,23 +36,23 @@ def hook_backward() -> None:
     watch_backward(_run)
 
 
-def _run(original: Run, *given: Any, **options: Any) -> Any:
+def _run(original: Run, *args: Any, **options: Any) -> Any:
     try:
-        if not given[4]:  # inputs
-            return original(*given, **options)
+        if not args[4]:  # inputs
+            return original(*args, **options)
         with selecting():
-            return _run_selected(original, *given, **options)
+            return _run_selected(original, *args, **options)
     except BaseException as error:
         backward_failed(error)
         raise
 
 
-def _run_selected(original: Run, *given: Any, **options: Any) -> Any:
-    outputs, gradients, retain, create, inputs, *rest = given
+def _run_selected(original: Run, *args: Any, **options: Any) -> Any:
+    outputs, gradients, retain, create, inputs, *rest = args
     selected = [_parameter_of(each) for each in inputs]
     targets = _targets(selected)
     if not targets:
-        return original(*given, **options)
+        return original(*args, **options)
     exchanged = tuple(
         targets[id(p)][1] if id(p) in targets else each for p, each in zip(selected, inputs, strict=True)
     )
@@ -62,8 +62,8 @@ def _run_selected(original: Run, *given: Any, **options: Any) -> Any:
             return run(*rest, **options)
     if any(map(is_transformed, gradients)):
         raise RuntimeError(
-            "torch.autograd.grad with is_grads_batched=True got sharded parameters, whose gradients are reduced over "
-            "the ranks one backward at a time. Call it once for each of grad_outputs."
+            "torch.autograd.grad with is_grads_batched=True got sharded parameters, but gradients are reduced over "
+            "the ranks for one backward at a time. Call it once for each row of grad_outputs."
         )
     allow_unused = rest[0] if rest else options.pop("allow_unreachable")
     with _ending(targets):
@@ -169,6 +169,7 @@ def _refuse_unreduced(unit: Unit) -> None:
     if unit.gradients.held or not reduces_now(unit):
         raise RuntimeError(
             f"torch.autograd.grad got parameters of unit {unit.name!r} while gradients of micro-batches are held and "
-            "not reduced, so there is none to return. Call it with gradient synchronisation switched on "
-            "(set_requires_gradient_sync, set_requires_all_reduce, set_is_last_backward) and after an optimizer's step."
+            "not reduced, so there is no reduced gradient to return. Switch gradient synchronisation on "
+            "(set_requires_gradient_sync, set_requires_all_reduce, set_is_last_backward), and call it after an "
+            "optimizer's step."
         )

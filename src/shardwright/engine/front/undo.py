@@ -21,7 +21,7 @@ _LONGEST = 1000  #: longer containers are the user's tables; the engine writes i
 class Undo:
     """Taken before the first change. Values that ``sync_module_states`` has broadcast stay."""
 
-    def __init__(self, modules: list[nn.Module], founds: list[Found]) -> None:
+    def __init__(self, modules: list[nn.Module], parameters_of_units: list[Found]) -> None:
         inside = {id(m): m for top in modules for _, m in own_modules(top)}
         self._modules = [
             (m, m.__class__, dict(m.__dict__), [_contents(v) for v in m.__dict__.values()])
@@ -32,7 +32,9 @@ class Undo:
             (p, p.__class__, dict(p.__dict__), _sharded_form(p)) for p in parameters.values()
         ]
         self._lenders: list[tuple[Any, ManagedParameter, list[Any]]] = []
-        for sharded in {id(q): q for found in founds for q, _ in found.borrowed}.values():
+        for sharded in {
+            id(q): q for unit_parameters in parameters_of_units for q, _ in unit_parameters.borrowed
+        }.values():
             unit = unit_of(sharded)
             lent = unit.managed(sharded)
             self._lenders.append((unit, lent, list(lent.slots)))

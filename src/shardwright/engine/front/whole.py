@@ -91,8 +91,8 @@ def unsharded(
     modules = list(module.modules()) if recurse else [m for _, m in own_modules(module)]
     if writeback and rank0_only:
         raise ValueError(
-            "unsharded(rank0_only=True) gives the full parameters to one rank, which cannot write the others' shards. "
-            "Pass writeback=False."
+            "unsharded(rank0_only=True) gives the full parameters to one rank only, so edits cannot reach the shards "
+            "of other ranks. Pass writeback=False."
         )
     with showing(module, modules, options):
         yield module
@@ -120,16 +120,16 @@ def showing(
 
 @torch.no_grad()
 def _show(modules: list[nn.Module], options: Options) -> list[Shown]:
-    found = _find(modules, options)
-    units = list(dict.fromkeys(unit for unit, _ in found))
+    parameters = _find(modules, options)
+    units = list(dict.fromkeys(unit for unit, _ in parameters))
     _meet(units)
     if options.with_grads:
-        reduce_held([p.sharded for _, p in found])
-    first = [not any(unit.mesh.get_coordinate() or ()) for unit, _ in found]
+        reduce_held([p.sharded for _, p in parameters])
+    first = [not any(unit.mesh.get_coordinate() or ()) for unit, _ in parameters]
     with torch.inference_mode(False):
         shown = [
-            _gather(unit, p, options, wanted=mine or not options.rank0_only)
-            for (unit, p), mine in zip(found, first, strict=True)
+            _gather(unit, p, options, is_shown=mine or not options.rank0_only)
+            for (unit, p), mine in zip(parameters, first, strict=True)
         ]
     for unit in units:
         unit.weights.show_sharded()  # where the user has called unshard()
@@ -158,20 +158,22 @@ def _find(modules: list[nn.Module], options: Options) -> list[tuple[Unit, Manage
         _refuse_in_use(unit)
         if not unit.watch.unsharded:
             settle(unit)
-    found: dict[nn.Parameter, Unit] = {}
+    unit_of_parameter: dict[nn.Parameter, Unit] = {}
     for sharded in (p for m in modules for p in _held(m)):
         unit = unit_of(sharded)
         if unit is None:
             continue
         outer: Options | None = unit.watch.unsharded.get(sharded)
         if outer is None:
-            found[sharded] = unit
+            unit_of_parameter[sharded] = unit
         elif outer[:-1] != options[:-1] or (options.with_grads and not outer.with_grads):
             raise ValueError(
-                f"unsharded({_told(options)}) inside unsharded({_told(outer)}) that shows the same parameters of unit "
-                f"{unit.name!r}. Give both the same options."
+                f"unsharded({_told(options)}) was entered inside unsharded({_told(outer)}), and both show the "
+                f"parameters of unit {unit.name!r}. Pass the same options to both."
             )
-    result = [(unit, p) for sharded, unit in found.items() if (p := unit.managed(sharded)) is not None]
+    result = [
+        (unit, p) for sharded, unit in unit_of_parameter.items() if (p := unit.managed(sharded)) is not None
+    ]
     for unit, p in result:
         if p.sharded in unit.without_values():
             raise RuntimeError(
@@ -180,8 +182,8 @@ def _find(modules: list[nn.Module], options: Options) -> list[tuple[Unit, Manage
             )
         if p.extension is not None:
             raise NotImplementedError(
-                f"Parameter {p.name!r} of unit {unit.name!r} is a {type(p.local).__name__}, which decides itself what "
-                "is gathered of it; unsharded shows plain tensors only."
+                f"Parameter {p.name!r} of unit {unit.name!r} is a {type(p.local).__name__}, which defines its own "
+                "all-gather (fsdp_pre_all_gather); unsharded shows plain tensors only."
             )
     return result
 
@@ -210,13 +212,13 @@ def _told(options: Options) -> str:
     return ", ".join(f"{name}={value}" for name, value in options._asdict().items())
 
 
-def _gather(unit: Unit, p: ManagedParameter, options: Options, wanted: bool) -> Shown:
+def _gather(unit: Unit, p: ManagedParameter, options: Options, is_shown: bool) -> Shown:
     """Every rank takes part."""
-    to_cpu = wanted and options.offload_to_cpu
+    to_cpu = is_shown and options.offload_to_cpu
     whole = _whole(p.sharded.detach(), to_cpu)
     gradient = p.sharded.grad if options.with_grads else None
     whole_gradient = _whole(gradient, to_cpu) if gradient is not None else None
-    if not wanted:
+    if not is_shown:
         return Shown(unit, p, None)
     full = nn.Parameter(whole, requires_grad=p.sharded.requires_grad)
     for key, value in p.full.__dict__.items():  # what the user has put on the parameter
@@ -261,8 +263,8 @@ def _restore(top: nn.Module, shown: list[Shown], options: Options) -> None:
         del each.full.__dict__[STANDS_FOR]
     if refused:
         raise ValueError(
-            f"Full parameters cannot be cut as they are now: {'; '.join(refused)}. These were not written back. "
-            "Replace the parameter by another nn.Parameter instead, or change it after the context."
+            f"These full parameters were changed in a way that cannot be cut: {'; '.join(refused)}. They were not "
+            "written back. Assign a new nn.Parameter instead, or change the parameter after the context."
         )
 
 

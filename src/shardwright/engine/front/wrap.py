@@ -170,7 +170,7 @@ def by_class(*classes: type[nn.Module] | str, group: int = 1) -> Policy:
     if not classes or len(kinds) + sum(isinstance(c, str) for c in classes) < len(classes):
         raise TypeError(f"by_class expects module classes or their names, got {classes!r}")
     if isinstance(group, bool) or not isinstance(group, int) or group < 1:
-        raise ValueError(f"group must be a number of modules, 1 or more, got {group!r}")
+        raise ValueError(f"group must be a number of modules, at least 1, got {group!r}")
 
     def chosen(m: nn.Module) -> bool:
         return isinstance(m, kinds) or _class_of(m).__name__ in names
@@ -179,10 +179,10 @@ def by_class(*classes: type[nn.Module] | str, group: int = 1) -> Policy:
         there = {_class_of(m).__name__ for m in tree.model.modules()}
         missing = sorted(names - there)
         if missing or not any(chosen(m) for m in tree.model.modules()):
-            wanted = missing or [c.__name__ for c in kinds]
+            class_names = missing or [c.__name__ for c in kinds]
             raise ValueError(
-                f"by_class: {type(tree.model).__name__} has no module of class {', '.join(wanted)}; its modules are of "
-                f"{', '.join(sorted(there))}"
+                f"by_class: {type(tree.model).__name__} has no module of class {', '.join(class_names)}; its modules "
+                f"are of {', '.join(sorted(there))}"
             )
         wanted_modules = [m for m in tree.free() if chosen(m)]
         if group == 1:
@@ -261,8 +261,8 @@ def as_policy(policy: Any) -> Policy:
         return by_class(policy)
     if not callable(policy) or isinstance(policy, type):
         raise TypeError(
-            f"expected a policy of sw.wrap, module classes, a function of a module or a policy of torch that is called "
-            f"with module, recurse and nonwrapped_numel, got {policy!r}"
+            "expected a policy of sw.wrap, module classes, a function of a module, or a torch policy with arguments "
+            f"module, recurse and nonwrapped_numel, got {policy!r}"
         )
     if "recurse" not in inspect.signature(policy).parameters:
         return by_predicate(policy)
@@ -309,9 +309,9 @@ def auto_wrap(model: M, policy: Any, **options: Any) -> M:
     )
     of_units = {name: value for name, value in options.items() if name not in _OF_ROOT}
     if len(of_units) < len(options) and not is_called(model):
-        given = ", ".join(name for name in _OF_ROOT if name in options)
+        root_options = ", ".join(name for name in _OF_ROOT if name in options)
         raise ValueError(
-            f"{given} must be given to the call for the whole model; {type(model).__name__} has no forward"
+            f"{root_options}: pass this to the call for the whole model; {type(model).__name__} has no forward"
         )
     for unit in units:
         fully_shard(unit, **(options if unit is model else of_units))

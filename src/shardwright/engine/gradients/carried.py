@@ -143,7 +143,7 @@ def carriers(
     ranks: Ranks,
 ) -> dict[Communicator, Carrier]:
     """For each collective of a reduction what carries it; nothing without a hook."""
-    found: dict[Communicator, Carrier] = {}
+    by_communicator: dict[Communicator, Carrier] = {}
     ways = ranks.parts
     for number, comm in enumerate([*ranks.scatters, *ranks.late, *ranks.replicas] if hook else []):
         assert hook is not None
@@ -151,5 +151,5 @@ def carriers(
         ways = ways // comm.world_size if scatters else 1
         name = f"{unit or 'root'}.{str(packing.reduce_dtype).removeprefix('torch.')}.{fingerprint}.{number}"
         row = _stretches(packing, specs, ways)
-        found[comm] = Carrier(hook, name, comm, row, ranks.mesh, scatters)
-    return found
+        by_communicator[comm] = Carrier(hook, name, comm, row, ranks.mesh, scatters)
+    return by_communicator

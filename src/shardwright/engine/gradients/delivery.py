@@ -169,8 +169,9 @@ class OnDevice:
             # Only a rank that lacks a gradient has to look at what the others had; the host waits for it.
             if self._ranks.local.streams.capturing:
                 raise RuntimeError(
-                    "some parameters have no gradient on this rank, and whether others have one is not known before it "
-                    "has run; freeze them with requires_grad_(False), or let every parameter take part"
+                    "some parameters have no gradient on this rank, and during capture a rank cannot know whether "
+                    "other ranks have one; freeze these parameters with requires_grad_(False), or use every "
+                    "parameter in the loss"
                 )
             start = self._packer.packing.flags
             used = [flag != 0 for flag in output[start : start + len(self._packer.parameters)].tolist()]

@@ -75,9 +75,10 @@ class SteppedGradient(torch.Tensor):
 
     def _refuse(self) -> NoReturn:
         raise RuntimeError(
-            f"The gradient of a parameter of unit {self.unit!r}, of shape {tuple(self.shape)}, is gone: its optimizer "
-            "has stepped in backward. What needs all gradients before a step (clipping by their norm, GradScaler) "
-            "needs sw.fully_shard_optimizer without in_backward; each alone is clipped by in_backward(clip_value=)."
+            f"The gradient of a parameter of unit {self.unit!r}, of shape {tuple(self.shape)}, is gone: its "
+            "optimizer has stepped in backward. To use all gradients before a step (clipping by norm, GradScaler), "
+            "use sw.fully_shard_optimizer without in_backward. To clip each gradient by value, use "
+            "in_backward(clip_value=)."
         )
 
     @classmethod
@@ -137,10 +138,10 @@ class Stepping:
             return
         if self._stepped_in == self._due_in:
             raise RuntimeError(
-                f"Gradients of unit {unit.name!r} came after its optimizer had stepped it in backward, so they are "
-                "those of weights that are gone. With several backwards for one step call "
-                "set_is_last_backward(False) before all but the last; use weights inside the unit's forward alone; "
-                "and checkpoint units that are used more than once with use_reentrant=False."
+                f"Gradients of unit {unit.name!r} came after its optimizer had stepped it in backward, so they "
+                "belong to weights that no longer exist. If several backwards make one step, call "
+                "set_is_last_backward(False) before all except the last. Use weights only inside the unit's forward. "
+                "Checkpoint units that are used more than once with use_reentrant=False."
             )
         self._stepped_in = self._due_in
         unit.drop_kept()

@@ -203,9 +203,9 @@ class Agreement:
             if len(set(records)) > 1:
                 self.model.refuse(dict(zip(comm.ranks, records, strict=True)))
         raise RuntimeError(
-            f"The ranks have diverged: in the last backward of {self.model.name_of(0)} they reduced the gradients of "
-            "different units or parameters, or in another order. Every rank must use the outputs of the same units "
-            "and have the same requires_grad."
+            f"The ranks have diverged: in the last backward of {self.model.name_of(0)} they reduced gradients of "
+            "different units or parameters, or in different orders. Every rank must use the outputs of the same "
+            "units and have the same requires_grad."
         )
 
     def diverged_gathers(self, comm: Communicator, headers: list[tuple[int, ...]]) -> NoReturn:

@@ -67,8 +67,8 @@ def _enter(unit: Unit, visit: Visit) -> None:
         )
     if visit.generation != unit.weights.generation:
         raise RuntimeError(
-            f"Parameters of unit {unit.name!r} were replaced by others of another shape or dtype since the forward "
-            "that this backward belongs to. Run the forward again."
+            f"Parameters of unit {unit.name!r} were replaced by parameters of another shape or dtype after the "
+            "forward of this backward. Run the forward again."
         )
     root.enter_backward()
     visit.remaining = visit.calls

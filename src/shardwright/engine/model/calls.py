@@ -231,11 +231,13 @@ def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
     if weights.parameters and weights.forms.lasting is None:
         output = _copy_weights(unit, output)
     if visit is not None:
-        found = unit.watch.stash.find(frame.containers)
-        found_or_hidden = found if type(output) is torch.Tensor else [*found, *hidden_tensors(output)]
-        if found_or_hidden:
-            _refuse_weights(unit, found_or_hidden, module)
-        stashed = mark_made(visit, found, frame.entry)
+        stashed_tensors = unit.watch.stash.find(frame.containers)
+        tensors_of_output = (
+            stashed_tensors if type(output) is torch.Tensor else [*stashed_tensors, *hidden_tensors(output)]
+        )
+        if tensors_of_output:
+            _refuse_weights(unit, tensors_of_output, module)
+        stashed = mark_made(visit, stashed_tensors, frame.entry)
         marked = mark_outputs(visit, output, frame.entry) or stashed
         if not marked and next_sequence_number() > frame.first_own:
             refuse_opaque(output, f"unit {unit.name!r} ({type(module).__name__})")

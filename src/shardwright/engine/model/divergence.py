@@ -33,11 +33,13 @@ LEFT_BY = {
 }
 
 _WAY_OUT = "Every rank must run the same units, of the same sizes, in the same order in each step."
-_WAY_OUT_OF_LEAVING = "The others cannot go on without it: where one rank leaves a step, all must."
+_WAY_OUT_OF_LEAVING = (
+    "The other ranks cannot continue without it. If one rank leaves a step, all ranks must leave it."
+)
 _WAY_OUT_OF_AGES = (
-    "Their weights are of different ages. Every rank must make the same steps of optimizers: where one skips a step (a "
-    "loss that is not finite, another number of micro-batches), all must. Load a state dict into the model on every "
-    "rank, or start again."
+    "Some ranks have older weights than others. Every rank must make the same optimizer steps: if one rank skips a "
+    "step (a loss that is not finite, another number of micro-batches), all ranks must skip it. Load a state dict "
+    "into the model on every rank, or start again."
 )
 
 _models: weakref.WeakSet[Model] = weakref.WeakSet()
@@ -107,8 +109,8 @@ class Model:
         name = unit.parameters[place].name if unit is not None and place < len(unit.parameters) else "?"
         raise RuntimeError(
             f"Parameters {name!r} of {self.name_of(number)} hold no values yet on {_ranks(ranks)}, since they were "
-            "sharded deferred or on the meta device. Every rank must give its part values: call "
-            "shardwright.materialize(model), load a checkpoint, or fill to_local() on each."
+            "sharded deferred or on the meta device. Give values to the parts of every rank: call "
+            "shardwright.materialize(model), load a checkpoint, or fill to_local() on each rank."
         )
 
     def refuse(self, records: dict[int, Record]) -> NoReturn:

@@ -8,7 +8,7 @@ from torch import nn
 from shardwright.engine.unit.unit import Unit
 
 
-def wanted(model: nn.Module) -> bool:
+def uses_full_precision(model: nn.Module) -> bool:
     """Whether a root call of ``model`` computes with weights as they are stored."""
     if model.training:
         return False
@@ -16,7 +16,7 @@ def wanted(model: nn.Module) -> bool:
         raise RuntimeError(
             f"{type(model).__name__} has full_precision_in_eval and was called in eval mode with gradients enabled; "
             "backward needs the weights in their compute dtype. Call it under torch.no_grad() or inference_mode(), "
-            "or train()."
+            "or call train() first."
         )
     return True
 
@@ -28,13 +28,13 @@ def check_agree(units: list[Unit], names: list[str]) -> bool:
         with_it = names[asks.index(True)]
         without = names[asks.index(False)]
         raise ValueError(
-            f"full_precision_in_eval holds for a whole model, and {with_it!r} has it while {without!r} has not. Give "
+            f"full_precision_in_eval applies to a whole model, but {with_it!r} has it and {without!r} does not. Pass "
             "every fully_shard call a policy with the same value."
         )
     for unit, name in zip(units, names, strict=True) if asks[0] else ():
         if unit.weights.copies.extended_kinds:
             raise NotImplementedError(
-                f"full_precision_in_eval: parameters of {name!r} decide themselves what is gathered of them "
+                f"full_precision_in_eval: parameters of {name!r} define their own all-gather "
                 f"({unit.weights.copies.extended_kinds} has fsdp_pre_all_gather). Leave it at False."
             )
     return asks[0]

@@ -73,8 +73,8 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
         if parameters and all(p.is_meta and p.grad is None for p in parameters):
             raise RuntimeError(
                 "Every parameter of the optimizer is on the meta device and has no gradient: it was built before the "
-                "model got memory (as by to_empty), so its step would train nothing. Build it from "
-                "model.parameters() afterwards."
+                "model got memory (for example by to_empty), so its step would train nothing. Build it from "
+                "model.parameters() after that."
             )
     stepped = list(_units_of(parameters, kinds))
     if first:
@@ -115,9 +115,10 @@ def _refuse_dead(parameters: list[torch.Tensor], kinds: set[type]) -> None:
         if taken is not None and not isinstance(p, Managed):
             if not isinstance(taken.sharded, Managed) or unit_of(taken.sharded) is not None:
                 raise RuntimeError(
-                    f"The optimizer holds parameter {taken.label!r} as it was before the model was sharded or "
-                    "materialized, so its step would train nothing. Call shardwright.fully_shard_optimizer(optimizer) "
-                    "after fully_shard, or build the optimizer from model.parameters() afterwards."
+                    f"The optimizer holds the old object of parameter {taken.label!r}, from before the model was "
+                    "sharded or materialized, so its step would train nothing. Call "
+                    "shardwright.fully_shard_optimizer(optimizer) after fully_shard, or build the optimizer from "
+                    "model.parameters() afterwards."
                 )
         elif type(p) in deferred:
             raise RuntimeError(
@@ -166,7 +167,7 @@ def _refuse_state_on_device(optimizer: torch.optim.Optimizer, units: Iterable[Un
         for unit in units:
             if unit.state_host is not None:
                 raise RuntimeError(
-                    f"Unit {unit.name!r} has Offload(parameters=False), by which optimizer state lies in the CPU's "
-                    f"memory, and this {type(optimizer).__name__} would keep it on {unit.ranks.device}. Pass it "
-                    "through shardwright.fully_shard_optimizer first."
+                    f"Unit {unit.name!r} has Offload(parameters=False), so optimizer state must be in the CPU's "
+                    f"memory, but this {type(optimizer).__name__} would keep it on {unit.ranks.device}. Wrap the "
+                    "optimizer with shardwright.fully_shard_optimizer first."
                 )

@@ -177,17 +177,17 @@ class Pools:
         if by_strategy is not None:
             reason = (
                 f"{by_strategy.ranks.strategy} keeps the full parameters of unit {by_strategy.name!r} and of all "
-                "others until the optimizer's step"
+                "other units until the optimizer's step"
             )
             way_out = "Use "
         elif below:
             reason = (
-                f"reshard_after_forward=False keeps the full parameters of unit {below[0].name!r} and of all others "
-                "until their backward"
+                f"reshard_after_forward=False keeps the full parameters of unit {below[0].name!r} and of all other "
+                "units until their backward"
             )
-            way_out = "Let some units have reshard_after_forward=True, or use "
+            way_out = "Set reshard_after_forward=True on some units, or use "
         else:
-            reason = "the root is the only unit that has parameters, and it keeps them until its backward"
+            reason = "the root is the only unit with parameters, and it keeps them until its backward"
             way_out = "Call fully_shard on the model's blocks, too, or use "
         raise ValueError(
             f"memory={self._named.name!r} lets units take turns in a few slots, but {reason}, so no slot ever becomes "
@@ -199,13 +199,13 @@ class Pools:
         for unit in self._pooled():
             sizes.setdefault(aligned(unit.weights.copies.training.slab.nbytes), []).append(unit.name)
         if len(sizes) > 1:
-            told = "; ".join(
+            sizes_of_units = "; ".join(
                 f"{nbytes:,} bytes: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
                 for nbytes, names in sorted(sizes.items(), reverse=True)
             )
             raise ValueError(
-                f'memory="{self._named.name}" needs units of one size; found {told}. Use memory="max_pool", whose '
-                'slots differ, or "arena", which plans all memory.'
+                f'memory="{self._named.name}" needs units of one size; found {sizes_of_units}. Use '
+                'memory="max_pool", which has slots of several sizes, or "arena", which plans all memory.'
             )
 
     def wants(self, slab: Slab) -> bool:
@@ -214,10 +214,11 @@ class Pools:
 
     def tell(self, unit: str, kind: str, reason: str) -> None:
         """Warn of a lease outside the plan, or raise."""
-        told = f"Unit {unit!r} leases memory for its {kind} outside the plan of memory={self._named.name!r}: {reason}."
+        plan = f"the plan of memory={self._named.name!r}"
+        message = f"Unit {unit!r} leases memory for its {kind} outside {plan}: {reason}."
         if self.strict:
-            raise RuntimeError(f"{told} With strict=False it is leased from torch's allocator.")
-        warnings.warn(told, RuntimeWarning, stacklevel=2)
+            raise RuntimeError(f"{message} With strict=False torch's allocator gives this memory.")
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def model_options(memory: str | Allocator, prefetch: int | str, strict: bool) -> ModelOptions:

@@ -23,7 +23,7 @@ from shardwright.engine.base.settings import ModelOptions
 from shardwright.engine.base.visit import Visit
 from shardwright.engine.model.agreement import Agreement
 from shardwright.engine.model.divergence import END_BACKWARD, END_FORWARD
-from shardwright.engine.model.full_precision import check_agree, wanted
+from shardwright.engine.model.full_precision import check_agree, uses_full_precision
 from shardwright.engine.model.order import Order
 from shardwright.engine.model.pools import Pools, prefetch_budget
 from shardwright.engine.model.prefetch import Prefetch
@@ -141,7 +141,7 @@ class Root:
             self.agreement.check()
             self.recover_if_failed()
             if self.full_precision_in_eval:
-                self.compute_as(wanted(module))
+                self.compute_as(uses_full_precision(module))
             self._enter()
             self.clock.begin_call()
             self.caller = unit
@@ -360,7 +360,7 @@ def attach(module: nn.Module) -> Root:
             continue
         if (root := root_of(unit)) is not None and (root.caller is not None or root.backward):
             raise RuntimeError(
-                f"Module {name!r} was called on its own and is not finished, so it cannot become part of "
+                f"Module {name!r} was called by itself and its step is not finished, so it cannot become part of "
                 f"{type(module).__name__} now. Call the outer module first."
             )
         for each in (unit, *unit.siblings):
@@ -370,15 +370,15 @@ def attach(module: nn.Module) -> Root:
                 names[-1] += f" on {each.mesh.mesh_dim_names or each.mesh.mesh.tolist()}"
     if len(units[0].watch.references) > 1 and len(units) > 1:
         raise RuntimeError(
-            f"The first module called belongs to a unit of {len(units[0].watch.references)} modules, which cannot be "
-            "the root. Call fully_shard on the whole model, too, and call that."
+            f"The first module that was called belongs to a unit of {len(units[0].watch.references)} modules, which "
+            "cannot be the root. Call fully_shard on the whole model, too, and call the whole model."
         )
     _check_meshes(units, names)
     for unit, name in zip(units[1:], names[1:], strict=True):
         if unit.options != ModelOptions():
             raise ValueError(
-                f"fully_shard of {name!r} was given memory, prefetch or strict, which hold for a whole model: give "
-                f"them to the call for {type(module).__name__}"
+                f"fully_shard of {name!r} got memory, prefetch or strict, which apply to a whole model: pass them to "
+                f"the call for {type(module).__name__}"
             )
     for unit in units:
         modules = [m for top in unit.watch.modules() for _, m in own_modules(top)]
@@ -396,16 +396,16 @@ def _check_meshes(units: list[Unit], names: list[str]) -> None:
     for unit, name in owners:
         if unit.mesh.device_type != largest.mesh.device_type:
             raise ValueError(
-                f"Unit {name!r} is on {unit.mesh} and {its_name!r} on {largest.mesh}: give one device"
+                f"Unit {name!r} is on {unit.mesh} and unit {its_name!r} is on {largest.mesh}: put both on one device"
             )
         for p in unit.parameters if unit.mesh != largest.mesh else ():
             mesh = unit.mesh if p.cut.parallel is None else p.cut.parallel.rest
             if not ranks <= set(mesh.mesh.flatten().tolist()):
                 raise ValueError(
-                    f"Parameter {p.name!r} of unit {name!r} lies on ranks {mesh.mesh.tolist()}, and unit {its_name!r} "
-                    f"is sharded over {largest.mesh.mesh.tolist()}: the other ranks' gradients would not reach it. "
-                    "Shard both over the same ranks, or parallelize the module over those that are missing first, as "
-                    "for expert parallelism."
+                    f"Parameter {p.name!r} of unit {name!r} is on ranks {mesh.mesh.tolist()}, but unit {its_name!r} "
+                    f"is sharded over {largest.mesh.mesh.tolist()}: gradients of the other ranks would not reach the "
+                    "parameter. Shard both over the same ranks, or first parallelize the module over the missing "
+                    "ranks, as for expert parallelism."
                 )
 
 

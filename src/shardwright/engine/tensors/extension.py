@@ -27,8 +27,8 @@ def is_extended(tensor: torch.Tensor) -> bool:
     if pre != post:
         there, lacking = ("pre", "post") if pre else ("post", "pre")
         raise ValueError(
-            f"{type(tensor).__name__} defines fsdp_{there}_all_gather and not fsdp_{lacking}_all_gather. Define both, "
-            "or neither."
+            f"{type(tensor).__name__} defines fsdp_{there}_all_gather but not fsdp_{lacking}_all_gather. Define "
+            "both, or neither."
         )
     return pre
 
@@ -77,9 +77,9 @@ class Extension:
         """
         if not hasattr(local, _PRE):
             raise RuntimeError(
-                f"The local tensor of parameter {self._spec.name!r} had {_PRE} attached and has it no longer: it was "
-                "deleted, or load_state_dict(assign=True) put another tensor in its place. Attach it to "
-                "parameter._local_tensor again, or call fully_shard on a new model."
+                f"The local tensor of parameter {self._spec.name!r} no longer has the attached {_PRE}: it was "
+                "deleted, or load_state_dict(assign=True) replaced the tensor. Attach it to parameter._local_tensor "
+                "again, or call fully_shard on a new model."
             )
         takes = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
         if takes == 1:

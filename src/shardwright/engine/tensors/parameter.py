@@ -88,8 +88,8 @@ class Managed(torch.Tensor):
     def view_as(self, other: torch.Tensor) -> torch.Tensor:
         if called_by_split_backward():
             raise RuntimeError(
-                "A zero-bubble pipeline schedule asked a stage for its parameters, and the stage's own module is not "
-                "sharded, only modules inside it are: their gradients would be lost. Apply fully_shard to the whole "
+                "A zero-bubble pipeline schedule asked a stage for its parameters. The module of the stage is not "
+                "sharded, only modules inside it, so their gradients would be lost. Apply fully_shard to the whole "
                 "module of the stage, too."
             )
         return super().view_as(other)
@@ -169,9 +169,9 @@ class Full(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         if value.shape != self.shape or value.dtype != self.dtype:
             raise RuntimeError(
-                f"A full weight of shape {tuple(self.shape)} and {self.dtype} cannot become one of shape "
-                f"{tuple(value.shape)} and {value.dtype} while its unit is in use. Assign to the sharded parameter "
-                "between steps."
+                f"A full weight of shape {tuple(self.shape)} and {self.dtype} cannot be replaced by a tensor of "
+                f"shape {tuple(value.shape)} and {value.dtype} while its unit is in use. Assign to the sharded "
+                "parameter between steps."
             )
         with torch.no_grad():
             self.copy_(
@@ -221,8 +221,8 @@ def refuse_while_deferring(doing: str) -> None:
     """Raise RuntimeError where tensors that are made now would be deferred ones."""
     if getattr(type(torch.empty(0, device="cpu")), DEFERRED, False):
         raise RuntimeError(
-            f"{doing} was called inside deferred_init, which records operations instead of carrying them out. Call it "
-            "after the context."
+            f"{doing} was called inside deferred_init, which records operations and does not run them. Call it after "
+            "the context."
         )
 
 
@@ -341,8 +341,8 @@ class ManagedParameter:
         """
         if self.extension is not None:
             raise RuntimeError(
-                f"Parameter {self.name!r} was changed in place while it was full, and {type(self.local).__name__} "
-                "decides itself what is gathered of it, so the change cannot be kept. Change it between steps."
+                f"Parameter {self.name!r} was changed in place while it was full, but {type(self.local).__name__} "
+                "defines its own all-gather, so the change cannot be written to the shard. Change it between steps."
             )
         full = self.cut.of_full(self.view.detach())
         local = self.local.to(full.device)

@@ -83,9 +83,9 @@ class RaggedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
+        edited = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
         result = HANDLERS.get(func, _refused)(func, args, kwargs)
-        for local in given:
+        for local in edited:
             unmark(local)
         return result
 
@@ -186,8 +186,8 @@ class RaggedTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, RaggedTensor) or value.shape != self.shape:
             raise NotImplementedError(
-                f"The data of {described(self)} can be set to a RaggedTensor of that shape, not to a "
-                f"{type(value).__name__} of shape {tuple(value.shape)}. Use copy_, under no_grad."
+                f".data of {described(self)} accepts only a RaggedTensor of the same shape, got a "
+                f"{type(value).__name__} of shape {tuple(value.shape)}. Use copy_ under no_grad."
             )
         self.become(value)
 
@@ -224,9 +224,9 @@ class RaggedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         # Gathering would hang where only rank 0 saves, which is how torch.save is mostly called.
         raise NotImplementedError(
-            f"pickle and torch.save do not take {described(self)}: this rank has a piece of it. Save "
-            ".full_tensor(), called on every rank, or the state dict with "
-            'torch.distributed.checkpoint, or shard with layout="per_parameter".'
+            f"pickle and torch.save cannot save {described(self)}: this rank has only a part of it. Save "
+            ".full_tensor(), called on every rank, or the state dict with torch.distributed.checkpoint, or shard "
+            'with layout="per_parameter".'
         )
 
     def numpy(self, *, force: bool = False) -> NoReturn:
@@ -279,7 +279,7 @@ class RaggedTensor(torch.Tensor):
                 return part if part is not None else refuse_to_cut(local, self.spec, sizes)
             start += sizes.numel()
         raise ValueError(
-            f"Rank {self.spec.rank} has no part of {index.fqn!r} that begins at {index.offset}; its parts are "
+            f"Rank {self.spec.rank} has no part of {index.fqn!r} at offset {index.offset}; its parts are "
             f"{self.spec.boxes}."
         )
 
@@ -312,9 +312,9 @@ class RaggedDTensor(DTensor):
         if spec.world_size == 1 or local.is_meta or parameter_of(local) or is_traced(local):
             return  # parameters are of one class on every rank
         own = not has_other_lengths(local)
-        found = torch.tensor(float(own), device=device_of(spec, local))
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=spec.group)
-        if found.item():  # reading it synchronises, as full state dicts do anyway
+        any_rank = torch.tensor(float(own), device=device_of(spec, local))
+        dist.all_reduce(any_rank, dist.ReduceOp.MAX, group=spec.group)
+        if any_rank.item():  # reading it synchronises, as full state dicts do anyway
             refuse_to_join(ragged, "this rank" if own else "another rank")
 
     def redistribute(  # type: ignore[override]
@@ -400,8 +400,8 @@ def part_of(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
 def _expanded(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
     if isinstance(source, (RaggedTensor, DTensor)):
         raise ValueError(
-            f"A ragged tensor of shape {tuple(spec.global_shape)} takes values from a sharded tensor of that shape, "
-            f"found {tuple(source.shape)}."
+            f"A ragged tensor of shape {tuple(spec.global_shape)} takes values only from a sharded tensor of the "
+            f"same shape, found {tuple(source.shape)}."
         )
     return source.expand(spec.global_shape)
 
@@ -420,11 +420,11 @@ def _exchange(
     if not has_other_lengths(local):
         refuse_to_join(RaggedTensor(local, spec))
     size, flat = local.dtype.itemsize, local.detach().reshape(-1)
-    mine, wanted = have[spec.rank], want[spec.rank]
+    mine, target = have[spec.rank], want[spec.rank]
     send = [size * _overlap(mine, other) for other in want]
-    receive = [size * _overlap(wanted, other) for other in have]
+    receive = [size * _overlap(target, other) for other in have]
     device = device_of(spec, local)
-    result = flat.new_empty(wanted[1] - wanted[0], device=device)
+    result = flat.new_empty(target[1] - target[0], device=device)
     source = flat.to(device).view(torch.uint8)  # all of it is wanted somewhere: both cut the whole tensor
     dist.all_to_all_single(result.view(torch.uint8), source, receive, send, group=spec.group)
     return result.to(local.device)
@@ -444,8 +444,9 @@ def refuse_traced(local: torch.Tensor) -> None:
     """Raise if torch.compile is following: the collectives here would be carried out now, and not by the graph."""
     if is_traced(local):
         raise NotImplementedError(
-            "A compiled function gathers a ragged tensor, or brings one into another cut, which torch.compile cannot "
-            "record. Call full_tensor() and copy_ between tensors of different cuts outside of the compiled function."
+            "A compiled function gathers a ragged tensor, or copies one to a tensor that is cut differently. "
+            "torch.compile cannot record that. Call full_tensor(), and copy_ between tensors that are cut "
+            "differently, outside of the compiled function."
         )
 
 
@@ -463,10 +464,10 @@ def refuse(name: Any, arguments: Any) -> NoReturn:
     tensors = [each for each in tree_leaves(arguments) if isinstance(each, RaggedTensor)]
     label = described(tensors[0]) if tensors else "a ragged tensor"
     raise NotImplementedError(
-        f"{name} is not supported on {label}, of which each rank has a range of elements: it would give a result of "
-        "this rank's alone. Use .full_tensor(), called on every rank, or the full parameters inside "
-        '`with shardwright.unsharded(model):`, or shard with layout="per_parameter". If a module was called outside '
-        "the forward of its unit, call it inside, or apply fully_shard to it before the outer module. To use a weight "
+        f"{name} is not supported on {label}, of which each rank has a range of elements: the result would depend on "
+        "this rank's part alone. Use .full_tensor(), called on every rank, or the full parameters inside `with "
+        'shardwright.unsharded(model):`, or shard with layout="per_parameter". If a module was called outside the '
+        "forward of its unit, call it inside, or apply fully_shard to it before the outer module. To use a weight "
         "after forward, in a loss for example, call unshard() on the module of its unit before each such use."
     )
 
@@ -477,8 +478,8 @@ def refuse_to_join(tensor: RaggedTensor, where: str = "this rank") -> NoReturn:
     kind = "" if has_other_lengths(local) else f" ({type(local).__name__})"
     raise NotImplementedError(
         f"{described(tensor)} cannot be gathered or moved to other ranks: in a ragged layout parts have different "
-        f"lengths, and the class of its part on {where}{kind} makes no tensors of other lengths. Save and load sharded "
-        "state dicts with torch.distributed.checkpoint, which stores each rank's part. For full state dicts "
+        f"lengths, and the class of its part on {where}{kind} cannot make tensors of another length. Save and load "
+        "sharded state dicts with torch.distributed.checkpoint, which stores each rank's part. For full state dicts "
         'shard with layout="per_parameter", or use an optimizer whose state is plain tensors, as sw.AdamW8bit.'
     )
 

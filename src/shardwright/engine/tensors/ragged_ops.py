@@ -38,17 +38,17 @@ from shardwright.engine.tensors.through_whole import BY_POSITION, edit
 aten = torch.ops.aten
 
 
-def _mixed(func: Any, spec: RaggedSpec | None, found: torch.Tensor) -> NoReturn:
-    what = f"a {type(found).__name__} of shape {tuple(found.shape)}"
-    if isinstance(found, RaggedTensor):
-        what = described(found) + (f" and {found.spec}" if spec is not None else "")
+def _mixed(func: Any, spec: RaggedSpec | None, tensor: torch.Tensor) -> NoReturn:
+    what = f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
+    if isinstance(tensor, RaggedTensor):
+        what = described(tensor) + (f" and {tensor.spec}" if spec is not None else "")
     beside = "plain tensors" if spec is None else str(spec)
     if spec is not None and (parameter := parameter_of(spec)):
         beside += f", the cut of parameter {parameter}"
     raise NotImplementedError(
-        f"{func} expects ragged tensors that are all cut alike, 0-d tensors and numbers, found {what} beside "
-        f"{beside}. Bring it into the same cut with RaggedTensor.from_full(tensor, like.spec), "
-        "or use .full_tensor() of both."
+        f"{func} expects ragged tensors that are all cut in the same way, 0-d tensors and numbers, found {what} "
+        f"beside {beside}. Cut it in the same way with RaggedTensor.from_full(tensor, like.spec), or use "
+        ".full_tensor() of both."
     )
 
 
@@ -248,9 +248,9 @@ def _cut_again(spec: RaggedSpec, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
     if torch.is_grad_enabled() and gradient.requires_grad:
         raise NotImplementedError(
-            f"A gradient of shape {tuple(gradient.shape)} through a sum or mean of a ragged tensor has a graph of its "
-            "own (create_graph=True), which is not supported. Compute with the full parameters inside "
-            '`with shardwright.unsharded(model):`, or shard with layout="per_parameter".'
+            f"A gradient of shape {tuple(gradient.shape)} through a sum or mean of a ragged tensor has a graph "
+            "itself (create_graph=True), which is not supported. Compute with the full parameters inside `with "
+            'shardwright.unsharded(model):`, or shard with layout="per_parameter".'
         )
     return RaggedTensor.from_full(gradient, spec)
 
@@ -341,12 +341,15 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 def _norms(tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """The global norm of each, by one all-reduce for all that are cut alike; of plain tensors among them their own."""
-    found = [t._local_tensor if isinstance(t, RaggedTensor) else t for t in tensors]
-    wide = functools.reduce(torch.promote_types, {t.dtype for t in found}, torch.float32)
-    filled = [t for t in found if t.numel()]
+    local_tensors = [t._local_tensor if isinstance(t, RaggedTensor) else t for t in tensors]
+    wide = functools.reduce(torch.promote_types, {t.dtype for t in local_tensors}, torch.float32)
+    filled = [t for t in local_tensors if t.numel()]
     known = iter(foreach_norm(filled, order, wide) if filled else ())
     empty = math.inf if order == -math.inf else 0.0  # torch has no extreme of nothing
-    norms = [next(known).double() if t.numel() else t.new_full((), empty, dtype=torch.float64) for t in found]
+    norms = [
+        next(known).double() if t.numel() else t.new_full((), empty, dtype=torch.float64)
+        for t in local_tensors
+    ]
     groups: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for i, t in enumerate(tensors):
         if isinstance(t, RaggedTensor):
@@ -379,10 +382,10 @@ def _weight_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """GradScaler: what one rank finds not to be finite, all ranks must know."""
-    tensors, found, scale = args
-    func([_unwrap(func, t.spec, t) if isinstance(t, RaggedTensor) else t for t in tensors], found, scale)
+    tensors, found_inf, scale = args
+    func([_unwrap(func, t.spec, t) if isinstance(t, RaggedTensor) else t for t in tensors], found_inf, scale)
     for spec in {t.spec.groups: t.spec for t in tensors if isinstance(t, RaggedTensor)}.values():
-        found.copy_(_reduce(found, dist.ReduceOp.MAX, spec))
+        found_inf.copy_(_reduce(found_inf, dist.ReduceOp.MAX, spec))
 
 
 #: Each element of the result depends on that element of the arguments alone; so do the in-place and multi-tensor forms.

@@ -43,7 +43,8 @@ class RaggedSpec:
         if (self.axes and not self.shape) or self.offset < 0 or self.chunk < 1 or self.granule < 1:
             raise ValueError(
                 "A ragged tensor needs at least one dimension, offset >= 0, chunk >= 1 and granule >= 1, got "
-                f"{tuple(self.shape)}, {self.offset}, {self.chunk}, {self.granule}. A 0-d one is not cut: axes=()."
+                f"{tuple(self.shape)}, {self.offset}, {self.chunk}, {self.granule}. A 0-d tensor is not cut: pass "
+                "axes=()."
             )
         if self.offset + self.numel > self.world_size * self.chunk:
             raise ValueError(
@@ -153,11 +154,11 @@ class RaggedSpec:
             self.global_shape
         ):  # one empty rectangle, or checkpoints would not know of the tensor
             return [(torch.Size([0] * len(self.shape)), self.shape)]
-        found = boxes_of(tuple(self.shape), *self.ranges[self.rank])
+        own_boxes = boxes_of(tuple(self.shape), *self.ranges[self.rank])
         start = self.parallel.box[0] if self.parallel is not None else (0,) * len(self.shape)
         return [
             (torch.Size([at + o for at, o in zip(start, offsets, strict=True)]), torch.Size(sizes))
-            for offsets, sizes in found
+            for offsets, sizes in own_boxes
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedSpec:
@@ -189,10 +190,10 @@ def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[tuple[list[int
     first, last = -(-start // row), stop // row  # whole rows
     if first > last:  # both ends in the same row
         return _in_row(shape, last, start, stop)
-    found = _in_row(shape, first - 1, start, first * row)
+    boxes = _in_row(shape, first - 1, start, first * row)
     if first < last:
-        found.append(([first] + [0] * (len(shape) - 1), [last - first, *shape[1:]]))
-    return found + _in_row(shape, last, last * row, stop)
+        boxes.append(([first] + [0] * (len(shape) - 1), [last - first, *shape[1:]]))
+    return boxes + _in_row(shape, last, last * row, stop)
 
 
 def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[tuple[list[int], list[int]]]:

@@ -58,9 +58,9 @@ def agree_to_read_over(comm: Communicator, kind: int, what: str = "") -> None:
         records = comm.exchange((READ, kind, 0, zlib.crc32(what.encode())), _limit(kind))
     except Unreached as error:
         raise RuntimeError(
-            f"Rank {comm.ranks[comm.rank]} reads {_TEXTS[kind][0]} over ranks {comm.ranks}, and another of them did "
-            "not come: it has ended, or waits in another collective, or comes later. "
-            f"{way_out(kind)} ({type(error).__name__}: {error})"
+            f"Rank {comm.ranks[comm.rank]} reads {_TEXTS[kind][0]} over ranks {comm.ranks}, but another of these "
+            f"ranks did not come: it has ended, waits in another collective, or comes later. {way_out(kind)} "
+            f"({type(error).__name__}: {error})"
         ) from error
     if records is None:
         return
@@ -71,16 +71,17 @@ def agree_to_read_over(comm: Communicator, kind: int, what: str = "") -> None:
     others = [rank for rank in comm.ranks if rank not in readers]
     rest = f"ranks {others} run a unit of a model" if others else "not all the same"
     raise RuntimeError(
-        f"The ranks have diverged: ranks {readers} of {comm.ranks} read a number of a sharded tensor (norm, sum, item, "
-        f"float) or full parameters (unsharded), and {rest}. Every rank must read the same in the same order."
+        f"The ranks have diverged: ranks {readers} of {comm.ranks} read a number of a sharded tensor (norm, sum, "
+        f"item, float) or full parameters (unsharded), and {rest}. Every rank must read the same values in the same "
+        "order."
     )
 
 
 def way_out(kind: int) -> str:
     """What a user can do where a rank has waited in vain."""
     return (
-        f"{_TEXTS[kind][1]} Where ranks are more than {_limit(kind).total_seconds():.0f} s apart, as after work of one "
-        "rank alone, call torch.distributed.barrier() before."
+        f"{_TEXTS[kind][1]} If one rank may come more than {_limit(kind).total_seconds():.0f} s after another, as "
+        "after work on one rank alone, call torch.distributed.barrier() before."
     )
 
 

@@ -104,7 +104,7 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
             and joins_loss(func, args)
         ):
             return func(*[_number_of(t) if isinstance(t, ShardedTensor) else t for t in args], **kwargs)
-        given = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
+        edited = begin_edit(func, args, kwargs) if func._schema.is_mutable else []
         if _RANDOM in func.tags and func._schema.is_mutable and isinstance(args[0], DTensor):
             result = _draw_whole(func, args, kwargs)
         elif func.overloadpacket in BY_POSITION and _real(args[0]):
@@ -113,7 +113,7 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
             result = _edit_by_position(func, args, kwargs, into=kwargs["out"])
         else:
             result = cls._operate(func, types, args, kwargs)
-        for local in given:
+        for local in edited:
             unmark(local)
         return result
 
@@ -493,12 +493,12 @@ def _refuse_mixed(func: Any, arguments: Iterable[Any], error: RuntimeError) -> N
     name = parameter_of(tensor.__dict__.get(EDITED, local_of(tensor)))
     label = f"Parameter {name}" if name else "A sharded parameter"
     raise RuntimeError(
-        f"{label} met a plain tensor in {func} while it is sharded ({error}). Modules show full parameters inside the "
-        "forward of a sharded module only, also with reshard_after_forward=False. Move this use into such a forward, "
-        "or into a method that sw.register_fsdp_forward_method(module, name) names. To use a weight after forward, in "
-        "a loss for example, call unshard() on the module of its unit before each such use. If a module was called on "
-        "its own, apply fully_shard to it before the outer module. Or make the plain tensor a DTensor, or edit full "
-        "parameters inside `with shardwright.unsharded(model):`."
+        f"{label} met a plain tensor in {func} while it is sharded ({error}). Modules show full parameters inside "
+        "the forward of a sharded module only, also with reshard_after_forward=False. Move this use into such a "
+        "forward, or into a method that you register with sw.register_fsdp_forward_method(module, name). To use a "
+        "weight after forward, in a loss for example, call unshard() on the module of its unit before each such use. "
+        "If a module was called outside the forward of its unit, apply fully_shard to it before the outer module. Or "
+        "make the plain tensor a DTensor, or edit full parameters inside `with shardwright.unsharded(model):`."
     ) from error
 
 

@@ -65,8 +65,8 @@ def joins_loss(func: Any, args: Sequence[Any]) -> bool:
     if joins and func._schema.is_mutable and plain[0] is not args[0]:
         raise NotImplementedError(
             f"{func} adds a plain tensor, such as a loss, in place into a sharded tensor without dimensions, such as "
-            "a penalty. The plain tensor may have another value on each rank, and a sharded one may not. Write "
-            "`loss = loss + penalty`, or `loss += penalty`."
+            "a penalty. The plain tensor may have a different value on each rank; the sharded tensor must have one "
+            "value. Write `loss = loss + penalty`, or `loss += penalty`."
         )
     return joins
 

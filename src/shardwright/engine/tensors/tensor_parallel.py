@@ -128,18 +128,18 @@ class TensorParallel:
             return waited(local_of(gradient))
         if any(cut_dim(gradient.placements[axis]) is not None for axis in self.data):
             raise RuntimeError(
-                f"A parameter of shape {tuple(self.shape)} got a gradient placed {gradient.placements} on {self.mesh}, "
-                f"of which dimensions {self.data} are data-parallel: expected Partial or Replicate there."
+                f"A parameter of shape {tuple(self.shape)} got a gradient placed {gradient.placements} on "
+                f"{self.mesh}. On the data-parallel dimensions {self.data} the gradient must be Partial or Replicate."
             )
-        wanted = tuple(
+        placements = tuple(
             own if axis in self.data else placement
             for axis, (own, placement) in enumerate(zip(gradient.placements, self.placements, strict=True))
         )
-        if wanted != gradient.placements:
+        if placements != gradient.placements:
             own_dtype = gradient.dtype
             # A sum is rounded once, to what the gradient of the whole batch would be, not at each addition.
             wide: DTensor = gradient.to(torch.promote_types(own_dtype, dtype))  # type: ignore[assignment]
-            return waited(local_of(wide.redistribute(placements=wanted))).to(own_dtype)
+            return waited(local_of(wide.redistribute(placements=placements))).to(own_dtype)
         return waited(local_of(gradient))
 
 
@@ -157,7 +157,7 @@ def both_meshes(data: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
         if known == (data, other) and _is_of(both, data, other):
             return both
     if data.mesh_dim_names is None or other.mesh_dim_names is None:
-        raise ValueError(f"the meshes {data} and {other} need mesh_dim_names, and to be parts of one mesh")
+        raise ValueError(f"the meshes {data} and {other} must have mesh_dim_names and be parts of one mesh")
     try:
         both = concatenated(data, other)
     except RuntimeError as error:
@@ -199,7 +199,7 @@ def data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceM
         ValueError: no name is given, or one is not of the mesh.
     """
     shard, replicate = (
-        (given,) if isinstance(given, str) else tuple(given or ()) for given in (dims.shard, dims.replicate)
+        (field,) if isinstance(field, str) else tuple(field or ()) for field in (dims.shard, dims.replicate)
     )
     known = mesh.mesh_dim_names
     if (
@@ -208,8 +208,8 @@ def data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceM
         or len({*shard, *replicate} & {*known}) < len(shard + replicate)
     ):
         raise ValueError(
-            f"dp_mesh_dims names mesh dimensions {replicate} that replicate and {shard} that shard; expected one "
-            f"or more of those of the mesh, {known}, each once."
+            f"dp_mesh_dims names mesh dimensions {replicate} that replicate and {shard} that shard; expected one or "
+            f"more of the mesh's names, {known}, each once."
         )
     parts = [
         mesh[names[0]] if len(names) == 1 else flattened(mesh[names]) for names in (replicate, shard) if names
@@ -246,9 +246,7 @@ def parallel_of(name: str, p: DTensor, data: DeviceMesh, spmd: Spmd | None) -> T
     where = f"parameter {name!r} of shape {tuple(p.shape)}, a DTensor placed {placements} on {mesh},"
     if spmd is not None:
         if mesh not in (spmd.mesh, spmd.rest):
-            raise ValueError(
-                f"{where} is expected on the mesh that dp_mesh_dims names dimensions of, {spmd.mesh}."
-            )
+            raise ValueError(f"{where} is expected on the mesh passed with dp_mesh_dims, {spmd.mesh}.")
         at = spmd.places if mesh == spmd.rest else range(-1, -1 - mesh.ndim, -1)
         placements = tuple(
             Replicate() if axis in spmd.data else placements[at.index(-1 - axis)]
@@ -264,9 +262,9 @@ def parallel_of(name: str, p: DTensor, data: DeviceMesh, spmd: Spmd | None) -> T
             rest = both_meshes(data, mesh)
         except ValueError as error:
             raise NotImplementedError(
-                f"{where} cannot be sharded over {data}: {error}. Take both meshes from one, such as "
-                'init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp")), by its names; or shard the parameter '
-                "first, or pass it in ignored_params."
+                f"{where} cannot be sharded over {data}: {error}. Take both meshes by name from one mesh, such as "
+                'init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp")); or shard the parameter first, or '
+                "pass it in ignored_params."
             ) from None
     if spmd is None:
         places, axes = (*range(data.ndim), *(-1 - axis for axis in range(mesh.ndim))), ()

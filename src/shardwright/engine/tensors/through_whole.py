@@ -121,6 +121,6 @@ def refuse(func: Any, tensor: Any) -> NoReturn:
     label = f"parameter {parameter}, a" if parameter else "a"
     raise NotImplementedError(
         f"{func} changes a part of {label} sharded tensor of shape {tuple(tensor.shape)} (an index, slice or strided "
-        "view), whose elements are on several ranks, and shardwright cannot carry it out. Do it inside "
-        "`with shardwright.unsharded(model):`, which shows full parameters, or on .full_tensor() followed by copy_."
+        "view), whose elements are on several ranks; shardwright does not support this. Do it inside `with "
+        "shardwright.unsharded(model):`, which shows full parameters, or on .full_tensor() followed by copy_."
     )

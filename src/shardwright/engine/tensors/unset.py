@@ -97,8 +97,8 @@ def has_values(local: torch.Tensor) -> bool | None:
 
 def _was_given(local: torch.Tensor, unset: Unset) -> bool:
     """Whether a marked local tensor was given values past its parameter, as through ``to_local()``."""
-    given = has_values(local)
-    return local._version != unset.version if given is None else given
+    filled = has_values(local)
+    return local._version != unset.version if filled is None else filled
 
 
 def begin_edit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -109,7 +109,7 @@ def begin_edit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     """
     if not _marks or torch.Tag.inplace_view in func.tags:
         return []
-    given: list[torch.Tensor] = []
+    filled: list[torch.Tensor] = []
     packet, schema = func.overloadpacket, func._schema.arguments
     for position, argument in enumerate(schema):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -128,10 +128,10 @@ def begin_edit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
             if storage_key(local_of(tensor)) != storage_key(local):
                 continue  # a view that is a copy
             if tensor.numel() == unset.numel:
-                given.append(local)
+                filled.append(local)
             else:
                 unset.in_parts = True
-    return given
+    return filled
 
 
 def _marked(value: Any) -> Iterator[tuple[Any, torch.Tensor, Unset]]:

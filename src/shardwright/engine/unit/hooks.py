@@ -100,11 +100,11 @@ def mark_inputs(visit: Visit, args: Any, kwargs: Any) -> tuple[Any, Any, bool, i
     input is enough, since its node runs after all that the call makes; so lists and dicts, to which the call may add,
     are left alone.
     """
-    found: dict[int, torch.Tensor] = {}  # a tensor that comes twice stays one tensor
+    tensors: dict[int, torch.Tensor] = {}  # a tensor that comes twice stays one tensor
 
     def find(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
-            found[id(tensor)] = tensor
+            tensors[id(tensor)] = tensor
         return tensor
 
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
@@ -112,12 +112,12 @@ def mark_inputs(visit: Visit, args: Any, kwargs: Any) -> tuple[Any, Any, bool, i
     else:
         for value in (*args, *kwargs.values()):
             map_tensors(find, value, mutable=False)
-    if not found:
+    if not tensors:
         return args, kwargs, False, next_sequence_number()
-    results = _AfterBackward.apply(visit, *found.values())
+    results = _AfterBackward.apply(visit, *tensors.values())
     if not isinstance(results, tuple):
         results = (results,)
-    marked = dict(zip(found, results, strict=True))
+    marked = dict(zip(tensors, results, strict=True))
 
     def exchange(value: Any) -> Any:
         return map_tensors(lambda t: marked.get(id(t), t), value, mutable=False)
@@ -229,7 +229,9 @@ class StashedTensors:
 
     def find(self, containers: list[Any]) -> list[torch.Tensor]:
         """All of them, and those in ``containers`` that a call was given."""
-        found: list[torch.Tensor] = list(hidden_tensors([_Box(c) for c in containers])) if containers else []
+        tensors: list[torch.Tensor] = (
+            list(hidden_tensors([_Box(c) for c in containers])) if containers else []
+        )
         for i, ref in enumerate(self._modules):
             module = ref()
             if module is None:
@@ -247,14 +249,14 @@ class StashedTensors:
                 if kind in _NO_CONTAINER:
                     continue
                 if kind is torch.Tensor:
-                    found.append(value)
+                    tensors.append(value)
                 elif isinstance(value, (list, tuple, dict, deque)) and 0 < len(value) <= _LONGEST:
                     if kind is tuple and type(value[0]) in _NO_CONTAINER:
                         continue  # a shape or the like
-                    found.extend(hidden_tensors([_Box(value)]))
+                    tensors.extend(hidden_tensors([_Box(value)]))
             if module._buffers:
-                found.extend(t for t in module._buffers.values() if t is not None)
-        return found
+                tensors.extend(t for t in module._buffers.values() if t is not None)
+        return tensors
 
 
 def mark_made(visit: Visit, tensors: list[torch.Tensor], entry: int) -> bool:

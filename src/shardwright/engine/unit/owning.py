@@ -34,9 +34,9 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 @torch.inference_mode(False)
-def own_parameters(unit: Unit, found: Found) -> None:
+def own_parameters(unit: Unit, unit_parameters: Found) -> None:
     """Make the unit's memory, and put the sharded parameters into the modules."""
-    owned = found.owned
+    owned = unit_parameters.owned
     unset = unit.without_values()  # a change of dtype does not give them any
     built = build_memory(owned, unit.site, unit.arguments)
     unit.own(built)
@@ -53,12 +53,12 @@ def own_parameters(unit: Unit, found: Found) -> None:
         p.show(p.sharded)
 
 
-def borrow_parameters(unit: Unit, found: Found) -> None:
+def borrow_parameters(unit: Unit, unit_parameters: Found) -> None:
     """Put the sharded parameters of other units under the names that this unit's modules have for them."""
     watch = unit.watch
-    watch.lenders, watch.borrowed = [], found.borrowed
+    watch.lenders, watch.borrowed = [], unit_parameters.borrowed
     watch.look()
-    for sharded, slot in found.borrowed:
+    for sharded, slot in unit_parameters.borrowed:
         lender = unit_of(sharded)
         if lender not in watch.lenders:
             watch.lenders.append(lender)
@@ -70,19 +70,21 @@ def borrow_parameters(unit: Unit, found: Found) -> None:
         slot.show(sharded)
 
 
-def take_over(units: list[Unit], founds: list[Found]) -> None:
+def take_over(units: list[Unit], parameters_of_units: list[Found]) -> None:
     """Let a unit and its siblings own what was found for each, and the first have what the others own."""
     main, *siblings = units
     borrowed = []
-    for unit, found in zip(siblings, founds[1:], strict=True):
+    for unit, unit_parameters in zip(siblings, parameters_of_units[1:], strict=True):
         unit.main = weakref.ref(main)
-        own_parameters(unit, found)
-        borrow_parameters(unit, found)
+        own_parameters(unit, unit_parameters)
+        borrow_parameters(unit, unit_parameters)
         borrowed += [(p.sharded, slot) for p in unit.parameters for slot in p.slots]
     main.siblings = siblings
-    if founds[0].owned:
-        own_parameters(main, founds[0])
-    borrow_parameters(main, Found(founds[0].owned, [*founds[0].borrowed, *borrowed]))
+    if parameters_of_units[0].owned:
+        own_parameters(main, parameters_of_units[0])
+    borrow_parameters(
+        main, Found(parameters_of_units[0].owned, [*parameters_of_units[0].borrowed, *borrowed])
+    )
 
 
 # -- parameters replaced by the user ---------------------------------------------------------------------------------
@@ -132,8 +134,8 @@ def refuse_sharded_stand_ins(unit: Unit) -> None:
         if held is not None and is_cut(plain := untransformed(held), p.cut.parallel):
             raise RuntimeError(
                 f"Parameter {p.name!r} of unit {unit.name!r} was replaced for this call (torch.func.functional_call) "
-                f"by a sharded {type(plain).__name__} of shape {tuple(plain.shape)}, and modules compute with full "
-                "tensors. Give .full_tensor() of it, called on every rank, or the parameter itself."
+                f"by a sharded {type(plain).__name__} of shape {tuple(plain.shape)}, but modules compute with full "
+                "tensors. Pass its .full_tensor(), called on every rank, or the parameter itself."
             )
 
 
@@ -149,7 +151,7 @@ def remake(unit: Unit) -> None:
         for slot in p.slots
         if id(slot.module()) not in own and slot.holds(p.sharded)
     ]
-    found = find_parameters(
+    unit_parameters = find_parameters(
         modules,
         unit.watch.ignored(),
         unit.ranks,
@@ -157,28 +159,28 @@ def remake(unit: Unit) -> None:
         unit,
         sibling=unit.main is not None,
     )
-    for owned in found.owned:
+    for owned in unit_parameters.owned:
         owned.slots.extend(slot for sharded, slot in lent if sharded is owned.parameter)
     before = unit.parameters
     held = unit.gradients.reductions if unit.gradients.held else []
     known = {id(p.sharded) for p in before}
-    if not any(id(owned.parameter) in known for owned in found.owned):
+    if not any(id(owned.parameter) in known for owned in unit_parameters.owned):
         held = []  # it belongs to parameters that are the model's no more, as a plain parameter's .grad would
-    if held and not _same_parameters(before, found):
+    if held and not _same_parameters(before, unit_parameters):
         raise RuntimeError(
-            f"Parameters of unit {unit.name!r} were replaced by others while gradients of earlier micro-batches are "
-            "held. Replace them between optimizer steps."
+            f"Parameters of unit {unit.name!r} were replaced while gradients of earlier micro-batches are held. "
+            "Replace them between optimizer steps."
         )
-    for name, parameter, *_ in found.owned:
+    for name, parameter, *_ in unit_parameters.owned:
         if not isinstance(parameter, (DTensor, RaggedTensor)) and parameter.grad is not None:
             raise RuntimeError(
-                f"Parameter {name!r} of unit {unit.name!r} was put in the place of another and has a gradient, that of "
-                "this rank alone. Set its .grad to None, and replace parameters outside of forward."
+                f"Parameter {name!r} of unit {unit.name!r} was put in the place of another parameter and has a "
+                "gradient of this rank alone. Set its .grad to None, and replace parameters outside of forward."
             )
     try:
         _retire(unit)
-        own_parameters(unit, found)
-        borrow_parameters(unit, found)
+        own_parameters(unit, unit_parameters)
+        borrow_parameters(unit, unit_parameters)
         unit.rejoin()
         if held:
             unit.gradients.take_held(held, unit.settings.transport)
@@ -203,11 +205,11 @@ def _retire(unit: Unit) -> None:
     unit.watch.lenders = []
 
 
-def _same_parameters(before: list[ManagedParameter], found: Found) -> bool:
+def _same_parameters(before: list[ManagedParameter], unit_parameters: Found) -> bool:
     """Whether the very same parameters are there, whatever their values."""
-    return len(before) == len(found.owned) and all(
+    return len(before) == len(unit_parameters.owned) and all(
         p.sharded is owned.parameter
         and owned.parameter.shape == p.cut.shape
         and owned.parameter.dtype == p.spec.storage_dtype
-        for p, owned in zip(before, found.owned, strict=True)
+        for p, owned in zip(before, unit_parameters.owned, strict=True)
     )

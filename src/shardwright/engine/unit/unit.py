@@ -175,8 +175,8 @@ class Unit:
     def communicators(self) -> list[Communicator]:
         """All over which it gathers and reduces."""
         ranks, scatters, near = self.site.ranks, self.gradients.ranks, self.site.neighbours
-        found = [*ranks.once, *ranks.gathers, *scatters.scatters, *scatters.late, *scatters.replicas]
-        return found if near is None else [*found, near]
+        communicators = [*ranks.once, *ranks.gathers, *scatters.scatters, *scatters.late, *scatters.replicas]
+        return communicators if near is None else [*communicators, near]
 
     # -- its model -----------------------------------------------------------------------------------------------
 
@@ -209,8 +209,8 @@ class Unit:
     def refuse_unsharded(self, what: str) -> None:
         if self.watch.unsharded:
             raise RuntimeError(
-                f"{what} unit {self.name!r} inside shardwright.unsharded, which shows full parameters that the unit "
-                "does not know. Leave the context first."
+                f"{what} unit {self.name!r} inside shardwright.unsharded, where modules have full parameters that do "
+                "not belong to the unit. Leave the context first."
             )
 
     def release(self) -> None:
@@ -252,9 +252,9 @@ class Unit:
         root.enter_backward()
         if not self.activity.entered and not self.weights.ready:
             raise RuntimeError(
-                f"Backward reached parameters of unit {self.name!r} not through the unit's outputs, when its weights "
-                "were not gathered. Return every tensor that backward starts from as an output of the unit, in "
-                "tuples, lists, dicts or dataclasses, or keep it in an attribute of one of the unit's modules."
+                f"Backward used unit {self.name!r} before its backward hook ran, so its weights are not gathered. "
+                "Return every tensor that backward starts from as an output of the unit, in tuples, lists, dicts or "
+                "dataclasses, or keep it in an attribute of one of the unit's modules."
             )
 
 

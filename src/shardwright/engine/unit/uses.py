@@ -213,7 +213,7 @@ def _refuse_to_reduce_by(unit: Unit, transport: Transport) -> None:
         )
     if transport.hook is not None and transport.scatter is not None:
         raise ValueError(
-            f"Unit {unit.name!r} has a gradient hook, which reduces by collectives of its own, and a "
-            "reduce-scatter of yours, which would never be called. Give one of set_gradient_comm_hook and "
-            "set_custom_reduce_scatter, and None to the other."
+            f"Unit {unit.name!r} has a gradient hook and a custom reduce-scatter. The hook makes its own "
+            "collectives, so the custom reduce-scatter would never run. Use either set_gradient_comm_hook or "
+            "set_custom_reduce_scatter, and pass None to the other."
         )

@@ -46,10 +46,10 @@ class Values:
                     continue
                 local = local_of(sharded)  # another one than the unit's since it was assigned to ``.data``
                 if mark_of(local) is not None:
-                    given = has_values(local)
-                    if given is None:  # then any edit counts
-                        given = sharded._version + known[sharded].local._version != version
-                    if not given:
+                    filled = has_values(local)
+                    if filled is None:  # then any edit counts
+                        filled = sharded._version + known[sharded].local._version != version
+                    if not filled:
                         continue
                 unmark(local)
                 del self.unset[sharded]

@@ -65,8 +65,8 @@ class Watch:
 
     def ignored(self) -> list[nn.Parameter]:
         """Parameters that are not the unit's, those that ignored modules hold now among them."""
-        given = [p for ref in self._ignored if (p := ref()) is not None]
-        return [*given, *parameters_of(self.ignored_modules())]
+        parameters = [p for ref in self._ignored if (p := ref()) is not None]
+        return [*parameters, *parameters_of(self.ignored_modules())]
 
     def ignored_modules(self) -> list[nn.Module]:
         return [m for ref in self._ignored_modules if (m := ref()) is not None]

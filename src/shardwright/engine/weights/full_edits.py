@@ -65,8 +65,9 @@ class FullEdits:
             edited = any(id(t) in moved for t in p.counters)
             if edited and i in newer:
                 raise RuntimeError(
-                    f"Parameter {p.name!r} of unit {self._owner.name!r} was changed in place while it was full, and so "
-                    "was its shard since then. Only one of the changes could be kept. Call reshard() between the two."
+                    f"Parameter {p.name!r} of unit {self._owner.name!r} was changed in place while it was full, and "
+                    "its shard was changed after that. Only one of the changes could be kept. Call reshard() between "
+                    "the two changes."
                 )
             if (edited or id(p.full) in handed_out) and i not in newer:
                 p.write_back(self._gathered_part(p))

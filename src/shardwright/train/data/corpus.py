@@ -39,8 +39,8 @@ class Corpus:
         if windows < 1:
             hint = "data.source with more text" if split == "train" else "a larger data.validation_fraction"
             raise UserError(
-                f"train.seq_len: expected at most {max(len(tokens) - 1, 0)}, as the {split} part of the "
-                f"corpus has {len(tokens)} tokens, found {seq_len}; use a shorter sequence or {hint}"
+                f"train.seq_len: expected at most {max(len(tokens) - 1, 0)}, since the {split} part of the corpus "
+                f"has {len(tokens)} tokens, found {seq_len}; use a shorter sequence or {hint}"
             )
         return windows
 
@@ -148,7 +148,7 @@ def _documents(path: Path, content: str, text_key: str) -> Iterator[str]:
             ) from None
         except (ValueError, RecursionError):  # beyond what Python reads
             raise UserError(
-                f"data.source: expected JSON, found it nested too deep or a number too long {where}"
+                f"data.source: expected JSON, found nesting that is too deep or a number that is too long {where}"
             ) from None
         if not isinstance(document, dict) or text_key not in document:
             raise UserError(f"data.text_key: expected key {text_key!r}, found none {where}")

@@ -162,7 +162,7 @@ def hybrid_config(shape: HybridConfig) -> dict[str, Any]:
 def _refuse_others(config: Mapping[str, Any], only: Mapping[str, Any]) -> None:
     for key, value in only.items():
         if config.get(key, value) != value:
-            raise UserError(f"config.json: {key}: the model here has {value!r} alone, found {config[key]!r}")
+            raise UserError(f"config.json: {key}: this model supports only {value!r}, found {config[key]!r}")
 
 
 def llama_shape(config: Mapping[str, Any]) -> LlamaConfig:
@@ -170,8 +170,8 @@ def llama_shape(config: Mapping[str, Any]) -> LlamaConfig:
     heads, dim = config["num_attention_heads"], config["hidden_size"]
     if (config.get("head_dim") or dim // heads) != dim // heads:
         raise UserError(
-            f"config.json: head_dim: the model here has hidden_size / num_attention_heads = {dim // heads}, found "
-            f"{config['head_dim']}"
+            f"config.json: head_dim: this model supports only hidden_size / num_attention_heads = {dim // heads}, "
+            f"found {config['head_dim']}"
         )
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -232,9 +232,9 @@ def hybrid_shape(config: Mapping[str, Any]) -> HybridConfig:
     pattern, ours = _pattern(config), config["model_type"] == "shardwright_hybrid"
     if not ours and ("E" in pattern or config.get("num_nextn_predict_layers")):
         raise UserError(
-            "config.json: Nemotron-H routes to experts by sigmoid scores with a bias and predicts further tokens in "
-            "its own way, which the model here does not; expected a pattern of M, * and - alone, found "
-            f"{pattern!r} with num_nextn_predict_layers {config.get('num_nextn_predict_layers', 0)}"
+            "config.json: Nemotron-H routes to experts by sigmoid scores with a bias, and has a different head for "
+            f"further tokens; this model supports neither. Expected a pattern of only M, * and -, found {pattern!r} "
+            f"with num_nextn_predict_layers {config.get('num_nextn_predict_layers', 0)}"
         )
     more: dict[str, Any] = {}
     if ours:

@@ -166,7 +166,9 @@ def offer(shape: Any, what: str, key: str) -> Any:
     """
     value = getattr(offers_of(shape), what)
     if value is None:
-        raise UserError(f"{key}: kind {kind_of(shape).name!r} does not have it, as its Offers have no {what}")
+        raise UserError(
+            f"{key}: kind {kind_of(shape).name!r} does not support this, since its Offers have no {what}"
+        )
     return value
 
 

@@ -49,18 +49,18 @@ def _uneven_layers(config: Shape, kinds: str, seq_len: int, ranks: int) -> list[
 
 def hybrid_uneven(config: HybridConfig, seq_len: int, ranks: int) -> list[tuple[str, int, int]]:
     kinds = config.pattern + config.mtp_pattern
-    found = _uneven_layers(config, kinds, seq_len, ranks)
+    uneven = _uneven_layers(config, kinds, seq_len, ranks)
     if "M" in kinds:
         if config.mamba_heads % ranks:
-            found.append(("model.mamba_heads", config.mamba_heads, ranks))
+            uneven.append(("model.mamba_heads", config.mamba_heads, ranks))
         if config.mamba_groups % ranks and ranks % config.mamba_groups:
-            found.append(("model.mamba_groups", config.mamba_groups, ranks))
+            uneven.append(("model.mamba_groups", config.mamba_groups, ranks))
     if "E" in kinds:
         if config.expert_dim % (8 * ranks):  # as without ranks: see `HybridConfig`
-            found.append(("model.expert_dim", config.expert_dim, 8 * ranks))
+            uneven.append(("model.expert_dim", config.expert_dim, 8 * ranks))
         if config.shared_dim % ranks:
-            found.append(("model.shared_dim", config.shared_dim, ranks))
-    return found
+            uneven.append(("model.shared_dim", config.shared_dim, ranks))
+    return uneven
 
 
 def llama_plan(config: LlamaConfig, experts: DeviceMesh | None = None) -> Plan:

@@ -166,7 +166,7 @@ class HybridConfig:
             unknown = sorted(set(getattr(self, name)) - set(LAYER_KINDS))
             if unknown:
                 kinds = ", ".join(f"{key!r} ({kind})" for key, kind in LAYER_KINDS.items())
-                raise ValueError(f"{name}: expected characters out of {kinds}, found {unknown[0]!r}")
+                raise ValueError(f"{name}: expected only the characters {kinds}, found {unknown[0]!r}")
         for name, whole in (("n_kv_heads", "n_heads"), ("mamba_groups", "mamba_heads")):
             if getattr(self, whole) % getattr(self, name):
                 raise ValueError(
@@ -177,7 +177,7 @@ class HybridConfig:
         for name in ("dim", "expert_dim") if "E" in self.pattern + self.mtp_pattern else ():
             if getattr(self, name) % 8:  # torch's grouped_mm wants rows of a multiple of 16 bytes
                 raise ValueError(
-                    f"{name}: expected a multiple of 8 where the pattern has experts ('E'), found {getattr(self, name)}"
+                    f"{name}: expected a multiple of 8 if the pattern has experts ('E'), found {getattr(self, name)}"
                 )
         for name in ("shared_dim", "balance_weight", "mtp_weight"):
             if getattr(self, name) < 0:

@@ -217,15 +217,15 @@ def _local(parameter: Tensor) -> Tensor:
 
 def _take_rows(sections: Sections, parameter: nn.Parameter, mesh: DeviceMesh) -> Take:
     rank, ranks, device = mesh.get_local_rank(), mesh.size(), parameter.device
-    wanted = [rows_of(sections, other, ranks) for other in range(ranks)]
+    rows_of_ranks = [rows_of(sections, other, ranks) for other in range(ranks)]
     assert isinstance(parameter, DTensor)
     if isinstance(parameter.placements[0], Replicate):
-        own = torch.tensor(wanted[rank], device=device)
+        own = torch.tensor(rows_of_ranks[rank], device=device)
         return lambda p: _local(p).index_select(0, own)
     chunk = -(-parameter.shape[0] // ranks)  # as torch cuts
-    leaving = [[row - rank * chunk for row in rows if row // chunk == rank] for rows in wanted]
+    leaving = [[row - rank * chunk for row in rows if row // chunk == rank] for rows in rows_of_ranks]
     sent = [len(rows) for rows in leaving]
-    received = [sum(row // chunk == other for row in wanted[rank]) for other in range(ranks)]
+    received = [sum(row // chunk == other for row in rows_of_ranks[rank]) for other in range(ranks)]
     order = torch.tensor([row for rows in leaving for row in rows], dtype=torch.int64, device=device)
     group, shared = mesh.get_group(), len(order.unique()) < len(order)
 
