@@ -363,11 +363,11 @@ def test_unknown_layouts_are_refused(rank: int, world_size: int) -> None:
         model = nn.Linear(4, 4)
         with pytest.raises(ValueError) as caught:
             sw.fully_shard(model, mesh=world_mesh(1), layout=layout)  # type: ignore[arg-type]
-        for part in ("layout", repr(layout), '"per_parameter"', '"ragged"', "Ragged"):
+        for part in ("layout", repr(layout), "per_parameter", "ragged", "element"):
             assert part in str(caught.value)
         assert type(model) is nn.Linear
     for granule in ("rows", 0, -1, True, 1.5, None):
-        with pytest.raises(ValueError, match=r'"row", "element" or a number of rows') as caught:
+        with pytest.raises(ValueError, match=r'"row", "element", a number of rows') as caught:
             sw.Ragged(granule)  # type: ignore[arg-type]
         assert repr(granule) in str(caught.value)
 

@@ -11,11 +11,22 @@ from typing import Any
 
 import pytest
 
-from shardwright.extend import NamedMemory, NamedStrategy, Registry, layouts, memories, strategies
+from shardwright.extend import (
+    NamedLayout,
+    NamedMemory,
+    NamedStrategy,
+    Registry,
+    layouts,
+    memories,
+    strategies,
+)
 from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config, keys
 from shardwright.train.errors import UserError
-from shardwright.train.extend import kinds, optimizers, sinks
+from shardwright.train.extend import NamedOptimizer, kinds, optimizers, sinks
+from shardwright.train.models import kinds as kinds_module
+from shardwright.train.models.build import build_model
+from shardwright.train.runs import differences
 from tests.train.jobs import TINY, config_file, losses, ranks, train_here
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
@@ -29,6 +40,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current folder, with the files of the page. What they register and import is forgotten afterwards."""
     for name, code in EXAMPLES.items():
         (tmp_path / name).write_text(code)
+    kind = EXAMPLES["my_models.py"].splitlines()[-1]
+    two = [
+        kind.replace("MEANS", name.upper()).replace('"means"', f'"{name}"') for name in ("first", "second")
+    ]
+    imports = [
+        "from my_models import *",
+        "from shardwright.train.extend import *",
+        "kinds._values.pop('means')",
+    ]
+    (tmp_path / "two_kinds.py").write_text("\n".join([*imports, *two]))
     monkeypatch.chdir(tmp_path)
     known = [dict(registry._values) for registry in REGISTRIES]
     path = list(sys.path)
@@ -36,8 +57,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for registry, values in zip(REGISTRIES, known, strict=True):
         registry._values.clear()
         registry._values.update(values)
-    for name in EXAMPLES:
+    for name in (*EXAMPLES, "two_kinds.py", "headless.py"):
         sys.modules.pop(name.removesuffix(".py"), None)
+    kinds_module._by_shape.clear()
     sys.path[:] = path
 
 
@@ -125,6 +147,12 @@ def test_values_are_known_everywhere(folder: Path, capsys: pytest.CaptureFixture
             "preset: expected one of debug with kind",
         ),
         (["--log.sinks", '["my_sinks:CVS"]'], "log.sinks: .*AttributeError"),
+        (["--parallel.strategy", "my_strategies:"], "expected an import path package.module:NAME, found"),
+        (["--parallel.strategy", "my_strategies.py:ZERO2_INSIDE"], "has no .py: my_strategies:ZERO2_INSIDE"),
+        (
+            ["--model.kind", "two_kinds:SECOND"],
+            "kinds 'first' and 'second' have the same class of shapes, Shape",
+        ),
     ],
     ids=lambda value: "_".join(value[-1:]) if isinstance(value, list) else "",
 )
@@ -136,6 +164,38 @@ def test_what_is_wrong_is_one_error(
     error = capsys.readouterr().err
     assert re.search(message, error.strip()), error
     assert "Traceback" not in error and not (folder / "run").exists()
+
+
+def test_values_are_checked_when_they_are_made() -> None:
+    for make, message in (
+        (lambda: NamedStrategy("five", (5,), ""), r"NamedStrategy 'five': expected stages .* found \(5,\)"),
+        (lambda: NamedStrategy("three", (0, 1, 2), ""), "of one axis or two"),
+        (lambda: NamedStrategy("number", 2, ""), "found 2"),  # type: ignore[arg-type]
+        (lambda: NamedLayout("rows", "rows", ""), "NamedLayout 'rows': expected the granule .* found 'rows'"),
+        (
+            lambda: NamedOptimizer("whole", "", object, needs="matrix"),
+            "expected needs to be .* found 'matrix'",
+        ),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def test_a_model_without_what_the_trainer_needs(folder: Path) -> None:
+    (folder / "headless.py").write_text(
+        EXAMPLES["my_models.py"].replace("self.output", "self.last").replace('"means"', '"headless"')
+    )
+    config = Config.model_validate({"model": {"kind": "headless:MEANS"}})
+    with pytest.raises(
+        UserError, match=r"kind 'headless' makes a Decoder .* found a RunningMeans without output"
+    ):
+        build_model(config.model, 256)
+
+
+def test_runs_of_different_kinds_differ(folder: Path) -> None:
+    one, other = Config(), Config.model_validate({"model": {"kind": "my_models:MEANS"}})
+    assert next(iter(differences(one, other))) == ("model.kind", "llama", "my_models:MEANS")
+    assert not list(differences(other, Config.model_validate({"model": {"kind": "means"}})))
 
 
 def test_a_kind_without_a_plan_refuses_tensor_parallelism(folder: Path) -> None:

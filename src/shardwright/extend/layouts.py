@@ -27,6 +27,14 @@ class NamedLayout:
     granule: Any
     summary: str
 
+    def __post_init__(self) -> None:
+        rows = isinstance(self.granule, int) and not isinstance(self.granule, bool) and self.granule >= 1
+        if not rows and not callable(self.granule) and self.granule not in (None, "row", "element"):
+            raise ValueError(
+                f'NamedLayout {self.name!r}: expected the granule "row", "element", a number of rows >= 1, a function '
+                f"from a shape to a number of elements, or None; found {self.granule!r}"
+            )
+
     def layout(self) -> Ragged | None:
         """For the engine; None: ``per_parameter``."""
         from shardwright.layout import Ragged
@@ -46,7 +54,7 @@ layouts: Registry[NamedLayout] = Registry(
 )
 
 
-def layout_of(layout: str | Ragged) -> Ragged | None:
+def layout_of(layout: str | NamedLayout | Ragged) -> Ragged | None:
     """What ``fully_shard(layout=...)`` asks for; None: ``per_parameter``.
 
     Raises:
@@ -56,6 +64,8 @@ def layout_of(layout: str | Ragged) -> Ragged | None:
 
     if isinstance(layout, Ragged):
         return layout
+    if isinstance(layout, NamedLayout):
+        return layout.layout()
     if not isinstance(layout, str):
         raise ValueError(f"layout: expected a Ragged or {layouts.expected()}, found {layout!r}")
     return layouts.get(layout).layout()

@@ -92,6 +92,8 @@ class Registry(Generic[T]):
             return self._values[name]
         if ":" in name:
             module, _, attribute = name.partition(":")
+            if not all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")]):
+                raise ValueError(f"{self.what}: expected an import path package.module:NAME, found {name!r}")
             return self._imported(name, EntryPoint(name, f"{module}:{attribute}", self.group))
         if offered := self._offered().get(name):
             value = self._imported(name, offered)
@@ -119,6 +121,13 @@ class Registry(Generic[T]):
             value = point.load()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, ModuleNotFoundError):
+                top = point.module.removesuffix(".py").partition(".")[0]
+                reason += (
+                    f". Start in the folder that has {top}.py or {top}/, or name that folder in PYTHONPATH"
+                )
+                if point.module.endswith(".py"):
+                    reason += f". An import path has no .py: {point.module.removesuffix('.py')}:{point.attr}"
             raise ValueError(
                 f"{self.what} {name!r} cannot be imported from {point.value}: {reason}"
             ) from error

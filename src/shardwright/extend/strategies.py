@@ -26,6 +26,14 @@ class NamedStrategy:
     stages: tuple[int, ...]
     summary: str
 
+    def __post_init__(self) -> None:
+        stages = self.stages if isinstance(self.stages, tuple) else ()
+        if len(stages) not in (1, 2) or any(stage not in (0, 1, 2, 3) for stage in stages):
+            raise ValueError(
+                f"NamedStrategy {self.name!r}: expected stages of one axis or two, each 0, 1, 2 or 3, as in (0, 3); "
+                f"found {self.stages!r}"
+            )
+
     @property
     def axes(self) -> int | None:
         """How many axes its mesh must have; None: any number."""
@@ -64,7 +72,7 @@ strategies: Registry[NamedStrategy] = Registry(
 )
 
 
-def resolve(strategy: str | Strategy | None, ndim: int) -> Strategy:
+def resolve(strategy: str | NamedStrategy | Strategy | None, ndim: int) -> Strategy:
     """The strategy of this name for a mesh of ``ndim`` axes; None means zero3, or hsdp on two axes.
 
     A name for one axis holds for both of two: ``zero1`` shards the optimizer state over all their ranks.
@@ -77,14 +85,17 @@ def resolve(strategy: str | Strategy | None, ndim: int) -> Strategy:
     if strategy is None:
         strategy = "zero3" if ndim == 1 else "hsdp"
     if isinstance(strategy, str):
-        resolved = strategies.get(strategy).on(ndim)
+        strategy = strategies.get(strategy)
+    name: object = strategy
+    if isinstance(strategy, NamedStrategy):
+        name, resolved = strategy.name, strategy.on(ndim)
     elif isinstance(strategy, Strategy):
         resolved = strategy
     else:
         raise ValueError(f"strategy: expected a Strategy or {strategies.expected()}, found {strategy!r}")
     if resolved.ndim != ndim:
         raise ValueError(
-            f"strategy {strategy!r} is for a mesh of {resolved.ndim} dimensions, and this mesh has {ndim}. "
+            f"strategy {name!r} is for a mesh of {resolved.ndim} dimensions, and this mesh has {ndim}. "
             + ("Pass a 2-D mesh, replicas outside." if resolved.ndim == 2 else "Say what each axis does.")
         )
     return resolved

@@ -46,6 +46,14 @@ class NamedOptimizer:
     any_gradients: bool = False
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        blocks = isinstance(self.needs, int) and not isinstance(self.needs, bool) and self.needs >= 1
+        if not blocks and not callable(self.needs) and self.needs not in (None, "tensor"):
+            raise ValueError(
+                f'NamedOptimizer {self.name!r}: expected needs to be "tensor", a number of elements >= 1, a function '
+                f"from a parameter to one of these, or None; found {self.needs!r}"
+            )
+
     def options_problem(self, options: Mapping[str, object]) -> str | None:
         """What is wrong with these values of `[optimizer.options]`."""
         for key, value in options.items():

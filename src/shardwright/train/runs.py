@@ -24,6 +24,7 @@ import shardwright
 from shardwright.train.config import Config, load_config
 from shardwright.train.errors import UserError
 from shardwright.train.lock import FolderLock, claim
+from shardwright.train.models.kinds import kind_named
 
 RUNS = Path("runs")
 """Where runs go that name no folder."""
@@ -252,10 +253,10 @@ def differences(first: Config, second: Config) -> Iterator[tuple[str, object, ob
     Compared is what the keys come to, not how they are spelled.
     """
     first, second = first.resolved(), second.resolved()
-    pairs = [
-        (f"model.{key}", value, getattr(second.model.shape(), key))
-        for key, value in vars(first.model.shape()).items()
-    ]
+    pairs: list[tuple[str, object, object]] = [("model.kind", first.model.kind, second.model.kind)]
+    if kind_named(first.model.kind) is kind_named(second.model.kind):  # by a short name or an import path
+        shapes = vars(first.model.shape()), vars(second.model.shape())
+        pairs = [(f"model.{key}", value, shapes[1][key]) for key, value in shapes[0].items()]
     pairs += [(f"data.{key}", value, getattr(second.data, key)) for key, value in first.data]
     pairs += [
         ("run.seed", first.run.seed, second.run.seed),

@@ -48,6 +48,7 @@ from shardwright.engine.tensors.ranks import Ranks
 from shardwright.engine.tensors.tensor_parallel import data_parallel
 from shardwright.engine.unit.owning import take_over
 from shardwright.engine.unit.unit import Unit
+from shardwright.extend import NamedLayout, NamedMemory, NamedStrategy
 from shardwright.extend.layouts import layout_of
 from shardwright.extend.strategies import resolve
 from shardwright.layout import Ragged, Strategy
@@ -68,9 +69,9 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
-    strategy: str | Strategy | None = None,
-    layout: str | Ragged = "per_parameter",
-    memory: str | Allocator = "dynamic",
+    strategy: str | NamedStrategy | Strategy | None = None,
+    layout: str | NamedLayout | Ragged = "per_parameter",
+    memory: str | NamedMemory | Allocator = "dynamic",
     prefetch: int | str = 1,
     strict: bool = False,
     sync_module_states: bool = False,
@@ -200,7 +201,10 @@ fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 def _reshard_after_forward(
-    value: bool | int | None, strategy: str | Strategy | None, ranks: Ranks, unit_parameters: Found
+    value: bool | int | None,
+    strategy: str | NamedStrategy | Strategy | None,
+    ranks: Ranks,
+    unit_parameters: Found,
 ) -> bool | int | None:
     """True, False, None, or among how many ranks parameters are kept after forward: not 1 and not all."""
     if value is None or value is False:
@@ -351,7 +355,7 @@ _communicators: weakref.WeakValueDictionary[tuple[str, torch.device], Communicat
 )
 
 
-def _ranks(mesh: DeviceMesh, dims: Any, strategy: str | Strategy | None) -> Ranks:
+def _ranks(mesh: DeviceMesh, dims: Any, strategy: str | NamedStrategy | Strategy | None) -> Ranks:
     """Those of a mesh, or of the dimensions of it that ``dims`` names, where that is given."""
     spmd = None
     if dims is not None:
@@ -381,7 +385,9 @@ def _refuse_cut(unit_parameters: Found) -> None:
             )
 
 
-def _ranks_of_some(infos: list[Any], strategy: str | Strategy | None, whole: Ranks) -> list[Ranks]:
+def _ranks_of_some(
+    infos: list[Any], strategy: str | NamedStrategy | Strategy | None, whole: Ranks
+) -> list[Ranks]:
     """Those of parameters for which shard_placement_fn has given other meshes than all have, each mesh once."""
     known = {whole.mesh: whole}
     for info in infos:

@@ -221,7 +221,7 @@ class Pools:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-def model_options(memory: str | Allocator, prefetch: int | str, strict: bool) -> ModelOptions:
+def model_options(memory: str | NamedMemory | Allocator, prefetch: int | str, strict: bool) -> ModelOptions:
     """What ``fully_shard`` was given for these.
 
     Raises:
@@ -229,15 +229,16 @@ def model_options(memory: str | Allocator, prefetch: int | str, strict: bool) ->
         NotImplementedError: planned memory on a torch whose storages cannot be given other memory.
     """
     source: NamedMemory | Allocator
-    if isinstance(memory, str):
-        source = memories.get(memory)
-        if source.allocator is not None:
-            source = source.allocator()
-    else:
-        source = memory
-    if not isinstance(source, NamedMemory | Allocator):
+    source = memories.get(memory) if isinstance(memory, str) else memory
+    if isinstance(source, NamedMemory) and source.allocator is not None:
+        source = source.allocator()
+    missing = [name for name in ("lease", "release") if not callable(getattr(source, name, None))]
+    if isinstance(source, type) or (missing and not isinstance(source, NamedMemory)):
+        kind = f"the class {source.__name__}" if isinstance(source, type) else f"a {type(source).__name__}"
+        lacks = "" if isinstance(source, type) else f" without {' and '.join(missing)}"
         raise ValueError(
-            f"memory: expected an object with the methods of sw.Allocator or {memories.expected()}, found {memory!r}"
+            f"memory: expected an object with the methods of sw.Allocator or {memories.expected()}, found {memory!r}, "
+            f"{kind}{lacks}"
         )
     if not memory_can_be_swapped and (not isinstance(source, NamedMemory) or source.plan is not None):
         raise NotImplementedError(

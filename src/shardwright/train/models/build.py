@@ -5,13 +5,25 @@ from __future__ import annotations
 from shardwright.train.config import ModelConfig
 from shardwright.train.errors import UserError
 from shardwright.train.models.decoder import Decoder
-from shardwright.train.models.kinds import offers_of
+from shardwright.train.models.kinds import kind_of, offers_of
 from shardwright.train.models.presets import Shape
+
+#: What the trainer asks of each model.
+_NEEDED = ("config", "tok_embeddings", "layers", "norm", "output")
 
 
 def model_of(shape: Shape) -> Decoder:
     """The model of that shape, on the default device (`with torch.device("meta")` too)."""
-    return offers_of(shape).model(shape)
+    model = offers_of(shape).model(shape)
+    missing = (
+        [name for name in _NEEDED if not hasattr(model, name)] if isinstance(model, Decoder) else ["Decoder"]
+    )
+    if missing:
+        raise UserError(
+            f"model.kind: expected that Offers.model of kind {kind_of(shape).name!r} makes a Decoder with "
+            f"{', '.join(_NEEDED)}, found a {type(model).__name__} without {', '.join(missing)}"
+        )
+    return model
 
 
 def build_model(model_config: ModelConfig, vocab_size: int) -> Decoder:

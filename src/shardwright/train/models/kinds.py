@@ -129,9 +129,15 @@ def kind_named(name: str) -> Kind:
     """The kind that `[model] kind` names; its shapes are known from here on.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or another kind has shapes of its class.
     """
     kind = kinds.get(name)
+    for other in (*kinds.known(), *_by_shape.values()):
+        if other.shape is kind.shape and other is not kind:
+            raise ValueError(
+                f"kind: kinds {other.name!r} and {kind.name!r} have the same class of shapes, {kind.shape.__name__}, "
+                "by which their models are chosen. Give each kind a dataclass that no other has"
+            )
     _by_shape[kind.shape] = kind
     return kind
 
