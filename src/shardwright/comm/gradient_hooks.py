@@ -121,7 +121,7 @@ class _WithErrors(GradientHook):
         if of_model.keys() != state.keys():
             odd = sorted(of_model.keys() ^ state.keys())
             raise ValueError(
-                f"the hook's state has {len(state)} tensors where this model needs {len(of_model)}; these are in only "
+                f"the hook's state has {len(state)} tensors, but this model needs {len(of_model)}; these are in only "
                 f"one of the two: {', '.join(odd[:4])}. Load the state into the same model, sharded in the same way"
             )
         for key, (tensor, site) in of_model.items():

@@ -85,6 +85,10 @@ def resolve(strategy: str | Strategy | None, ndim: int) -> Strategy:
     if resolved.ndim != ndim:
         raise ValueError(
             f"strategy {strategy!r} is for a mesh of {resolved.ndim} dimensions, and this mesh has {ndim}. "
-            + ("Pass a 2-D mesh, replicas outside." if resolved.ndim == 2 else "Say what each axis does.")
+            + (
+                "Pass a 2-D mesh, replicas outside."
+                if resolved.ndim == 2
+                else "Pass a Strategy with a word for each axis."
+            )
         )
     return resolved

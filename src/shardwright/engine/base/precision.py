@@ -112,13 +112,13 @@ def as_precision(policy: MixedPrecisionPolicy) -> PrecisionPolicy:
 def _check_single(policy: Any, where: str) -> None:
     if not isinstance(policy, MixedPrecisionPolicy):
         raise ValueError(
-            f"per_parameter must give a MixedPrecisionPolicy, got {policy!r} ({type(policy).__name__}) for {where}"
+            f"per_parameter must return a MixedPrecisionPolicy, got {policy!r} ({type(policy).__name__}) for {where}"
         )
     for f in dataclasses.fields(policy):
         if f.name not in _SINGLE and getattr(policy, f.name) != getattr(_PLAIN, f.name):
             raise ValueError(
-                f"per_parameter gave a policy with {f.name}={getattr(policy, f.name)!r} for {where}. Only the policy "
-                "of a whole unit can set this field: set it there."
+                f"per_parameter returned a policy with {f.name}={getattr(policy, f.name)!r} for {where}. Only the "
+                "policy of a whole unit can set this field: set it there."
             )
 
 
