@@ -237,9 +237,9 @@ def plan(
         groups: per parameter, anything hashable. Parameters of different groups or dtypes share no segment.
 
     Segments of equal dtypes and group are next to each other, in the order in which these first appear. Padding of a
-    ragged segment is less than two granules per rank plus alignment. If the bytes of a row are no multiple of 16, the
-    shortest run of rows that is stays together (four rows of 3 float32 elements). Otherwise a part might not start on
-    16 bytes.
+    ragged segment is less than two granules per rank plus alignment. If the bytes of a row are no multiple of 16,
+    several rows stay together, as few as make a multiple of 16 (four rows of 3 float32 elements). Otherwise a part
+    might not start on 16 bytes.
 
     Raises ValueError for an unknown layout, fewer than one rank, a negative dimension, and ``dtypes`` or ``groups``
     that are not one per parameter.
