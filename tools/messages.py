@@ -61,8 +61,8 @@ def messages_of(tree: ast.Module) -> set[tuple[int, str]]:
     docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     messages: set[tuple[int, str]] = set()
     for node in ast.walk(tree):
-        short = (
-            isinstance(node, ast.Raise) or isinstance(node, ast.Call) and last_name(node.func).endswith(CALLS)
+        short = isinstance(node, ast.Raise) or (
+            isinstance(node, ast.Call) and last_name(node.func).endswith(CALLS)
         )
         for child in ast.iter_child_nodes(node):
             if child in docstrings and not isinstance(child, ast.Call):

@@ -139,7 +139,7 @@ def test_engines_do_not_mix(rank: int, world_size: int) -> None:
         sw.fully_shard(model, mesh=mesh)
     model = plain()
     replicate(model[0])
-    with pytest.raises(ValueError, match="which torch's replicate was applied to"):
+    with pytest.raises(ValueError, match="torch's replicate was applied to it"):
         sw.fully_shard(model, mesh=mesh)
     sw.fully_shard(model, mesh=mesh, ignored_modules=[model[0]])
     model = plain()

@@ -417,7 +417,7 @@ def test_buffers_are_cast_by_policy(rank: int, world_size: int) -> None:
         ({"full_precision_in_eval": 1}, "must be True or False"),
         ({"per_parameter": 3}, "a function"),
         ({"per_parameter": {"*": sw.MixedPrecisionPolicy(output_dtype=BF16)}}, "output_dtype"),
-        ({"per_parameter": {"*": BF16}}, "must give a MixedPrecisionPolicy"),
+        ({"per_parameter": {"*": BF16}}, "must return a MixedPrecisionPolicy"),
     ],
 )
 def test_policies_that_are_refused(options: dict[str, Any], told: str) -> None:

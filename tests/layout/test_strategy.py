@@ -113,7 +113,7 @@ def test_every_name_is_tested_and_public() -> None:
         (
             Strategy.of_stages(3),
             2,
-            "for a mesh of 1 dimensions, and this mesh has 2. Say what each axis does",
+            "for a mesh of 1 dimensions, and this mesh has 2. Pass a Strategy",
         ),
         (Strategy.of_stages(0, 3), 1, "for a mesh of 2 dimensions, and this mesh has 1"),
         ("zero4", 1, "one of ddp, zero1, zero2, zero3, hsdp, hfsdp, or an import path"),

@@ -293,7 +293,7 @@ def test_gradients_that_only_some_ranks_have(rank: int, world_size: int) -> None
     set_gradients(sharded, step=0, without="row" if rank == 1 else "")
     with pytest.raises(
         RuntimeError,
-        match=r"parameter 'row of Odd' on every rank or on none; ranks \[0\] have one, the others",
+        match=r"parameter 'row of Odd' on every rank or on none; ranks \[0\] have one, the other ranks",
     ):
         ours.step()
     set_gradients(plain, sharded, step=0)

@@ -214,7 +214,7 @@ def test_registries_refuse_what_they_cannot_hold() -> None:
     with pytest.raises(ValueError, match="a name without a colon"):
         strategies.add(NamedStrategy("a:b", (1,), ""))
     assert strategies.add(strategies.get("ddp")) is strategies.get("ddp")  # a module that is imported twice
-    with pytest.raises(ValueError, match="NamedMemory 'both': give allocator or plan"):
+    with pytest.raises(ValueError, match="NamedMemory 'both': pass allocator or plan"):
         NamedMemory("both", "", allocator=object, plan=lambda items, units: None)  # type: ignore[arg-type,return-value]
 
 

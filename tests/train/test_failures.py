@@ -74,7 +74,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (("--model.dim", str(2**40)), "model: expected a model that fits into the"),
         (("--model.max_seq_len", str(2**50)), "choose a smaller preset"),
         (("--train.global_batch", str(2**40)), "train.global_batch: expected at most 1000 times the"),
-        (("--parallel.reshard_after_forward", "never"), "engine none shards nothing"),
+        (("--parallel.reshard_after_forward", "never"), "engine none, which shards nothing"),
         (("--run.dir", tmp_path / "file"), "run.dir: expected a folder, found a file at"),
         (("--run.dir", tmp_path / "file" / "below"), "cannot write"),
         (("--run.dir", tmp_path / ("long" * 100)), "cannot write"),

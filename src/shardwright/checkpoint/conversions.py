@@ -101,7 +101,7 @@ def _follow(
             operations = ", ".join(type(o).__name__ for o in converter.operations)
             raise ValueError(
                 f"transformers converts {sorted(converter.layer_targets[name])} to {name!r} by {operations}, which "
-                f"failed: {error} Load the model with transformers' from_pretrained before it is sharded, or give a "
+                f"failed: {error} Load the model with transformers' from_pretrained before it is sharded, or pass a "
                 "key_map."
             ) from error
         for target, form in converted.items():

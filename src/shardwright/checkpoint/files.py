@@ -167,7 +167,7 @@ def _open_safetensors(file: Path) -> dict[str, StoredTensor]:
         for begin, stop, key in sorted((begin, stop, key) for key, (_, _, begin, stop) in entries):
             if begin != end:
                 raise ValueError(
-                    f"{key!r} begins at byte {begin:,}, where the tensors before it end at {end:,}"
+                    f"{key!r} begins at byte {begin:,}, but the tensors before it end at byte {end:,}"
                 )
             end = stop
         if end != size - 8 - length:

@@ -69,40 +69,41 @@ def load_pretrained(
 
         sw.load_pretrained(model, "checkpoint/")
 
-    Of a sharded model every rank must call it, with files of the same content; of a plain one each process on its own.
-    Values are converted to the dtype of the parameter or buffer (floating to floating; other kinds must be the same).
-    Before anything is written names, shapes and dtypes are compared on every rank, and what does not fit is told
-    together. Call it between steps; gradients and optimizer state stay as they are.
+    For a sharded model every rank must call it, with the same files. For a plain model each process calls it
+    independently. Floating-point values are converted to the dtype of the parameter or buffer; other dtypes must be
+    equal. Before anything is written, every rank compares names, shapes and dtypes, and one error lists everything that
+    does not fit. Call it between steps; gradients and optimizer state stay unchanged.
 
-    **Models without values.** Of a deferred model (``sw.deferred_init``), or one built on the meta device, sharded or
-    not, what is loaded holds values afterwards and the rest still holds none. ``sw.materialize`` goes by that: it
-    initialises what holds no values, and nothing else. So loading first and materialising then never overwrites what
-    was loaded, and gives the rest (say tables that are not stored) what it lacks. Parameters stay the same
-    objects, so optimizers that were made before still have them.
+    **Models without values.** In a deferred model (``sw.deferred_init``), or a model on the meta device, the loaded
+    tensors have values afterwards and the others still have none. ``sw.materialize`` initialises only the tensors
+    without values. So load first and then materialise: this never overwrites loaded values, and it initialises the rest
+    (say tables that are not stored). Parameters stay the same objects, so optimizers that were made before still have
+    them.
 
     Args:
-        model: plain, or sharded by ``fully_shard`` in any layout and strategy. Tied weights need be stored once; where
-            they are stored under several names, those must be equal.
+        model: plain, or sharded by ``fully_shard`` in any layout and strategy. Tied weights must be stored at least
+            once; if they are stored under several names, the values must be equal.
         path: a file (.safetensors; .pt, .pth or .bin of ``torch.save``, opened with ``weights_only=True``), an index
             (.index.json), or a folder with an index or a single file.
-        key_map: where the model's tensors are stored: a dict from its names to keys (what it leaves out has the same
-            name in both), or a callable. Values are keys, or :class:`Transposed`, :class:`Slice`, :class:`Stacked`,
-            :class:`Joined` of them, or None for a tensor that is not stored and is left as it is. Default: of a model
-            of transformers 5 its own list of conversions (renamed weights, experts stored one by one), of other models
-            the same names.
-        allow_missing: True, or names of the model, with ``*`` as in file names, that need not be stored. Tensors that
-            transformers itself leaves out when it saves (``_keys_to_ignore_on_save``) need not be stored either: they
-            keep what the model's constructor computes. On the meta device it computes nothing, so there they must.
+        key_map: where the model's tensors are stored: a dict from names in the model to keys (a name that is not in it
+            is its own key), or a callable. Values are keys, or :class:`Transposed`, :class:`Slice`, :class:`Stacked`,
+            :class:`Joined` of keys, or None for a tensor that is not stored and stays unchanged. Default: for a model
+            of transformers 5 its list of conversions (renamed weights, experts stored one by one), for other models the
+            same names.
+        allow_missing: True, or names in the model, with ``*`` as in file names, that need not be stored. Tensors that
+            transformers does not save (``_keys_to_ignore_on_save``) need not be stored either: they keep the values
+            from the model's constructor. On the meta device the constructor computes no values, so there they must be
+            stored.
         allow_unexpected: True, or keys that may be stored without a place in the model, with ``*``.
-        device: where what has no memory yet gets some. Default: the mesh's device; of plain models the CPU.
+        device: device of tensors that have no memory yet. Default: the mesh's device; for plain models the CPU.
 
     Returns:
-        What was missing and unexpected, where that is allowed, and how many bytes this rank has read.
+        The missing and unexpected names that were allowed, and the number of bytes that this rank has read.
 
     Raises:
         FileNotFoundError: there are no such files.
-        ValueError: a file is damaged, or names, shapes or dtypes do not fit. All of it is told together, and the model
-            is as it was.
+        ValueError: a file is damaged, or names, shapes or dtypes do not fit. One error lists all of them, and the model
+            is unchanged.
         RuntimeError: another rank failed, or the model is in use.
     """
     refuse_while_deferring("load_pretrained")

@@ -58,29 +58,29 @@ def save_pretrained(
 
         sw.save_pretrained(model, "checkpoint/")
 
-    One file ``model.safetensors``, or several with ``model.safetensors.index.json``, as Hugging Face names them. Of a
-    sharded model every rank must call it: parameters are gathered one at a time, and the mesh's first rank writes, so
-    that a rank holds at most the largest of them beside its shards. Of a plain model only the rank that calls it does
-    anything: call it on one. Tied weights are written once, under the first of their names. Call it between steps.
+    One file ``model.safetensors``, or several with ``model.safetensors.index.json``, as Hugging Face names them. For a
+    sharded model every rank must call it. Parameters are gathered one at a time, and the mesh's first rank writes, so a
+    rank holds at most the largest parameter beside its shards. For a plain model call it on one rank. Tied weights are
+    written once, under the first of their names. Call it between steps.
 
-    The folder is written beside its place and renamed when it is whole and on disk; if anything fails, on any rank,
-    nothing is left of it and every rank raises.
+    The folder is written under another name and renamed when it is complete and on disk. If anything fails on any rank,
+    the new folder is removed and every rank raises an error.
 
     Args:
         model: plain, or sharded by ``fully_shard`` in any layout and strategy.
         path: the folder; it must be new or empty, unless ``overwrite``.
-        key_map: as for :func:`load_pretrained`, for which what is written with it is read with it.
+        key_map: as for :func:`load_pretrained`. Pass the same key map to load these files.
         max_shard_size: bytes of tensors in a file, as a number or such as "5 GB" or "512 MiB". A larger tensor gets a
-            file of its own.
-        dtype: floating tensors are converted to it. Default: as the model stores them.
-        config: what ``config.json`` is to hold beside the weights. None: no such file.
-        overwrite: replace a folder in which nothing but such files lie.
+            separate file.
+        dtype: floating-point tensors are converted to this dtype. Default: as the model stores them.
+        config: content of ``config.json`` beside the weights. None: no such file.
+        overwrite: replace an existing folder, if it has only files of a saved model.
 
     Raises:
         ValueError: a tensor holds no values, or has a dtype without a name in the format, the key map does not fit, two
-            tensors have one key, or a bad argument; told before anything is written.
-        FileExistsError: the folder is there, and not empty (or, with ``overwrite``, holds other files).
-        OSError: it cannot be written.
+            tensors have one key, or an argument is wrong; nothing was written then.
+        FileExistsError: the folder exists and is not empty (or, with ``overwrite``, has other files).
+        OSError: the folder cannot be written.
         RuntimeError: another rank failed, or the model is in use.
     """
     units = units_of(model)

@@ -11,7 +11,7 @@ import torch
 
 
 class Codec(Protocol):
-    """Rows of numbers as rows of bytes."""
+    """Encodes rows of numbers as rows of bytes, and decodes them."""
 
     def nbytes(self, numel: int) -> int:
         """Bytes of an encoded row of ``numel`` elements."""
@@ -52,7 +52,7 @@ class Cast:
 
 
 class Int8Blocks:
-    """One byte for each element and a float32 scale for each ``block`` of them: the block's largest is 127.
+    """One byte for each element and a float32 scale for each ``block`` of elements; the largest of a block becomes 127.
 
     The error of an element is at most its block's largest magnitude / 254.
 

@@ -24,16 +24,16 @@ Steps = Generator[Any, None, torch.Tensor]
 
 @dataclass(frozen=True)
 class Site:
-    """One collective of one unit's gradients, which comes again in every step.
+    """One collective of a unit's gradients, the same one in every step.
 
     Attributes:
         name: the same on every rank and in every run of the same model.
         group: the ranks that sum.
         mesh: all data-parallel ranks.
         device: of the gradients.
-        asynchronous: to be given as ``async_op``: False on an accelerator, where the current stream keeps the order.
+        asynchronous: pass it as ``async_op``. It is False on an accelerator, where the current stream keeps the order.
         matrices: how the elements of a row divide into matrices: (elements, columns), in their order. With n ranks the
-            n rows of such a part, one below the other, are the matrix. Of vectors the columns are 1.
+            n rows of such a part, one below the other, are the matrix. A vector has 1 column.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Site:
 
 
 class GradientHook:
-    """What carries gradients. Give one to :meth:`FSDPModule.set_gradient_comm_hook`.
+    """Reduces gradients. Pass a hook to :meth:`FSDPModule.set_gradient_comm_hook`.
 
-    Parameters of no dimension, and what the engine sends along, are summed exactly and never come here. A hook object
-    belongs to one model; state per collective is kept by ``site.name``.
+    The hook never gets 0-d parameters or the engine's flags, which are summed exactly. A hook object belongs to one
+    model. Use ``site.name`` as the key for state of a collective.
     """
 
     def prepare(self, site: Site, scatters: bool) -> None:
@@ -130,7 +130,7 @@ class _WithErrors(GradientHook):
         if of_model.keys() != state.keys():
             odd = sorted(of_model.keys() ^ state.keys())
             raise ValueError(
-                f"the hook's state has {len(state)} tensors where this model needs {len(of_model)}; these are in only "
+                f"the hook's state has {len(state)} tensors, but this model needs {len(of_model)}; these are in only "
                 f"one of the two: {', '.join(odd[:4])}. Load the state into the same model, sharded in the same way"
             )
         for key, (tensor, site) in of_model.items():
@@ -151,13 +151,13 @@ def _spread(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 class Compressed(_WithErrors):
-    """Gradients are sent encoded, and summed in float32 by who receives them.
+    """Gradients are sent encoded; the receiving rank sums them in float32.
 
-    An all-reduce is that and a gather of the sums, encoded once more.
+    An all-reduce also gathers the sums, which are encoded again.
 
     Args:
         codec: :class:`Cast` or :class:`Int8Blocks`, or another :class:`Codec`.
-        error_feedback: add to the next gradients what was lost of the last ones.
+        error_feedback: add the rounding error of one step to the gradients of the next.
     """
 
     def __init__(self, codec: Codec, *, error_feedback: bool = False) -> None:
@@ -204,13 +204,14 @@ class Compressed(_WithErrors):
 class PowerSGD(_WithErrors):
     """Matrices are sent as products of two thin ones ("PowerSGD", Vogels et al., 2019, https://arxiv.org/abs/1905.13727).
 
-    Of a matrix [m, w] travel ``rank`` (m + w) elements in float32 rather than m w; what that does not make smaller,
-    vectors among it, is summed exactly. The columns are those of the layout: of a parameter all but the dimension that
-    is cut, in ragged layouts the rows of a segment. ``Ragged("element")`` has no rows, so all is summed exactly there.
+    For a matrix [m, w] it sends ``rank`` (m + w) elements in float32 instead of m w. Parameters that this does not make
+    smaller, such as vectors, are summed exactly. The layout defines the columns: all dimensions of a parameter except
+    the one that is cut, or the rows of a segment in ragged layouts. ``Ragged("element")`` has no rows, so everything is
+    summed exactly there.
 
     Args:
         rank: columns of the thin matrices.
-        error_feedback: as in :class:`Compressed`. Without it this does not converge, so it is on.
+        error_feedback: as in :class:`Compressed`. On by default, since PowerSGD does not converge without it.
     """
 
     def __init__(self, rank: int = 4, *, error_feedback: bool = True) -> None:

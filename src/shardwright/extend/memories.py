@@ -35,7 +35,7 @@ class NamedMemory:
 
     def __post_init__(self) -> None:
         if self.allocator is not None and self.plan is not None:
-            raise ValueError(f"NamedMemory {self.name!r}: give allocator or plan, not both")
+            raise ValueError(f"NamedMemory {self.name!r}: pass allocator or plan, not both")
 
 
 def _slots(items: Sequence[Item], units: int) -> Plan:

@@ -96,6 +96,10 @@ def resolve(strategy: str | NamedStrategy | Strategy | None, ndim: int) -> Strat
     if resolved.ndim != ndim:
         raise ValueError(
             f"strategy {name!r} is for a mesh of {resolved.ndim} dimensions, and this mesh has {ndim}. "
-            + ("Pass a 2-D mesh, replicas outside." if resolved.ndim == 2 else "Say what each axis does.")
+            + (
+                "Pass a 2-D mesh, replicas outside."
+                if resolved.ndim == 2
+                else "Pass a Strategy with a word for each axis."
+            )
         )
     return resolved

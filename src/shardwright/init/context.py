@@ -34,25 +34,25 @@ _thread: int | None = None  #: in which a context is active
 
 @contextlib.contextmanager
 def deferred_init() -> Iterator[None]:
-    """Build models without memory: what initialises them is recorded, and carried out by :func:`materialize`.
+    """Build models without memory: record the operations that initialise them, for :func:`materialize`.
 
         with sw.deferred_init():
             model = Model(config)
 
-    Any model, unmodified. Its parameters and buffers have shapes, dtypes and devices and can be tied, converted,
-    initialised, sharded and given to optimizers, inside the context and after it. Whatever reads a value (``item``,
-    ``tolist``, ``numpy``, a branch) gets the right one: what it depends on is computed for it. ``torch.get_rng_state``
-    draws for it what was recorded so far.
+    This works for any model without changes. Its parameters and buffers have shapes, dtypes and devices. You can tie,
+    convert, initialise and shard them and pass them to optimizers, inside the context and after it. Code that reads a
+    value (``item``, ``tolist``, ``numpy``, a branch) gets the right value: the recorded operations that it depends on
+    run for it. ``torch.get_rng_state`` draws the recorded numbers first.
 
-    From the first random operation on, generators hold placeholder states until :func:`materialize` leaves them as
-    the plain build would have. Numbers drawn between the context and ``materialize`` would not be those of the plain
-    build, so then ``materialize`` raises. Seeding or restoring a generator in between is fine. If the constructor
-    fails, generators are as they were before it.
+    From the first random operation until :func:`materialize`, generators hold placeholder states. ``materialize``
+    leaves them in the same state as the plain build. If you draw numbers between the context and ``materialize``, it
+    raises an error, since the plain build would draw other numbers. You may seed or restore a generator in between. If
+    the constructor fails, generators are as they were before it.
 
-    Tensors made outside keep their memory; what the constructor reads of them must not change before ``materialize``.
+    Tensors made outside keep their memory. Values that the constructor reads must not change before ``materialize``.
 
     Raises:
-        RuntimeError: the default device is meta, where nothing would be recorded, or a context is active in another
+        RuntimeError: the default device is meta, where nothing can be recorded, or a context is active in another
             thread.
         NotImplementedError: a parameter or buffer of another class than ``torch.Tensor`` or ``nn.Parameter``, or one
             that is sparse, quantized or nested.

@@ -42,25 +42,25 @@ def materialize(
         sw.materialize(model)                           # built under sw.deferred_init()
         sw.materialize(model, init=model.init_weights)  # built under torch.device("meta")
 
-    A deferred model gets, bit by bit, the values of the model built on that device with the same seed, on any number
-    of ranks and in any layout, and the generators are left as that build leaves them. Parameters that a unit owns are
-    written into the shards, each whole tensor existing only while its own operations run. Ranks do not communicate;
-    each runs the same operations, so all must start with the same seed. Parameters that hold values already, loaded
-    ones among them, keep them.
+    A deferred model gets, bit by bit, the values of the model built on that device with the same seed, on any number of
+    ranks and in any layout, and the generators end in the same state as after that build. Parameters of units are
+    written into the shards; each whole tensor exists only while its operations run. Ranks do not communicate. Each runs
+    the same operations, so all must start with the same seed. Parameters that already have values, such as loaded ones,
+    keep them.
 
-    On the meta device nothing was recorded, so values come from ``init``, or without it from the ``reset_parameters``
-    (or ``_reset_parameters``) of each module that owns such parameters or buffers: every module once, inner ones first.
-    Random operations draw the numbers that the whole tensors would have drawn.
+    On the meta device nothing was recorded, so values come from ``init``. Without it they come from
+    ``reset_parameters`` (or ``_reset_parameters``) of each module that owns such parameters or buffers: each is called
+    once, inner modules first. Random operations draw the numbers that the whole tensors would have drawn.
 
     Args:
-        device: where tensors go whose constructor named no device. Default: that of the mesh, or the CPU if nothing
+        device: device of tensors whose constructor named no device. Default: the mesh's device, or the CPU if nothing
             is sharded.
         init: called without arguments, once, for models on the meta device.
 
     Raises:
-        ValueError: parameters or buffers that nothing initialises, with the class of their module; nothing was
-            changed then. Or ``device`` is not that of the mesh, or what has no values has a gradient,
-            or is a buffer that is part of a graph.
+        ValueError: names parameters or buffers that no initialiser writes, with the class of their module; nothing was
+            changed then. Or ``device`` is not the mesh's device; or a tensor without values has a gradient, or is a
+            buffer in a graph.
         RuntimeError: numbers were drawn between ``deferred_init`` and here, or a tensor that the constructor read has
             changed since.
 

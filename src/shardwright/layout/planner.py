@@ -23,12 +23,11 @@ Dtypes = torch.dtype | tuple[torch.dtype, ...]
 
 @dataclass(frozen=True)
 class Ragged:
-    """A layout that cuts parameters between granules, wherever the end of a rank's part happens to fall.
+    """A layout that cuts parameters between granules, at the end of a rank's part.
 
-        Ragged("row")      # rows of the last dimension stay whole
-        Ragged(32)         # blocks of 32 such rows, counted from the parameter's first
-        Ragged("element")  # nothing but the alignment matters
-        Ragged(lambda shape: math.prod(shape[1:]))  # so many elements stay whole, counted from the first
+        Ragged("row")      # rows of the last dimension stay whole Ragged(32)         # blocks of 32 such rows, counted
+        from the parameter's first Ragged("element")  # nothing but the alignment matters Ragged(lambda shape:
+        math.prod(shape[1:]))  # blocks of this many elements stay whole
 
     A tensor of more than two dimensions is a stack of rows. A 1-D parameter has no rows: ``Ragged("row")`` may cut it
     anywhere, ``Ragged(k)`` between blocks of 256 elements. Raises ValueError for any other granule.
@@ -119,7 +118,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where every element of a unit's parameters lives; made by :func:`plan`.
+    """The place of every element of a unit's parameters; made by :func:`plan`.
 
     Parameters are known by their index in ``shapes``, their elements by flat index in memory order. Raises ValueError
     if a parameter is missing, overlaps another, leaves its segment, or has a granule cut by the end of a rank's part.
@@ -242,10 +241,10 @@ def plan(
             parameter, and every rank's part of it, starts on 16 bytes in each of them. Default: float32.
         groups: per parameter, anything hashable. Parameters of different groups or dtypes share no segment.
 
-    Segments of equal dtypes and group lie together, in the order in which these first appear. Padding of a ragged
-    segment is less than two granules per rank plus alignment. Rows whose bytes are no multiple of 16 count in the
-    shortest runs that are (rows of 3 float32 elements in fours), since a part that begins with any other row would not
-    start on 16 bytes.
+    Segments of equal dtypes and group are next to each other, in the order in which these first appear. Padding of a
+    ragged segment is less than two granules per rank plus alignment. If the bytes of a row are no multiple of 16,
+    several rows stay together, as few as make a multiple of 16 (four rows of 3 float32 elements). Otherwise a part
+    might not start on 16 bytes.
 
     Raises:
         ValueError: an unknown layout, fewer than one rank, a negative dimension, or ``dtypes`` or ``groups`` that are

@@ -24,7 +24,7 @@ def alignment_elements(*dtypes: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What the planner knows of a parameter: its name, global shape, dtypes, and the dimension it is cut along.
+    """A parameter for the planner: its name, global shape, dtypes, and the dimension along which it is cut.
 
     A 0-d parameter has no dimension to cut: every rank keeps it whole.
     """

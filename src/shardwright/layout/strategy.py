@@ -15,22 +15,22 @@ _KINDS = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class Strategy:
-    """For each data-parallel mesh axis, from the outermost to the innermost: what is sharded and what replicated.
+    """What is sharded and what is replicated, for each axis of the data-parallel mesh, the outermost first.
 
         sw.Strategy(parameters="shard", gradients="shard", optimizer="shard")                      # zero3, one axis
         sw.Strategy(parameters=("replicate", "shard"), gradients=("replicate", "shard"),
                     optimizer=("shard", "shard"))                                                  # hfsdp, two axes
 
-    *Parameters* are the copy that computes, *gradients* what is kept of them between the micro-batches of a step, and
-    *optimizer* its state together with the weights it updates. What is sharded less needs fewer collectives and more
-    memory: replicated parameters are gathered once per step, replicated gradients reduced once per step.
+    *Parameters* are the copy that computes. *Gradients* are the sums kept between the micro-batches of a step.
+    *Optimizer* is its state, with the weights that it updates. Replication needs fewer collectives and more memory:
+    replicated parameters are gathered once per step, replicated gradients reduced once per step.
 
     Attributes:
         parameters, gradients, optimizer: "shard" or "replicate", or one of them for each axis.
 
     Raises:
-        ValueError: another word, unequal lengths, or a row that makes no sense: parameters may be sharded only where
-            gradients are, and those only where the optimizer state is.
+        ValueError: another word, different numbers of axes, or an illegal axis: parameters may be sharded only where
+            gradients are, and gradients only where the optimizer state is.
     """
 
     parameters: Placement | Sequence[Placement]

@@ -152,8 +152,8 @@ class Span:
 
 
 class GradientDtypes(NamedTuple):
-    """Of a parameter's gradient: as it is reduced, as it ends (None: as the parameter is stored), and as sums of it
-    are held between micro-batches (None: as it is reduced)."""
+    """Dtypes of a parameter's gradient: in the reduction, in ``.grad`` (None: as the parameter is stored), and of the
+    sums held between micro-batches (None: as in the reduction)."""
 
     reduce: torch.dtype
     grad: torch.dtype | None = None
@@ -164,8 +164,8 @@ class GradientDtypes(NamedTuple):
 class Packing:
     """One reduction: the gradients of equal :class:`GradientDtypes`, and behind them one flag per parameter.
 
-    A flag says whether this rank has a gradient for the parameter. Summed over the ranks it tells a parameter that
-    nobody used (its gradient stays ``None``) from one that only this rank did not use (zeros count here).
+    A flag says whether this rank has a gradient for the parameter. The sum over the ranks distinguishes a parameter
+    that no rank used (its gradient stays ``None``) from one that only this rank did not use (this rank adds zeros).
 
     Parameters cut in rows are packed rank-major, every rank's part together, and reduced as one tensor. Segments that
     parameters share are packed one after another, each whole as in the slab, and reduced by one coalesced collective.

@@ -20,20 +20,20 @@ from shardwright._torch import block_of, swap_memory
 class Allocator(Protocol):
     """Gives slabs their memory. ``fully_shard(root, memory=...)`` takes any object with these two methods.
 
-    Both are called on the host, in the order of the program, with the device's current stream being the one on which
-    the memory will first be used, or was last. A slab has ``nbytes``, ``device``, ``unit`` (a name) and ``kind``.
+    The engine calls both on the host, in the order of the program. The device's current stream is then the stream that
+    uses the memory first, or that used it last. A slab has ``nbytes``, ``device``, ``unit`` (a name) and ``kind``.
     """
 
     def lease(self, slab: Slab) -> torch.Tensor | None:
         """Memory for a slab until :meth:`release`: a contiguous uint8 tensor of ``slab.nbytes`` bytes or more on
-        ``slab.device``, at an address that is a multiple of 16, which no other lease has meanwhile. None: it is taken
-        from torch's allocator.
+        ``slab.device``, at an address that is a multiple of 16. No other lease may use this memory meanwhile. None:
+        torch's allocator gives the memory.
         """
 
     def release(self, slab: Slab, memory: torch.Tensor | None) -> bool | None:
         """The slab no longer needs ``memory``, the very tensor (uint8, or None) that :meth:`lease` returned.
 
-        True: the slab's next lease will mostly bring the same, so what the engine has made for it may be kept.
+        Return True if the slab's next lease usually returns the same memory; the engine then keeps its views of it.
         """
 
 

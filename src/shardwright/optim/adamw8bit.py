@@ -34,18 +34,18 @@ class AdamW8bit(Optimizer):
         optimizer = sw.fully_shard_optimizer(sw.AdamW8bit(model.parameters()))  # of a model with layout=sw.Ragged(1)
 
     A parameter of ``min_size`` elements or more has, for each moment, uint8 codes of its shape and one float32 scale,
-    the largest magnitude, per block of ``block_size`` consecutive elements in row-major order, of which the last may
-    be short. A code names one of 256 values in [-1, 1], for the second moment in [0, 1], which lie the closer the
-    smaller they are (dynamic quantisation: Dettmers et al., arXiv:2110.02861, as in bitsandbytes and torchao). The
-    nearest one is taken, of two the lower. Two things differ from theirs: -1 has a code, or the largest moment of a
-    block would shrink at every step if it is negative; and no positive second moment becomes zero, since the step
-    divides by its root. Smaller parameters have float32 moments, as in AdamW.
+    the largest magnitude, per block of ``block_size`` consecutive elements in row-major order. The last block may be
+    short. A code names one of 256 values in [-1, 1], for the second moment in [0, 1]. Small values are closer together
+    than large ones (dynamic quantisation: Dettmers et al., arXiv:2110.02861, as in bitsandbytes and torchao). A moment
+    is rounded to the nearest value, or to the lower of two. Two things differ from bitsandbytes. First, -1 has a code;
+    without it a negative largest moment of a block would shrink at every step. Second, no positive second moment
+    becomes zero, since the step divides by its root. Smaller parameters have float32 moments, as in AdamW.
 
-    The arithmetic is AdamW's in float32, whatever dtype parameters and gradients have. A moment that is not finite
-    makes those of its whole block not finite.
+    The arithmetic is AdamW's in float32, whatever dtype parameters and gradients have. If a moment is not finite, all
+    moments of its block become not finite.
 
     Args:
-        params: as for any torch optimizer: tensors, or groups with options of their own. Floating point.
+        params: floating-point tensors, or groups with separate options, as for any torch optimizer.
         lr: learning rate, a number or a tensor of one element.
         betas: decay of the first and the second moment, in [0, 1).
         eps: added to the root of the second moment.
@@ -96,7 +96,7 @@ class AdamW8bit(Optimizer):
             raise
 
     def shard_needs(self, p: Tensor) -> int:
-        """Consecutive elements of ``p``, counted from its first, that must lie on one rank.
+        """Number of consecutive elements of ``p``, counted from its first, that must be on one rank.
 
         Raises:
             ValueError: ``p`` is not a parameter of this optimizer.

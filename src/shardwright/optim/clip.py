@@ -30,16 +30,15 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients so that their global norm is at most ``max_norm``; return the norm before.
 
-    The norm is over all elements on all ranks, whatever meshes their parameters are on: sharded gradients count once
-    per element, gradients that are the same on every rank, or along an axis of their mesh, count once. Every rank must
-    call it with the same parameters.
+    The norm is over all elements on all ranks, whatever meshes their parameters are on: each element counts once, even
+    if several ranks hold the same gradient. Every rank must call it with the same parameters.
 
     Args:
         parameters: a tensor or tensors whose ``.grad`` is clipped in place; those without a gradient are left out.
         max_norm: the largest norm allowed afterwards.
         norm_type: p of the norm, ``math.inf`` for the largest absolute value.
         error_if_nonfinite: raise if the norm is nan or infinite, instead of scaling by it.
-        foreach: accepted as in torch, and without effect: the multi-tensor functions are always used.
+        foreach: accepted as in torch, but has no effect: the multi-tensor functions are always used.
 
     Returns:
         The norm as a plain 0-d tensor, float32 or wider, on the gradients' device; 0 if there is no gradient.

@@ -46,28 +46,28 @@ def in_backward(optimizer: O, *, needs: Needs | None = None, clip_value: float |
             optimizer.step()
             scheduler.step()
 
-    A unit's gradients are freed when it is stepped, so no more than those of one or two units exist at once. After
-    backward ``.grad`` has no values, and asking for any raises; after ``step`` it is None. Parameters get the values
-    that ``fully_shard_optimizer`` gives them, to the bit. Schedulers, groups and state dicts are as ever. ``step``
-    steps what backward has not: parameters that are not sharded, and gradients of your own making. Every backward is a
-    step, unless ``set_is_last_backward(False)``, ``set_requires_all_reduce(False)`` or
+    A unit's gradients are freed when it is stepped, so only the gradients of one or two units exist at once. After
+    backward ``.grad`` has no values, and reading it raises an error; after ``step`` it is None. Parameters get the same
+    bits as with ``fully_shard_optimizer``. Schedulers, groups and state dicts work as usual. ``step`` steps the
+    parameters that backward did not: parameters that are not sharded, and gradients that you set yourself. Every
+    backward is a step, unless ``set_is_last_backward(False)``, ``set_requires_all_reduce(False)`` or
     ``set_requires_gradient_sync(False)`` says that more micro-batches come.
 
     The model holds the optimizer until its method ``leave_backward`` makes it an ordinary one again. If backward
-    raises, units that it had come through are stepped and the others are not.
+    raises, the units that it had finished are stepped and the others are not.
 
     Args:
         optimizer: built on the parameters of a sharded model; also one that went through ``fully_shard_optimizer``.
-            Several may have different parameters of one model.
+            Several optimizers may have different parameters of one model.
         needs: as in :func:`fully_shard_optimizer`.
-        clip_value: clamp each gradient to [-clip_value, clip_value] first. Clipping by the global norm cannot be done,
-            since that is known only when backward is over: ``sw.clip_grad_norm_`` and torch's raise.
+        clip_value: clamp each gradient to [-clip_value, clip_value] first. Clipping by the global norm is not possible,
+            since the norm is known only when backward is over: ``sw.clip_grad_norm_`` and torch's raise an error.
 
     Raises:
         TypeError, ValueError: as :func:`fully_shard_optimizer`; no parameter is sharded, or another optimizer steps
             one in backward; ``clip_value`` is not positive.
-        RuntimeError: ``grad_dtype`` is another than the parameters', which this optimizer does not take.
-        NotImplementedError: the optimizer needs whole tensors, or has hooks of ``step``, which runs in parts.
+        RuntimeError: ``grad_dtype`` differs from the parameters' dtype, and this optimizer does not support that.
+        NotImplementedError: the optimizer needs whole tensors, or has step hooks; the step runs in parts.
     """
     if clip_value is not None and not clip_value > 0:
         raise ValueError(f"clip_value must be positive or None, got {clip_value!r}")

@@ -36,29 +36,29 @@ class Muon(Optimizer):
         optimizer = sw.Muon(model.named_parameters(), lr=0.02, adamw=dict(lr=3e-4, betas=(0.9, 0.95)))
         optimizer = sw.fully_shard_optimizer(optimizer)  # for a sharded model
 
-    On one device the result is that of ``torch.optim.Muon`` and ``torch.optim.AdamW`` side by side, and given equal
-    gradients that is also the result of the sharded model, bit for bit.
+    On one device the result equals that of ``torch.optim.Muon`` and ``torch.optim.AdamW`` side by side. With equal
+    gradients a sharded model gets the same result, bit for bit.
 
     **Which parameter gets which.** Names decide, so pass ``model.named_parameters()``: parameters of two dimensions go
-    to Muon, except embeddings (a part of the name holds "embed" or is "emb", "wte" or "wpe") and output layers (a
-    part of the name is "head", "lm_head", "output", "classifier" or the like, and none is a number, as it is inside
-    repeated blocks). All others go to AdamW. To decide it yourself, or without names, pass groups with a key "muon":
+    to Muon, except embeddings (a part of the name holds "embed" or is "emb", "wte" or "wpe") and output layers (a part
+    of the name is "head", "lm_head", "output", "classifier" or the like, and none is a number, as it is inside repeated
+    blocks). All other parameters go to AdamW. To decide yourself, or without names, pass groups with a key "muon":
 
         sw.Muon([{"params": matrices, "muon": True}, {"params": others, "muon": False, "weight_decay": 0.0}])
 
-    ``param_groups`` have that key too: a group that was given without it appears as up to two, matrices first. Groups
-    with ``muon=True`` have the options of ``torch.optim.Muon``, the others those of ``torch.optim.AdamW``.
+    All ``param_groups`` have this key. A group that you pass without it becomes one or two groups, matrices first.
+    Groups with ``muon=True`` have the options of ``torch.optim.Muon``, the other groups those of ``torch.optim.AdamW``.
 
     Args:
         params: named parameters, parameters, or groups of either.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: of ``torch.optim.Muon``.
-            With ``adjust_lr_fn="match_rms_adamw"`` (arXiv 2502.16982) updates are as large as AdamW's, so that both
-            can have one learning rate and one weight decay; by default they are scaled as in Jordan's post.
-        adamw: options of ``torch.optim.AdamW`` for the other parameters; what is left out has torch's default.
+            With ``adjust_lr_fn="match_rms_adamw"`` (arXiv 2502.16982) updates are scaled to AdamW's, so that both can
+            have the same learning rate and weight decay. By default they are scaled as in Jordan's post.
+        adamw: options of ``torch.optim.AdamW`` for the other parameters. Default: torch's defaults.
 
     Raises:
         ValueError: an option is out of range; a matrix has neither a name nor a group with "muon"; a group has
-            ``muon=True`` and a parameter that is no matrix, or options that could be meant for either.
+            ``muon=True`` and a parameter that is not a matrix, or options that both optimizers have.
         TypeError: ``adamw`` has an option that AdamW does not.
     """
 
@@ -88,7 +88,7 @@ class Muon(Optimizer):
         super().__init__(params, {"lr": lr})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; one without the key "muon" is divided by the rule above.
+        """Add a group. A group without the key "muon" is divided by the rule above.
 
         Raises:
             ValueError: as for the constructor.
@@ -139,7 +139,7 @@ class Muon(Optimizer):
         return loss
 
     def shard_needs(self, p: torch.Tensor) -> Need:
-        """Matrices are needed whole, of other parameters each element alone; see :func:`fully_shard_optimizer`."""
+        """Need of a parameter: "tensor" for matrices, 1 for others; see :func:`fully_shard_optimizer`."""
         return (
             "tensor"
             if any(p is q for group in self.param_groups if group["muon"] for q in group["params"])
@@ -147,7 +147,7 @@ class Muon(Optimizer):
         )
 
     def shard_cost(self, p: torch.Tensor) -> float:
-        """What a step on a matrix costs, in any unit."""
+        """The cost of a step on a matrix, in any unit."""
         return newton_schulz_cost(p)
 
 

@@ -107,7 +107,7 @@ def check(
         names = group.get("param_names")
         for index, p in enumerate(group["params"]):
             name = names[index] if names else name_of(p)
-            need = _checked(needs(p), f"what the optimizer needs of parameter {name!r}")
+            need = _checked(needs(p), f"the optimizer's need of parameter {name!r}")
             if need != "tensor" and need > 1:
                 _refuse_cut_blocks(name, p, need)
             needs_of_parameters.append((name, p, need))

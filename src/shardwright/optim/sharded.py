@@ -53,27 +53,28 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
 
         optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
-    The results are those of the optimizer on the whole, unsharded tensors. What it updates element by element, or in
-    blocks, is updated where it lies. A tensor that it needs whole is stepped once in the world, by its owner, which
-    also keeps its state; gradients and values move there and back, while other tensors are computed. Every rank must
+    The results equal those of the optimizer on the whole, unsharded tensors. If the optimizer updates single elements
+    or blocks, each rank steps its shards. If it needs a tensor whole, one rank steps the tensor: its owner, which also
+    keeps its state. Gradients and values move to the owner and back while other tensors are computed. Every rank must
     call ``step``, with gradients of the same parameters.
 
-    State dicts, parameter groups, schedulers and hooks are as before, except that hooks of ``step`` see local tensors.
-    Schedulers may be built before or afterwards. If a step on whole tensors raises, every rank raises.
+    State dicts, parameter groups, schedulers and hooks work as before, except that step hooks see local tensors.
+    Schedulers may be built before this call or after it. If a step on whole tensors raises, every rank raises.
 
     Args:
         optimizer: built on the parameters of a sharded model. If it was built before ``fully_shard`` (on parameters
-            that were deferred, on the meta device or whole), its groups and its state follow what they have become.
-            Plain parameters may be among them.
-        needs: what the optimizer needs of a parameter in one piece: 1 for each element alone, n for blocks of n
-            consecutive elements in row-major order from the tensor's first, "tensor" for the whole of it, or a
-            function of the parameter that returns one of these. Not needed for torch's own optimizers and for those
+            that were deferred, on the meta device or whole), its groups and its state now refer to the sharded
+            parameters. Groups may also have plain parameters.
+        needs: the pieces of a parameter that the optimizer needs whole: 1 for single elements, n for blocks of n
+            consecutive elements in row-major order from the tensor's first, "tensor" for the whole tensor. Or a
+            function of the parameter that returns one of these. Not needed for torch's optimizers and for optimizers
             with a method ``shard_needs(self, p)``, which is such a function.
 
     Raises:
         TypeError: not a torch optimizer, or ``needs`` is none of these.
-        ValueError: it is unknown, or something other than a scheduler has replaced its ``step``, or it has state on
-            the meta device, or a layout cuts what must stay whole; the last also from ``add_param_group``.
+        ValueError: the optimizer is unknown; something other than a scheduler has replaced its ``step``; it has state
+            on the meta device; or a layout cuts a block that must stay whole. ``add_param_group`` raises the last one,
+            too.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(

@@ -23,15 +23,16 @@ UNIT = "_shardwright_unit"  #: the attribute under which a sharded module keeps 
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What a ``shard_placement_fn`` may return for a parameter that has a data-parallel mesh of its own.
+    """The result of a ``shard_placement_fn`` for a parameter with a separate data-parallel mesh.
 
-    Such as an expert's: what ``fully_shard`` does with all others over its ``mesh`` it does with this one over ``mesh``
-    here, beside them. torch's own class of this name, with its ``mesh_info``, is taken, too. If that has
-    ``dp_mesh_dims``, the parameter is a DTensor on its whole mesh already, as with ``fully_shard(dp_mesh_dims=...)``.
+    For example a parameter of an expert: ``fully_shard`` shards it over this ``mesh``, and all other parameters over
+    the ``mesh`` of the call. torch's class of this name, with its ``mesh_info``, works, too. If ``mesh_info`` has
+    ``dp_mesh_dims``, the parameter must already be a DTensor on its whole mesh, as with
+    ``fully_shard(dp_mesh_dims=...)``.
 
     Attributes:
         placement: as without this class.
-        mesh: of one dimension, or of two: replicas outside, shards inside.
+        mesh: has one dimension, or two: replicas outside, shards inside.
     """
 
     placement: Shard | None

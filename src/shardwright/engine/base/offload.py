@@ -27,22 +27,23 @@ _CPU = torch.device("cpu")
 
 @dataclass
 class Offload(OffloadPolicy):
-    """What of a unit lies in the CPU's memory between uses: an ``offload_policy`` of ``fully_shard``.
+    """An ``offload_policy`` of ``fully_shard``: which parts of a unit are in the CPU's memory between uses.
 
-    ``Offload()`` is what ``CPUOffloadPolicy()`` is: parameters, gradients and optimizer state, all sharded, and the
-    optimizer steps on the CPU. ``Offload(parameters=False, gradients=False)`` is the state alone: the optimizer steps
-    on the device, and the state passes through it unit by unit, which ``sw.fully_shard_optimizer`` and
-    ``sw.optim.in_backward`` see to. Others are refused at their first step.
+    ``Offload()`` equals ``CPUOffloadPolicy()``: parameters, gradients and optimizer state, all sharded, are on the CPU,
+    and the optimizer steps there. ``Offload(parameters=False, gradients=False)`` offloads only the optimizer state. The
+    optimizer then steps on the device, and the state moves to the device and back, unit by unit. For this wrap the
+    optimizer with ``sw.fully_shard_optimizer`` or ``sw.optim.in_backward``; other optimizers raise an error at their
+    first step.
 
     Args:
         parameters: the sharded parameters. Gathers read a copy of the shard.
-        gradients: the sharded gradients, where micro-batches are added up, too. As torch keeps ``.grad`` where the
-            parameter is, both or none.
-        optimizer: the optimizer's state. True where parameters are offloaded, since the step is made where they are.
-        pin_memory: allocate what is offloaded in page-locked memory, from which copies overlap with computation.
+        gradients: the sharded gradients; micro-batches are added up on the CPU, too. torch keeps ``.grad`` where the
+            parameter is, so this must equal ``parameters``.
+        optimizer: the optimizer's state. Must be True if parameters are offloaded, since the optimizer steps there.
+        pin_memory: use page-locked memory on the CPU, so that copies overlap with computation.
 
     Raises:
-        ValueError: a choice that torch's rules leave no room for.
+        ValueError: a combination that torch does not allow.
     """
 
     parameters: bool = True

@@ -25,31 +25,32 @@ BUFFER_DTYPES = "_shardwright_buffer_dtypes"
 
 @dataclass(frozen=True)
 class PrecisionPolicy(MixedPrecisionPolicy):
-    """torch's ``MixedPrecisionPolicy`` for ``mp_policy`` of :func:`fully_shard`, with more to choose.
+    """torch's ``MixedPrecisionPolicy`` for ``mp_policy`` of :func:`fully_shard`, with more fields.
 
-    Each dtype is a floating ``torch.dtype``, or None for its default. Parameters are stored in their own dtype.
+    Each dtype is a floating-point ``torch.dtype``, or None for its default. Parameters keep their dtype in storage.
 
     Attributes:
-        param_dtype: in which weights are gathered and computed with. Default: as stored.
-        reduce_dtype: in which gradients are sent and summed over the ranks. Default: ``param_dtype``.
-        output_dtype: to which floating outputs of the unit's modules are cast. Default: as they are.
-        cast_forward_inputs: whether floating inputs of the unit's modules are cast to ``param_dtype``.
-        grad_dtype: of ``.grad``. Default: as the parameter is stored. With bfloat16 gradients of float32 parameters
-            (``keep_low_precision_grads`` of FSDP1) half the memory goes, and the optimizer must take such gradients.
-        accumulate_dtype: of the sums that are held between micro-batches, whole gradients without communication or
-            sums that wait for the replicas. Default: ``reduce_dtype``. What is reduced in each micro-batch adds up in
-            ``.grad``, in its dtype.
-        buffer_dtype: to which floating buffers are cast before the first forward. Default: as they are. Never those of
-            ``ignored_modules``, nor of modules whose parameters are all in ``ignored_params``. State dicts have the
-            dtypes from before, with what the cast has left of the values.
-        per_parameter: policies of single parameters: a function of the name in the unit and the parameter that returns
-            one or None, or a mapping from patterns such as ``"*norm*"`` to policies, of which the first that matches
-            counts. Only the dtypes of the weight and its gradient hold there; the rest is the unit's.
-        full_precision_in_eval: of a whole model, so the same in every call: without gradients, in eval mode, weights
-            are gathered and computed with as they are stored, and neither inputs nor outputs are cast.
+        param_dtype: dtype of gathered weights and of the computation. Default: as stored.
+        reduce_dtype: dtype in which gradients are sent and summed over the ranks. Default: ``param_dtype``.
+        output_dtype: dtype to which floating-point outputs of the unit's modules are cast. Default: no cast.
+        cast_forward_inputs: whether floating-point inputs of the unit's modules are cast to ``param_dtype``.
+        grad_dtype: dtype of ``.grad``. Default: as the parameter is stored. With bfloat16 gradients of float32
+            parameters (``keep_low_precision_grads`` of FSDP1) gradients need half the memory, and the optimizer must
+            support them.
+        accumulate_dtype: dtype of the sums that are held between micro-batches: whole gradients without communication,
+            or sums that wait for the replicas. Default: ``reduce_dtype``. If each micro-batch is reduced, gradients add
+            up in ``.grad``, in its dtype.
+        buffer_dtype: dtype to which floating-point buffers are cast before the first forward. Default: no cast. Buffers
+            of ``ignored_modules``, and of modules whose parameters are all in ``ignored_params``, are never cast. State
+            dicts have the original dtypes with the rounded values.
+        per_parameter: policies of single parameters. Either a function of the name in the unit and the parameter, which
+            returns a policy or None; or a mapping from patterns such as ``"*norm*"`` to policies, where the first match
+            counts. Only the dtypes of the weight and its gradient apply; the other fields come from the unit's policy.
+        full_precision_in_eval: in eval mode without gradients, gather and compute with weights as they are stored, and
+            cast neither inputs nor outputs. It applies to a whole model, so every call must have the same value.
 
     Raises:
-        ValueError: what is no floating dtype, or choices that exclude one another, named.
+        ValueError: a dtype that is not floating-point, or fields that cannot be combined.
     """
 
     grad_dtype: torch.dtype | None = None
@@ -111,13 +112,13 @@ def as_precision(policy: MixedPrecisionPolicy) -> PrecisionPolicy:
 def _check_single(policy: Any, where: str) -> None:
     if not isinstance(policy, MixedPrecisionPolicy):
         raise ValueError(
-            f"per_parameter must give a MixedPrecisionPolicy, got {policy!r} ({type(policy).__name__}) for {where}"
+            f"per_parameter must return a MixedPrecisionPolicy, got {policy!r} ({type(policy).__name__}) for {where}"
         )
     for f in dataclasses.fields(policy):
         if f.name not in _SINGLE and getattr(policy, f.name) != getattr(_PLAIN, f.name):
             raise ValueError(
-                f"per_parameter gave a policy with {f.name}={getattr(policy, f.name)!r} for {where}. Only the policy "
-                "of a whole unit can set this field: set it there."
+                f"per_parameter returned a policy with {f.name}={getattr(policy, f.name)!r} for {where}. Only the "
+                "policy of a whole unit can set this field: set it there."
             )
 
 

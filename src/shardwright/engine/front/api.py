@@ -77,64 +77,67 @@ def fully_shard(
     sync_module_states: bool = False,
     check_module_states: bool = False,
 ) -> _M:
-    """Shard the parameters of ``module`` over a device mesh, in place: ZeRO-3, also called FSDP, unless told otherwise.
+    """Shard the parameters of ``module`` over a device mesh, in place. The default strategy is ZeRO-3, also called
+    FSDP.
 
     The parameters below ``module`` that no earlier call owns become one *unit*: gathered together before the
     module's forward, released after it, gathered again for backward, their gradients reduced together. Call it
     bottom-up, on each block and at last on the whole model. Between steps every parameter is a ``DTensor``; build
     the optimizer after sharding.
 
-    Nothing is communicated here unless one of the last two arguments asks for it, and no process group is made unless
-    ``reshard_after_forward`` is a number: each rank cuts its part out of its own copy, so the copies must be equal
-    (build the model with the same seed on every rank, or give ``sync_module_states``).
+    Each rank cuts its part from its own copy of the model, so the copies must be equal: build the model with the same
+    seed on every rank, or pass ``sync_module_states``. This call communicates only with ``sync_module_states`` or
+    ``check_module_states``. It makes process groups only if ``reshard_after_forward`` is a number.
 
     Args:
         module: a module, or a list of modules that form one unit (say the final norm and the output layer).
-        mesh: ``DeviceMesh`` of one dimension, or of two: replicas outside, shards inside (HSDP). Default: all ranks,
-            on the accelerator if there is one, else on the CPU. Parameters that are DTensors on other axes of the mesh
-            that this one is a part of (tensor, sequence and expert parallelism) are cut within these.
+        mesh: ``DeviceMesh`` of one dimension, or of two: replicas outside, shards inside (HSDP). Default: all ranks, on
+            the accelerator if there is one, else on the CPU. Parameters may already be DTensors on other axes of the
+            same larger mesh (tensor, sequence and expert parallelism); each rank's part of them is then cut again.
         reshard_after_forward: True: release the full parameters after forward and gather them again for backward.
-            False: keep them. None: True, but False for the root. An integer k, which divides the number of ranks over
-            which parameters are gathered: keep one k-th, so that backward gathers among k neighbouring ranks only, say
-            those of one host.
-        shard_placement_fn: ``Shard(dim)`` for a parameter, or None for ``Shard(0)``. Any dimension, even or not. Or a
-            :class:`ShardPlacementResult`, for a parameter that is sharded over another mesh than the others. torch's
-            own with a ``mesh_info`` that has ``dp_mesh_dims`` says which dimensions of that mesh are data-parallel.
-        mp_policy: dtypes of computation, reduction and outputs; a :class:`PrecisionPolicy` chooses more. Default: none
-            is changed.
-        offload_policy: ``CPUOffloadPolicy(pin_memory=True)``, or :class:`Offload`, which chooses what lies in the CPU's
-            memory between uses: parameters and gradients, optimizer state. On a CPU mesh that changes nothing.
-        ignored_params: parameters that are left as they are, everywhere.
-        ignored_modules: modules of which all parameters and buffers are left as they are, those of modules below them
-            too: not cut, moved, cast, compared or broadcast. Give them to every call whose module they lie in.
+            False: keep them. None: True, but False for the root. An integer k: keep one k-th, so that backward gathers
+            only among k neighbouring ranks, say those of one host; k must divide the number of ranks over which
+            parameters are gathered.
+        shard_placement_fn: ``Shard(dim)`` for a parameter, or None for ``Shard(0)``. The number of ranks need not
+            divide the dimension. Or a :class:`ShardPlacementResult`, for a parameter on another mesh than the rest. In
+            torch's class of that name, ``dp_mesh_dims`` of ``mesh_info`` names the data-parallel dimensions of that
+            mesh.
+        mp_policy: dtypes of computation, reduction and outputs; a :class:`PrecisionPolicy` has more fields. Default: no
+            dtype changes.
+        offload_policy: ``CPUOffloadPolicy(pin_memory=True)``, or :class:`Offload`, which says whether parameters and
+            gradients, or the optimizer state, are in the CPU's memory between uses. On a CPU mesh it changes nothing.
+        ignored_params: parameters that stay unchanged, in all modules.
+        ignored_modules: modules whose parameters and buffers stay unchanged, also in modules below them: they are not
+            cut, moved, cast, compared or broadcast. Pass them to every call on a module that contains them.
         strategy: what is sharded over each axis of the mesh: a :class:`Strategy`, or "ddp", "zero1", "zero2", "zero3",
             "hsdp", "hfsdp", or a registered name (docs/extending.md). Default: "zero3" on one axis, "hsdp" on two.
-        layout: "per_parameter" (each along its own dimension, as FSDP2 does), or "ragged", "element", a registered
-            name, :class:`Ragged`: parameters share segments that are cut between rows, blocks of rows or elements, with
-            hardly any padding.
+        layout: "per_parameter" cuts each parameter along one dimension, as FSDP2 does. With "ragged", "element" or a
+            :class:`Ragged` parameters share segments, which are cut between rows, blocks of rows or elements, with
+            little padding. Or a registered name.
         memory: on the root: "dynamic", torch's allocator for every lease; "double_buffer" or "max_pool", slots for the
             units that are being used and prefetched, of one size or of several; "arena", one block for all that the
             engine leases, planned from the first step; a registered name; or an :class:`Allocator`. See docs/memory.md.
         prefetch: on the root: how many units are gathered ahead, or how many bytes, such as "512 MiB".
-        strict: on the root: raise where a step leases memory outside the plan, instead of telling it once.
-        sync_module_states: broadcast the parameters and buffers that this call takes over from the first rank of the
-            mesh, before they are cut. For models built for real on every rank; give it to every call of a model.
-        check_module_states: compare them over the ranks by hash, and raise on every rank, naming what differs and
-            where; of deferred ones the generators' states that they are drawn from. Give it to every call, too.
+        strict: on the root: if a step leases memory outside the plan, raise an error instead of a warning.
+        sync_module_states: broadcast the parameters and buffers of this call from the first rank of the mesh, before
+            they are cut. For models that every rank builds with values. Pass it to every call of a model.
+        check_module_states: compare the parameters and buffers of this call over the ranks, by hash. If they differ,
+            every rank raises an error that names the tensors and ranks. For deferred tensors the recorded operations
+            and generator states are compared. Pass it to every call of a model.
         dp_mesh_dims: a :class:`DataParallelMeshDims` that names the dimensions of ``mesh`` to shard over and to
-            replicate over; several names become one. Every parameter must then be a DTensor on ``mesh``, replicated on
-            these, and remains one on ``mesh`` for its module, unless ``shard_placement_fn`` gives it another mesh.
-            Default: ``mesh`` has no others.
+            replicate over; several names become one dimension. Every parameter must then be a DTensor on ``mesh``,
+            replicated on these dimensions. The module sees DTensors on ``mesh``, unless ``shard_placement_fn`` gives a
+            parameter another mesh. Default: all dimensions of ``mesh`` are data-parallel.
 
     Returns:
         The same module (or list), whose class is now a subclass ``FSDP<Class>`` of it and of :class:`FSDPModule`.
 
     Raises:
-        ValueError: an argument, module or parameter that cannot be sharded, named. Then nothing has changed.
-        NotImplementedError: an option that this version does not honour yet, named.
+        ValueError: names an argument, module or parameter that cannot be sharded. Nothing has changed then.
+        NotImplementedError: names an option that this version does not support.
 
-    The parameters are the same as of ``torch.distributed.fsdp.fully_shard`` in torch 2.13. As there,
-    ``fully_shard.state(module)`` is what torch's own code looks at.
+    Arguments that ``torch.distributed.fsdp.fully_shard`` of torch 2.13 also has mean the same here. As there,
+    ``fully_shard.state(module)`` returns the state that torch's own code reads.
     """
     refuse_while_deferring("fully_shard")
     options = model_options(memory, prefetch, strict)

@@ -50,19 +50,19 @@ class GraphedStep:
             optimizer.step()
             optimizer.zero_grad()
 
-    The first calls run ``function`` as it is; then it is captured with its gathers and reductions, and every later call
-    copies its inputs to where the graph reads them and launches it. The numbers are those of the function itself. A
-    graph repeats what the device did and no Python: the function may not depend on values of tensors (``item``, shapes
-    that depend on data), and what it does on the host happens during the first calls only. Gradients are accumulated
-    inside the function or not at all: the call sets every ``.grad`` anew.
+    The first calls run ``function`` without a graph. Then it is captured, with its gathers and reductions. Every later
+    call copies its inputs to the graph's memory and launches the graph. The results equal those of the function. A
+    graph repeats the work of the device and runs no Python. So the function must not depend on values of tensors
+    (``item``, shapes that depend on data), and its work on the host happens only in the first calls. Each call
+    overwrites every ``.grad``, so accumulate gradients inside the function.
 
-    A graph belongs to the parameters and settings for which it was captured. Where these have changed
-    (``requires_grad``, ``train()`` and ``eval()``, a factor of the gradients, other memory), the step is captured anew.
+    A graph belongs to the parameters and settings of its capture. If these change (``requires_grad``, ``train()`` and
+    ``eval()``, the gradients' divide factor, the memory), the step is captured again.
 
     Args:
         model: the root module that ``fully_shard`` was applied to, on a CUDA device.
         function: calls the model on its arguments, calls ``backward``, returns tensors or nested containers of them.
-        warmup: number of first calls that run the function, at least 2; planned memory is planned after the first that
+        warmup: number of first calls that run without a graph, at least 2. Memory is planned after the first call that
             an optimizer's step completes.
 
     Raises:

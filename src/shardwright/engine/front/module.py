@@ -231,9 +231,9 @@ class UnshardHandle:
 
 
 class FSDPModule(TorchFSDPModule):
-    """What a module becomes by :func:`fully_shard`. Made by that function only.
+    """The class of a module after :func:`fully_shard`. Only that function makes it.
 
-    torch takes it for its own class of this name, of which nothing is inherited (``_refuse_inherited``).
+    ``isinstance`` with torch's class of this name is true, but nothing is inherited from it (``_refuse_inherited``).
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -327,34 +327,35 @@ class FSDPModule(TorchFSDPModule):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """With False, backward keeps full gradients, in the reduce dtype, until a backward with True reduces the sum.
 
-        Gradient accumulation without communication; it holds one full gradient of the model per rank. An optimizer's
-        step and ``sw.clip_grad_norm_`` reduce what is held, too. To give it up, call ``zero_grad`` of the model or of
-        an optimizer from ``sw.fully_shard_optimizer``: ``.grad`` is None meanwhile, so nothing else can be seen.
+        This is gradient accumulation without communication. Each rank holds one full gradient of the model. An
+        optimizer's step and ``sw.clip_grad_norm_`` reduce the held gradients, too. To drop them, call ``zero_grad`` of
+        the model or of an optimizer from ``sw.fully_shard_optimizer``. ``.grad`` is None while they are held.
         """
         for unit in self._fsdp_units(recurse):
             unit.change(sync=requires_gradient_sync)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """With False, backward leaves undone what its strategy does once per step: sums over replicas above all.
+        """With False, backward skips the reductions that its strategy does once per step.
 
-        Gradient accumulation by the strategy's own rule: where gradients are sharded (zero2, zero3) every backward
-        reduces them; sums over replicas (hsdp), and gradients that are replicated (ddp, zero1), wait for a backward
-        with True, or for clipping or an optimizer's step. ``.grad`` lacks them meanwhile. For the whole model.
+        This is gradient accumulation by the rule of the strategy. If gradients are sharded (zero2, zero3), every
+        backward reduces them. Sums over replicas (hsdp) and replicated gradients (ddp, zero1) wait for a backward with
+        True, for clipping or for an optimizer's step. Until then ``.grad`` does not contain them. Applies to the whole
+        model.
         """
         self._root().is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether :meth:`finalize_backward` ends a step, as in torch 2.15. Here it may be called in any case.
+        """Accepted as in torch 2.15. Here you may always call :meth:`finalize_backward`.
 
-        A backward that communicates has reduced its gradients when it returns. What backwards without gradient sync
-        have left waits for a backward with it, or for :meth:`finalize_backward`.
+        A backward that communicates has reduced its gradients when it returns. Gradients of backwards without gradient
+        sync wait for a backward with gradient sync, or for :meth:`finalize_backward`.
         """
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReduction | None:
-        """Reduce what backwards without gradient sync have left, and release weights that they have kept.
+        """Reduce the held gradients of backwards without gradient sync, and release the weights that these have kept.
 
         Args:
-            async_op: return a handle, as torch does. The reductions are over when this returns, in any case.
+            async_op: return a handle, as torch does. With either value the reductions have ended when this returns.
 
         Raises:
             RuntimeError: a backward is under way.
@@ -371,9 +372,9 @@ class FSDPModule(TorchFSDPModule):
         return GradientReduction() if async_op else None
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """With False, gradients are summed over the ranks that shard them and not yet over the replicas.
+        """With False, gradients are summed over the ranks that shard them, but not yet over the replicas.
 
-        Gradient accumulation for 2-D meshes, as :meth:`set_is_last_backward` for the whole model.
+        This is gradient accumulation for 2-D meshes. :meth:`set_is_last_backward` does it for the whole model.
         """
         for unit in self._fsdp_units(recurse):
             unit.change(all_reduce=requires_all_reduce)
@@ -382,20 +383,20 @@ class FSDPModule(TorchFSDPModule):
         """Call ``hook`` with each reduced gradient of this module's own unit before it is added to ``.grad``.
 
         Args:
-            hook: receives this rank's flat gradient, in the reduce dtype and after all sums and divisions; may change
-                it in place. Ranks that shard get different parts.
+            hook: gets this rank's flat gradient, in the reduce dtype, after all sums and divisions, and may change it
+                in place. Ranks that shard get different parts.
             stream: on an accelerator, run it there; the computation waits for it.
         """
         for unit in self._fsdp_units(recurse=False):
             unit.change(all_reduce_hook=hook if stream is None else _on_stream(hook, stream))
 
     def set_gradient_comm_hook(self, hook: GradientHook | None, *, recurse: bool = True) -> None:
-        """Let ``hook`` carry gradients between ranks, in every strategy and over every mesh axis; None: none.
+        """Let ``hook`` reduce gradients, in every strategy and over every mesh axis. None removes the hook.
 
         See :mod:`shardwright.comm_hooks`: :class:`Compressed` (a shorter dtype, int8 blocks), :class:`PowerSGD`, or
-        your own :class:`GradientHook`. Gradients are packed in the reduce dtype, handed to the hook, summed and divided
-        in what it returns. Call it on the root, on every rank alike, between optimizer steps; one object per model. Its
-        ``state_dict`` belongs into checkpoints if it feeds errors back.
+        your own :class:`GradientHook`. The hook gets gradients packed in the reduce dtype and returns their sums, which
+        are then divided. Call this on the root, on every rank, between optimizer steps, with one hook object per model.
+        If the hook has error feedback, save its ``state_dict`` in checkpoints.
 
         Raises:
             TypeError: not a GradientHook.
@@ -408,11 +409,12 @@ class FSDPModule(TorchFSDPModule):
             reduce_by(unit, hook=hook)
 
     def set_all_gather_codec(self, codec: Codec | None, *, recurse: bool = True) -> None:
-        """Encode weights for gathers, say by ``Int8Blocks()``: a quarter to half the bytes; None: as they are.
+        """Encode weights for gathers, say with ``Int8Blocks()``: a quarter to half the bytes. None: no encoding.
 
-        Every rank computes with the same decoded weights; shards, optimizer and checkpoints keep theirs in full. What
-        that would not make smaller goes as it is, as do parameters with ``fsdp_pre_all_gather``. Over one rank nothing
-        is gathered, so nothing encoded. ZeRO++ calls it quantised weight communication. Not while units are gathered.
+        Every rank computes with the same decoded weights. Shards, optimizer and checkpoints keep the exact weights. A
+        parameter that the codec does not make smaller is sent without encoding, and so is a parameter with
+        ``fsdp_pre_all_gather``. On one rank nothing is gathered or encoded. ZeRO++ calls this quantised weight
+        communication. Do not call this while units are gathered.
 
         Args:
             codec: turns floating-point rows into rows of uint8 and back, see :class:`shardwright.comm_hooks.Codec`.
@@ -426,32 +428,32 @@ class FSDPModule(TorchFSDPModule):
             gather_by(unit, codec=codec)
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather this module's own unit by ``comm``, torch's ``AllGather`` for FSDP2; None: by torch's.
+        """Gather this module's own unit with ``comm``, an ``AllGather`` of torch's FSDP2. None: the default.
 
-        It is called with uint8 tensors: the unit's weights and, behind them, 16 bytes by which ranks that diverge are
-        found. What a strategy keeps gathered, or gathers over a second mesh axis, goes through it, too.
+        It gets uint8 tensors: the unit's weights, and 16 bytes that detect ranks that diverge. Gathers that a strategy
+        keeps, and gathers over a second mesh axis, use it, too.
         """
         unit = self._only_unit("set_custom_all_gather")
         gather_by(unit, gather=_checked_comm(comm, "AllGather"))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce-scatter this module's own unit by ``comm``, torch's ``ReduceScatter`` for FSDP2; None: by torch's."""
+        """Reduce this module's own unit with ``comm``, a ``ReduceScatter`` of torch's FSDP2. None: the default."""
         unit = self._only_unit("set_custom_reduce_scatter")
         reduce_by(unit, scatter=_checked_comm(comm, "ReduceScatter"))
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce-scatter in a process group of its own, so that it and gathers can progress at the same time.
+        """Reduce-scatter in a separate process group, so that reductions and gathers can run at the same time.
 
-        One communicator serialises its collectives. Every rank must call it alike; the group is made once per mesh.
-        Not while gradients of earlier micro-batches are held.
+        One communicator runs its collectives one after another. Every rank must make the same call. The group is made
+        once per mesh. Do not call this while gradients of earlier micro-batches are held.
         """
         for unit in self._fsdp_units(recurse):
             reduce_by(unit, separate=enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many packed gradients may be under way at once (default 1), for the whole model.
+        """Set how many reductions may run at once (default 1), for the whole model.
 
-        More hide a slow reduction behind the next backward, at the price of a buffer of a unit's gradients each.
+        With more, a slow reduction overlaps with the next backward. Each needs a buffer for a unit's gradients.
 
         Raises:
             ValueError: not an integer of at least 1.
@@ -486,17 +488,19 @@ class FSDPModule(TorchFSDPModule):
             unit.change(reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """With False, backward does not gather this unit; only right for units whose backward needs no weights."""
+        """With False, backward does not gather this unit. Use it only if the unit's backward needs no weights."""
         for unit in self._fsdp_units(recurse=False):
             unit.change(unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
-        """Gather these modules' units when this one's forward begins, instead of the one that came next last time."""
+        """Gather the units of these modules when this unit's forward begins. Default: the unit that came next last
+        time."""
         units = tuple(weakref.ref(u) for u in _units_of(modules))
         self._fsdp_unit().change(forward_prefetch=units)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
-        """Gather these modules' units when this one's backward begins, instead of the one before it in forward."""
+        """Gather the units of these modules when this unit's backward begins. Default: the unit before it in
+        forward."""
         units = tuple(weakref.ref(u) for u in _units_of(modules))
         self._fsdp_unit().change(backward_prefetch=units)
 
@@ -530,17 +534,17 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """With True, a trainable parameter that a backward did not use gets a gradient of zero instead of None.
 
-        Then weight decay and momentum act on it. The gradient comes with each backward that reduces, for units that
-        have run at least once. The ranks may use different parameters either way: those that only some ranks used
-        are reduced with zeros from the others.
+        Then weight decay and momentum act on it. Each backward that reduces sets this gradient, for units that have run
+        at least once. With either value ranks may use different parameters: if only some ranks used one, the others add
+        zeros.
         """
         for unit in self._fsdp_units(recurse):
             unit.change(fills_unused=reduce_scatter_unused_params)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Let this module's own unit use memory that the process group's backend allocates: NCCL registers it.
+        """Let this module's own unit use memory that the process group's backend allocates and NCCL registers.
 
-        With planned memory, the one block of the model. Takes effect with the next lease, or the next plan.
+        With planned memory this applies to the one block of the model. It takes effect with the next lease or plan.
 
         Raises:
             NotImplementedError: the backend allocates none (gloo, NCCL on hardware without it), or torch is too old.
@@ -550,10 +554,10 @@ class FSDPModule(TorchFSDPModule):
             _set_source(unit, RegisteredMemory(unit.comm) if enable and unit.comm.group is not None else None)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Let this module's own unit be gathered into symmetric memory: copy engines or symmetric kernels move it.
+        """Gather this module's own unit into symmetric memory, so that copy engines or symmetric kernels move it.
 
-        With planned memory, the one block of the model. Every rank must call it alike. NCCL's copy engines also need
-        the communicator's option ``cta_policy`` or ``NCCL_CTA_POLICY=2``.
+        With planned memory this applies to the one block of the model. Every rank must make the same call. NCCL's copy
+        engines also need the communicator's option ``cta_policy`` or ``NCCL_CTA_POLICY=2``.
 
         Raises:
             NotImplementedError: no CUDA device, or a torch without symmetric memory.
@@ -571,7 +575,7 @@ class FSDPModule(TorchFSDPModule):
         self._root().agreement.streams.gather_after(event)
 
     def reset_iter_state(self) -> None:
-        """Drop what an exception in forward or backward left behind. The next forward does so by itself."""
+        """Drop the state that an exception in forward or backward left. The next forward also does this."""
         root = root_of(self._fsdp_unit())
         if root is not None:
             root.recover()
@@ -580,16 +584,16 @@ class FSDPModule(TorchFSDPModule):
                     unit.gradients.forget()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``nn.Module.zero_grad``; also forgets held gradients and gives the gradients' memory back at once."""
+        """As ``nn.Module.zero_grad``. It also drops held gradients and frees the gradients' memory at once."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in self._fsdp_units(recurse=True):
             if unit.parameters:
                 unit.gradients.forget()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As ``nn.Module.named_parameters``; first leaves a failed backward behind, which had full ones shown.
+        """As ``nn.Module.named_parameters``. If a backward has failed, it first puts the sharded parameters back.
 
-        torch's pipeline schedules that compute gradients of weights apart from those of inputs get the full ones.
+        torch's pipeline schedules that separate gradients of weights from gradients of inputs get full parameters.
 
         Raises:
             ValueError: torch's ``fully_shard`` asks, which was applied to a module around this one.
@@ -675,7 +679,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
         sw.register_fsdp_forward_method(model, "generate")
 
-    A module that is not sharded is left as it is, so one recipe serves both.
+    A module that is not sharded stays unchanged, so the same code works for both.
 
     Raises:
         ValueError: the module has no such method.
@@ -717,7 +721,7 @@ class _ForwardMethod:
 
 
 def share_comm_ctx(modules: Sequence[TorchFSDPModule]) -> None:
-    """Accepted for torch's sake: models over the same ranks share their streams and communicators anyway.
+    """Does nothing; torch has it. Models over the same ranks always share their streams and communicators.
 
     Raises:
         ValueError: a module is not sharded.

@@ -26,18 +26,19 @@ _OURS: dict[str, Any] = {
 
 
 def replace_torch() -> ReplacedTorch:
-    """Put this engine where programs and frameworks import torch's from, one line before they do.
+    """Put this engine in the place of torch's, for programs and frameworks that import ``fully_shard`` after this call.
 
         sw.replace_torch()
         from torch.distributed.fsdp import fully_shard  # shardwright's
 
-    It holds for ``torch.distributed.fsdp``, ``torch.distributed.fsdp._fully_shard`` and
-    ``torch.distributed._composable.fsdp``, for the rest of the process or, used as a context manager, until its end.
-    Modules that have imported torch's names before go on using those. The result lists them as ``bound``, and a
-    warning names those among them that would go on sharding by torch's engine.
+    It replaces the names in ``torch.distributed.fsdp``, ``torch.distributed.fsdp._fully_shard`` and
+    ``torch.distributed._composable.fsdp`` for the rest of the process, or until the end of the context if used as a
+    context manager. Modules that imported torch's names before keep those names. The result lists these modules as
+    ``bound``. A warning names the modules that would still shard with torch's engine.
 
     Returns:
-        A context manager. ``bound`` is a dict: name of a loaded module -> which of torch's names it has imported.
+        A context manager. ``bound`` is a dict from the name of a loaded module to the names of torch that it has
+            imported.
     """
     replaced = ReplacedTorch()
     sharding = [module for module, names in replaced.bound.items() if "fully_shard" in names]

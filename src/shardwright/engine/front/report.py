@@ -30,14 +30,14 @@ class MemoryReport:
         rest: parameters that are not sharded.
         buffers: the model's buffers.
         gradients: ``.grad`` of all parameters, now.
-        optimizer: tensors in the state of the optimizers given.
+        optimizer: tensors in the state of the optimizers passed to :func:`memory_report`.
         memory: how the engine's transient memory is allocated.
-        leased: what is leased of it now, by kind.
+        leased: bytes of it that are leased now, by kind.
         peak: the most that was leased at once in the step recorded, None before its end.
         peak_at: unit and kind of the lease that reached it.
-        at_peak: what was leased then, by kind.
-        plan: where slabs lie in one block, its size, the least that any plan could have, and the slots of pools.
-        leases: number of leases inside and outside the plans there were.
+        at_peak: bytes that were leased at the peak, by kind.
+        plan: the places of slabs in one block, its size, the minimum size of any plan, and the slots of pools.
+        leases: number of leases inside and outside of the plans.
         deviations: leases outside the plan: unit, kind, reason and number.
     """
 
@@ -92,13 +92,13 @@ class MemoryReport:
 def memory_report(
     model: nn.Module, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = ()
 ) -> MemoryReport:
-    """What the memory of a sharded model is used for, on this rank, now and in a step. Communicates nothing.
+    """The uses of a sharded model's memory on this rank, now and in a step. It does not communicate.
 
-    The step is the first that was completed by an optimizer, or the second where memory is not planned.
+    The step is the first that an optimizer completed, or the second if memory is not planned.
 
     Args:
-        model: to which ``fully_shard`` was applied.
-        optimizers: one or several whose state is to be counted.
+        model: a sharded model.
+        optimizers: one or several optimizers, whose state is counted.
 
     Raises:
         ValueError: the model is not sharded.

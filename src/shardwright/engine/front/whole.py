@@ -57,35 +57,36 @@ def unsharded(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[M]:
-    """Show the full parameters of a sharded module, as plain ``nn.Parameter`` in their storage dtype, for a while.
+    """Show the full parameters of a sharded module inside the context, as plain ``nn.Parameter`` in their storage
+    dtype.
 
         with sw.unsharded(model):
             model.head.weight[:, 0] = 0.0   # every rank does the same
 
-    Every rank must enter it, between steps, and must edit alike: of its edits each rank keeps what belongs to its own
-    shard. It costs the memory of the full parameters (and gradients), on each rank that has them. ``state_dict()``
-    inside is that of a plain model. Forward, backward, optimizer steps, conversions and copies of the sharded units
-    are refused inside. Contexts nest, with equal options where they overlap. A module that is not sharded is left as
-    it is.
+    Every rank must enter it, between steps, and must make the same edits: each rank keeps the edits of its own shard.
+    It needs the memory of the full parameters (and gradients) on each rank that has them. Inside, ``state_dict()``
+    returns that of a plain model. Forward, backward, optimizer steps, conversions and copies of the sharded units raise
+    an error inside. Contexts nest if their options are equal for the parameters that both show. A module that is not
+    sharded stays unchanged.
 
     Args:
         module: a sharded model or any module inside one.
         recurse: also the parameters of units inside ``module``.
-        writeback: keep what was changed, also when an exception leaves the context. False: the parameters are what
-            they were. Parameters that were replaced, or have another shape (and then no gradient), are taken over by
-            the next forward, or, with False, put back.
+        writeback: keep the edits, also if an exception ends the context. False: the parameters get their old values
+            back. If a parameter was replaced, or has another shape (and then no gradient), the next forward uses the
+            new one; with False the old parameter is put back.
         rank0_only: only the first rank of the mesh gets full tensors and keeps them; on the others the parameters stay
-            sharded, and each is there in full for the moment in which it is gathered. Needs ``writeback=False``.
+            sharded, and each full parameter exists only during its gather. Needs ``writeback=False``.
         offload_to_cpu: the full parameters (and gradients) are on the CPU. The device holds one of them at a time. Each
-            rank has its own copies, so mostly of use with ``rank0_only``.
-        with_grads: also the full gradients, as ``.grad``, written back like the parameters. Gradients that earlier
-            micro-batches hold back are reduced first, as for clipping.
+            rank has its own copies, so use it mostly with ``rank0_only``.
+        with_grads: also the full gradients, as ``.grad``, written back like the parameters. Held gradients of earlier
+            micro-batches are reduced first, as for clipping.
 
     Raises:
         RuntimeError: a forward or backward is under way, or the parameters hold no values yet.
-        ValueError: ``rank0_only`` with ``writeback``, other options than those of a context around this one, or a full
-            tensor that has another dtype in the end, or, if it is tensor-parallel, another shape.
-        NotImplementedError: parameters whose tensors decide themselves what is gathered of them.
+        ValueError: ``rank0_only`` with ``writeback``; other options than in an outer context; or, at the end, a full
+            tensor with another dtype or, if it is tensor-parallel, another shape.
+        NotImplementedError: parameters that define their own all-gather (``fsdp_pre_all_gather``).
     """
     options = Options(writeback, rank0_only, offload_to_cpu, with_grads)
     modules = list(module.modules()) if recurse else [m for _, m in own_modules(module)]

@@ -29,9 +29,9 @@ _OF_ROOT = ("memory", "prefetch", "strict")  #: options of ``fully_shard`` that 
 
 
 class Units(list["nn.Module | list[nn.Module]"]):
-    """What a policy has chosen, inner units first and the whole model last; printed, a table of them.
+    """The units that a policy has chosen, inner units first and the whole model last. ``print`` shows a table.
 
-    Each item is what one call of ``fully_shard`` is to be given: a module, or a list of modules that form one unit.
+    Each item is the argument of one call of ``fully_shard``: a module, or a list of modules that form one unit.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class _Tree:
 
 
 class Policy:
-    """A function from a module to the units it would be divided into; ``first | second`` divides what is left on.
+    """A function from a module to its units; ``first | second`` also divides the rest by the second policy.
 
-    Made by :func:`by_class`, :func:`by_size` and :func:`by_predicate`. Modules that are sharded already and containers
-    without a forward are never chosen; a module that is there twice is chosen once.
+    Made by :func:`by_class`, :func:`by_size` and :func:`by_predicate`. It never chooses modules that are already
+    sharded, or containers without a forward. It chooses a module once, even if the model uses it twice.
     """
 
     def __init__(self, choose: Callable[[_Tree], None]) -> None:
@@ -158,12 +158,12 @@ def by_class(*classes: type[nn.Module] | str, group: int = 1) -> Policy:
 
     Args:
         classes: module classes, of which subclasses count too, or names of classes (``model._no_split_modules``).
-        group: so many of them that follow one another below one parent make one unit together, as a list: for blocks
-            that are too small each to fill a collective.
+        group: this many consecutive modules of one parent form one unit, as a list. For blocks that are too small to
+            fill a collective.
 
     Raises:
         TypeError: one is neither.
-        ValueError: a model has no module of any of them, or none of a class given by name.
+        ValueError: the model has no module of any of these classes, or none of a class that you passed by name.
     """
     kinds = tuple(c for c in classes if isinstance(c, type) and issubclass(c, nn.Module))
     names = {c for c in classes if isinstance(c, str)}
@@ -217,12 +217,12 @@ def by_predicate(predicate: Callable[[nn.Module], bool]) -> Policy:
 
 
 def by_size(minimum: int | str) -> Policy:
-    """A module is a unit once the parameters below it that belong to no unit yet reach ``minimum``.
+    """A module is a unit if the parameters below it that are in no inner unit reach ``minimum``.
 
     Inner modules are looked at first, as by FSDP1's ``size_based_auto_wrap_policy``; tied parameters count once.
 
     Args:
-        minimum: a number of elements, or of bytes such as "64 MiB".
+        minimum: a number of elements, or a number of bytes such as "64 MiB".
 
     Raises:
         ValueError: it is neither.
@@ -245,10 +245,10 @@ def by_size(minimum: int | str) -> Policy:
 
 
 def as_policy(policy: Any) -> Policy:
-    """A :class:`Policy` of what FSDP1 takes as ``auto_wrap_policy``.
+    """A :class:`Policy` from an ``auto_wrap_policy`` of FSDP1.
 
-    That is a set (or other collection) of module classes, a function of a module, or one of torch's policies that are
-    called as ``policy(module=, recurse=, nonwrapped_numel=)``.
+    It may be a set (or another collection) of module classes, a function of a module, or a torch policy with the call
+    ``policy(module=, recurse=, nonwrapped_numel=)``.
 
     Raises:
         TypeError: none of these.
@@ -296,11 +296,11 @@ def auto_wrap(model: M, policy: Any, **options: Any) -> M:
 
     Args:
         model: the whole model.
-        policy: of this module, or what :func:`as_policy` takes.
+        policy: a policy of this module, or an argument of :func:`as_policy`.
         options: of ``fully_shard``. ``memory``, ``prefetch`` and ``strict`` go to the model, all others to every unit.
 
     Raises:
-        ValueError: ``model`` is a container without a forward and was given options that hold for a whole model.
+        ValueError: ``model`` is a container without a forward, and an option applies only to a whole model.
     """
     units = as_policy(policy)(
         model,

@@ -19,7 +19,7 @@ class Due(Enum):
     HOLD = "add full gradients to those held", Held.WHOLE
     SCATTER = "sum over the ranks that shard gradients, and hold the sums", Held.SUMS
     FINISH = "reduce full gradients and sums", Held.NOTHING
-    FINISH_SUMS = "reduce sums, where there are no full gradients", Held.NOTHING
+    FINISH_SUMS = "reduce sums, if there are no full gradients", Held.NOTHING
 
     @property
     def leaves(self) -> Held:

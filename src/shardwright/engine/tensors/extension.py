@@ -90,7 +90,7 @@ class Extension:
             )
         else:
             raise ValueError(
-                f"{type(local).__name__}.fsdp_pre_all_gather takes {takes} arguments, expected (mesh) or (mesh, "
+                f"{type(local).__name__}.fsdp_pre_all_gather has {takes} arguments, expected (mesh) or (mesh, "
                 "outer_size, outer_stride, module, mp_policy)"
             )
         if not compared:

@@ -162,7 +162,7 @@ class RaggedTensor(torch.Tensor):
         else:
             raise NotImplementedError(
                 "A ragged tensor redistributes to Replicate() or Shard(0) on the last mesh dimension and Replicate() "
-                f"on the others, not to {placements}; redistribute the result."
+                f"on the other dimensions, not to {placements}. Redistribute the result again."
             )
         if device_mesh is not None and device_mesh != mesh:
             raise NotImplementedError(
@@ -490,9 +490,11 @@ def refuse_to_cut(source: torch.Tensor, spec: RaggedSpec, shape: Sequence[int]) 
     raise NotImplementedError(
         f"The {type(source).__name__} of shape {tuple(source.shape)}"
         + (f" (cut as parameter {parameter})" if parameter else "")
-        + f" cannot be cut into a part of shape {tuple(shape)}, which this rank's range of a ragged layout has: its "
-        'class has no such view. Shard with layout="per_parameter", or use an optimizer whose state is plain tensors, '
-        "as sw.AdamW8bit."
+        + (
+            f" cannot be cut to this rank's part of shape {tuple(shape)} in a ragged layout: its class has no such "
+            'view. Shard with layout="per_parameter", or use an optimizer whose state is plain tensors, as '
+            "sw.AdamW8bit."
+        )
     )
 
 

@@ -15,8 +15,8 @@ class Residence(enum.Enum):
     SHARDED = "no memory"
     ISSUING = "leased; a collective that writes to it is being issued, or was interrupted while it was"
     GATHERING = "leased; a gather is under way"
-    RESIDENT = "leased; what was gathered is there"
-    EMPTY = "leased; the gather failed, so nothing is there"
+    RESIDENT = "leased; the gathered weights are there"
+    EMPTY = "leased; the gather failed, so it has no weights"
 
 
 class Event(enum.Enum):
@@ -26,7 +26,7 @@ class Event(enum.Enum):
     ISSUED = "the collective is on its way"
     FAIL = "the gather raised an error before its last collective"
     WAIT = "the computation is ordered after the gather"
-    RELEASE = "the memory is given back; that of an interrupted gather stays for the next one"
+    RELEASE = "the memory is freed; the memory of an interrupted gather stays for the next gather"
 
 
 #: What may happen in which state, and what follows. ``Weights`` moves; tests, and no code, hold moves against this.
@@ -50,7 +50,7 @@ def table() -> str:
     """The states and what may happen in them, as docs/architecture.md has them."""
     lines = ["| state | its memory |", "|---|---|"]
     lines += [f"| {state.name} | {state.value} |" for state in Residence]
-    lines += ["", "| from | event | to | what happens |", "|---|---|---|---|"]
+    lines += ["", "| from | event | to | action |", "|---|---|---|---|"]
     lines += [
         f"| {state.name} | {event.name} | {after.name} | {event.value} |"
         for (state, event), after in ALLOWED.items()
