@@ -390,7 +390,7 @@ def test_an_allocator_that_gives_too_little_is_named(rank: int, world_size: int)
         def lease(self, slab: Slab) -> torch.Tensor | None:
             return torch.empty(slab.nbytes - 1, dtype=torch.uint8) if slab.nbytes else None
 
-    with pytest.raises(ValueError, match=r"Small.lease gave \d+ bytes .* for \d+ bytes of unit"):
+    with pytest.raises(ValueError, match=r"Small.lease returned \d+ bytes .* for \d+ bytes of unit"):
         model_of(Small())(torch.ones(1, 8))
 
 
