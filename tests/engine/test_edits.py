@@ -176,7 +176,7 @@ def test_data_of_another_shape_or_dtype_is_refused(rank: int, world_size: int, o
     model[0].unshard()
     for m, value in ((model[0], torch.ones(1)), (model[2], torch.ones(4, 4, dtype=torch.float64))):
         with pytest.raises(
-            RuntimeError, match=r"full weight.*of shape \(4, 4\) and torch\.float32.*cannot become"
+            RuntimeError, match=r"full weight.*of shape \(4, 4\) and torch\.float32.*cannot be replaced"
         ):
             m.weight.data = value
     step_both(plain, model)

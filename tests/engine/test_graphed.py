@@ -290,7 +290,7 @@ def test_refusals(rank: int, world_size: int) -> None:
         for _ in range(3):
             run.model.zero_grad()
             step(*batches)
-        with pytest.raises(ValueError, match=r"call zero_grad\(\) before it"):
+        with pytest.raises(ValueError, match=r"Call zero_grad\(\) before it"):
             step(*batches)
         run.model.zero_grad()
         step(*batches)

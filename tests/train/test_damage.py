@@ -105,7 +105,7 @@ def test_what_one_rank_alone_sees_is_agreed_on(rank: int, world_size: int, tmp_p
             raise stored.Damaged("__0_0.distcp cannot be read: Input/output error")
 
     for name, stand_in, expected in (
-        ("examine", stale, "rank 1 reads another position.json"),
+        ("examine", stale, "rank 1 reads a position.json"),
         ("examine", unseen, "rank 1: no position.json file"),
         ("check_files", unreadable, "rank 1: __0_0.distcp cannot be read"),
     ):

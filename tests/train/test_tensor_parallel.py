@@ -131,7 +131,7 @@ def test_runs_go_on_with_another_tensor(
         ),
         (2, {"model": {"ffn_dim": 63}}, "model.ffn_dim: expected a multiple"),
         (2, {"train": {"seq_len": 31}}, "train.seq_len: expected a multiple"),
-        (2, {"optimizer": {"name": "muon"}}, "parallel.tensor: optimizer 'muon'"),
+        (2, {"optimizer": {"name": "muon"}}, "parallel.tensor: expected 1 with optimizer 'muon'"),
         (2, {"train": {"cuda_graph": True}}, "parallel.tensor: expected 1 with train.cuda_graph"),
     ],
 )

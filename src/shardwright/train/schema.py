@@ -87,7 +87,8 @@ class Config(Section):
             raise ValueError(
                 "train.compile: expected 'none' with parallel.engine 'fsdp2' and parallel.tensor = "
                 f"{self.parallel.tensor}, found {self.train.compile!r}; the embedding would get no gradient, since "
-                "torch compiles the first block before the communication of its input has ended"
+                "its output is still being communicated when the first compiled block gets it, and torch then drops "
+                "its graph"
             )
         if self.train.float8 != "none":
             self._check_float8()

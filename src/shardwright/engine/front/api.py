@@ -410,8 +410,8 @@ def _ranks_of_some(
             raise ValueError(
                 f"shard_placement_fn gives one parameter the data-parallel mesh {ranks.mesh} as a part of "
                 f"{_whole(ranks)}; another parameter, or the arguments of fully_shard, have it as a part of "
-                f"{_whole(first)}. All parameters of a call need the same: call fully_shard separately on the "
-                "modules that differ."
+                f"{_whole(first)}. All parameters of a call must be on the same larger mesh: call fully_shard "
+                "separately on the modules that differ."
             )
     return [ranks for ranks in known.values() if ranks is not whole]
 
