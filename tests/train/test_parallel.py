@@ -214,7 +214,7 @@ def test_only_matrices_decay(rank: int, world_size: int, engine: str) -> None:
 def test_options_an_engine_cannot_honour_are_refused() -> None:
     for options, message in (
         ({"engine": "ddp", "reduce_dtype": "bfloat16"}, "expected float32 with engine ddp"),
-        ({"engine": "ddp", "reshard_after_forward": "always"}, "engine ddp shards nothing"),
+        ({"engine": "ddp", "reshard_after_forward": "always"}, "with engine ddp, which shards nothing"),
     ):
         with pytest.raises(UserError, match=message):
             check_ranks(tiny(parallel=options), 2)
