@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from shardwright.comm import LEFT, Meeting, Unreached, new_failure, pages
+from shardwright.comm.hall import Hall, Missing
 from shardwright.comm.meeting import meeting_of
 from shardwright.comm.pages import SLOTS, OtherRing, Ring
-from shardwright.comm.rounds import Missing, _Hall
 from tests.engine.kit.meetings import fresh_meetings
 from tests.support import multirank
 
@@ -88,10 +88,10 @@ def test_the_latest_records_are_there() -> None:
 def test_half_a_record_is_none() -> None:
     mine = ring()
     mine.write(1, record(5))
-    start = pages._slot(mine.address.offset, 1)
-    theirs = OtherRing(mine._page, mine.address.offset)  # type: ignore[arg-type]
+    start = pages._slot(mine.address.offset, 1, SLOTS)
+    theirs = OtherRing(mine.page, mine.address.offset)  # type: ignore[arg-type]
     assert theirs.read(1) == record(5)
-    mine._page.memory[start + 8] = 6
+    mine.page.memory[start + 8] = 6
     assert theirs.read(1) is None
 
 
@@ -159,15 +159,15 @@ def test_looking_at_files_leaves_the_own_lock() -> None:
 
 
 def test_a_full_page_gives_no_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = pages._Page()
+    page = pages.Page()
     monkeypatch.setattr(pages, "_own", page)
-    page._end = pages._SIZE - 1024
+    page._end = pages._DATA - pages._ROOM
     assert pages.new_ring() is not None
     assert pages.new_ring() is None
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARDWRIGHT_MEETINGS", "gloo")
+    monkeypatch.setenv("SHARDWRIGHT_CPU_COLLECTIVES", "gloo")
     assert pages.new_ring() is None
 
 
@@ -314,7 +314,7 @@ def test_a_death_behind_a_slow_rank_is_noticed() -> None:
         os.kill(process, signal.SIGKILL)
         began = time.monotonic()
         with pytest.raises(Missing, match="ended") as caught:
-            _Hall(ring(), [(0, None), (1, slow), (2, dead)]).wait_for(1, record(1), began + 60)
+            Hall(ring(), [(0, None), (1, slow), (2, dead)]).wait_for(1, record(1), began + 60)
         assert time.monotonic() - began < 5
         assert caught.value.rank == 2
 

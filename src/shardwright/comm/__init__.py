@@ -1,8 +1,9 @@
 """Collectives over bytes, the division and compression of gradients, streams and events. Knows nothing of units."""
 
 from shardwright.comm.codecs import Cast, Codec, Int8Blocks
-from shardwright.comm.collectives import Communicator, Division, Pending, neighbours, plan_division, separate
+from shardwright.comm.collectives import Communicator, Pending, neighbours, separate
 from shardwright.comm.custom import with_gathers, with_scatters
+from shardwright.comm.division import Division, plan_division
 from shardwright.comm.gradient_hooks import Compressed, GradientHook, PowerSGD, Site
 from shardwright.comm.meeting import Meeting, Unreached, new_failure
 from shardwright.comm.memory import RegisteredMemory, SymmetricMemory

@@ -1,4 +1,4 @@
-"""The two collectives of a fully sharded step, and how a gradient is divided.
+"""The collectives of a fully sharded step.
 
 A :class:`Communicator` moves bytes for one process group on one device. It knows nothing of units and parameters.
 """
@@ -9,7 +9,6 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -24,40 +23,10 @@ from shardwright._torch import (
     backend_for,
     foreach_copy_,
 )
+from shardwright.comm.copies import Copies, Exchange
+from shardwright.comm.division import Division
 from shardwright.comm.meeting import meeting_of
 from shardwright.comm.streams import Streams, streams_for
-
-
-@dataclass(frozen=True)
-class Division:
-    """How a sum over ranks becomes the gradient: ``average`` in the collective, or ``before`` and ``after`` a sum.
-
-    A factor of 1 is no operation. The gradient is divided by ``before * after`` once in all.
-    """
-
-    average: bool = False
-    before: float = 1.0
-    after: float = 1.0
-
-
-@functools.cache
-def plan_division(
-    reduce_dtype: torch.dtype, world_size: int, factor: float | None, force_sum: bool = False
-) -> Division:
-    """Divide by ``factor`` (default: the number of ranks), with ``force_sum`` never inside the collective.
-
-    float16 overflows at 65504, so it is divided by a power of two near the root of the factor before the sum and by
-    the rest after it; the wider exponents of the other dtypes do not need that.
-    """
-    factor = float(world_size) if factor is None else float(factor)
-    if reduce_dtype == torch.float16:
-        before = 1.0
-        while factor / before > before:
-            before *= 2
-        return Division(before=before, after=factor / before)
-    if factor == world_size and not force_sum:
-        return Division(average=True)
-    return Division(after=factor)
 
 
 class Pending:
@@ -151,6 +120,18 @@ class Communicator:
         assert self.meeting is not None
         return self.meeting.show(record, limit)
 
+    @property
+    def copies(self) -> Copies | None:
+        """Collectives through memory that all ranks of the group share; None: they go by the group's backend."""
+        return self.meeting.copies if self.meeting is not None else None
+
+    def _begin_copies(self, announce: Callable[[], None] | None, prepare: Callable[[], Exchange]) -> Any:
+        assert self.meeting is not None
+        exchange = self.meeting.reached(prepare)
+        if announce is None:
+            return self.meeting.begin(_nothing, *exchange.steps(self.meeting.number))
+        return self.meeting.begin(announce, *exchange.steps(self.meeting.number + 1))
+
     def begin(self, announce: Callable[[], None] | None, collective: Callable[[], Any]) -> Any:
         """Announce, if there is anything to announce, and begin a collective; returns what to wait for."""
         if announce is None or self.meeting is None:
@@ -188,6 +169,9 @@ class Communicator:
                 foreach_copy_(outputs, inputs)
                 mark = self.streams.mark("gather")
                 return Pending(self.streams, None, mark, keep=(outputs, inputs), finish=on_done)
+            if (copies := self.copies) is not None:
+                work = self._begin_copies(announce, functools.partial(copies.gather, outputs, inputs))
+                return Pending(self.streams, work, None, finish=on_done)
             if self._gloo:
                 return self._gather_on_gloo(outputs, inputs, on_done, announce)
             work = self.group.allgather_into_tensor_coalesced(outputs, inputs, self._gather_options)
@@ -249,6 +233,9 @@ class Communicator:
             if division.before != 1.0:
                 for tensor in inputs:
                     tensor.div_(division.before)
+            if (copies := self.copies) is not None:
+                prepare = functools.partial(copies.reduce_scatter, outputs, inputs, division)
+                return Pending(self.streams, self._begin_copies(announce, prepare), None)
             if self._gloo:
                 return self._reduce_by_all_to_all(outputs, inputs, division, announce)
             assert self.group is not None
@@ -272,6 +259,9 @@ class Communicator:
         with streams.fork("all_reduce") if after is None else streams.beside("all_reduce", after.mark):
             if division.before != 1.0:
                 tensor.div_(division.before)
+            if (copies := self.copies) is not None:
+                work = self._begin_copies(announce, functools.partial(copies.all_reduce, tensor, division))
+                return Pending(self.streams, work, None)
             options = AllreduceOptions()
             options.reduceOp = dist.ReduceOp.AVG if division.average else dist.ReduceOp.SUM
             options.asyncOp = streams.asynchronous
@@ -286,10 +276,8 @@ class Communicator:
         if division.after == 1.0:
             return Pending(self.streams, work, self.streams.mark(stream), keep=keep)
         if self.streams.asynchronous:
-            return Pending(
-                self.streams, work, None, keep=keep, finish=lambda: _divide(outputs, division.after)
-            )
-        _divide(outputs, division.after)
+            return Pending(self.streams, work, None, keep=keep, finish=lambda: division.finish(outputs))
+        division.finish(outputs)
         return Pending(self.streams, work, self.streams.mark(stream), keep=keep)
 
     def _reduce_by_all_to_all(
@@ -310,19 +298,19 @@ class Communicator:
         scatter = functools.partial(self.group.alltoall_base, arriving, sent, [], [], options)
         work = self.begin(announce, scatter)
 
-        def finish() -> None:
+        def sum_up() -> None:
             parts = received.split([t.numel() for t in outputs], dim=1) if len(outputs) > 1 else (received,)
             for output, part in zip(outputs, parts, strict=True):
-                if division.average:
-                    torch.mean(part, dim=0, out=output)
-                else:
-                    torch.sum(part, dim=0, out=output)
-            _divide([] if division.average else outputs, division.after)
+                division.sum_rows(part, output)
 
         if self.streams.asynchronous:
-            return Pending(self.streams, work, None, keep=(packed, received), finish=finish)
-        finish()
+            return Pending(self.streams, work, None, keep=(packed, received), finish=sum_up)
+        sum_up()
         return Pending(self.streams, None, self.streams.mark("reduce"), keep=(outputs, inputs))
+
+
+def _nothing() -> None:
+    """What is announced where the ranks have agreed before."""
 
 
 _separate: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
@@ -362,9 +350,3 @@ def _over(ranks: list[int], comm: Communicator) -> Communicator:
     local = len(ranks) < dist.get_world_size()
     group = dist.new_group(ranks, backend=backend, use_local_synchronization=local)
     return Communicator(group, comm.device)
-
-
-def _divide(tensors: list[torch.Tensor], divisor: float) -> None:
-    if divisor != 1.0:
-        for tensor in tensors:
-            tensor.div_(divisor)

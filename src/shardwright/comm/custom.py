@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from shardwright._torch import foreach_copy_
 from shardwright.comm.codecs import Codec
-from shardwright.comm.collectives import Communicator, Division, Pending
+from shardwright.comm.collectives import Communicator, Pending
+from shardwright.comm.division import Division
 
 
 def _copy_of(comm: Communicator, kind: type[Communicator]) -> Any:

@@ -17,21 +17,24 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardwright.comm import notices
-from shardwright.comm.rounds import LEFT, ByGloo, Missing, Round, Way, packed, unpacked
+from shardwright.comm.copies import Copies
+from shardwright.comm.hall import Missing, packed, unpacked
+from shardwright.comm.rounds import LEFT, ByGloo, Round, Way
 
 _FAILURE = 2  #: where such a record has the number of the failure
 #: What gloo says where another rank does not come, or its connection has ended.
 _OF_CONNECTIONS = re.compile(r"gloo/|time|connection|closed|reset|peer", re.IGNORECASE)
 
+T = TypeVar("T")
 _call: Callable[[Any], Any] = operator.call
 #: One for each group and device, as long as the group: ranks come to it in one order, whoever asks.
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Meeting]] = (
@@ -53,18 +56,21 @@ class Begun:
         self._meeting = meeting
         self.works: list[Any] = []
 
+    def _waits(self) -> list[Any]:
+        """What there is to wait for, of what beginning it has returned."""
+        return [work for work in self.works if hasattr(work, "wait")]
+
     def wait(self) -> None:
-        for work in self.works:
-            if work is not None:
-                try:
-                    self._meeting.wait_for(work)
-                except Unreached as error:
-                    text = f"Rank {dist.get_rank()} waits for the end of a collective, and {error}"
-                    raise Unreached(text) from error.__cause__
+        for work in self._waits():
+            try:
+                self._meeting.wait_for(work)
+            except Unreached as error:
+                text = f"Rank {dist.get_rank()} waits for the end of a collective, and {error}"
+                raise Unreached(text) from error.__cause__
         self._meeting.begun.discard(self)
 
     def is_over(self) -> bool:
-        return all(work is None or getattr(work, "is_completed", bool)() for work in self.works)
+        return all(getattr(work, "is_completed", bool)() for work in self._waits())
 
 
 def meeting_of(group: dist.ProcessGroup, device: torch.device) -> Meeting:
@@ -85,16 +91,16 @@ def new_failure() -> int:
 class _Promise:
     """A collective that this rank begins if the ranks agree in a round."""
 
-    def __init__(self, number: int, begun: Begun, collective: Callable[[], Any]) -> None:
+    def __init__(self, number: int, begun: Begun, steps: Iterable[Callable[[], Any]]) -> None:
         self.number = number  #: of the round
         self.begun = begun
         self.calls: list[Any] = []  #: not empty once the collective has begun
-        self._collective = collective
+        self._steps = functools.partial(self.calls.append, True), *steps
 
     def keep(self) -> None:
         """Begin it."""
-        # No Python runs between the two, so a collective that is no Python has begun if the first was called.
-        self.begun.works.extend(map(_call, (functools.partial(self.calls.append, True), self._collective)))
+        # No Python runs between the steps, so a collective that is no Python has begun if the first was called.
+        self.begun.works.extend(map(_call, self._steps))
 
 
 class Meeting:
@@ -180,13 +186,18 @@ class Meeting:
         self.failure = min(failures, default=1 << 62 | zlib.crc32(name.encode()))
         _known_failures.extend(failures or [self.failure])
 
-    def begin(self, announce: Callable[[], None], collective: Callable[[], Any]) -> Begun:
-        """Call ``announce``, which shows a record here, then ``collective``, which returns a work or None.
+    @property
+    def copies(self) -> Copies | None:
+        """The collectives of ranks of one host, once all have found each other's pages; the same on every rank."""
+        return self._way.copies
+
+    def begin(self, announce: Callable[[], None], *steps: Callable[[], Any]) -> Begun:
+        """Call ``announce``, which shows a record here, then ``steps``, of which the last returns a work or None.
 
         Once the ranks have agreed, all begin it: a signal's handler that raises on this one does so after that.
         """
         self.begun -= {each for each in self.begun if each.is_over()}
-        promise = self._promise = _Promise(self.number + 1, Begun(self), collective)
+        promise = self._promise = _Promise(self.number + 1, Begun(self), steps)
         try:
             announce()
             self.begun.add(promise.begun)
@@ -220,6 +231,17 @@ class Meeting:
                 promise.keep()
         return True
 
+    def reached(self, begin: Callable[[], T]) -> T:
+        """Prepare a collective.
+
+        Raises:
+            Unreached: another rank has not come for earlier ones.
+        """
+        try:
+            return begin()
+        except Missing as error:
+            self._raise_missing(error, closes=True)
+
     def disagreed(self) -> bool:
         """Whether all ranks came when they met last, and showed different records."""
         current = self._round
@@ -249,6 +271,8 @@ class Meeting:
         """Wait for a collective of the group. What a signal's handler raises meanwhile is raised as it is."""
         try:
             work.wait()
+        except Missing as error:
+            self._raise_missing(error, closes=True)
         except RuntimeError as error:
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise
@@ -259,16 +283,19 @@ class Meeting:
         try:
             wait(limit)
         except Missing as error:
-            closes, error.late = error.late and limit is None, False  # once
-            if closes:
-                self._way.close()
-            raise Unreached(f"{self._who_is_missing(error.rank)} ({error}){self._own_leaving()}") from error
+            self._raise_missing(error, closes=limit is None)
         except RuntimeError as error:
             own = error.__traceback__
             deeper = own.tb_next.tb_next if own is not None and own.tb_next is not None else None
             if deeper is not None:
                 raise
             self._raise_unreached(error)
+
+    def _raise_missing(self, error: Missing, closes: bool) -> NoReturn:
+        if error.late and closes:
+            error.late = False  # once
+            self._way.close(error.rank)
+        raise Unreached(f"{self._who_is_missing(error.rank)} ({error}){self._own_leaving()}") from error
 
     def _raise_unreached(self, error: RuntimeError) -> NoReturn:
         if not _OF_CONNECTIONS.search(str(error)):

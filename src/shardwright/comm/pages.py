@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host share, where they show each other the short records of their meetings.
+"""Memory that the ranks of one host share: short records in rings, and room for data.
 
 Each process writes to one page of its own, and reads those of others. A page is an anonymous file: it has no name
 anywhere, and goes with the last process that has it. A record is written once, with its number and a checksum, so a
@@ -19,19 +19,31 @@ import struct
 import sys
 import time
 import zlib
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 WORDS = 6  #: int64 words of a record
-SWITCH = "SHARDWRIGHT_MEETINGS"  #: environment variable; "gloo": no process uses pages
+SWITCH = "SHARDWRIGHT_CPU_COLLECTIVES"  #: environment variable; "gloo": no process uses pages
 
-_RING = struct.Struct(f"={WORDS + 2}q")  #: a slot: the record's number, the record, their checksum
+#: A slot: the record's number, the record, their checksum. "=" would write byte by byte, so that others could read half
+#: a number; native integers are written at once.
+_RING = struct.Struct(f"{WORDS + 2}q")
 _RECORD = struct.Struct(f"={WORDS}q")
 _HEADER = struct.Struct("=2q")  #: at the start of a page: what it is, and its token
-_BELL = struct.Struct("=i")
+_BELL = struct.Struct("i")
+_MARK = struct.Struct("q")  #: behind the bell
+_CLOSED = 16  #: where a byte says that a ring is closed
 _MAGIC = 0x7368617264776701
-SLOTS = 15  #: records of a ring, the latest ones
-_ROOM = 64 * (SLOTS + 1)  #: of a ring: its bell, then its slots
-_SIZE = 1 << 26  #: of a page; only what is written to takes memory
+SLOTS = 15  #: records of a ring of meetings, the latest ones
+POSTS = 127  #: of a ring of posts
+_RINGS = 64 * (SLOTS + 1), 64 * (POSTS + 1)  #: bytes of each; a ring is its bell and its mark, then its slots
+_ROOM = sum(_RINGS)  #: of both rings of a group
+_DATA = 1 << 30  #: where the room for data begins, behind all rings
+_SIZES = (
+    1 << 36,
+    _DATA,
+)  #: of a page, the first that the system allows; only what is written to takes memory
 _NAME = "shardwright"
 _LOCK = struct.Struct("hhqqi4x")  #: struct flock
 TICK = 0.1  #: seconds that a reader sleeps at most before it looks whether the writer lives
@@ -46,10 +58,15 @@ class Address(NamedTuple):
     pid: int
     file: int  #: its number in that process
     token: int  #: of the page
-    offset: int  #: of the ring, in bytes; 0: there is none
+    offset: int  #: of the group's rings, in bytes; 0: there are none
 
 
 NOWHERE = Address(0, 0, 0, 0)
+
+
+def carry_data() -> bool:
+    """Whether others see data before a record that was written after it. Other processors may reorder the two."""
+    return platform.machine() == "x86_64"
 
 
 def usable() -> bool:
@@ -87,17 +104,16 @@ def _system() -> Any:
     return call
 
 
-class _Page:
+class Page:
     """This process's own."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
         self.file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
-            os.ftruncate(self.file, _SIZE)
+            self.memory = _mapped(self.file)
             # The system gives the lock back when the process ends, however it does: so others know that it lives.
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.memory = mmap.mmap(self.file, _SIZE)
         except OSError:
             os.close(self.file)
             raise
@@ -105,17 +121,48 @@ class _Page:
         self.token = secrets.randbits(62)
         _HEADER.pack_into(self.memory, 0, _MAGIC, self.token)
         self._end = _ROOM
+        self._data_end = _DATA
 
     def room(self) -> int:
-        """The offset of a new ring, or 0 if the page is full. Places are not used again: late readers may look."""
+        """The offset of new rings, or 0 if the page is full. Places are not used again: late readers may look."""
         offset, end = self._end, self._end + _ROOM
-        if end > _SIZE:
+        if end > _DATA:
             return 0
         self._end = end
         return offset
 
+    def room_for_data(self, nbytes: int) -> int:
+        """The offset of room that nobody has used.
 
-_own: _Page | None = None
+        Raises:
+            MemoryError: the page is full.
+        """
+        offset, end = self._data_end, self._data_end + nbytes
+        if end > len(self.memory):
+            raise MemoryError(
+                f"The {len(self.memory) >> 30} GiB of memory that this process can share with the other ranks of its "
+                f"host are used up: a collective needs {nbytes} more bytes. Set {SWITCH}=gloo on all ranks."
+            )
+        self._data_end = end
+        return offset
+
+
+def _mapped(file: int) -> mmap.mmap:
+    for size in _SIZES:
+        try:
+            os.ftruncate(file, size)
+            memory = mmap.mmap(file, size)
+        except OSError:
+            if size == _SIZES[-1]:
+                raise
+        else:
+            with suppress(AttributeError, OSError):
+                memory.madvise(mmap.MADV_DONTDUMP)
+            return memory
+    raise AssertionError
+
+
+_own: Page | None = None
 
 
 def new_ring() -> Ring | None:
@@ -125,7 +172,7 @@ def new_ring() -> Ring | None:
         return None
     try:
         if _own is None or _own.process != os.getpid():  # a forked process has pages of its own
-            _own = _Page()
+            _own = Page()
         offset = _own.room()
     except OSError:
         return None
@@ -135,12 +182,17 @@ def new_ring() -> Ring | None:
 class Ring:
     """The records of this process in one group, number 1 first."""
 
-    def __init__(self, page: _Page, offset: int) -> None:
-        self._page = page
+    def __init__(self, page: Page, offset: int, slots: int = SLOTS) -> None:
+        self.page = page
         self._offset = offset
+        self._slots = slots
         self._last = 0
         self._bells = 0
         self.address = Address(page.process, page.file, page.token, offset)
+
+    def posts(self) -> Ring:
+        """The group's other ring, for what this process posts."""
+        return Ring(self.page, self._offset + _RINGS[0], POSTS)
 
     @property
     def last(self) -> int:
@@ -150,28 +202,54 @@ class Ring:
         return self._last
 
     def _number_at(self, number: int) -> int:
-        return int.from_bytes(self._page.memory[(start := _slot(self._offset, number)) : start + 8], "little")
+        start = _slot(self._offset, number, self._slots)
+        return int.from_bytes(self.page.memory[start : start + 8], "little")
 
     def write(self, number: int, record: bytes) -> None:
         """Write the record that follows the last one. It is there, or not there at all."""
-        words = _RECORD.unpack(record)
-        _RING.pack_into(
-            self._page.memory, _slot(self._offset, number), number, *words, _checksum(number, record)
-        )
+        for step in self.writing(number, record):
+            step()
+
+    def writing(self, number: int, record: bytes) -> tuple[Callable[[], Any], ...]:
+        """:meth:`write` as calls that run no Python, to be called in this order."""
+        slot = _slot(self._offset, number, self._slots)
         self._bells = (self._bells + 1) & 0x7FFFFFFF
-        _BELL.pack_into(self._page.memory, self._offset, self._bells)
-        _system()(_FUTEX, self._page.base + self._offset, _WAKE, 0x7FFFFFFF, None, None, 0)
+        memory, bell = self.page.memory, self.page.base + self._offset
+        words = _RECORD.unpack(record)
+        return (
+            functools.partial(_RING.pack_into, memory, slot, number, *words, _checksum(number, record)),
+            functools.partial(_BELL.pack_into, memory, self._offset, self._bells),
+            functools.partial(_system(), _FUTEX, bell, _WAKE, 0x7FFFFFFF, None, None, 0),
+        )
+
+    def mark(self, number: int) -> None:
+        """Say how far this process has read the others' data."""
+        _MARK.pack_into(self.page.memory, self._offset + 8, number)
+
+    @property
+    def marked(self) -> int:
+        """The last mark."""
+        number: int = _MARK.unpack_from(self.page.memory, self._offset + 8)[0]
+        return number
+
+    @property
+    def is_closed(self) -> bool:
+        return bool(self.page.memory[self._offset + _CLOSED])
+
+    def close(self) -> None:
+        """Say that no record follows."""
+        self.page.memory[self._offset + _CLOSED] = 1
 
 
-def _slot(offset: int, number: int) -> int:
-    return offset + 64 * (1 + number % SLOTS)
+def _slot(offset: int, number: int, slots: int) -> int:
+    return offset + 64 * (1 + number % slots)
 
 
 def _checksum(number: int, record: bytes) -> int:
     return zlib.crc32(record, number & 0xFFFFFFFF)
 
 
-class _OtherPage:
+class OtherPage:
     """Another process's, to be read."""
 
     def __init__(self, address: Address) -> None:
@@ -186,7 +264,7 @@ class _OtherPage:
         self.file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             # Readers do not write, but a futex needs memory that they could write to.
-            self.memory = mmap.mmap(self.file, _SIZE)
+            self.memory = mmap.mmap(self.file, os.fstat(self.file).st_size)
         except (OSError, ValueError) as error:
             os.close(self.file)
             raise FileNotFoundError(path) from error
@@ -201,7 +279,7 @@ class _OtherPage:
         return _LOCK.unpack(fcntl.fcntl(self.file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK
 
 
-_others: dict[tuple[int, int], _OtherPage] = {}  #: by this process and token
+_others: dict[tuple[int, int], OtherPage] = {}  #: by this process and token
 
 
 def other_ring(address: Address) -> OtherRing:
@@ -212,21 +290,32 @@ def other_ring(address: Address) -> OtherRing:
     """
     key = os.getpid(), address.token
     if key not in _others:
-        _others[key] = _OtherPage(address)
+        _others[key] = OtherPage(address)
     return OtherRing(_others[key], address.offset)
 
 
 class OtherRing:
     """The records of another process in one group."""
 
-    def __init__(self, page: _OtherPage, offset: int) -> None:
-        self._page = page
+    def __init__(self, page: OtherPage, offset: int, slots: int = SLOTS) -> None:
+        self.page = page
         self._offset = offset
+        self._slots = slots
+
+    def posts(self) -> OtherRing:
+        """The group's other ring, for what that process posts."""
+        return OtherRing(self.page, self._offset + _RINGS[0], POSTS)
+
+    @property
+    def marked(self) -> int:
+        """How far that process has read the others' data."""
+        number: int = _MARK.unpack_from(self.page.memory, self._offset + 8)[0]
+        return number
 
     def read(self, number: int) -> bytes | None:
         """The record of this number, or None if it is not there (yet)."""
-        start = _slot(self._offset, number)
-        slot = self._page.memory[start : start + 64]
+        start = _slot(self._offset, number, self._slots)
+        slot = self.page.memory[start : start + 64]
         record = slot[8:56]
         if int.from_bytes(slot[:8], "little") != number:
             return None
@@ -234,24 +323,29 @@ class OtherRing:
 
     def has_written(self, number: int) -> bool:
         """Whether this record was written, and perhaps another one in its place since."""
-        start = _slot(self._offset, number)
-        return int.from_bytes(self._page.memory[start : start + 8], "little") >= number
+        start = _slot(self._offset, number, self._slots)
+        return int.from_bytes(self.page.memory[start : start + 8], "little") >= number
 
     def wait(self, number: int) -> bytes | None:
         """The record of this number, or None if it does not come within ``TICK``."""
         for _ in range(_LOOKS):
             if (record := self.read(number)) is not None:
                 return record
-        memory, offset, call = self._page.memory, self._offset, _system()
+        memory, offset, call = self.page.memory, self._offset, _system()
         end = time.monotonic() + TICK
         while True:
             (bell,) = _BELL.unpack_from(memory, offset)
             if (record := self.read(number)) is not None or time.monotonic() > end:
                 return record
-            failed = call(_FUTEX, self._page.base + offset, _WAIT, bell, ctypes.addressof(_tick), None, 0) < 0
+            failed = call(_FUTEX, self.page.base + offset, _WAIT, bell, ctypes.addressof(_tick), None, 0) < 0
             if failed and ctypes.get_errno() not in _EXPECTED:
                 time.sleep(TICK / 100)
 
     def is_alive(self) -> bool:
         """Whether the process that writes has not ended."""
-        return self._page.is_alive()
+        return self.page.is_alive()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no record follows those that are there."""
+        return bool(self.page.memory[self._offset + _CLOSED])

@@ -11,30 +11,22 @@ import ctypes
 import struct
 import time
 import weakref
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from shardwright._torch import AllToAllOptions, backend_for, timeout_of
 from shardwright.comm import pages
-from shardwright.comm.pages import NOWHERE, SLOTS, WORDS, Address, OtherRing, Ring
+from shardwright.comm.copies import Copies
+from shardwright.comm.hall import RECORD, Hall, Missing, packed, unpacked
+from shardwright.comm.pages import NOWHERE, Address
 
-RECORD = WORDS  #: integers that ranks show each other
 LEFT = -1  #: the first of a record by which a rank says that it has left
 #: How long a rank that has left stays reachable for the others. Then its connections close, and theirs fail.
 REACHABLE = timedelta(seconds=60)
-
-
-def packed(record: Sequence[int]) -> bytes:
-    return struct.pack(f"={RECORD}q", *record, *[0] * (RECORD - len(record)))
-
-
-def unpacked(record: bytes) -> list[int]:
-    return list(struct.unpack(f"={RECORD}q", record))
 
 
 class _Records:
@@ -118,19 +110,10 @@ class ByGloo:
         return self._theirs.rows()
 
 
-class Missing(Exception):
-    """A rank does not come."""
-
-    def __init__(self, rank: int, reason: str, late: bool) -> None:
-        super().__init__(reason)
-        self.rank = rank
-        self.late = late  #: whether its process lives
-
-
 class _ByPages:
     """Records in memory that the ranks share."""
 
-    def __init__(self, hall: _Hall, number: int, record: bytes, timeout: timedelta) -> None:
+    def __init__(self, hall: Hall, number: int, record: bytes, timeout: timedelta) -> None:
         self._hall = hall
         self._number = number
         self._record = record
@@ -168,57 +151,12 @@ class _ByPages:
         return self._records
 
 
-class _Hall(NamedTuple):
-    """The rings of a group's ranks on one host."""
-
-    mine: Ring
-    rings: list[tuple[int, OtherRing | None]]  #: by rank; None: this rank's
-
-    def others(self) -> list[tuple[int, OtherRing]]:
-        return [(rank, ring) for rank, ring in self.rings if ring is not None]
-
-    def wait_for(self, number: int, record: bytes, until: float) -> list[bytes]:
-        """All ranks' records of this number; ``record`` is this rank's.
-
-        Raises:
-            Missing: a process has ended, or ``until`` (of ``time.monotonic``) is over.
-        """
-        records: list[bytes] = []
-        for rank, ring in self.rings:
-            while True:
-                came = record if ring is None else ring.wait(number)
-                if came is not None:
-                    records.append(came)
-                    break
-                self._check(number, until, rank)
-        return records
-
-    def _check(self, number: int, until: float, slow: int) -> None:
-        """Raise if any rank cannot come any more, or if it is too late for the ``slow`` one."""
-        for rank, ring in self.others():
-            if not ring.has_written(number) and not ring.is_alive() and not ring.has_written(number):
-                raise Missing(rank, "its process has ended", late=False)
-        if time.monotonic() > until:
-            raise Missing(slow, "timed out", late=True)
-
-    def has_room(self, number: int) -> bool:
-        """Whether all ranks have read the record in whose place that of this number is written."""
-        read = number - SLOTS + 1
-        return read <= 0 or all(ring is None or ring.has_written(read) for _, ring in self.rings)
-
-    def wait_for_room(self, number: int, until: float) -> None:
-        """After this rank has left many times. Raises as :meth:`wait_for`."""
-        while not self.has_room(number):
-            read = number - SLOTS + 1
-            self._check(read, until, next(rank for rank, ring in self.others() if not ring.has_written(read)))
-            time.sleep(pages.TICK / 10)
-
-
 class Way:
     """By what the ranks of one group meet.
 
     Attributes:
         hall: their rings, once they meet on pages; None: by gloo.
+        copies: their collectives, once they meet on pages; None: by gloo.
         unshown: what there was no room for in leaving, the oldest first. Others ignore what they see twice.
     """
 
@@ -228,8 +166,9 @@ class Way:
         self._ranks = dist.get_process_group_ranks(group)
         self._mine, self._theirs = _Records(len(self._ranks)), _Records(len(self._ranks))
         self._ring = pages.new_ring()
-        self._found: _Hall | None = None  #: once this rank has found the rings of all others
-        self.hall: _Hall | None = None
+        self._found: Hall | None = None  #: once this rank has found the rings of all others
+        self.hall: Hall | None = None
+        self.copies: Copies | None = None
         self._left: list[tuple[ByGloo, Any]] = []  #: what was shown in leaving, with its memory
         self.unshown: list[bytes] = []
 
@@ -259,6 +198,8 @@ class Way:
             return
         if self._found is not None and all(row[-1] for row in rows):
             self.hall = self._found
+            if self._device.type == "cpu" and pages.carry_data():
+                self.copies = Copies(self.hall.posts(), timeout_of(self._backend))
         elif self._found is None:
             mine = self._ring.address
             try:
@@ -266,7 +207,7 @@ class Way:
             except OSError:
                 self._ring = None  # some are on other hosts
             else:
-                self._found = _Hall(self._ring, list(zip(self._ranks, rings, strict=True)))
+                self._found = Hall(self._ring, list(zip(self._ranks, rings, strict=True)))
 
     def leave(self, record: bytes) -> None:
         """Show this, without waiting for the other ranks."""
@@ -287,8 +228,10 @@ class Way:
         leaving.begin()
         self._left.append((leaving, (mine, theirs)))
 
-    def close(self) -> None:
+    def close(self, missing: int) -> None:
         """After the group's timeout, as gloo does: a rank that comes later has no collective with this one."""
+        if self.copies is not None:
+            self.copies.close(missing)
         options = AllToAllOptions()
         options.timeout = timedelta(milliseconds=1)
         mine, theirs = _Records(len(self._ranks)), _Records(len(self._ranks))

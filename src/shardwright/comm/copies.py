@@ -1,0 +1,300 @@
+"""Collectives of ranks of one host, as copies through memory that they share.
+
+A rank copies its data into a segment of its page and posts where that is. So a collective begins, and waits for nobody.
+A rank that waits for it copies the other ranks' data out of their segments and marks how far it has read. A segment is
+used again once all ranks have read it. Ranks agree on a collective before (``meeting.py``), so posts are in one order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import operator
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwright.comm.division import Division
+from shardwright.comm.hall import LEFT_AFTER_TIMEOUT, Hall, Missing, packed, unpacked
+from shardwright.comm.pages import POSTS, OtherPage, OtherRing, Page, Ring
+
+_SMALLEST = 1 << 12  #: bytes of a segment
+
+
+class Place(NamedTuple):
+    """Where the data of one rank is."""
+
+    page: Page | OtherPage
+    offset: int
+
+    def address(self) -> int:
+        return self.page.base + self.offset
+
+    def view(self, offset: int, like: torch.Tensor) -> torch.Tensor:
+        """The part of the data that begins there and is as large as ``like``, without a copy."""
+        memory, start = self.page.memory, self.offset + offset
+        return torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=start)
+
+
+#: Makes results of the data of all ranks; may run again after an interrupt.
+Reader = Callable[[list[Place]], None]
+#: Where data goes in the segment, where it is, and its size; all in bytes.
+Send = tuple[int, int, int]
+
+
+class _Segment:
+    """Room in this process's page, for one collective at a time."""
+
+    def __init__(self, page: Page, offset: int) -> None:
+        self.page = page
+        self.offset = offset
+        self.number = 0  #: of the post that it was last used for
+        self.mine: Ring | None = None
+        self.readers: list[OtherRing] = []
+
+    def is_free(self) -> bool:
+        """Whether all ranks, this one too, have read what it was used for, or have ended."""
+        assert self.mine is not None
+        if self.mine.last < self.number or self.mine.marked < self.number:
+            return False
+        return all(ring.marked >= self.number or not ring.is_alive() for ring in self.readers)
+
+    def leave(self, number: int) -> None:
+        """Post ``number`` will not use it, if it has not been written."""
+        if self.number == number and self.mine is not None and self.mine.last < number:
+            self.number = 0
+
+
+class _Segments:
+    """The segments of one page, by size; the longest unused first."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self._by_size: dict[int, deque[_Segment]] = {}
+
+    def take(self, nbytes: int, number: int, posts: Hall) -> _Segment:
+        """A segment for this post. It counts as used until all ranks have read it.
+
+        Raises:
+            MemoryError: the page is full.
+        """
+        size = _rounded(nbytes)
+        segments = self._by_size.setdefault(size, deque())
+        segment = self._free(segments) or _Segment(self.page, self.page.room_for_data(size))
+        segment.number, segment.mine, segment.readers = (
+            number,
+            posts.mine,
+            [ring for _, ring in posts.others()],
+        )
+        segments.append(segment)
+        return segment
+
+    @staticmethod
+    def _free(segments: deque[_Segment]) -> _Segment | None:
+        for _ in range(len(segments)):
+            segment = segments.popleft()  # of several threads one gets it
+            if segment.is_free():
+                return segment
+            segments.append(segment)
+        return None
+
+
+def _rounded(nbytes: int) -> int:
+    """Few sizes, so that segments fit again; at most a quarter is unused."""
+    step = max(_SMALLEST, 1 << max(nbytes - 1, 1).bit_length() >> 3)
+    return -(-max(nbytes, 1) // step) * step
+
+
+@functools.cache
+def _segments_of(page: Page) -> _Segments:
+    return _Segments(page)
+
+
+class Exchange:
+    """One collective, which every rank has begun or is about to begin. Its buffers live until it is over."""
+
+    def __init__(self, copies: Copies, segment: _Segment, sends: list[Send], read: Reader) -> None:
+        self.number = segment.number
+        self._meeting = 0
+        self._copies = copies
+        self._segment = segment
+        self._place = Place(segment.page, segment.offset)
+        self._sends = sends
+        self._nbytes = sum(nbytes for _, _, nbytes in sends)
+        self._read: Reader | None = read
+
+    def steps(self, meeting: int) -> Iterator[Callable[[], Any]]:
+        """Calls that begin it; the last returns it. They run no Python, so no interrupt comes between them.
+
+        Args:
+            meeting: the number of the meeting at which the ranks agree on it; the same one on all of them.
+        """
+        self._meeting = meeting
+        start = self._place.address()
+        for to, source, nbytes in self._sends:
+            yield functools.partial(ctypes.memmove, start + to, source, nbytes)
+        yield functools.partial(self._copies.unread.__setitem__, self.number, weakref.ref(self))
+        record = packed([self._place.offset, self._nbytes, meeting])
+        yield from self._copies.posts.mine.writing(self.number, record)
+        yield functools.partial(operator.getitem, (self,), 0)
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Read the other ranks' data, once they have posted it; may be repeated after an interrupt.
+
+        Raises:
+            Missing: a rank has ended, or does not come within ``limit`` (default: the group's timeout).
+            RuntimeError: a rank has posted something else.
+        """
+        if self._read is None:
+            return
+        posts, until = self._copies.posts, self._copies.until(limit)
+        places = []
+        for rank, ring in posts.rings:
+            if ring is None:
+                places.append(self._place)
+                continue
+            offset, *theirs = unpacked(posts.wait_for_one(rank, ring, self.number, until))[:3]
+            if theirs != (mine := [self._nbytes, self._meeting]):
+                raise RuntimeError(
+                    f"Collective {self.number} of a group is another one on rank {rank}: {theirs[0]} bytes at meeting "
+                    f"{theirs[1]}. On this rank it has {mine[0]} bytes at meeting {mine[1]}. Make the process group "
+                    "again, on all ranks."
+                )
+            places.append(Place(ring.page, offset))
+        self._read(places)
+        self._read = None
+        self._copies.forget(self)
+
+    def is_completed(self) -> bool:
+        """Whether :meth:`wait` would not wait."""
+        return self._read is None or all(
+            ring.has_written(self.number) for _, ring in self._copies.posts.others()
+        )
+
+    def __del__(self) -> None:
+        if hasattr(self, "_read"):  # an interrupt may come while it is made
+            self._copies.forget(self)
+            self._segment.leave(self.number)
+
+
+class Copies:
+    """Collectives of one group. Tensors are flat and contiguous.
+
+    Attributes:
+        posts: where each rank says where its data is.
+        missing: the rank for which this one waited until the group's timeout.
+        unread: collectives that this rank has begun and whose data it has not read, by number.
+    """
+
+    def __init__(self, posts: Hall, timeout: timedelta) -> None:
+        self.posts = posts
+        self.missing: int | None = None
+        self.unread: dict[int, weakref.ref[Exchange]] = {}
+        self._timeout = timeout
+        self._segments = _segments_of(posts.mine.page)
+        self._rank = next(i for i, (_, ring) in enumerate(posts.rings) if ring is None)
+        self._ranks = len(posts.rings)
+
+    def close(self, missing: int) -> None:
+        """No collective follows, on any rank: this one has waited for rank ``missing`` until the group's timeout."""
+        self.missing = missing
+        self.posts.mine.close()
+
+    def until(self, limit: timedelta | None) -> float:
+        """When a wait ends, as of ``time.monotonic``."""
+        return time.monotonic() + (self._timeout if limit is None else limit).total_seconds()
+
+    def forget(self, exchange: Exchange) -> None:
+        """This rank reads no data of it any more. If it never began, its number may be another one's."""
+        reference = self.unread.get(exchange.number)
+        if reference is None or reference() not in (exchange, None):
+            return
+        del self.unread[exchange.number]
+        self.posts.mine.mark(min(self.unread, default=self.posts.mine.last + 1) - 1)
+
+    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Exchange:
+        """``outputs[i]`` will hold every rank's ``inputs[i]``, rank after rank."""
+        sends: list[Send] = []
+        end = 0
+        for piece in inputs:
+            sends.append((end, piece.data_ptr(), piece.nbytes))
+            end += piece.nbytes
+
+        def read(places: list[Place]) -> None:
+            for output, (offset, _, nbytes) in zip(outputs, sends, strict=True):
+                to = output.data_ptr()
+                for i, place in enumerate(places):
+                    ctypes.memmove(to + i * nbytes, place.address() + offset, nbytes)
+
+        return self._exchange(sends, end, read)
+
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], division: Division
+    ) -> Exchange:
+        """``outputs[i]`` will hold the sum of this rank's pieces of all ranks' ``inputs[i]``, divided.
+
+        An input is its pieces, rank after rank.
+        """
+        n, mine = self._ranks, self._rank
+        row = sum(tensor.nbytes for tensor in inputs) // n
+        sends: list[Send] = []
+        end = 0
+        for tensor in inputs:
+            source, nbytes = tensor.data_ptr(), tensor.nbytes // n
+            sends.extend((i * row + end, source + i * nbytes, nbytes) for i in range(n) if i != mine)
+            end += nbytes
+
+        def read(places: list[Place]) -> None:
+            offset = mine * row
+            for output, tensor in zip(outputs, inputs, strict=True):
+                if output.numel():
+                    parts = [
+                        tensor.view(n, -1)[i] if i == mine else place.view(offset, output)
+                        for i, place in enumerate(places)
+                    ]
+                    division.sum_parts(parts, output)
+                offset += output.nbytes
+
+        return self._exchange(sends, n * row, read)
+
+    def all_reduce(self, tensor: torch.Tensor, division: Division) -> Exchange:
+        """``tensor`` will be the sum of all ranks', divided."""
+
+        def read(places: list[Place]) -> None:
+            if tensor.numel():
+                division.sum_parts([place.view(0, tensor) for place in places], tensor)
+
+        return self._exchange([(0, tensor.data_ptr(), tensor.nbytes)], tensor.nbytes, read)
+
+    def _exchange(self, sends: list[Send], nbytes: int, read: Reader) -> Exchange:
+        """Of ``nbytes`` in a segment.
+
+        Raises:
+            MemoryError: there is no room for the data.
+            Missing: ranks do not read what was posted long ago, or the group is closed.
+        """
+        if self.missing is not None:
+            raise Missing(self.missing, "this rank waited for the group's timeout", late=False)
+        for rank, ring in self.posts.others():
+            if ring.is_closed:
+                raise Missing(rank, LEFT_AFTER_TIMEOUT, late=False)
+        number = self.posts.mine.last + 1
+        if number > POSTS:
+            self._make_room(number - POSTS)
+        return Exchange(self, self._segments.take(nbytes, number, self.posts), sends, read)
+
+    def _make_room(self, oldest: int) -> None:
+        """Wait until all ranks have read the data of post ``oldest``, in whose place another one is written.
+
+        This rank reads its own first: ranks that have begun that many collectives would wait for each other.
+        """
+        for number in sorted(self.unread):
+            exchange = self.unread[number]()
+            if number <= oldest and exchange is not None:
+                exchange.wait()
+        self.posts.wait_for_marks(oldest, self.until(None))

@@ -1,0 +1,279 @@
+"""Collectives as copies through shared memory: their results, what keeps segments apart, and ranks that do not come."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwright.comm import Communicator, Division, Pending, Unreached, copies, pages
+from shardwright.comm.copies import Copies
+from shardwright.comm.pages import POSTS
+from tests.comm.test_pages import Interrupt
+from tests.engine.kit.meetings import fresh_meetings
+from tests.support import multirank
+
+CPU = torch.device("cpu")
+
+
+def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
+    """Whose ranks have found each other's pages."""
+    comm = Communicator(group or dist.group.WORLD, CPU)
+    for _ in range(3):
+        assert comm.exchange((1,)) is None
+    return comm
+
+
+def ready() -> tuple[Communicator, Copies]:
+    comm = communicator()
+    assert comm.copies is not None
+    return comm, comm.copies
+
+
+def announced(comm: Communicator) -> Callable[[], None]:
+    def announce() -> None:
+        assert comm.exchange((5,)) is None
+
+    return announce
+
+
+def data(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank * 1000 + numel)).mul(8).to(dtype)
+
+
+DIVISIONS = [Division(), Division(average=True), Division(before=2.0, after=1.5)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
+
+
+@multirank(2, 3, 4)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(12,), (0, 24), (5000, 1, 77)], ids=str)
+def test_results_are_those_of_gloo(
+    rank: int, world_size: int, sizes: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Bit for bit, but for gloo's all-reduce over more than two ranks, which sums in another order."""
+    results = []
+    for way in ("gloo", "pages"):
+        with fresh_meetings(way):
+            comm = communicator()
+            assert (comm.copies is not None) is (way == "pages")
+            announce = announced(comm)
+            made = []
+            bits = [data(rank, size, torch.float32).view(torch.uint8) for size in sizes]
+            gathered = [torch.empty(world_size * t.numel(), dtype=torch.uint8) for t in bits]
+            comm.all_gather(gathered, bits, announce=announce).wait()
+            made += gathered
+            for division in DIVISIONS:
+                inputs = [data(rank, world_size * size, dtype) for size in sizes]
+                outputs = [torch.full((size,), torch.nan, dtype=dtype) for size in sizes]
+                comm.reduce_scatter(outputs, inputs, division, announce).wait()
+                made += outputs
+                value = data(rank, sum(sizes), dtype)
+                if way == "gloo" and (world_size > 2 or dtype.is_complex):
+                    rows = [data(each, sum(sizes), dtype).div(division.before) for each in range(world_size)]
+                    value = torch.stack(rows)
+                    value = value.mean(0) if division.average else value.sum(0).div_(division.after)
+                else:
+                    comm.all_reduce(value, division, announce).wait()
+                made.append(value)
+            results.append(made)
+    for ours, gloos in zip(results[1], results[0], strict=True):
+        assert torch.equal(ours, gloos), (ours, gloos)
+
+
+@multirank(3)
+def test_a_segment_is_used_again_once_all_ranks_have_read_it(rank: int, world_size: int) -> None:
+    """Rank 2 begins eight gathers and reads none of them until the others are done."""
+    with fresh_meetings():
+        comm, _ = ready()
+        announce = announced(comm)
+        page = pages._own
+        assert page is not None
+        pending: list[tuple[Pending, torch.Tensor]] = []
+        for number in range(8):
+            mine = torch.full((10_000,), 10 * number + rank, dtype=torch.uint8)
+            everyone = torch.empty(30_000, dtype=torch.uint8)
+            pending.append((comm.all_gather([everyone], [mine], announce=announce), everyone))
+            mine.zero_()  # it is free as soon as the gather has begun
+            if rank != 2:
+                pending[-1][0].wait()
+        for each, _ in pending:
+            each.wait()
+        for number, (_, everyone) in enumerate(pending):
+            assert everyone.view(3, -1).tolist() == [[10 * number + i] * 10_000 for i in range(3)]
+        dist.barrier()
+        end = page._data_end
+        for _ in range(50):
+            comm.all_gather([everyone], [mine], announce=announce).wait()
+        assert page._data_end == end
+
+
+@multirank(2)
+def test_as_many_as_anyone_begins_without_a_wait(rank: int, world_size: int) -> None:
+    with fresh_meetings():
+        comm, _ = ready()
+        announce = announced(comm)
+        pending: list[tuple[Pending, torch.Tensor]] = []
+        for number in range(2 * POSTS + 3):
+            mine = torch.tensor([number % 256, rank], dtype=torch.uint8)
+            everyone = torch.empty(4, dtype=torch.uint8)
+            pending.append((comm.all_gather([everyone], [mine], announce=announce), everyone))
+        for number, (each, everyone) in reversed(list(enumerate(pending))):
+            each.wait()
+            assert everyone.tolist() == [number % 256, 0, number % 256, 1]
+
+
+@multirank(2)
+def test_what_nobody_waits_for_frees_its_segment(rank: int, world_size: int) -> None:
+    """A model that goes while a gather is under way."""
+    with fresh_meetings():
+        comm, made = ready()
+        announce = announced(comm)
+        everyone, mine = torch.zeros(8, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)
+        for _ in range(20):
+            comm.all_gather([everyone], [mine], announce=announce)
+        dist.barrier()
+        comm.all_gather(
+            [everyone], [mine], announce=announce
+        ).wait()  # those that are over are forgotten here
+        gc.collect()
+        dist.barrier()
+        assert not made.unread
+        assert [ring.marked for _, ring in made.posts.others()] == [21]
+
+
+@multirank(2)
+def test_one_that_never_began_leaves_its_number_to_the_next(rank: int, world_size: int) -> None:
+    with fresh_meetings():
+        comm, made = ready()
+        everyone, mine = torch.zeros(2, dtype=torch.uint8), torch.full((1,), rank, dtype=torch.uint8)
+        abandoned = made.gather([everyone], [mine])
+        assert abandoned.number == made.posts.mine.last + 1
+        pending = comm.all_gather([everyone], [mine], announce=announced(comm))
+        before = made.posts.mine.last
+        del abandoned
+        assert list(made.unread) == [before]
+        pending.wait()
+        assert everyone.tolist() == [0, 1] and not made.unread
+
+
+@multirank(2)
+def test_interrupts_at_any_time_leave_the_ranks_together(rank: int, world_size: int) -> None:
+    """In the beginning of a collective or in its wait, which is repeated."""
+    with fresh_meetings():
+        comm, _ = ready()
+        announce = announced(comm)
+        inputs = torch.ones(400_000)
+        output = torch.empty(200_000)
+        interrupted = 0
+        end = pages._own._data_end  # type: ignore[union-attr]
+        for number in range(200):
+            output.zero_()
+            while output[0] == 0:
+                try:
+                    with interrupt_after(2e-5 * (1 + (number + interrupted) % 60) if rank else 3600):
+                        comm.reduce_scatter([output], [inputs], Division(), announce).wait()
+                except Interrupt:
+                    interrupted += 1
+                    assert comm.meeting is not None and comm.meeting.agreed()
+                    comm.meeting.settle()
+            assert output.min() == output.max() == 2
+        assert interrupted > 10 or rank == 0
+        assert pages._own._data_end < end + 8 * inputs.nbytes  # type: ignore[union-attr]
+        dist.barrier()
+
+
+@contextmanager
+def interrupt_after(seconds: float) -> Iterator[None]:
+    def handler(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@multirank(2)
+def test_a_rank_that_comes_after_the_timeout_gets_an_error_at_once(rank: int, world_size: int) -> None:
+    """And so does every later collective of the group, on both."""
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    with fresh_meetings():
+        comm = communicator(group)
+        everyone, mine = torch.zeros(2, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
+        if rank == 1:
+            time.sleep(1.5)
+        began = time.monotonic()
+        with pytest.raises(Unreached, match=r"rank \d did not come"):
+            comm.all_gather([everyone], [mine], announce=announced(comm)).wait()
+        assert time.monotonic() - began < (0.3 if rank else 1)
+        dist.barrier()
+        with pytest.raises(Unreached, match="waited for the group's timeout"):
+            comm.all_gather([everyone], [mine])
+        dist.barrier()
+
+
+@multirank(2)
+def test_ranks_at_different_collectives_get_an_error(rank: int, world_size: int) -> None:
+    """Not each other's bytes. Here one rank began a collective on which the ranks had not agreed."""
+    with fresh_meetings():
+        comm, _ = ready()
+        everyone, mine = torch.zeros(8, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)
+        if rank == 1:
+            comm.all_gather([everyone], [mine])
+        pending = comm.all_gather([everyone], [mine], announce=announced(comm))
+        if rank == 0:
+            with pytest.raises(
+                RuntimeError, match=r"is another one on rank 1: 4 bytes at meeting 3.*Make the"
+            ):
+                pending.wait()
+        dist.barrier()
+
+
+@multirank(2)
+def test_a_full_page_is_an_error_before_the_ranks_agree(rank: int, world_size: int) -> None:
+    with fresh_meetings(), pytest.MonkeyPatch.context() as patch:
+        comm, _ = ready()
+        page = pages._own
+        assert page is not None
+        patch.setattr(page, "_data_end", len(page.memory) - 1000)
+        patch.setattr(copies, "_segments_of", copies._Segments)
+        everyone, mine = torch.zeros(1 << 28, dtype=torch.uint8), torch.zeros(1 << 27, dtype=torch.uint8)
+        met = comm.meeting.number  # type: ignore[union-attr]
+        with pytest.raises(MemoryError, match="SHARDWRIGHT_CPU_COLLECTIVES=gloo"):
+            comm.all_gather([everyone], [mine], announce=announced(comm))
+        assert comm.meeting.number == met  # type: ignore[union-attr]
+        dist.barrier()
+
+
+def test_sizes_of_segments_waste_a_quarter_at_most() -> None:
+    for nbytes in (1, 4096, 4097, 100_000, 1_000_001, 123_456_789):
+        assert nbytes <= copies._rounded(nbytes) <= max(4096, 1.25 * nbytes + 4096)
+        assert copies._rounded(nbytes) % 4096 == 0
+
+
+@multirank(2)
+def test_nothing_of_it_has_a_name(rank: int, world_size: int) -> None:
+    """So nothing stays behind, however the processes end."""
+    shared = Path("/dev/shm")
+    before = set(shared.iterdir())
+    with fresh_meetings():
+        comm, _ = ready()
+        big = torch.ones(1_000_000)
+        comm.all_reduce(big, Division(), announced(comm)).wait()
+        assert big[0] == 2
+        ours = {path for path in shared.iterdir() if path.owner() and path.stat().st_uid == os.getuid()}
+        assert not {path for path in ours - before if "shardwright" in path.name}
+    dist.barrier()
