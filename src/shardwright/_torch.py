@@ -199,6 +199,11 @@ def traced() -> bool:
     return bool(_dispatch_modes()) and any(map(_traces, _dispatch_mode_stack()))
 
 
+def modes_are_active() -> bool:
+    """Whether a dispatch mode sees the operations of this thread."""
+    return bool(_dispatch_modes())
+
+
 def mutation_allowed() -> bool:
     """Whether ``allow_mutation_on_saved_tensors`` copies saved tensors when others write to their memory."""
     return _graph._allow_mutation_on_saved_tensors_enabled  # type: ignore[no-any-return]

@@ -126,9 +126,9 @@ def test_what_is_lost_comes_later(rank: int, world_size: int, hook: str, layout:
 def bytes_sent() -> Iterator[list[int]]:
     """Bytes that this rank hands to all-to-alls and all-reduces."""
     sent: list[int] = []
-    reduce = Communicator._reduce_by_all_to_all  # without a hook; hooks call torch's own
-    Communicator._reduce_by_all_to_all = lambda self, outputs, given, *a: (  # type: ignore[method-assign]
-        sent.append(sum(t.nbytes for t in given)), reduce(self, outputs, given, *a)
+    reduce = Communicator.reduce_scatter  # without a hook; hooks call torch's own
+    Communicator.reduce_scatter = lambda self, outputs, inputs, *a: (  # type: ignore[method-assign]
+        sent.append(sum(t.nbytes for t in inputs)), reduce(self, outputs, inputs, *a)
     )[1]  # fmt: skip
     originals = {name: getattr(dist, name) for name in ("all_to_all_single", "all_reduce")}
     dist.all_to_all_single = lambda out, given, **k: (
@@ -138,7 +138,7 @@ def bytes_sent() -> Iterator[list[int]]:
     try:
         yield sent
     finally:
-        Communicator._reduce_by_all_to_all = reduce  # type: ignore[method-assign]
+        Communicator.reduce_scatter = reduce  # type: ignore[method-assign]
         for name, original in originals.items():
             setattr(dist, name, original)
 

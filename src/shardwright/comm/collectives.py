@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -123,14 +123,7 @@ class Communicator:
     @property
     def copies(self) -> Copies | None:
         """Collectives through memory that all ranks of the group share; None: they go by the group's backend."""
-        return self.meeting.copies if self.meeting is not None else None
-
-    def _begin_copies(self, announce: Callable[[], None] | None, prepare: Callable[[], Exchange]) -> Any:
-        assert self.meeting is not None
-        exchange = self.meeting.reached(prepare)
-        if announce is None:
-            return self.meeting.begin(_nothing, *exchange.steps(self.meeting.number))
-        return self.meeting.begin(announce, *exchange.steps(self.meeting.number + 1))
+        return self.meeting.copies if self.meeting is not None and self.streams.asynchronous else None
 
     def begin(self, announce: Callable[[], None] | None, collective: Callable[[], Any]) -> Any:
         """Announce, if there is anything to announce, and begin a collective; returns what to wait for."""
@@ -169,23 +162,17 @@ class Communicator:
                 foreach_copy_(outputs, inputs)
                 mark = self.streams.mark("gather")
                 return Pending(self.streams, None, mark, keep=(outputs, inputs), finish=on_done)
-            if (copies := self.copies) is not None:
-                work = self._begin_copies(announce, functools.partial(copies.gather, outputs, inputs))
-                return Pending(self.streams, work, None, finish=on_done)
             if self._gloo:
-                return self._gather_on_gloo(outputs, inputs, on_done, announce)
+                on_gloo = functools.partial(self._gather_on_gloo, outputs, inputs)
+                copies = self.copies
+                prepare = None if copies is None else functools.partial(copies.gather, outputs, inputs)
+                return self._begin_on_host("gather", announce, on_gloo, prepare, on_done)
             work = self.group.allgather_into_tensor_coalesced(outputs, inputs, self._gather_options)
         return Pending(
             self.streams, work, self.streams.mark("gather"), keep=(outputs, inputs), finish=on_done
         )
 
-    def _gather_on_gloo(
-        self,
-        outputs: list[torch.Tensor],
-        inputs: list[torch.Tensor],
-        on_done: Callable[[], None] | None,
-        announce: Callable[[], None] | None,
-    ) -> Pending:
+    def _gather_on_gloo(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> _OnGloo:
         """One plain gather, then one copy into the outputs; gloo's coalesced gather makes the same copies inside.
 
         After a collective each worker thread of a gloo group writes the operation's name into one string without a
@@ -195,24 +182,13 @@ class Communicator:
         flat = torch.cat(inputs)
         gathered = torch.empty(self.world_size * flat.numel(), dtype=torch.uint8, device=self.device)
         assert self.group is not None
-        gather = functools.partial(self.group._allgather_base, gathered, flat, self._gather_options)
-        work = self.begin(announce, gather)
 
         def unpack() -> None:
             rows = gathered.view(self.world_size, -1).split([t.numel() for t in inputs], dim=1)
             foreach_copy_([t.view(self.world_size, -1) for t in outputs], rows)
 
-        def finish() -> None:
-            unpack()
-            if on_done is not None:
-                on_done()
-
-        if self.streams.asynchronous:
-            return Pending(self.streams, work, None, keep=(flat, gathered), finish=finish)
-        unpack()
-        return Pending(
-            self.streams, None, self.streams.mark("gather"), keep=(outputs, inputs), finish=on_done
-        )
+        gather = functools.partial(self.group._allgather_base, gathered, flat, self._gather_options)
+        return _OnGloo(gather, unpack, (flat, gathered, outputs))
 
     def reduce_scatter(
         self,
@@ -233,11 +209,15 @@ class Communicator:
             if division.before != 1.0:
                 for tensor in inputs:
                     tensor.div_(division.before)
-            if (copies := self.copies) is not None:
-                prepare = functools.partial(copies.reduce_scatter, outputs, inputs, division)
-                return Pending(self.streams, self._begin_copies(announce, prepare), None)
             if self._gloo:
-                return self._reduce_by_all_to_all(outputs, inputs, division, announce)
+                on_gloo = functools.partial(self._scatter_on_gloo, outputs, inputs, division)
+                copies = self.copies
+                prepare = (
+                    None
+                    if copies is None
+                    else functools.partial(copies.reduce_scatter, outputs, inputs, division)
+                )
+                return self._begin_on_host("reduce", announce, on_gloo, prepare)
             assert self.group is not None
             options = self._scatter_options[division.average]
             if len(inputs) == 1:
@@ -259,14 +239,19 @@ class Communicator:
         with streams.fork("all_reduce") if after is None else streams.beside("all_reduce", after.mark):
             if division.before != 1.0:
                 tensor.div_(division.before)
-            if (copies := self.copies) is not None:
-                work = self._begin_copies(announce, functools.partial(copies.all_reduce, tensor, division))
-                return Pending(self.streams, work, None)
-            options = AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.AVG if division.average else dist.ReduceOp.SUM
-            options.asyncOp = streams.asynchronous
-            work = self.begin(announce, functools.partial(self.group.allreduce, [tensor], options))
+            if self._gloo:
+                on_gloo = functools.partial(self._sum_on_gloo, tensor, division)
+                copies = self.copies
+                prepare = None if copies is None else functools.partial(copies.all_reduce, tensor, division)
+                return self._begin_on_host("all_reduce", announce, on_gloo, prepare)
+            work = self.group.allreduce([tensor], self._options_of_sums(division))
             return self._divided(work, "all_reduce", [tensor], division, None)
+
+    def _options_of_sums(self, division: Division) -> AllreduceOptions:
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.AVG if division.average else dist.ReduceOp.SUM
+        options.asyncOp = self.streams.asynchronous
+        return options
 
     def _divided(
         self, work: Any, stream: str, outputs: list[torch.Tensor], division: Division, keep: Any
@@ -280,13 +265,9 @@ class Communicator:
         division.finish(outputs)
         return Pending(self.streams, work, self.streams.mark(stream), keep=keep)
 
-    def _reduce_by_all_to_all(
-        self,
-        outputs: list[torch.Tensor],
-        inputs: list[torch.Tensor],
-        division: Division,
-        announce: Callable[[], None] | None,
-    ) -> Pending:
+    def _scatter_on_gloo(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], division: Division
+    ) -> _OnGloo:
         n = self.world_size
         packed = inputs[0].view(n, -1) if len(inputs) == 1 else torch.cat([t.view(n, -1) for t in inputs], 1)
         received = torch.empty_like(packed)
@@ -295,18 +276,83 @@ class Communicator:
         options.asyncOp = True
         # gloo knows no complex numbers.
         arriving, sent = (torch.view_as_real(t) if t.is_complex() else t for t in (received, packed))
-        scatter = functools.partial(self.group.alltoall_base, arriving, sent, [], [], options)
-        work = self.begin(announce, scatter)
 
         def sum_up() -> None:
             parts = received.split([t.numel() for t in outputs], dim=1) if len(outputs) > 1 else (received,)
             for output, part in zip(outputs, parts, strict=True):
                 division.sum_rows(part, output)
 
+        scatter = functools.partial(self.group.alltoall_base, arriving, sent, [], [], options)
+        return _OnGloo(scatter, sum_up, (packed, received, outputs))
+
+    def _sum_on_gloo(self, tensor: torch.Tensor, division: Division) -> _OnGloo:
+        assert self.group is not None
+        options = self._options_of_sums(division)
+        collective = functools.partial(self.group.allreduce, [tensor], options)
+        return _OnGloo(collective, functools.partial(division.finish, [tensor]), tensor)
+
+    def _begin_on_host(
+        self,
+        stream: str,
+        announce: Callable[[], None] | None,
+        on_gloo: Callable[[], _OnGloo],
+        prepare: Callable[[], Exchange] | None,
+        on_done: Callable[[], None] | None = None,
+    ) -> Pending:
+        """Begin a collective: one that ``prepare`` makes through shared memory, or one on gloo.
+
+        On gloo it goes also if a rank has modes that count collectives: they are to see it. That is known only after
+        the ranks agree.
+        """
+        if prepare is not None:
+            return self._begin_exchange(announce, on_gloo, prepare, on_done)
+        way = on_gloo()
+        work = self.begin(announce, way.collective)
         if self.streams.asynchronous:
-            return Pending(self.streams, work, None, keep=(packed, received), finish=sum_up)
-        sum_up()
-        return Pending(self.streams, None, self.streams.mark("reduce"), keep=(outputs, inputs))
+            return Pending(
+                self.streams, work, None, way.keep, functools.partial(_in_turn, way.finish, on_done)
+            )
+        way.finish()
+        return Pending(self.streams, None, self.streams.mark(stream), way.keep, on_done)
+
+    def _begin_exchange(
+        self,
+        announce: Callable[[], None] | None,
+        on_gloo: Callable[[], _OnGloo],
+        prepare: Callable[[], Exchange],
+        on_done: Callable[[], None] | None,
+    ) -> Pending:
+        meeting = self.meeting
+        assert meeting is not None
+        exchange = meeting.reached(prepare)
+        watched: list[_OnGloo] = []
+
+        def steps() -> Iterable[Callable[[], Any]]:
+            number, is_watched = meeting.agreement
+            if not is_watched:
+                return exchange.steps(number)
+            watched[:] = [on_gloo()]
+            return (watched[0].collective,)
+
+        work = meeting.begin_in_steps(_nothing if announce is None else announce, steps)
+        if not watched:
+            return Pending(self.streams, work, None, finish=on_done)
+        way = watched[0]
+        return Pending(self.streams, work, None, way.keep, functools.partial(_in_turn, way.finish, on_done))
+
+
+class _OnGloo(NamedTuple):
+    """A collective of gloo."""
+
+    collective: Callable[[], Any]
+    finish: Callable[[], None]  #: what makes its results, after it
+    keep: Any  #: its memory
+
+
+def _in_turn(first: Callable[[], None], second: Callable[[], None] | None) -> None:
+    first()
+    if second is not None:
+        second()
 
 
 def _nothing() -> None:

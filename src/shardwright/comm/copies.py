@@ -132,7 +132,7 @@ class Exchange:
         """Calls that begin it; the last returns it. They run no Python, so no interrupt comes between them.
 
         Args:
-            meeting: the number of the meeting at which the ranks agree on it; the same one on all of them.
+            meeting: the number of the ranks' last record; the same one on all of them.
         """
         self._meeting = meeting
         start = self._place.address()

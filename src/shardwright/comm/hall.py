@@ -46,6 +46,10 @@ class Hall(NamedTuple):
     def others(self) -> list[tuple[int, OtherRing]]:
         return [(rank, ring) for rank, ring in self.rings if ring is not None]
 
+    def is_flagged(self, number: int) -> bool:
+        """Whether any rank has written its record of this number, which all have read, with a flag."""
+        return self.mine.flag(number) or any(ring.flag(number) for _, ring in self.others())
+
     def wait_for(self, number: int, record: bytes, until: float) -> list[bytes]:
         """All ranks' records of this number; ``record`` is this rank's.
 

@@ -91,16 +91,17 @@ def new_failure() -> int:
 class _Promise:
     """A collective that this rank begins if the ranks agree in a round."""
 
-    def __init__(self, number: int, begun: Begun, steps: Iterable[Callable[[], Any]]) -> None:
+    def __init__(self, number: int, begun: Begun, steps: Callable[[], Iterable[Callable[[], Any]]]) -> None:
         self.number = number  #: of the round
         self.begun = begun
         self.calls: list[Any] = []  #: not empty once the collective has begun
-        self._steps = functools.partial(self.calls.append, True), *steps
+        self._steps = steps
 
     def keep(self) -> None:
         """Begin it."""
+        steps = functools.partial(self.calls.append, True), *self._steps()
         # No Python runs between the steps, so a collective that is no Python has begun if the first was called.
-        self.begun.works.extend(map(_call, self._steps))
+        self.begun.works.extend(map(_call, steps))
 
 
 class Meeting:
@@ -111,6 +112,8 @@ class Meeting:
 
     Attributes:
         number: how often they have met and agreed.
+        agreement: when they agreed last: the number of the round; whether a rank had a dispatch mode around it, or they
+            met by gloo.
         begun: collectives that nobody has waited for yet.
         failure: by which they did not agree when they met last.
         failures: how many this rank has heard of or shown here; the same number on every rank.
@@ -124,6 +127,7 @@ class Meeting:
         self._round: Round | None = None  #: that is under way, or where the ranks did not agree
         self._promise: _Promise | None = None
         self.number = 0
+        self.agreement = 0, True
         self._next = 0  #: ``number`` once they agree
         self.begun: set[Begun] = set()
         self.failure = self.left_by = self.failures = 0
@@ -159,6 +163,7 @@ class Meeting:
             self._way.learn(current)
             if all(each == mine for each in records):
                 self.number = self._next
+                self.agreement = current.number, current.is_watched()
                 self._round = None
                 return None
             rows = [unpacked(each) for each in records]
@@ -191,10 +196,19 @@ class Meeting:
         """The collectives of ranks of one host, once all have found each other's pages; the same on every rank."""
         return self._way.copies
 
-    def begin(self, announce: Callable[[], None], *steps: Callable[[], Any]) -> Begun:
-        """Call ``announce``, which shows a record here, then ``steps``, of which the last returns a work or None.
+    def begin(self, announce: Callable[[], None], collective: Callable[[], Any]) -> Begun:
+        """Call ``announce``, which shows a record here, then ``collective``, which returns a work or None.
 
         Once the ranks have agreed, all begin it: a signal's handler that raises on this one does so after that.
+        """
+        return self.begin_in_steps(announce, lambda: (collective,))
+
+    def begin_in_steps(
+        self, announce: Callable[[], None], steps: Callable[[], Iterable[Callable[[], Any]]]
+    ) -> Begun:
+        """:meth:`begin` with calls of which the last returns the work. ``steps`` makes them once the ranks agree.
+
+        It may be called more than once.
         """
         self.begun -= {each for each in self.begun if each.is_over()}
         promise = self._promise = _Promise(self.number + 1, Begun(self), steps)
@@ -223,6 +237,7 @@ class Meeting:
             if any(each != records[0] for each in records):
                 return False
             self.number = self._next
+            self.agreement = current.number, current.is_watched()
         self._round = None
         promise = self._promise
         if promise is not None and promise.number == self.number and not promise.calls:

@@ -33,6 +33,7 @@ _RECORD = struct.Struct(f"={WORDS}q")
 _HEADER = struct.Struct("=2q")  #: at the start of a page: what it is, and its token
 _BELL = struct.Struct("i")
 _MARK = struct.Struct("q")  #: behind the bell
+_FLAG = 32  #: the bit of the flag, above the checksum
 _CLOSED = 16  #: where a byte says that a ring is closed
 _MAGIC = 0x7368617264776701
 SLOTS = 15  #: records of a ring of meetings, the latest ones
@@ -205,22 +206,28 @@ class Ring:
         start = _slot(self._offset, number, self._slots)
         return int.from_bytes(self.page.memory[start : start + 8], "little")
 
-    def write(self, number: int, record: bytes) -> None:
+    def write(self, number: int, record: bytes, flag: bool = False) -> None:
         """Write the record that follows the last one. It is there, or not there at all."""
-        for step in self.writing(number, record):
+        for step in self.writing(number, record, flag):
             step()
 
-    def writing(self, number: int, record: bytes) -> tuple[Callable[[], Any], ...]:
+    def writing(self, number: int, record: bytes, flag: bool = False) -> tuple[Callable[[], Any], ...]:
         """:meth:`write` as calls that run no Python, to be called in this order."""
         slot = _slot(self._offset, number, self._slots)
         self._bells = (self._bells + 1) & 0x7FFFFFFF
         memory, bell = self.page.memory, self.page.base + self._offset
         words = _RECORD.unpack(record)
         return (
-            functools.partial(_RING.pack_into, memory, slot, number, *words, _checksum(number, record)),
+            functools.partial(
+                _RING.pack_into, memory, slot, number, *words, _checksum(number, record) | flag << _FLAG
+            ),
             functools.partial(_BELL.pack_into, memory, self._offset, self._bells),
             functools.partial(_system(), _FUTEX, bell, _WAKE, 0x7FFFFFFF, None, None, 0),
         )
+
+    def flag(self, number: int) -> bool:
+        """Whether this record was written with a flag."""
+        return _flag(self.page.memory, _slot(self._offset, number, self._slots))
 
     def mark(self, number: int) -> None:
         """Say how far this process has read the others' data."""
@@ -247,6 +254,10 @@ def _slot(offset: int, number: int, slots: int) -> int:
 
 def _checksum(number: int, record: bytes) -> int:
     return zlib.crc32(record, number & 0xFFFFFFFF)
+
+
+def _flag(memory: mmap.mmap, slot: int) -> bool:
+    return bool(memory[slot + 56 + _FLAG // 8])
 
 
 class OtherPage:
@@ -319,7 +330,11 @@ class OtherRing:
         record = slot[8:56]
         if int.from_bytes(slot[:8], "little") != number:
             return None
-        return record if int.from_bytes(slot[56:], "little") == _checksum(number, record) else None
+        return record if int.from_bytes(slot[56:60], "little") == _checksum(number, record) else None
+
+    def flag(self, number: int) -> bool:
+        """Whether this record, which is there, was written with a flag."""
+        return _flag(self.page.memory, _slot(self._offset, number, self._slots))
 
     def has_written(self, number: int) -> bool:
         """Whether this record was written, and perhaps another one in its place since."""

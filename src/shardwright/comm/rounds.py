@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from shardwright._torch import AllToAllOptions, backend_for, timeout_of
+from shardwright._torch import AllToAllOptions, backend_for, modes_are_active, timeout_of
 from shardwright.comm import pages
 from shardwright.comm.copies import Copies
 from shardwright.comm.hall import RECORD, Hall, Missing, packed, unpacked
@@ -55,6 +55,10 @@ class Round(Protocol):
     """One time that the ranks meet."""
 
     @property
+    def number(self) -> int:
+        """Of the record on pages; the same one on every rank."""
+
+    @property
     def begun(self) -> bool:
         """Whether this rank has shown its record."""
 
@@ -73,9 +77,14 @@ class Round(Protocol):
     def records(self) -> list[bytes]:
         """All ranks', once it is over."""
 
+    def is_watched(self) -> bool:
+        """Whether a rank had a dispatch mode around it, which may count collectives; once it is over."""
+
 
 class ByGloo:
     """An all-to-all: it passes through no dispatcher, and pairs with none of the collectives that users call."""
+
+    number = 0
 
     def __init__(self, backend: Any, mine: _Records, theirs: _Records, options: Any) -> None:
         self._backend = backend
@@ -106,6 +115,9 @@ class ByGloo:
     def records(self) -> list[bytes]:
         return [packed(row[:RECORD]) for row in self._theirs.rows()]
 
+    def is_watched(self) -> bool:
+        return True  # collectives go by gloo, too
+
     def rows(self) -> list[tuple[int, ...]]:
         return self._theirs.rows()
 
@@ -115,7 +127,7 @@ class _ByPages:
 
     def __init__(self, hall: Hall, number: int, record: bytes, timeout: timedelta) -> None:
         self._hall = hall
-        self._number = number
+        self.number = number
         self._record = record
         self._timeout = timeout
         self._records: list[bytes] = []
@@ -123,14 +135,14 @@ class _ByPages:
 
     @property
     def begun(self) -> bool:
-        return self._hall.mine.last >= self._number
+        return self._hall.mine.last >= self.number
 
     def make_room(self, limit: timedelta | None) -> None:
-        if not self._hall.has_room(self._number):
-            self._hall.wait_for_room(self._number, self._until(limit))
+        if not self._hall.has_room(self.number):
+            self._hall.wait_for_room(self.number, self._until(limit))
 
     def begin(self) -> None:
-        self._hall.mine.write(self._number, self._record)
+        self._hall.mine.write(self.number, self._record, modes_are_active())
 
     def _until(self, limit: timedelta | None) -> float:
         return time.monotonic() + (self._timeout if limit is None else limit).total_seconds()
@@ -139,16 +151,19 @@ class _ByPages:
         if self._missing is not None:  # as a collective of gloo's that has failed
             raise self._missing
         try:
-            self._records = self._hall.wait_for(self._number, self._record, self._until(limit))
+            self._records = self._hall.wait_for(self.number, self._record, self._until(limit))
         except Missing as error:
             self._missing = error
             raise
 
     def is_over(self) -> bool:
-        return all(ring.read(self._number) is not None for _, ring in self._hall.others())
+        return all(ring.read(self.number) is not None for _, ring in self._hall.others())
 
     def records(self) -> list[bytes]:
         return self._records
+
+    def is_watched(self) -> bool:
+        return self._hall.is_flagged(self.number)
 
 
 class Way:
@@ -156,7 +171,6 @@ class Way:
 
     Attributes:
         hall: their rings, once they meet on pages; None: by gloo.
-        copies: their collectives, once they meet on pages; None: by gloo.
         unshown: what there was no room for in leaving, the oldest first. Others ignore what they see twice.
     """
 
@@ -168,7 +182,7 @@ class Way:
         self._ring = pages.new_ring()
         self._found: Hall | None = None  #: once this rank has found the rings of all others
         self.hall: Hall | None = None
-        self.copies: Copies | None = None
+        self._copies: Copies | None = None
         self._left: list[tuple[ByGloo, Any]] = []  #: what was shown in leaving, with its memory
         self.unshown: list[bytes] = []
 
@@ -177,6 +191,13 @@ class Way:
         group = self._group_ref()
         assert group is not None  # the communicator that asks has it
         return backend_for(group, self._device)
+
+    @property
+    def copies(self) -> Copies | None:
+        """The ranks' collectives, once they meet on pages; None: they go by gloo."""
+        if self._copies is None and self.hall is not None and self._device.type == "cpu" and pages.carry_data():
+            self._copies = Copies(self.hall.posts(), timeout_of(self._backend))
+        return self._copies
 
     def new_round(self, record: bytes) -> Round:
         if self.hall is not None:
@@ -198,8 +219,6 @@ class Way:
             return
         if self._found is not None and all(row[-1] for row in rows):
             self.hall = self._found
-            if self._device.type == "cpu" and pages.carry_data():
-                self.copies = Copies(self.hall.posts(), timeout_of(self._backend))
         elif self._found is None:
             mine = self._ring.address
             try:
