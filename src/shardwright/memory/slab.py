@@ -127,11 +127,15 @@ class Slab:
         self.leased = True
 
     def _attach(self, memory: torch.Tensor) -> None:
+        if not isinstance(memory, torch.Tensor):
+            raise TypeError(
+                f"{self._lender_name()}.lease returned {memory!r} ({type(memory).__name__}) for {self.nbytes} bytes "
+                f"of unit {self.unit!r}; it must return a uint8 tensor, or None for torch's allocator"
+            )
         address = memory.data_ptr()
         if memory.nbytes < self.nbytes or memory.device != self.device or address % 16:
-            lender = getattr(self._lender, "inner", self._lender)  # a recorder stands before the user's
             raise ValueError(
-                f"{type(lender).__name__}.lease returned {memory.nbytes} bytes at address {address:#x} on "
+                f"{self._lender_name()}.lease returned {memory.nbytes} bytes at address {address:#x} on "
                 f"{memory.device} for {self.nbytes} bytes of unit {self.unit!r} on {self.device}; it must return at "
                 "least as many bytes on the same device, at a multiple of 16"
             )
@@ -141,6 +145,10 @@ class Slab:
             self._block, self._block_address = block_of(memory, self.nbytes), address
         swap_memory(self._storage, self._block)
         self._given, self._attached = memory, self._block
+
+    def _lender_name(self) -> str:
+        lender = getattr(self._lender, "inner", self._lender)  # a recorder stands before the user's
+        return type(lender).__name__
 
     def release(self) -> None:
         """Give the memory back. On CUDA the current stream must be ordered after every use of it."""

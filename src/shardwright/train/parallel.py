@@ -224,7 +224,7 @@ def build_optimizer(model: nn.Module, config: Config, matrices: set[str]) -> tor
     decayed = [pair for pair in named if pair[0] in matrices]
     others = [pair for pair in named if pair[0] not in matrices]
     own = optimizers.get(config.optimizer.name)
-    optimizer = own.make(decayed, others, config.optimizer)
+    optimizer = own.build(decayed, others, config.optimizer)
     if config.parallel.engine != "shardwright":
         return optimizer
     try:
