@@ -31,7 +31,7 @@ from shardwright.engine.assembly.find import (
     own_modules,
     parameters_of,
 )
-from shardwright.engine.assembly.states import check_states, states_of, sync_states
+from shardwright.engine.assembly.states import check_layout, check_states, states_of, sync_states
 from shardwright.engine.base.offload import offload_of
 from shardwright.engine.base.precision import as_precision
 from shardwright.engine.base.settings import Settings
@@ -123,7 +123,8 @@ def fully_shard(
             they are cut. For models that every rank builds with values. Pass it to every call of a model.
         check_module_states: compare the parameters and buffers of this call over the ranks, by hash. If they differ,
             every rank raises an error that names the tensors and ranks. For deferred tensors the recorded operations
-            and generator states are compared. Pass it to every call of a model.
+            and generator states are compared. The results of a layout's function are compared, too. Pass it to every
+            call of a model.
         dp_mesh_dims: a :class:`DataParallelMeshDims` that names the dimensions of ``mesh`` to shard over and to
             replicate over; several names become one dimension. Every parameter must then be a DTensor on ``mesh``,
             replicated on these dimensions. The module sees DTensors on ``mesh``, unless ``shard_placement_fn`` gives a
@@ -183,7 +184,7 @@ def fully_shard(
     unit.options = options
     for u, unit_parameters in zip(units, parameters_of_units, strict=True):
         u.values.synced, u.values.checked = sync_module_states, check_module_states
-        _same_start(u, modules, unit_parameters)
+        _same_start(u, modules, unit_parameters, layout)
     undo = Undo(modules, parameters_of_units)
     try:
         take_over(units, parameters_of_units)
@@ -431,7 +432,9 @@ def _communicator(group: dist.ProcessGroup | None, device: torch.device) -> Comm
     return comm
 
 
-def _same_start(unit: Unit, modules: list[nn.Module], unit_parameters: Found) -> None:
+def _same_start(
+    unit: Unit, modules: list[nn.Module], unit_parameters: Found, layout: str | NamedLayout | Ragged
+) -> None:
     """Broadcast what the unit is about to take over, or compare it over the ranks, where that was asked for."""
     for name, asked in (("synced", unit.values.synced), ("checked", unit.values.checked)):
         for module in (m for top in modules for m in top.modules()) if asked else ():
@@ -449,6 +452,10 @@ def _same_start(unit: Unit, modules: list[nn.Module], unit_parameters: Found) ->
             sync_states(unit.mesh, unit.ranks.device, states, unit.name)
         if unit.values.checked:
             check_states(unit.mesh, states, unit.name)
+            ragged = unit.arguments.layout
+            if ragged is not None and callable(ragged.granule):
+                name = repr(layout.name if isinstance(layout, NamedLayout) else layout)
+                check_layout(unit.mesh, ragged, name, unit_parameters, unit.name)
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------

@@ -136,7 +136,13 @@ class Model:
         doing = _grouped({rank: self._describe(rank, r, records.values()) for rank, r in records.items()})
         text = "; ".join(f"{_ranks(ranks)} {verbs[len(ranks) > 1]} {what}" for (verbs, what), ranks in doing)
         unit = self._units[first.number]() if same_place and not same_size else None
-        if unit is not None and first.event == REDUCE:
+        layout = unit.arguments.layout if unit is not None else None
+        if layout is not None and callable(layout.granule) and first.event in (GATHER, REDUCE):
+            text += (
+                f" (layout {layout}: its function must return the same number for a shape on every rank; "
+                "check_module_states=True names the parameters)"
+            )
+        elif unit is not None and first.event == REDUCE:
             text += " (of other parameters: requires_grad must be the same on every rank)"
         elif unit is not None and unit.weights.copies.extended_kinds:
             kinds = unit.weights.copies.extended_kinds
