@@ -68,9 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return STATUS_BROKEN_PIPE
     except UnicodeEncodeError as error:
-        found = error.object[error.start : error.end]
+        characters = error.object[error.start : error.end]
         message = (
-            f"the locale's encoding, {error.encoding}, has no {found!a} of {error.object!a}; set PYTHONUTF8=1"
+            f"the locale's encoding, {error.encoding}, has no {characters!a} of {error.object!a}; set "
+            "PYTHONUTF8=1"
         )
         return _failed(message, STATUS_USER_ERROR, arguments)
     except ModuleNotFoundError as error:
@@ -127,9 +128,11 @@ def _run(arguments: list[str]) -> int:
         near = difflib.get_close_matches(command, commands, 1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(commands)}"
         raise UserError(f"unknown command {command}; {hint}")
-    given, overrides = _split_overrides(arguments) if command in ("train", "layout") else (arguments, [])
+    plain_arguments, overrides = (
+        _split_overrides(arguments) if command in ("train", "layout") else (arguments, [])
+    )
     try:
-        options, unknown = parser.parse_known_args(given)
+        options, unknown = parser.parse_known_args(plain_arguments)
     except SystemExit as leaving:  # --help and --version leave this way.
         return int(leaving.code or 0)
     if unknown:

@@ -53,13 +53,13 @@ class NamedMemory:
         expected = "an object with the methods lease(slab) and release(slab, memory) of sw.Allocator"
         missing = [name for name in ("lease", "release") if not callable(getattr(made, name, None))]
         if missing or isinstance(made, type):
-            found = (
+            description = (
                 f"the class {made.__name__}"
                 if isinstance(made, type)
                 else f"{made!r} ({type(made).__name__})"
             )
             without = f", which has no method {' and no method '.join(missing)}" if missing else ""
-            raise ExtensionError(f"{owner} returned {found}{without}; expected {expected}")
+            raise ExtensionError(f"{owner} returned {description}{without}; expected {expected}")
         try:
             check_signature("lease", made.lease, "slab")
             check_signature("release", made.release, "slab", "memory")

@@ -193,8 +193,8 @@ def _unfilled(the: Plan, views: Collection[View]) -> set[Memory]:
     unwritten: set[Memory] = set()
     for entry in the.entries:
         for view in tree_flatten((entry.args, entry.kwargs))[0]:
-            known = not isinstance(view, View) or view.memory not in written or view in entry.fills
-            if not known and not first_bytes(view).all():
+            is_filled = not isinstance(view, View) or view.memory not in written or view in entry.fills
+            if not is_filled and not first_bytes(view).all():
                 unwritten.add(view.memory)
         for view in entry.fills:
             if view.memory in written:

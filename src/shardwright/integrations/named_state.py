@@ -46,7 +46,7 @@ from shardwright.integrations.named_files import (
     write_values,
 )
 from shardwright.optim.companion import ShardedCompanion
-from shardwright.optim.held import mapped
+from shardwright.optim.whole_state import mapped
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
 

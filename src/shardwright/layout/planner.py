@@ -209,8 +209,8 @@ class Layout:
         ]
         for number, s in enumerate(self.segments):
             what = "copied to every rank" if s.replicated else f"{s.chunk:,} elements per rank"
-            held = ", ".join(f"{m.index} {list(self.shapes[m.index])}" for m in s.members)
-            lines.append(f"  segment {number}, {what}: {held}")
+            members = ", ".join(f"{m.index} {list(self.shapes[m.index])}" for m in s.members)
+            lines.append(f"  segment {number}, {what}: {members}")
         return "\n".join(lines)
 
     @cached_property

@@ -96,7 +96,7 @@ class Slab:
         self.leased: bool = False
         self._lender: Allocator = DYNAMIC  #: of the memory there is now
         self._storage = torch.UntypedStorage(0, device=device)
-        self._given: torch.Tensor | None = None  #: an allocator's memory, while leased from it
+        self._lease_memory: torch.Tensor | None = None  #: an allocator's memory, while leased from it
         #: A storage over the memory that was given last, kept where the next lease brings the same, and its address.
         self._block: torch.UntypedStorage | None = None
         self._block_address = 0
@@ -144,7 +144,7 @@ class Slab:
         if self._block is None or self._block_address != address:
             self._block, self._block_address = block_of(memory, self.nbytes), address
         swap_memory(self._storage, self._block)
-        self._given, self._attached = memory, self._block
+        self._lease_memory, self._attached = memory, self._block
 
     def _lender_name(self) -> str:
         lender = getattr(self._lender, "inner", self._lender)  # a recorder stands before the user's
@@ -158,9 +158,9 @@ class Slab:
         if self._attached is not None:
             if self._poison:
                 self._storage.fill_(255)  # type: ignore[attr-defined]
-            block, memory = self._attached, self._given
+            block, memory = self._attached, self._lease_memory
             assert memory is not None
-            self._attached = self._given = None
+            self._attached = self._lease_memory = None
             swap_memory(self._storage, block)
             if not self._lender.release(self, memory):
                 self._block = None  # which would keep the memory

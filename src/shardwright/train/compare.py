@@ -328,8 +328,8 @@ def table_of(names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> Tabl
 def explanation(runs: Sequence[Run]) -> str:
     """What the columns of the results mean."""
     devices = {session["device"] for run in runs for session in run.record["sessions"]}
-    held = {"cuda": "held by torch's allocator", "cpu": "of the process"}
-    peak = " or, on a GPU, ".join(held.get(device, "held") for device in sorted(devices))
+    words_of_device = {"cuda": "held by torch's allocator", "cpu": "of the process"}
+    peak = " or, on a GPU, ".join(words_of_device.get(device, "held") for device in sorted(devices))
     lines = [
         "max diff    largest |loss - loss of the first run| / loss of the first run",
         "tok/s       tokens per second of all ranks together, median of the steps",

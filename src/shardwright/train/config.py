@@ -390,7 +390,7 @@ def _explain(detail: ErrorDetails) -> tuple[str, str]:
         expected = f"a table ([{key}])"
     else:
         expected = _expected(info)
-    return key, f"{key}: expected {expected}, found {_found(detail['input'])}"
+    return key, f"{key}: expected {expected}, found {_value_in_words(detail['input'])}"
 
 
 def _unknown(key: str, value: object) -> str:
@@ -409,7 +409,7 @@ def _unknown(key: str, value: object) -> str:
     return f"unknown key {key}; {hint}"
 
 
-def _found(value: object) -> str:
+def _value_in_words(value: object) -> str:
     shown = toml_value(value) if isinstance(value, bool | str) else str(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     return f"{shown} ({_KINDS.get(type(value), 'a ' + type(value).__name__)})"

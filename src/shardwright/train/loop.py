@@ -334,7 +334,7 @@ def summary(
     if "graphs" in results:
         later = f"{results['recompiles']} of them after step {Recompiles.WARM_UP}"
         compiled = [f"  compiled        {results['graphs']} graphs, {later}"]
-    held = "held by torch's allocator" if trainer.world.device.type == "cuda" else "of the process"
+    memory_of = "held by torch's allocator" if trainer.world.device.type == "cuda" else "of the process"
     alike = vocabulary(trainer.config)
     lines = [
         "",
@@ -343,7 +343,7 @@ def summary(
         f"(all {alike} tokens equally likely: ln({alike}) = {math.log(alike):.4f})",
         *validation_lines(validation, results["train_loss"], trainer.config),
         f"  tokens/s        {results['tokens_per_second']:,.0f} of all ranks (median)",
-        f"  peak memory     {metrics.gib(results['peak_memory'])} GiB {held} on the fullest rank",
+        f"  peak memory     {metrics.gib(results['peak_memory'])} GiB {memory_of} on the fullest rank",
         *compiled,
         f"  checkpoint      {checkpoint.step_folder(folder.checkpoints, trainer.position.step)}",
         f"  loss curve      {folder.picture}",

@@ -320,7 +320,7 @@ def lines_of(parts: Sequence[str], width: int) -> list[str]:
     return lines
 
 
-KNOWN_LOSSES = ("mtp", "balance")
+COMMON_LOSSES = ("mtp", "balance")
 """Losses beside the cross-entropy whose meaning is the same in all models."""
 
 
@@ -335,7 +335,7 @@ def figures_of(record: StepRecord) -> list[str]:
     parts = [f"loss {record.loss:.4f}"]
     parts += [f"{name} {value:.4f}" for name, value in optional if value is not None]
     parts += [
-        f"{name} {value:.4f}" for name, value in record.extra_losses.items() if name not in KNOWN_LOSSES
+        f"{name} {value:.4f}" for name, value in record.extra_losses.items() if name not in COMMON_LOSSES
     ]
     if record.grad_norm is not None:
         parts.append(f"norm {record.grad_norm:.2f}")
@@ -375,7 +375,7 @@ def explain_figures(
         **{
             name: f"loss of the model's own, which counts {weight:g} times in training"
             for name, weight in auxiliary.items()
-            if name not in KNOWN_LOSSES
+            if name not in COMMON_LOSSES
         },
         "norm": "gradient norm over all ranks, before clipping" if norm else "",
         "tok/s": "tokens per second, all ranks together",

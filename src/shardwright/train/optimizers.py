@@ -79,8 +79,8 @@ class NamedOptimizer:
         """What is wrong with these values of `[optimizer.options]`."""
         for key, value in options.items():
             if key not in self.options:
-                known = ", ".join(self.options) or "none"
-                return f"options.{key}: optimizer {self.name!r} has no such option; its options: {known}"
+                names = ", ".join(self.options) or "none"
+                return f"options.{key}: optimizer {self.name!r} has no such option; its options: {names}"
             kind = type(self.options[key])
             if type(value) is not kind and not (kind is float and type(value) is int):
                 return f"options.{key}: expected a value like {self.options[key]!r}, found {value!r}"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.engine.assembly.find import Found, is_cut, own_modules
+from shardwright.engine.assembly.find import UnitParameters, is_cut, own_modules
 from shardwright.engine.tensors.parameter import has_no_values, plain_of
 from shardwright.extend import ExtensionError
 from shardwright.layout import Ragged
@@ -33,7 +33,9 @@ class State(NamedTuple):
         return (*description, "deferred") if has_no_values(self.tensor) else description
 
 
-def states_of(modules: list[nn.Module], unit_parameters: Found, ignored: list[nn.Module]) -> list[State]:
+def states_of(
+    modules: list[nn.Module], unit_parameters: UnitParameters, ignored: list[nn.Module]
+) -> list[State]:
     """What is to be the same on every rank: parameters not cut over the ranks as yet, and buffers. Ties once."""
     states = [
         State(each.name, each.parameter)
@@ -128,7 +130,9 @@ def check_states(mesh: DeviceMesh, states: list[State], owner: str) -> None:
     )
 
 
-def check_layout(mesh: DeviceMesh, layout: Ragged, name: str, unit_parameters: Found, owner: str) -> None:
+def check_layout(
+    mesh: DeviceMesh, layout: Ragged, name: str, unit_parameters: UnitParameters, owner: str
+) -> None:
     """Compare over the ranks what the function of a layout returns for each parameter.
 
     Raises:

@@ -23,8 +23,8 @@ from shardwright.comm import Communicator
 from shardwright.engine.assembly.build import Arguments
 from shardwright.engine.assembly.find import (
     UNIT,
-    Found,
     ShardPlacementFn,
+    UnitParameters,
     find_parameters,
     is_cut,
     meshes_asked,
@@ -208,7 +208,7 @@ def _reshard_after_forward(
     value: bool | int | None,
     strategy: str | NamedStrategy | Strategy | None,
     ranks: Ranks,
-    unit_parameters: Found,
+    unit_parameters: UnitParameters,
 ) -> bool | int | None:
     """True, False, None, or among how many ranks parameters are kept after forward: not 1 and not all."""
     if value is None or value is False:
@@ -282,11 +282,11 @@ def _is_lazy(forward: Any) -> bool:
 
 def _refuse_scripted(modules: list[nn.Module], untouched: Iterable[nn.Parameter]) -> None:
     """Raise if a ScriptModule inside holds parameters: they could not be exchanged for gathered ones."""
-    known = {id(p) for p in untouched}
+    untouched_ids = {id(p) for p in untouched}
     for top in modules:
         for name, module in top.named_modules():
             if isinstance(module, torch.jit.ScriptModule) and any(
-                id(p) not in known for p in module.parameters()
+                id(p) not in untouched_ids for p in module.parameters()
             ):
                 raise ValueError(
                     f"Module {name!r} of {type(top).__name__} is a ScriptModule with parameters, which TorchScript "
@@ -380,7 +380,7 @@ def _ranks(mesh: DeviceMesh, dims: Any, strategy: str | NamedStrategy | Strategy
     )
 
 
-def _refuse_cut(unit_parameters: Found) -> None:
+def _refuse_cut(unit_parameters: UnitParameters) -> None:
     for name, parameter, _, parallel in unit_parameters.owned:
         if isinstance(parameter, DTensor) and is_cut(parameter, parallel):
             raise ValueError(
@@ -393,7 +393,7 @@ def _ranks_of_some(
     infos: list[Any], strategy: str | NamedStrategy | Strategy | None, whole: Ranks
 ) -> list[Ranks]:
     """Those of parameters for which shard_placement_fn has given other meshes than all have, each mesh once."""
-    known = {whole.mesh: whole}
+    ranks_by_mesh = {whole.mesh: whole}
     for info in infos:
         dims = getattr(info, "dp_mesh_dims", None)  # torch's mesh_info of a whole mesh has these
         if dims is None and info.mesh == whole.mesh:
@@ -406,7 +406,7 @@ def _ranks_of_some(
                 "module with this parameter."
             )
         ranks = _ranks(info.mesh if dims is None else info.spmd_mesh, dims, strategy)
-        first = known.setdefault(ranks.mesh, ranks)
+        first = ranks_by_mesh.setdefault(ranks.mesh, ranks)
         if first.spmd != ranks.spmd:
             raise ValueError(
                 f"shard_placement_fn gives one parameter the data-parallel mesh {ranks.mesh} as a part of "
@@ -414,7 +414,7 @@ def _ranks_of_some(
                 f"{_whole(first)}. All parameters of a call must be on the same larger mesh: call fully_shard "
                 "separately on the modules that differ."
             )
-    return [ranks for ranks in known.values() if ranks is not whole]
+    return [ranks for ranks in ranks_by_mesh.values() if ranks is not whole]
 
 
 def _whole(ranks: Ranks) -> str:
@@ -433,7 +433,7 @@ def _communicator(group: dist.ProcessGroup | None, device: torch.device) -> Comm
 
 
 def _same_start(
-    unit: Unit, modules: list[nn.Module], unit_parameters: Found, layout: str | NamedLayout | Ragged
+    unit: Unit, modules: list[nn.Module], unit_parameters: UnitParameters, layout: str | NamedLayout | Ragged
 ) -> None:
     """Broadcast what the unit is about to take over, or compare it over the ranks, where that was asked for."""
     for name, asked in (("synced", unit.values.synced), ("checked", unit.values.checked)):

@@ -90,8 +90,8 @@ class Model:
         return [unit for ref in self._units if (unit := ref()) is not None]
 
     def name_of(self, number: int) -> str:
-        known = 0 <= number < len(self.names)
-        return f"unit {number} ({self.names[number]!r})" if known else f"unknown unit {number}"
+        is_unit = 0 <= number < len(self.names)
+        return f"unit {number} ({self.names[number]!r})" if is_unit else f"unknown unit {number}"
 
     def refuse_rows(self, comm: Communicator, rows: list[list[int]]) -> NoReturn:
         """Raise, given what the ranks have shown each other before a collective."""

@@ -153,8 +153,8 @@ def reduce_held(parameters: Iterable[torch.Tensor]) -> None:
     """Reduce what micro-batches without communication have left of these parameters, since it is needed now."""
     if not any(unit.gradients.held for root in roots for unit in root.units()):
         return
-    held = {id(u): u for p in parameters if (u := unit_of(p)) is not None and u.gradients.held}
-    for unit in held.values():
+    units = {id(u): u for p in parameters if (u := unit_of(p)) is not None and u.gradients.held}
+    for unit in units.values():
         reduce(unit, needed=True)
         root = root_of(unit)
         assert root is not None

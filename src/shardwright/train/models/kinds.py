@@ -158,9 +158,9 @@ def kind_of(shape: Any) -> Kind:
     for kind in (*kinds.known(), *_by_shape.values()):
         if type(shape) is kind.shape:
             return kind
-    known = ", ".join(kind.shape.__name__ for kind in kinds.known())
+    shapes = ", ".join(kind.shape.__name__ for kind in kinds.known())
     raise TypeError(
-        f"expected the shape of a registered kind of model ({known}), found {type(shape).__name__}; add its kind to "
+        f"expected the shape of a registered kind of model ({shapes}), found {type(shape).__name__}; add its kind to "
         "shardwright.train.extend.kinds"
     )
 
