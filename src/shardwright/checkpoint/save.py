@@ -196,8 +196,8 @@ def _join(groups: list[list[ModelTensor]], entry: ModelTensor, others: list[Mode
         groups.append([entry])
         return
     joined = [group for group in groups if any(id(member) in ids for member in group)]
-    kept = [group for group in groups if not any(group is other for other in joined)]
-    groups[:] = [*kept, [*(member for group in joined for member in group), entry]]
+    other_groups = [group for group in groups if not any(group is other for other in joined)]
+    groups[:] = [*other_groups, [*(member for group in joined for member in group), entry]]
 
 
 def _shape_of(key: str, own_pieces: list[tuple[ModelTensor, Piece]]) -> tuple[torch.Size, torch.dtype]:

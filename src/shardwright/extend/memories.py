@@ -49,25 +49,25 @@ class NamedMemory:
         """
         assert self.allocator is not None
         owner = f"The allocator of memory {self.name!r}"
-        made = call(owner, self.allocator)
+        allocator = call(owner, self.allocator)
         expected = "an object with the methods lease(slab) and release(slab, memory) of sw.Allocator"
-        missing = [name for name in ("lease", "release") if not callable(getattr(made, name, None))]
-        if missing or isinstance(made, type):
+        missing = [name for name in ("lease", "release") if not callable(getattr(allocator, name, None))]
+        if missing or isinstance(allocator, type):
             description = (
-                f"the class {made.__name__}"
-                if isinstance(made, type)
-                else f"{made!r} ({type(made).__name__})"
+                f"the class {allocator.__name__}"
+                if isinstance(allocator, type)
+                else f"{allocator!r} ({type(allocator).__name__})"
             )
             without = f", which has no method {' and no method '.join(missing)}" if missing else ""
             raise ExtensionError(f"{owner} returned {description}{without}; expected {expected}")
         try:
-            check_signature("lease", made.lease, "slab")
-            check_signature("release", made.release, "slab", "memory")
+            check_signature("lease", allocator.lease, "slab")
+            check_signature("release", allocator.release, "slab", "memory")
         except ValueError as error:
             raise ExtensionError(
-                f"{owner} returned a {type(made).__name__} with another method {error}"
+                f"{owner} returned a {type(allocator).__name__} with another method {error}"
             ) from None
-        return made  # type: ignore[no-any-return]
+        return allocator  # type: ignore[no-any-return]
 
     def make_plan(self, items: Sequence[Item], units: int) -> Plan:
         """The plan of a recorded step.

@@ -117,8 +117,8 @@ def _became(optimizer: Optimizer) -> dict[torch.Tensor, torch.Tensor]:
     became: dict[torch.Tensor, torch.Tensor] = {}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         now = p
-        while (taken := now.__dict__.get(TAKEN)) is not None and not isinstance(now, Managed):
-            now = taken.sharded
+        while (origin := now.__dict__.get(TAKEN)) is not None and not isinstance(now, Managed):
+            now = origin.sharded
         if now is not p:
             became[p] = now
             for key, value in optimizer.state.get(p, {}).items():

@@ -410,9 +410,9 @@ def _unknown(key: str, value: object) -> str:
 
 
 def _value_in_words(value: object) -> str:
-    shown = toml_value(value) if isinstance(value, bool | str) else str(value)
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return f"{shown} ({_KINDS.get(type(value), 'a ' + type(value).__name__)})"
+    text = toml_value(value) if isinstance(value, bool | str) else str(value)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return f"{text} ({_KINDS.get(type(value), 'a ' + type(value).__name__)})"
 
 
 _KINDS: dict[type, str] = {

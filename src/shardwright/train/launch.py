@@ -156,15 +156,15 @@ def _launch(config: Config, folder: RunFolder, ranks: int, argv: list[str]) -> i
 
 def without_nproc(argv: list[str]) -> list[str]:
     """The command line for a rank, which must not launch again."""
-    kept, skip = [], False
+    remaining_arguments, skip = [], False
     for argument in argv:
         if skip:
             skip = False
         elif argument == "--nproc":
             skip = True
         elif not argument.startswith("--nproc="):
-            kept.append(argument)
-    return kept
+            remaining_arguments.append(argument)
+    return remaining_arguments
 
 
 def environment(rank: int, ranks: int, port: int, folder: RunFolder, device: str) -> dict[str, str]:

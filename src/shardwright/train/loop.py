@@ -325,10 +325,13 @@ def summary(
     sampled: tuple[str, str] | None,
     stopped_sinks: Sequence[str],
 ) -> str:
-    drawn = []
+    sample_lines = []
     if sampled is not None:
         prompt, continuation = map(printable, sampled)
-        drawn = [f"  sample          {prompt!r} ->", *("    " + line for line in continuation.split("\n"))]
+        sample_lines = [
+            f"  sample          {prompt!r} ->",
+            *("    " + line for line in continuation.split("\n")),
+        ]
     validation = results["validation_loss"]
     compiled = []
     if "graphs" in results:
@@ -348,7 +351,7 @@ def summary(
         f"  checkpoint      {checkpoint.step_folder(folder.checkpoints, trainer.position.step)}",
         f"  loss curve      {folder.picture}",
         *(f"  warning         {stop}" for stop in stopped_sinks),
-        *drawn,
+        *sample_lines,
         "",
     ]
     return "\n".join(lines)

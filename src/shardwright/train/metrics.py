@@ -160,9 +160,9 @@ def drop_after(path: Path, steps_done: int) -> None:
     """Remove records of steps after `steps_done`: a resumed run takes those steps again."""
     if not path.exists():
         return
-    kept = [json.dumps(record) for record in read_records(path) if record["step"] <= steps_done]
+    lines = [json.dumps(record) for record in read_records(path) if record["step"] <= steps_done]
     temporary = path.with_name(path.name + ".new")
-    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     temporary.replace(path)
 
 

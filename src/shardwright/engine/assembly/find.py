@@ -141,8 +141,8 @@ def own_modules(top: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _lent_by_another(name: str, parameter: nn.Parameter, top: nn.Module, unit: Any) -> nn.Parameter | None:
     """The sharded parameter of another unit that ``parameter`` is, or was before that unit took it."""
-    taken: Taken | None = getattr(parameter, TAKEN, None)
-    sharded = parameter if isinstance(parameter, Managed) or taken is None else taken.sharded
+    origin: Taken | None = getattr(parameter, TAKEN, None)
+    sharded = parameter if isinstance(parameter, Managed) or origin is None else origin.sharded
     owner = unit_of(sharded)
     if owner is None or owner is unit or (unit is not None and not _holds(owner, sharded)):
         return None  # in the last case it has moved here with its module

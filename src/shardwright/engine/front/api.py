@@ -436,8 +436,8 @@ def _same_start(
     unit: Unit, modules: list[nn.Module], unit_parameters: UnitParameters, layout: str | NamedLayout | Ragged
 ) -> None:
     """Broadcast what the unit is about to take over, or compare it over the ranks, where that was asked for."""
-    for name, asked in (("synced", unit.values.synced), ("checked", unit.values.checked)):
-        for module in (m for top in modules for m in top.modules()) if asked else ():
+    for name, is_asked_for in (("synced", unit.values.synced), ("checked", unit.values.checked)):
+        for module in (m for top in modules for m in top.modules()) if is_asked_for else ():
             inner: Unit | None = module.__dict__.get(UNIT)
             if inner is not None and inner.parameters and not getattr(inner.values, name):
                 option = {"synced": "sync_module_states", "checked": "check_module_states"}[name]

@@ -162,8 +162,8 @@ class Model:
         model = next((m for m in _models if m._is(record.model, self)), self)
         what = model.name_of(record.number)
         if record.event == LEFT:
-            said = notices.read([rank]).get(rank, "")
-            reason = said.rpartition(f"{what} by ")[2] if f"{what} by " in said else "an exception"
+            notice = notices.read([rank]).get(rank, "")
+            reason = notice.rpartition(f"{what} by ")[2] if f"{what} by " in notice else "an exception"
             return DOING[LEFT], f"{LEFT_BY[record.detail]} {what} by {reason}"
         what += f" of the group's model {record.model} ({model.names[0]!r})" if len(models) > 1 else ""
         what += f" of {record.nbytes} bytes" if len(places) == 1 and len(sizes) > 1 else ""

@@ -188,10 +188,10 @@ def remake(unit: Unit) -> None:
         unit.remake_later(reductions)
         raise
     finally:
-        kept = {id(p.sharded) for p in unit.parameters}
+        current_ids = {id(p.sharded) for p in unit.parameters}
         for p in before:
             # It is nobody's now, and a module that was tied to it may still have it.
-            if id(p.sharded) not in kept and unit_of(p.sharded) is unit:
+            if id(p.sharded) not in current_ids and unit_of(p.sharded) is unit:
                 p.sharded.__dict__.pop(UNIT_OF, None)
 
 
