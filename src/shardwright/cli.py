@@ -68,9 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return STATUS_BROKEN_PIPE
     except UnicodeEncodeError as error:
-        found = error.object[error.start : error.end]
+        characters = error.object[error.start : error.end]
         message = (
-            f"the locale's encoding, {error.encoding}, has no {found!a} of {error.object!a}; set PYTHONUTF8=1"
+            f"the locale's encoding, {error.encoding}, has no {characters!a} of {error.object!a}; set "
+            "PYTHONUTF8=1"
         )
         return _failed(message, STATUS_USER_ERROR, arguments)
     except ModuleNotFoundError as error:
@@ -127,9 +128,11 @@ def _run(arguments: list[str]) -> int:
         near = difflib.get_close_matches(command, commands, 1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(commands)}"
         raise UserError(f"unknown command {command}; {hint}")
-    given, overrides = _split_overrides(arguments) if command in ("train", "layout") else (arguments, [])
+    plain_arguments, overrides = (
+        _split_overrides(arguments) if command in ("train", "layout") else (arguments, [])
+    )
     try:
-        options, unknown = parser.parse_known_args(given)
+        options, unknown = parser.parse_known_args(plain_arguments)
     except SystemExit as leaving:  # --help and --version leave this way.
         return int(leaving.code or 0)
     if unknown:
@@ -142,6 +145,8 @@ def _run(arguments: list[str]) -> int:
         return _generate(options)
     if options.command == "layout":
         return _layout(options, overrides)
+    if options.command == "extensions":
+        return _extensions(options)
     if options.command == "doctor":
         return _doctor(options)
     parser.print_help()
@@ -173,7 +178,7 @@ def _train(options: argparse.Namespace, overrides: Sequence[tuple[str, str]], ar
 
 def _job_of(options: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> tuple[Config, str | None]:
     """The configuration, and the run to go on with: None for a new one, "" for the newest of that name."""
-    from shardwright.train.config import load_config
+    from shardwright.train.config import load_config, stored_config
 
     path, resume = options.config, options.resume
     if path is None and resume is not None and resume.endswith(".toml"):
@@ -186,6 +191,7 @@ def _job_of(options: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -
         path = Path(resume, "config.toml")
         if not path.is_file():
             raise UserError(f"--resume: expected the folder of a run, found no config.toml in {resume}")
+        return stored_config(Path(resume), overrides), resume
     if path is None:
         raise UserError(
             "train: expected CONFIG.toml or --resume RUN, found neither; examples are in the folder examples/"
@@ -239,6 +245,13 @@ def _layout(options: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -
     return layout(config, options.world_size)
 
 
+def _extensions(options: argparse.Namespace) -> int:
+    from shardwright.train.listing import listing
+
+    print(listing(options.names, _width()))
+    return 0
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from shardwright.doctor import examine, text_of
 
@@ -263,8 +276,13 @@ class _Parser(argparse.ArgumentParser):
         print(self.format_help(), end="", file=file)  # argparse's own swallows the error of a closed pipe.
 
     def format_help(self) -> str:
-        width = min(shutil.get_terminal_size().columns, 120) - 2
+        width = _width()
         return super().format_help() + (self.keys_help(width) if self.keys_help else "")
+
+
+def _width() -> int:
+    """Columns of help and lists."""
+    return min(shutil.get_terminal_size().columns, 120) - 2
 
 
 def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
@@ -283,6 +301,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
         ("compare", _add_compare, "put the losses, speeds and memory of runs side by side"),
         ("generate", _add_generate, "let a trained model go on with a text"),
         ("layout", _add_layout, "show what each layout of the shards costs, for any number of ranks"),
+        ("extensions", _add_extensions, "list strategies, layouts, memories, optimizers, models and sinks"),
         ("doctor", _add_doctor, "show versions, devices and settings, as a report of a bug needs them"),
     ):
         command = subparsers.add_parser(
@@ -354,6 +373,14 @@ def _add_layout(parser: _Parser) -> None:
     parser.add_argument(
         "--world-size", metavar="N[,N...]", type=_integers(1),
         help="ranks over which to spread the model, as in 64,256,1024; none of them is started",
+    )  # fmt: skip
+
+
+def _add_extensions(parser: _Parser) -> None:
+    parser.add_argument(
+        "names", metavar="NAME", nargs="*",
+        help="strategies, layouts, memories, optimizers, models or sinks; or the import path of one value, as in "
+        "my_optimizers:LION (default: all registered values)",
     )  # fmt: skip
 
 
@@ -447,7 +474,8 @@ def _keys_help(width: int) -> str:
 
     intro = (
         "Every key of CONFIG.toml can be set on the command line too. Values are TOML; words need no quotes. "
-        "A key that is not given has its default."
+        "A key that is not given has its default. `shardwright extensions` lists all registered values and the options "
+        "of optimizers."
     )
     blocks = [
         "",

@@ -205,7 +205,7 @@ DEFECTS = [
         "flight",
         "sums that a failed reduction had taken up are lost",
         "engine/gradients/reduction.py",
-        "            held.value, held.present = value, present\n",
+        "            earlier.value, earlier.present = value, present\n",
         "            pass\n",
         ("engine/test_between_uses.py",),
     ),

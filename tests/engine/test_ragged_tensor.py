@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import shardwright as sw
 from shardwright.engine.tensors.ragged import RaggedDTensor, RaggedTensor
 from shardwright.engine.tensors.ragged_spec import RaggedSpec, boxes_of
-from shardwright.optim.needs import KNOWN
+from shardwright.optim.needs import NEEDS_OF_CLASSES
 from tests.support import multirank, world_mesh
 
 
@@ -312,7 +312,7 @@ def test_everything_else_is_refused_with_the_way_out(rank: int, world_size: int)
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 MODES = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-ELEMENTWISE = [kind for kind, need in KNOWN.items() if need == 1]
+ELEMENTWISE = [kind for kind, need in NEEDS_OF_CLASSES.items() if need == 1]
 STEPS = [(kind, mode) for kind in ELEMENTWISE for mode in MODES if mode != "fused" or kind in FUSED]
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.engine.assembly.states import digest
+from shardwright.extend import ExtensionError, NamedLayout
 from tests.engine.kit.models import Model, build, full
 from tests.engine.kit.places import On, on, on_meshes
 from tests.support import multirank, world_mesh
@@ -189,3 +190,21 @@ def test_an_edit_of_one_ragged_parameter_is_none_of_its_neighbours(rank: int, wo
     with torch.no_grad():
         model[0].weight.mul_(2)
     assert model[1].weight._version + model[1].weight.to_local()._version == before
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@multirank(2)
+def test_a_layout_that_differs_between_ranks_is_named(rank: int, world_size: int, checked: bool) -> None:
+    """By the comparison at the start, with the parameters; else by the first gather of unequal sizes."""
+    layout = NamedLayout("ranked", lambda shape: 1 + 999 * rank, "")
+    model = build()
+    if checked:
+        expected = (
+            r"different results of layout 'ranked' in Model.* of shape \(.*\): 1 on rank 0, \d+ on rank 1"
+        )
+        with pytest.raises(ExtensionError, match=expected):
+            sw.fully_shard(model, mesh=world_mesh(2), layout=layout, check_module_states=True)
+        return
+    sw.fully_shard(model, mesh=world_mesh(2), layout=layout)
+    with pytest.raises(RuntimeError, match=r"layout Ragged\(.*must return the same number .* on every rank"):
+        model(torch.zeros(2, 3, dtype=torch.int64))

@@ -180,13 +180,17 @@ def test_every_figure_of_a_step_is_explained() -> None:
     assert "mem 1.00/2.00 GiB (6%/12%)" in shown and "data 2.0%" in shown and "MFU 25.0%" in shown
     for device in ("cpu", "cuda"):
         key = metrics.explain_figures(
-            torch.device(device), validation=True, norm=True, mfu=True, auxiliary=("mtp", "balance")
+            torch.device(device),
+            validation=True,
+            norm=True,
+            mfu=True,
+            auxiliary={"mtp": 0.3, "balance": 0.01},
         )
         names = [line.split()[0] for line in key.splitlines()[1:]]
         assert all(name in shown for name in names) and len(names) == len(metrics.figures_of(RECORD))
         assert max(map(len, key.splitlines())) <= 80
     bare = replace(RECORD, mfu=None, grad_norm=None, validation_loss=None, balance_loss=None, mtp_loss=None)
-    key = metrics.explain_figures(torch.device("cpu"), validation=False, norm=False, mfu=False, auxiliary=())
+    key = metrics.explain_figures(torch.device("cpu"), validation=False, norm=False, mfu=False, auxiliary={})
     assert len(key.splitlines()) - 1 == len(metrics.figures_of(bare)) == 5
     assert "n/a" not in "".join(metrics.figures_of(bare))
 

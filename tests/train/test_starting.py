@@ -90,7 +90,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_one_rank_reports_what_several_met(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardwright.train import agreement
 
-    monkeypatch.setattr(agreement, "SAID_TWICE", 0.1)
+    monkeypatch.setattr(agreement, "SECONDS_TO_REPORT", 0.1)
     store = dist.HashStore()
     assert is_to_report(store, 0, "one") and not is_to_report(store, 1, "one")
     assert is_to_report(store, 1, "two") and not is_to_report(store, 0, "two")

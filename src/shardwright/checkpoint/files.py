@@ -141,8 +141,8 @@ def _open_file(file: Path) -> dict[str, StoredTensor]:
 
 def abbreviated(names: Sequence[object], limit: int = 12) -> str:
     """The names, separated by commas; of very many the first, and how many more there are."""
-    listed = ", ".join(map(str, names[:limit]))
-    return f"{listed} and {len(names) - limit:,} more" if len(names) > limit else listed
+    joined = ", ".join(map(str, names[:limit]))
+    return f"{joined} and {len(names) - limit:,} more" if len(names) > limit else joined
 
 
 # -- safetensors -------------------------------------------------------------------------------------------------------

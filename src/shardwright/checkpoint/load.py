@@ -21,7 +21,7 @@ from shardwright.checkpoint.conversions import names_not_stored, transformers_ke
 from shardwright.checkpoint.files import StoredTensor, abbreviated, open_stored
 from shardwright.checkpoint.model import (
     Box,
-    Held,
+    ModelTensor,
     aliases_of,
     allocate,
     at_rest,
@@ -151,7 +151,7 @@ def _patterns(allowed: bool | Iterable[str]) -> tuple[str, ...]:
 
 
 class _Load(NamedTuple):
-    held: Held
+    entry: ModelTensor
     source: Source
     stored: dict[str, StoredTensor]
 
@@ -190,26 +190,26 @@ def _plan(
     refuse_graphs(model)
     tensors = tensors_of(model)
     if key_map is None:
-        key_map = transformers_key_map(model, [name for held in tensors for name in held.names], stored)
+        key_map = transformers_key_map(model, [name for entry in tensors for name in entry.names], stored)
     aliases = aliases_of(model, tensors)
     not_stored = names_not_stored(model)
-    for held in tensors:
-        sources = {s: name for name in held.names if (s := source_of(key_map, name)) is not None}
+    for entry in tensors:
+        sources = {s: name for name in entry.names if (s := source_of(key_map, name)) is not None}
         used.update(key for source in sources for key in keys_of(source))
         there = [s for s in sources if all(key in stored for key in keys_of(s))]
         if not there:
-            if sources and not held.optional:
-                plan.missing.append(held.name)
-                computed = not_stored.issuperset(held.names)
-                if not (computed and held.is_constructed) and not _allowed(held.names, may_miss):
-                    problem = _told_missing(held, next(iter(sources)), stored)
+            if sources and not entry.optional:
+                plan.missing.append(entry.name)
+                computed = not_stored.issuperset(entry.names)
+                if not (computed and entry.is_constructed) and not _allowed(entry.names, may_miss):
+                    problem = _missing_in_words(entry, next(iter(sources)), stored)
                     missing.append(problem + " (its constructor computes it: use deferred_init)" * computed)
             continue
-        loads = [_Load(held, source, stored) for source in there]
+        loads = [_Load(entry, source, stored) for source in there]
         problems = [p for load in loads if (p := _misfit(load, sources[load.source])) is not None]
-        if held.name in aliases:
+        if entry.name in aliases:
             problems.append(
-                f"{held.name!r}: it holds no values yet and shares its memory with {aliases[held.name]!r}, which "
+                f"{entry.name!r}: it holds no values yet and shares its memory with {aliases[entry.name]!r}, which "
                 "would not get the loaded values; call materialize first"
             )
         unfit += problems
@@ -224,11 +224,11 @@ def _plan(
             plan.bytes_compared += nbytes
             if not equal:
                 unfit.append(
-                    f"{one.held.name!r} is tied to {one.held.names[1]!r}, and {keys_of(one.source)[0]!r} and "
+                    f"{one.entry.name!r} is tied to {one.entry.names[1]!r}, and {keys_of(one.source)[0]!r} and "
                     f"{keys_of(other.source)[0]!r} have different values"
                 )
     if missing or unexpected or unfit:
-        raise ValueError(_told(path, missing, unexpected, unfit))
+        raise ValueError(_problems_in_words(path, missing, unexpected, unfit))
     return plan
 
 
@@ -236,14 +236,16 @@ def _allowed(names: list[str], patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def _told_missing(held: Held, source: Source, stored: dict[str, StoredTensor]) -> str:
+def _missing_in_words(entry: ModelTensor, source: Source, stored: dict[str, StoredTensor]) -> str:
     absent = [key for key in dict.fromkeys(keys_of(source)) if key not in stored]
-    return repr(held.name) if absent == [held.name] else f"{held.name!r} (stored as {abbreviated(absent, 3)})"
+    return (
+        repr(entry.name) if absent == [entry.name] else f"{entry.name!r} (stored as {abbreviated(absent, 3)})"
+    )
 
 
 def _misfit(load: _Load, name: str) -> str | None:
     """Why what is stored cannot go into the model's tensor."""
-    tensor = load.held.tensor
+    tensor = load.entry.tensor
     keys = keys_of(load.source)
     label = repr(name) if keys == [name] else f"{name!r} (stored as {abbreviated(keys, 3)})"
     try:
@@ -261,7 +263,7 @@ def _misfit(load: _Load, name: str) -> str | None:
     return None
 
 
-def _told(path: Path, missing: list[str], unexpected: list[str], unfit: list[str]) -> str:
+def _problems_in_words(path: Path, missing: list[str], unexpected: list[str], unfit: list[str]) -> str:
     lines = [f"{path} does not fit the model. Nothing was changed."]
     for what, entries in (
         ("Missing in the files", missing),
@@ -282,11 +284,11 @@ def _told(path: Path, missing: list[str], unexpected: list[str], unfit: list[str
 
 def _fill(load: _Load, device: torch.device) -> int:
     """Copy this rank's part out of the files. Returns how many bytes of them that is."""
-    held = load.held
-    if held.unit is None and not held.has_values:
-        held = allocate(held, device)
-    count = _read(load, boxes_of(held))
-    mark_loaded(held)
+    entry = load.entry
+    if entry.unit is None and not entry.has_values:
+        entry = allocate(entry, device)
+    count = _read(load, boxes_of(entry))
+    mark_loaded(entry)
     return count
 
 
@@ -317,9 +319,12 @@ def _index(begins: list[int], ends: list[int], offsets: tuple[int, ...]) -> tupl
 
 def _compare(one: _Load, other: _Load) -> tuple[int, bool]:
     """Bytes read, and whether both would load the same values into this rank's part."""
-    held = one.held
+    entry = one.entry
     parts = [
-        [Box(offsets, torch.empty(local.shape, dtype=held.tensor.dtype)) for offsets, local in boxes_of(held)]
+        [
+            Box(offsets, torch.empty(local.shape, dtype=entry.tensor.dtype))
+            for offsets, local in boxes_of(entry)
+        ]
         for _ in range(2)
     ]
     count = _read(one, parts[0]) + _read(other, parts[1])

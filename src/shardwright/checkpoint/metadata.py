@@ -83,7 +83,7 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 #: Every class and function that torch's writer pickles, dtypes apart: its module and name -> ours for it.
-_KNOWN: dict[tuple[str, str], str] = {
+_CLASS_NAMES: dict[tuple[str, str], str] = {
     **{
         (_METADATA, name): name
         for name in (
@@ -113,12 +113,12 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(stream)
         # Of this file alone: what one file might do to its classes, the next one does not meet.
         self._classes: dict[str, type] = {
-            name: type(name, (_Record,), {"__slots__": ()}) for name in _KNOWN.values()
+            name: type(name, (_Record,), {"__slots__": ()}) for name in _CLASS_NAMES.values()
         }
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _KNOWN:
-            return self._classes[_KNOWN[module, name]]
+        if (module, name) in _CLASS_NAMES:
+            return self._classes[_CLASS_NAMES[module, name]]
         if module == "torch" and name in _DTYPES:
             return f"torch.{name}"  # a string: there is nothing that a file could call or change
         raise Damaged(f".metadata names {module}.{name}, which no checkpoint uses; it was not called")

@@ -36,7 +36,7 @@ class Box(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class ModelTensor:
     """A parameter or buffer of a model, under every name it has."""
 
     names: list[str]
@@ -72,9 +72,9 @@ def mesh_of(units: list[Unit]) -> DeviceMesh | None:
     return max(meshes, key=lambda mesh: mesh.size(), default=None)  # type: ignore[no-any-return]
 
 
-def tensors_of(model: nn.Module) -> list[Held]:
+def tensors_of(model: nn.Module) -> list[ModelTensor]:
     """The model's parameters and buffers in the order of its modules, tied ones once."""
-    held_tensors: dict[int, Held] = {}
+    entries: dict[int, ModelTensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         tables: tuple[tuple[dict[str, Any], bool], ...] = (module._parameters, False), (module._buffers, True)
         for table, are_buffers in tables:
@@ -85,10 +85,10 @@ def tensors_of(model: nn.Module) -> list[Held]:
                 for wrapper in _WRAPPERS:
                     full_name = full_name.replace(wrapper, "")
                 optional = are_buffers and not is_persistent(module, name)
-                held = held_tensors.setdefault(id(tensor), Held([], tensor, [], optional))
-                held.names.append(full_name)
-                held.slots.append((module, name))
-    return list(held_tensors.values())
+                entry = entries.setdefault(id(tensor), ModelTensor([], tensor, [], optional))
+                entry.names.append(full_name)
+                entry.slots.append((module, name))
+    return list(entries.values())
 
 
 def at_rest(units: list[Unit], doing: str) -> None:
@@ -109,15 +109,15 @@ def at_rest(units: list[Unit], doing: str) -> None:
         settle(unit)
 
 
-def boxes_of(held: Held) -> list[Box]:
+def boxes_of(entry: ModelTensor) -> list[Box]:
     """What this rank has of it; on meta if it is nowhere yet."""
-    tensor = held.tensor
-    if held.unit is not None:
-        managed = held.unit.managed(tensor)
+    tensor = entry.tensor
+    if entry.unit is not None:
+        managed = entry.unit.managed(tensor)
         return [Box(*piece) for piece in managed.cut.pieces(managed.local)]
     if isinstance(tensor, (DTensor, RaggedTensor)):
         raise NotImplementedError(
-            f"{held.name!r} is a {type(tensor).__name__} that belongs to no unit of fully_shard; pretrained weights "
+            f"{entry.name!r} is a {type(tensor).__name__} that belongs to no unit of fully_shard; pretrained weights "
             "load only into plain tensors and into parameters of units"
         )
     if has_no_values(tensor):
@@ -125,32 +125,32 @@ def boxes_of(held: Held) -> list[Box]:
     return [Box((0,) * tensor.ndim, tensor.detach())]
 
 
-def mark_loaded(held: Held) -> None:
+def mark_loaded(entry: ModelTensor) -> None:
     """Let the unit know of new values, also on a rank that has no element of them."""
-    if held.unit is not None:
-        local = held.unit.managed(held.tensor).local
+    if entry.unit is not None:
+        local = entry.unit.managed(entry.tensor).local
         increment_version([local])
         unmark(local)
 
 
-def allocate(held: Held, device: torch.device) -> Held:
+def allocate(entry: ModelTensor, device: torch.device) -> ModelTensor:
     """Give a tensor without values that no unit owns memory; the same object if nothing forbids it."""
-    old = held.tensor
+    old = entry.tensor
     made = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=device)
     is_parameter = isinstance(old, nn.Parameter)
     holder = Holder(
-        [Slot.of(module, name) for module, name in held.slots if is_parameter],
-        [(module._buffers, name) for module, name in held.slots if not is_parameter],
-        [module for module, _ in held.slots],
+        [Slot.of(module, name) for module, name in entry.slots if is_parameter],
+        [(module._buffers, name) for module, name in entry.slots if not is_parameter],
+        [module for module, _ in entry.slots],
     )
-    return replace(held, tensor=become(old, made, holder))
+    return replace(entry, tensor=become(old, made, holder))
 
 
-def aliases_of(model: nn.Module, tensors: list[Held]) -> dict[str, str]:
+def aliases_of(model: nn.Module, tensors: list[ModelTensor]) -> dict[str, str]:
     """Of tensors without values that no unit owns: the name of another that views the same memory."""
-    unset = [held for held in tensors if held.unit is None and not held.has_values]
-    own = {id(held.tensor) for held in tensors}
-    viewers = [(held.name, held.tensor) for held in unset]
+    unset = [entry for entry in tensors if entry.unit is None and not entry.has_values]
+    own = {id(entry.tensor) for entry in tensors}
+    viewers = [(entry.name, entry.tensor) for entry in unset]
     for prefix, module in model.named_modules():
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and id(value) not in own and has_no_values(value):

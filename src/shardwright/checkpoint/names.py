@@ -137,7 +137,7 @@ def views_of(source: Source, get: Callable[[str], Tensor]) -> tuple[torch.Size, 
     shapes = [shape for shape, _ in parts]
     if isinstance(source, Stacked):
         if len(set(shapes)) > 1:
-            raise ValueError(f"{_told(source)} are stacked and have shapes {_unlike(shapes)}")
+            raise ValueError(f"{_source_in_words(source)} are stacked and have shapes {_unlike(shapes)}")
         stacked = [View((i, *o), t.unsqueeze(0)) for i, (_, views) in enumerate(parts) for o, t in views]
         return torch.Size([len(parts), *shapes[0]]), stacked
     dim = source.dim
@@ -146,12 +146,12 @@ def views_of(source: Source, get: Callable[[str], Tensor]) -> tuple[torch.Size, 
         for s in shapes
     ):
         raise ValueError(
-            f"{_told(source)} are joined along dimension {dim} and have shapes {_unlike(shapes)}"
+            f"{_source_in_words(source)} are joined along dimension {dim} and have shapes {_unlike(shapes)}"
         )
     sizes = source.sizes or (shapes[0][dim],) * len(parts)
     if tuple(s[dim] for s in shapes) != tuple(sizes):
         raise ValueError(
-            f"{_told(source)} are joined in sizes {sizes} along {dim} and have shapes {_unlike(shapes)}"
+            f"{_source_in_words(source)} are joined in sizes {sizes} along {dim} and have shapes {_unlike(shapes)}"
         )
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     joined = [
@@ -162,7 +162,7 @@ def views_of(source: Source, get: Callable[[str], Tensor]) -> tuple[torch.Size, 
     return torch.Size([*shapes[0][:dim], sum(sizes), *shapes[0][dim + 1 :]]), joined
 
 
-def _told(source: Stacked | Joined) -> str:
+def _source_in_words(source: Stacked | Joined) -> str:
     keys = keys_of(source)
     return f"{keys[0]!r} to {keys[-1]!r}" if len(keys) > 1 else repr(keys[0])
 

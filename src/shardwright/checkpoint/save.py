@@ -27,7 +27,7 @@ from shardwright.checkpoint.files import (
     write_json,
 )
 from shardwright.checkpoint.model import (
-    Held,
+    ModelTensor,
     at_rest,
     first_rank,
     mesh_of,
@@ -95,7 +95,7 @@ def save_pretrained(
         on_every_rank(mesh, writer.begin if writes else lambda: None)
         for group in plan.groups:
             whole = {
-                held.name: _whole(held) for held in group
+                entry.name: _whole(entry) for entry in group
             }  # every rank takes part, whatever the writer met
             if writes and error is None:
                 try:
@@ -125,8 +125,8 @@ def _bytes(size: int | str) -> int:
     )
 
 
-def _whole(held: Held) -> Tensor:
-    return whole_of(held.tensor.detach())
+def _whole(entry: ModelTensor) -> Tensor:
+    return whole_of(entry.tensor.detach())
 
 
 # -- where everything goes ---------------------------------------------------------------------------------------------
@@ -144,12 +144,12 @@ class _Plan:
 
     key_map: KeyMap | None
     dtype: torch.dtype | None
-    groups: list[list[Held]] = field(default_factory=list)
+    groups: list[list[ModelTensor]] = field(default_factory=list)
     keys: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     files: dict[str, list[str]] = field(default_factory=dict)
 
-    def pieces(self, held: Held, tensor: Tensor) -> list[Piece]:
-        source = source_of(self.key_map, held.name)
+    def pieces(self, entry: ModelTensor, tensor: Tensor) -> list[Piece]:
+        source = source_of(self.key_map, entry.name)
         return [] if source is None else list(pieces_of(source, tensor))
 
     def stored_dtype(self, tensor: Tensor) -> torch.dtype:
@@ -160,28 +160,28 @@ class _Plan:
         return shape.numel() * dtype.itemsize
 
 
-def _plan(tensors: list[Held], key_map: KeyMap | None, dtype: torch.dtype | None, limit: int) -> _Plan:
+def _plan(tensors: list[ModelTensor], key_map: KeyMap | None, dtype: torch.dtype | None, limit: int) -> _Plan:
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
-    tensors = [held for held in tensors if not held.optional]
-    empty = [held.name for held in tensors if not held.has_values]
+    tensors = [entry for entry in tensors if not entry.optional]
+    empty = [entry.name for entry in tensors if not entry.has_values]
     if empty:
         raise ValueError(
             f"tensors hold no values yet, since they are deferred or on the meta device: {abbreviated(empty)}. Call "
             "shardwright.materialize, or load them."
         )
     plan = _Plan(key_map, dtype)
-    pieces: dict[str, list[tuple[Held, Piece]]] = {}
-    for held in tensors:
-        shape_only = torch.empty(held.tensor.shape, dtype=plan.stored_dtype(held.tensor), device="meta")
+    pieces: dict[str, list[tuple[ModelTensor, Piece]]] = {}
+    for entry in tensors:
+        shape_only = torch.empty(entry.tensor.shape, dtype=plan.stored_dtype(entry.tensor), device="meta")
         try:
-            own = plan.pieces(held, shape_only)
+            own = plan.pieces(entry, shape_only)
         except ValueError as error:
-            raise ValueError(f"the key map does not fit {held.name!r}: {error}") from None
+            raise ValueError(f"the key map does not fit {entry.name!r}: {error}") from None
         for piece in own:
-            pieces.setdefault(piece.key, []).append((held, piece))
+            pieces.setdefault(piece.key, []).append((entry, piece))
         if own:
-            _join(plan.groups, held, [other for piece in own for other, _ in pieces[piece.key]])
+            _join(plan.groups, entry, [other for piece in own for other, _ in pieces[piece.key]])
     plan.keys = {key: _shape_of(key, parts) for key, parts in pieces.items()}
     for key, (_, stored_dtype) in plan.keys.items():
         name_of(stored_dtype, key)
@@ -189,29 +189,29 @@ def _plan(tensors: list[Held], key_map: KeyMap | None, dtype: torch.dtype | None
     return plan
 
 
-def _join(groups: list[list[Held]], held: Held, others: list[Held]) -> None:
+def _join(groups: list[list[ModelTensor]], entry: ModelTensor, others: list[ModelTensor]) -> None:
     """One group of ``held`` and all that contribute to the same stored tensors."""
-    ids = {id(other) for other in others if other is not held}
+    ids = {id(other) for other in others if other is not entry}
     if not ids:
-        groups.append([held])
+        groups.append([entry])
         return
     joined = [group for group in groups if any(id(member) in ids for member in group)]
-    kept = [group for group in groups if not any(group is other for other in joined)]
-    groups[:] = [*kept, [*(member for group in joined for member in group), held]]
+    other_groups = [group for group in groups if not any(group is other for other in joined)]
+    groups[:] = [*other_groups, [*(member for group in joined for member in group), entry]]
 
 
-def _shape_of(key: str, held_pieces: list[tuple[Held, Piece]]) -> tuple[torch.Size, torch.dtype]:
+def _shape_of(key: str, own_pieces: list[tuple[ModelTensor, Piece]]) -> tuple[torch.Size, torch.dtype]:
     """Shape and dtype of the stored tensor that these make."""
-    names = abbreviated([repr(held.name) for held, _ in held_pieces], 6)
-    tensors = [piece.tensor for _, piece in held_pieces]
+    names = abbreviated([repr(entry.name) for entry, _ in own_pieces], 6)
+    tensors = [piece.tensor for _, piece in own_pieces]
     first = tensors[0]
-    if held_pieces[0][1].part is None and len(held_pieces) == 1:
+    if own_pieces[0][1].part is None and len(own_pieces) == 1:
         return first.shape, first.dtype
-    parts = sorted((p.part.start, p.part) for _, p in held_pieces if p.part is not None)
+    parts = sorted((p.part.start, p.part) for _, p in own_pieces if p.part is not None)
     ends = [start + part.length for start, part in parts]
     dim = parts[0][1].dim if parts else 0
     if (
-        len(parts) < len(held_pieces)
+        len(parts) < len(own_pieces)
         or [start for start, _ in parts] != [0, *ends[:-1]]
         or len({part.dim for _, part in parts}) > 1
         or len({(*t.shape[:dim], *t.shape[dim + 1 :]) for t in tensors}) > 1
@@ -288,11 +288,11 @@ class _Writer:
                 f"saved model: {abbreviated(others)}. Pass another folder."
             )
 
-    def write(self, group: list[Held], whole: dict[str, Tensor]) -> None:
+    def write(self, group: list[ModelTensor], whole: dict[str, Tensor]) -> None:
         """Write all that is made of these tensors of the model."""
         pieces: dict[str, list[Piece]] = {}
-        for held in group:
-            for piece in self._plan.pieces(held, whole[held.name]):
+        for entry in group:
+            for piece in self._plan.pieces(entry, whole[entry.name]):
                 pieces.setdefault(piece.key, []).append(piece)
         for key, parts in pieces.items():
             parts.sort(key=lambda piece: piece.part.start if piece.part is not None else 0)

@@ -10,10 +10,11 @@ imports torch.
 
 from shardwright.extend.layouts import NamedLayout, layouts
 from shardwright.extend.memories import NamedMemory, memories
-from shardwright.extend.registry import Named, Registry
+from shardwright.extend.registry import ExtensionError, Named, Registry
 from shardwright.extend.strategies import NamedStrategy, strategies
 
 __all__ = [
+    "ExtensionError",
     "Named",
     "NamedLayout",
     "NamedMemory",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardwright.extend.registry import Registry
+from shardwright.extend.registry import Registry, check_signature
 
 if TYPE_CHECKING:
     from shardwright.layout import Ragged
@@ -34,6 +34,8 @@ class NamedLayout:
                 f'NamedLayout {self.name!r}: expected the granule "row", "element", a number of rows >= 1, a function '
                 f"from a shape to a number of elements, or None; found {self.granule!r}"
             )
+        if callable(self.granule):
+            check_signature(f"NamedLayout {self.name!r}: granule", self.granule, "shape")
 
     def layout(self) -> Ragged | None:
         """For the engine; None: ``per_parameter``."""

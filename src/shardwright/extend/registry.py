@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 
 class Named(Protocol):
@@ -24,6 +25,63 @@ class Named(Protocol):
     @property
     def summary(self) -> str:
         """What it does, in a sentence for the help and the docs."""
+
+
+class ExtensionError(ValueError):
+    """A function of a registered value has raised an error, or has returned a value that cannot be used."""
+
+
+def check_signature(owner: str, function: object, *arguments: str) -> None:
+    """Check that a function can be called with these positional arguments. It is not called.
+
+    Args:
+        owner: the value and the function's place in it, as in "NamedMemory 'mine': plan".
+        function: what is checked. Classes are functions, too. Functions without a readable signature pass.
+        arguments: the names of the arguments, for the error message.
+
+    Raises:
+        ValueError: not a function, or its parameters do not fit.
+    """
+    expected = f"a function of {len(arguments)} arguments ({', '.join(arguments)})"
+    if len(arguments) < 2:
+        expected = (
+            f"a function of one argument ({arguments[0]})" if arguments else "a function without arguments"
+        )
+    if not callable(function):
+        raise ValueError(f"{owner}: expected {expected}, found {function!r} ({type(function).__name__})")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # of a function written in C
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise ValueError(f"{owner}: expected {expected}, found {name}{signature}: {error}") from None
+
+
+def call(owner: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a registered value's function.
+
+    Raises:
+        ExtensionError: the function has raised an error. The message names ``owner``, the error and its line.
+    """
+    try:
+        return function(*arguments)
+    except Exception as error:
+        raise ExtensionError(f"{owner} raised {in_words(error)}. Correct this function") from error
+
+
+def in_words(error: BaseException) -> str:
+    """An error's class, message and the line that raised it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = (
+        f" ({os.path.basename(trace.tb_frame.f_code.co_filename)}, line {trace.tb_lineno})" if trace else ""
+    )
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}{': ' if message else ''}{message}{where}"
 
 
 T = TypeVar("T", bound=Named)
@@ -50,6 +108,7 @@ class Registry(Generic[T]):
         self._values: dict[str, T] = {}
         for value in builtin:
             self.add(value)
+        self._builtin = frozenset(self._values)
 
     def add(self, value: T) -> T:
         """Make ``value`` known by its name, and return it.
@@ -105,6 +164,17 @@ class Registry(Generic[T]):
             f"{self.what}: expected {self.expected()}, found {name!r}"
             + (f"; did you mean {near[0]!r}?" if near else "")
         )
+
+    def origin(self, name: str) -> str:
+        """In words, where the value of this name comes from. Imports nothing."""
+        if name in self._builtin:
+            return "built in"
+        if ":" in name:
+            return name
+        point = self._offered().get(name)
+        if point is None:
+            return "added by this program"
+        return point.value + (f" of {point.dist.name} {point.dist.version}" if point.dist is not None else "")
 
     def expected(self) -> str:
         """In words, what :meth:`get` takes."""

@@ -80,11 +80,11 @@ def materialize(
     destinations = _Destinations()
     for module, name, old, new in stand_ins:
         destinations.add(module, name, old, new)
-    held = {id(p) for module in model.modules() for p in module._parameters.values()}
+    parameter_ids = {id(p) for module in model.modules() for p in module._parameters.values()}
     for unit in units_of(model):
         for sharded, source in unit.without_values().items():
             source = plain_of(source)
-            if isinstance(source, DeferredTensor) and id(sharded) in held:
+            if isinstance(source, DeferredTensor) and id(sharded) in parameter_ids:
                 p = unit.managed(sharded)
                 assert p is not None
                 destinations.of(source).shards.append((p, source))

@@ -223,7 +223,7 @@ class Recorder:
             written = []
         where = self._where(device, deferred)
         outputs, out_spec = tree_flatten(result)
-        known = {storage_key(m) for m in metas.values()}
+        storage_keys = {storage_key(m) for m in metas.values()}
         originals = {id(metas[id(t)]): t for t in deferred}
         results: list[tuple[int, View]] = []
         for position, out in enumerate(outputs):
@@ -232,7 +232,7 @@ class Recorder:
             original = originals.get(id(out))
             if original is None:
                 outputs[position] = wrapped = self.wrap(out, where)
-                if storage_key(out) not in known:
+                if storage_key(out) not in storage_keys:
                     results.append((position, self.memories.view_of(wrapped)))
             else:
                 outputs[position] = original

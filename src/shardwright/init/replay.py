@@ -95,13 +95,13 @@ class _Replay:
             draw.after, draw.state = None, stream.generator.get_state()
 
     def _keep_results(self, entry: Entry, outputs: list[Any]) -> None:
-        known = {storage_key(s) for s in self.storages.values()}
+        storage_keys = {storage_key(s) for s in self.storages.values()}
         for position, view in entry.results:
             out = outputs[position]
             same = (
                 out.shape == view.size and out.stride() == view.stride and out.storage_offset() == view.offset
             )
-            own = storage_key(out) not in known and type(out) is torch.Tensor
+            own = storage_key(out) not in storage_keys and type(out) is torch.Tensor
             if not (
                 same and own and out.dtype == view.dtype
             ):  # meta kernels foretell strides, real ones differ

@@ -145,10 +145,12 @@ def _check(model: nn.Module, stand_ins: list[StandIn], kept: dict[Memory, StandI
         elif sum(memory in entry.renews for entry in memory.entries) > 1:
             twice.append(full_name(each))
     if by_class:
-        listed = "; ".join(f"{cls}: {', '.join(map(repr, names_))}" for cls, names_ in by_class.items())
+        names_by_class = "; ".join(
+            f"{cls}: {', '.join(map(repr, names_))}" for cls, names_ in by_class.items()
+        )
         raise ValueError(
-            f"No initialiser writes these parameters and buffers, which are on the meta device: {listed}. Give their "
-            "class a reset_parameters method, pass init= to materialize, or build the model under "
+            f"No initialiser writes these parameters and buffers, which are on the meta device: {names_by_class}. "
+            "Give their class a reset_parameters method, pass init= to materialize, or build the model under "
             "shardwright.deferred_init(). Nothing was changed."
         )
     views = {
@@ -193,8 +195,8 @@ def _unfilled(the: Plan, views: Collection[View]) -> set[Memory]:
     unwritten: set[Memory] = set()
     for entry in the.entries:
         for view in tree_flatten((entry.args, entry.kwargs))[0]:
-            known = not isinstance(view, View) or view.memory not in written or view in entry.fills
-            if not known and not first_bytes(view).all():
+            is_filled = not isinstance(view, View) or view.memory not in written or view in entry.fills
+            if not is_filled and not first_bytes(view).all():
                 unwritten.add(view.memory)
         for view in entry.fills:
             if view.memory in written:

@@ -28,7 +28,7 @@ class Stream:
         self.generator = generator
         self.last: Entry | None = None  #: the entry after which the generator would be now
         self._placeholder: torch.Tensor | None = None  #: the state that stands for the one after ``last``
-        self._known: dict[int, Entry] = {}  #: seed of a placeholder -> the entry after which it stands
+        self._entries: dict[int, Entry] = {}  #: seed of a placeholder -> the entry after which it stands
         self._reached: dict[
             bytes, bytes
         ] = {}  #: hash of a state -> that of where in the recorded stream it is
@@ -54,11 +54,11 @@ class Stream:
         seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
         self.generator.manual_seed(seed)
         self._placeholder = self.generator.get_state()
-        self._known[seed] = entry
+        self._entries[seed] = entry
 
     def knows(self, generator: torch.Generator | None = None) -> Entry | None:
         """The entry whose placeholder a generator, by default this one, has or has gone on from."""
-        return self._known.get((generator or self.generator).initial_seed())
+        return self._entries.get((generator or self.generator).initial_seed())
 
     def position(self) -> Entry | torch.Tensor:
         """Where the generator is: after an entry, or in a state that is known.
@@ -99,7 +99,7 @@ class Stream:
 
     def forget(self) -> None:
         if self.last is None:
-            self._known.clear()
+            self._entries.clear()
             self._reached.clear()
 
 
@@ -131,8 +131,8 @@ class Streams:
 
     def go_back(self, places: list[Place]) -> None:
         """Leave the generators as they were, of which something was recorded that nobody will have."""
-        known = {place.stream for place in places}
-        places = [*places, *(stream.first for stream in self._streams.values() if stream not in known)]
+        streams = {place.stream for place in places}
+        places = [*places, *(stream.first for stream in self._streams.values() if stream not in streams)]
         for place in places:
             place.stream.go_back(place)
 

@@ -46,7 +46,7 @@ from shardwright.integrations.named_files import (
     write_values,
 )
 from shardwright.optim.companion import ShardedCompanion
-from shardwright.optim.held import mapped
+from shardwright.optim.whole_state import mapped
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
 
@@ -256,8 +256,8 @@ def load(
     return stored
 
 
-def _check_keys(asked: Iterable[str], stored: Mapping[str, Any], strict: bool, path: Path) -> None:
-    missing = [key for key in asked if key not in stored]
+def _check_keys(requested_values: Iterable[str], stored: Mapping[str, Any], strict: bool, path: Path) -> None:
+    missing = [key for key in requested_values if key not in stored]
     if strict and missing:
         raise KeyError(
             f"The checkpoint {path} has no {', '.join(map(repr, missing))}; it has "
@@ -291,8 +291,8 @@ def _load_optimizer(parts: Parts, key: str, stored: Any) -> None:
         by_name = all(isinstance(each, str) for each in group["params"])
         if by_name and (other := set(group["params"]) ^ set(here)):
             raise ValueError(
-                f"Optimizer {key!r} was saved with other parameters in a group: {_listed(sorted(other))}. Build the "
-                "optimizer with the same groups as at the save."
+                f"Optimizer {key!r} was saved with other parameters in a group: {_names_in_words(sorted(other))}. "
+                "Build the optimizer with the same groups as at the save."
             )
         order = group["params"] if by_name else here
         number.update({each: place[name] for each, name in zip(group["params"], order, strict=True)})
@@ -363,26 +363,28 @@ def _load_sharded(
     others = on_every_rank(mesh, lambda: read_others(path, weights_only))
     entries = _entries_of(metadata)
     _check_keys(state, {**entries, **others}, strict, path)
-    asked: dict[str, Any] = {}
+    requested_values: dict[str, Any] = {}
     models: dict[str, dict[str, list[tuple[_Stored, Any]]]] = {}
     for key, model in parts.models.items():
         if key in entries:
             models[key] = _fitting(path, key, model, entries[key], strict)
-            asked.update({each.key: room for pairs in models[key].values() for each, room in pairs})
+            requested_values.update(
+                {each.key: room for pairs in models[key].values() for each, room in pairs}
+            )
     for key in parts.optimizers:
-        asked.update(_room_for(parts, key, entries.get(key, ())))
+        requested_values.update(_room_for(parts, key, entries.get(key, ())))
     try:
-        folders.load(path, asked, metadata, weights_only=weights_only is not False)
+        folders.load(path, requested_values, metadata, weights_only=weights_only is not False)
     except Damaged as problem:
         raise damaged(path, problem) from problem
     for key, values in models.items():
         loaded = {
-            name: _nested({each.path[1:]: asked[each.key] for each, _ in pairs})
+            name: _nested({each.path[1:]: requested_values[each.key] for each, _ in pairs})
             for name, pairs in values.items()
         }
         parts.models[key].load_state_dict(loaded, strict=strict)
     for key in parts.optimizers.keys() & entries.keys():
-        _load_optimizer(parts, key, _nested({each.path: asked[each.key] for each in entries[key]}))
+        _load_optimizer(parts, key, _nested({each.path: requested_values[each.key] for each in entries[key]}))
     _restore_others(state, parts, others)
     return others
 
@@ -407,9 +409,9 @@ def _fitting(
         stored.setdefault(str(each.path[0]), []).append(each)
     problems = []
     if missing := [name for name in mine if name not in stored]:
-        problems.append(f"missing in the checkpoint: {_listed(missing)}")
+        problems.append(f"missing in the checkpoint: {_names_in_words(missing)}")
     if unexpected := [name for name in stored if name not in mine]:
-        problems.append(f"unexpected in the checkpoint: {_listed(unexpected)}")
+        problems.append(f"unexpected in the checkpoint: {_names_in_words(unexpected)}")
     if not strict:
         problems = []
     for name, value in mine.items():
@@ -427,9 +429,9 @@ def _fitting(
     }
 
 
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(map(repr, names[:10]))
-    return f"{shown} and {len(names) - 10} more" if len(names) > 10 else shown
+def _names_in_words(names: list[str]) -> str:
+    text = ", ".join(map(repr, names[:10]))
+    return f"{text} and {len(names) - 10} more" if len(names) > 10 else text
 
 
 def _room_for(parts: Parts, key: str, entries: Iterable[_Stored]) -> dict[str, Any]:

@@ -60,7 +60,13 @@ class Ragged:
         if self.granule == "element" or 0 in shape or not shape:
             return 1
         if callable(self.granule):
-            elements = self.granule(tuple(shape))
+            try:
+                elements = self.granule(tuple(shape))
+            except Exception as error:
+                raise ValueError(
+                    f"{self}: the function raised {type(error).__name__}: {error}, for a parameter of shape "
+                    f"{tuple(shape)}. Expected a number of elements >= 1"
+                ) from error
             if not _counts(elements):
                 raise ValueError(
                     f"{self}: expected a number of elements >= 1 for a parameter of shape {tuple(shape)}, found "
@@ -203,8 +209,8 @@ class Layout:
         ]
         for number, s in enumerate(self.segments):
             what = "copied to every rank" if s.replicated else f"{s.chunk:,} elements per rank"
-            held = ", ".join(f"{m.index} {list(self.shapes[m.index])}" for m in s.members)
-            lines.append(f"  segment {number}, {what}: {held}")
+            members = ", ".join(f"{m.index} {list(self.shapes[m.index])}" for m in s.members)
+            lines.append(f"  segment {number}, {what}: {members}")
         return "\n".join(lines)
 
     @cached_property

@@ -170,11 +170,11 @@ def _place(items: Sequence[Item], order: Sequence[int]) -> list[int]:
     offsets = [0] * len(items)
     placed: list[int] = []
     for i in order:
-        taken = sorted(
+        occupied_ranges = sorted(
             (offsets[j], offsets[j] + items[j].size) for j in placed if overlap(items[i], items[j])
         )
         offset = 0
-        for start, stop in taken:
+        for start, stop in occupied_ranges:
             if start - offset >= items[i].size:
                 break
             offset = max(offset, stop)
@@ -211,14 +211,14 @@ def slots(items: Sequence[Item], count: int) -> Plan:
     order = sorted(range(len(items)), key=lambda i: items[i].spans[0])
     members = [[i for place, i in enumerate(order) if place % count == slot] for slot in range(count)]
     offsets = [0] * len(items)
-    made: list[tuple[int, int, str]] = []
+    slots_of_plan: list[tuple[int, int, str]] = []
     offset = 0
     for slot in members:
         if not slot:
             continue
         largest = max(slot, key=lambda i: items[i].size)
-        made.append((offset, items[largest].size, items[largest].unit))
+        slots_of_plan.append((offset, items[largest].size, items[largest].unit))
         for i in slot:
             offsets[i] = offset
         offset += items[largest].size
-    return Plan(tuple(items), tuple(offsets), offset, peak(items), tuple(made))
+    return Plan(tuple(items), tuple(offsets), offset, peak(items), tuple(slots_of_plan))

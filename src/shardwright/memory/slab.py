@@ -96,7 +96,7 @@ class Slab:
         self.leased: bool = False
         self._lender: Allocator = DYNAMIC  #: of the memory there is now
         self._storage = torch.UntypedStorage(0, device=device)
-        self._given: torch.Tensor | None = None  #: an allocator's memory, while leased from it
+        self._lease_memory: torch.Tensor | None = None  #: an allocator's memory, while leased from it
         #: A storage over the memory that was given last, kept where the next lease brings the same, and its address.
         self._block: torch.UntypedStorage | None = None
         self._block_address = 0
@@ -127,11 +127,15 @@ class Slab:
         self.leased = True
 
     def _attach(self, memory: torch.Tensor) -> None:
+        if not isinstance(memory, torch.Tensor):
+            raise TypeError(
+                f"{self._lender_name()}.lease returned {memory!r} ({type(memory).__name__}) for {self.nbytes} bytes "
+                f"of unit {self.unit!r}; it must return a uint8 tensor, or None for torch's allocator"
+            )
         address = memory.data_ptr()
         if memory.nbytes < self.nbytes or memory.device != self.device or address % 16:
-            lender = getattr(self._lender, "inner", self._lender)  # a recorder stands before the user's
             raise ValueError(
-                f"{type(lender).__name__}.lease returned {memory.nbytes} bytes at address {address:#x} on "
+                f"{self._lender_name()}.lease returned {memory.nbytes} bytes at address {address:#x} on "
                 f"{memory.device} for {self.nbytes} bytes of unit {self.unit!r} on {self.device}; it must return at "
                 "least as many bytes on the same device, at a multiple of 16"
             )
@@ -140,7 +144,11 @@ class Slab:
         if self._block is None or self._block_address != address:
             self._block, self._block_address = block_of(memory, self.nbytes), address
         swap_memory(self._storage, self._block)
-        self._given, self._attached = memory, self._block
+        self._lease_memory, self._attached = memory, self._block
+
+    def _lender_name(self) -> str:
+        lender = getattr(self._lender, "inner", self._lender)  # a recorder stands before the user's
+        return type(lender).__name__
 
     def release(self) -> None:
         """Give the memory back. On CUDA the current stream must be ordered after every use of it."""
@@ -150,9 +158,9 @@ class Slab:
         if self._attached is not None:
             if self._poison:
                 self._storage.fill_(255)  # type: ignore[attr-defined]
-            block, memory = self._attached, self._given
+            block, memory = self._attached, self._lease_memory
             assert memory is not None
-            self._attached = self._given = None
+            self._attached = self._lease_memory = None
             swap_memory(self._storage, block)
             if not self._lender.release(self, memory):
                 self._block = None  # which would keep the memory

@@ -21,7 +21,7 @@ from shardwright.engine.tensors.parameter import unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.tensors.sharded_tensor import as_sharded
 from shardwright.memory import Owner, Slab
-from shardwright.optim.held import leaves, mapped
+from shardwright.optim.whole_state import leaves, mapped
 
 _ALIGNMENT = 16  # bytes
 State = Mapping[Any, dict[str, Any]]  #: as an optimizer has it, by local tensor
@@ -108,7 +108,7 @@ class HostState:
         here, self._here = self._here, None
         assert here is not None
         host = here.host
-        known = {id(on_device): on_host for on_host, on_device in here.pairs.values()}
+        host_copies = {id(on_device): on_host for on_host, on_device in here.pairs.values()}
         sources: dict[int, torch.Tensor] = {}
 
         def leave(value: Any) -> Any:
@@ -120,17 +120,17 @@ class HostState:
                     f"on {here.slab.device}. So shardwright cannot decide which state to move to the device. Leave "
                     "offload_policy at its default."
                 )
-            if id(value) not in known:
-                known[id(value)] = _like(value, host)
+            if id(value) not in host_copies:
+                host_copies[id(value)] = _like(value, host)
             sources[id(value)] = value
-            return known[id(value)]
+            return host_copies[id(value)]
 
         try:
             return defaultdict(dict, {p: mapped(values, leave) for p, values in state.items()})
         finally:
             mark = None
             if sources:
-                mark = host.copy_down([known[key] for key in sources], list(sources.values()))
+                mark = host.copy_down([host_copies[key] for key in sources], list(sources.values()))
                 self._last = host, mark
             self._leaving.append(_Leaving(host, here.slab, list(sources.values()), mark))
             for part in list(self._waiting)[:1]:

@@ -140,7 +140,7 @@ class _InBackward:
         for unit in self._units():
             if unit.stepping is None:
                 unit.stepping = Stepping()
-            if not any(known is self for known in unit.stepping.steppers):
+            if not any(stepper is self for stepper in unit.stepping.steppers):
                 unit.stepping.steppers.append(self)
 
     def leave_backward(self) -> None:
@@ -149,7 +149,9 @@ class _InBackward:
         forget_stepped(p for group in self.param_groups for p in group["params"])
         for unit in self._units():
             if unit.stepping is not None:
-                unit.stepping.steppers = [known for known in unit.stepping.steppers if known is not self]
+                unit.stepping.steppers = [
+                    stepper for stepper in unit.stepping.steppers if stepper is not self
+                ]
                 if not unit.stepping.steppers:
                     unit.stepping = None
         self.__class__ = type(self).__bases__[1]
@@ -158,11 +160,11 @@ class _InBackward:
         """Those of the unit, group by group. Groups and units seldom change, so it is remembered."""
         units = _steps_of(self).units
         key = unit.generation, [len(group["params"]) for group in self.param_groups]
-        known = units.get(unit)
-        if known is None or known[0] != key:
+        entry = units.get(unit)
+        if entry is None or entry[0] != key:
             params = [[p for p in group["params"] if unit_of(p) is unit] for group in self.param_groups]
-            known = units[unit] = key, params
-        return known[1]  # type: ignore[no-any-return]
+            entry = units[unit] = key, params
+        return entry[1]  # type: ignore[no-any-return]
 
     def open_step(self, unit: Unit) -> CallsInBackward:
         steps = _steps_of(self)

@@ -23,7 +23,7 @@ Need = int | Literal["tensor"]
 Needs = Need | Callable[[torch.Tensor], Need]
 
 #: torch's own optimizers. The first ones update every element from that element's gradient and state alone.
-KNOWN: dict[type, Need] = {
+NEEDS_OF_CLASSES: dict[type, Need] = {
     torch.optim.Adadelta: 1,
     torch.optim.Adagrad: 1,
     torch.optim.Adam: 1,
@@ -60,7 +60,7 @@ def needs_of(optimizer: Optimizer, needs: Needs | None) -> Callable[[torch.Tenso
     for never, reason in _NEVER.items():
         if isinstance(optimizer, never):
             raise ValueError(f"{kind.__name__} cannot step on shards: {reason}.")
-    own = getattr(optimizer, "shard_needs", None) or KNOWN.get(kind)
+    own = getattr(optimizer, "shard_needs", None) or NEEDS_OF_CLASSES.get(kind)
     if needs is None:
         needs = own
         if needs is None:
@@ -76,10 +76,10 @@ def needs_of(optimizer: Optimizer, needs: Needs | None) -> Callable[[torch.Tenso
     least = _function(own, "what the optimizer needs")
 
     def both(p: torch.Tensor) -> Need:
-        need, known = chosen(p), least(p)
-        if need != "tensor" and (known == "tensor" or (isinstance(need, int) and need % known)):
+        need, minimum = chosen(p), least(p)
+        if need != "tensor" and (minimum == "tensor" or (isinstance(need, int) and need % minimum)):
             raise ValueError(
-                f"needs={need!r} is too small: {kind.__name__} needs {known!r} of parameter {name_of(p)}. Do not "
+                f"needs={need!r} is too small: {kind.__name__} needs {minimum!r} of parameter {name_of(p)}. Do not "
                 "pass needs."
             )
         return need

@@ -1,6 +1,6 @@
 """A parameter that one rank steps whole, and its state: on the owner, and as it is shown on every rank.
 
-How state looks between steps is in ``held``. Nothing here makes a step.
+How state looks between steps is in ``whole_state``. Nothing here makes a step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.engine.tensors.parameter import unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
-from shardwright.optim import held
+from shardwright.optim import whole_state
 from shardwright.optim.host_state import host_of_whole
 from shardwright.optim.moves import World
 
@@ -28,11 +28,12 @@ class Owned:
         state: on the owner what the optimizer's own code sees, elsewhere nothing.
         description: what every rank knows of the state.
         seen: the values that are shown outside, to notice what was loaded or edited.
-        known: those of ``state`` that are shown so, to notice what a step has replaced.
+        shown_leaves: those of ``state`` that are shown so, to notice what a step has replaced.
     """
 
     __slots__ = (
-        *("cost", "description", "host", "index", "known", "name", "on_host", "owner", "p", "seen", "state"),
+        *("cost", "description", "host", "index", "name", "on_host", "owner", "p", "seen", "shown_leaves"),
+        "state",
     )
 
     def __init__(self, index: int, name: str, p: DTensor | RaggedTensor, cost: float, owner: int) -> None:
@@ -43,17 +44,17 @@ class Owned:
         self.state: dict[str, Any] = {}
         self.description: dict[str, Any] = {}
         self.seen: list[Any] = []
-        self.known: list[Any] = []
+        self.shown_leaves: list[Any] = []
 
     def settle(self, world: World, outer: Any) -> None:
         """Take over state that was loaded or edited. Communicates, on every rank, where it is sharded otherwise."""
         state = outer.get(self.p) or {}
-        if _same(held.leaves(state), self.seen):
+        if _same(whole_state.leaves(state), self.seen):
             return
-        state = held.settled(state, world, self.owner)
-        self.state = held.inside(state) if self.owner == world.rank else {}
-        self.known = list(held.leaves(self.state))
-        self.description = held.described(state)
+        state = whole_state.settled(state, world, self.owner)
+        self.state = whole_state.inside(state) if self.owner == world.rank else {}
+        self.shown_leaves = list(whole_state.leaves(self.state))
+        self.description = whole_state.described(state)
         self.show(state, outer)
 
     def show(self, state: dict[str, Any], outer: Any) -> None:
@@ -62,26 +63,26 @@ class Owned:
             values = outer[self.p]
             values.clear()
             values.update(state)
-        self.seen = list(held.leaves(state))
+        self.seen = list(whole_state.leaves(state))
 
     def show_replaced(self, world: World, outer: Any) -> None:
         """On the owner: if a step has replaced values of its state, show the new ones."""
-        if not _same(held.leaves(self.state), self.known):
-            state, self.state = held.shown(self.state, world, self.owner)
-            self.known = list(held.leaves(self.state))
+        if not _same(whole_state.leaves(self.state), self.shown_leaves):
+            state, self.state = whole_state.shown(self.state, world, self.owner)
+            self.shown_leaves = list(whole_state.leaves(self.state))
             self.show(state, outer)
 
     def adopt(self, description: dict[str, Any], numbers: list[float], world: World, outer: Any,
               device: torch.device) -> None:  # fmt: skip
         """Take over the owner's description of the state; on other ranks show it, with the owner's numbers."""
-        known, self.description = self.description, description
+        previous, self.description = self.description, description
         if self.owner == world.rank:
             return
-        if known == description:
+        if previous == description:
             state = dict(outer[self.p])
         else:
-            state = held.filled(description, device, world, self.owner)
-        self.show(held.set_numbers(state, iter(numbers)), outer)
+            state = whole_state.filled(description, device, world, self.owner)
+        self.show(whole_state.set_numbers(state, iter(numbers)), outer)
 
 
 def _same(values: Iterable[Any], others: list[Any]) -> bool:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.comm import Communicator
-from shardwright.optim import held
+from shardwright.optim import whole_state
 from shardwright.optim.moves import World
 from shardwright.optim.owned import Owned
 
@@ -56,7 +56,7 @@ def report(
         device: where tensors are that are sent.
     """
     mine = [each for each in owned if each.owner == world.rank]
-    new = {each.index: d for each in mine if (d := held.described(each.state)) != each.description}
+    new = {each.index: d for each in mine if (d := whole_state.described(each.state)) != each.description}
     for each in mine:
         each.show_replaced(world, outer)
     if world.size == 1:
@@ -66,7 +66,10 @@ def report(
     rows = _gathered_rows(owned, mine, failed_at, bool(new), world, device)
     if any(row[1] for row in rows.values()):
         entries = {
-            each.index: (held.described(each.state), [n.item() for n in held.numbers(each.state, device)])
+            each.index: (
+                whole_state.described(each.state),
+                [n.item() for n in whole_state.numbers(each.state, device)],
+            )
             for each in mine
         }
         gathered: list[Any] = [None] * world.size
@@ -78,7 +81,7 @@ def report(
         values = {rank: iter(row[2:]) for rank, row in rows.items()}
         for each in owned:
             if each.owner != world.rank and each.description:
-                each.show(held.set_numbers(dict(outer[each.p]), values[each.owner]), outer)
+                each.show(whole_state.set_numbers(dict(outer[each.p]), values[each.owner]), outer)
     failed = {rank: int(row[0]) for rank, row in rows.items() if row[0]}
     return _error_of(*next(iter(failed.items())), owned, world) if failed else None
 
@@ -94,8 +97,8 @@ def _gathered_rows(
     """By number of the rank: where it failed, whether descriptions are new, and if none are on it, its numbers."""
     counts = [0] * world.size
     for each in owned:
-        counts[each.owner] += held.count_numbers(each.description)
-    numbers = [] if has_new else [n for each in mine for n in held.numbers(each.state, device)]
+        counts[each.owner] += whole_state.count_numbers(each.description)
+    numbers = [] if has_new else [n for each in mine for n in whole_state.numbers(each.state, device)]
     head = torch.tensor([failed_at, has_new], dtype=torch.float64, device=device)
     message = torch.zeros(2 + max(counts), dtype=torch.float64, device=device)
     row = torch.cat([head, *numbers])

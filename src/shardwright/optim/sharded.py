@@ -31,7 +31,6 @@ from shardwright.engine.unit.unit import Unit
 from shardwright.init import value_of
 from shardwright.optim.blocks import block_spec
 from shardwright.optim.companion import ShardedCompanion, sharded_companion
-from shardwright.optim.held import mapped
 from shardwright.optim.host_state import (
     HostState,
     host_of_state,
@@ -44,6 +43,7 @@ from shardwright.optim.in_calls import step_in_calls
 from shardwright.optim.needs import Need, Needs, check, cost_of, needs_of
 from shardwright.optim.owners import Owners
 from shardwright.optim.stand_ins import SHARDED, StandIn, ragged_spec
+from shardwright.optim.whole_state import mapped
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
@@ -117,8 +117,8 @@ def _became(optimizer: Optimizer) -> dict[torch.Tensor, torch.Tensor]:
     became: dict[torch.Tensor, torch.Tensor] = {}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         now = p
-        while (taken := now.__dict__.get(TAKEN)) is not None and not isinstance(now, Managed):
-            now = taken.sharded
+        while (origin := now.__dict__.get(TAKEN)) is not None and not isinstance(now, Managed):
+            now = origin.sharded
         if now is not p:
             became[p] = now
             for key, value in optimizer.state.get(p, {}).items():
@@ -195,13 +195,13 @@ def _choose_owners(
         # A second owner would step the parameter again, with the gradient that the first one has moved.
         if need == "tensor" and isinstance(p, SHARDED) and p not in companion.whole:
             by_mesh.setdefault(p.device_mesh, []).append((name, p, cost(p)))
-    known = companion.owners
-    chosen = {mesh: known.get(mesh) or Owners(mesh) for mesh in by_mesh}
+    owners_by_mesh = companion.owners
+    chosen = {mesh: owners_by_mesh.get(mesh) or Owners(mesh) for mesh in by_mesh}
     for mesh, entries in by_mesh.items():
         chosen[mesh].check(entries)
-    known.update(chosen)
+    owners_by_mesh.update(chosen)
     for mesh, entries in by_mesh.items():
-        known[mesh].add(entries)
+        owners_by_mesh[mesh].add(entries)
         companion.whole.update(p for _, p, _ in entries)
 
 
@@ -344,10 +344,10 @@ class _ShardedStep:
             companion.host_state.host_wait()
             self.state, companion.hidden_state = companion.hidden_state, None
             return self.state
-        known = getattr(super(), "__getattr__", None)
-        if known is None:
+        inherited = getattr(super(), "__getattr__", None)
+        if inherited is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return known(name)
+        return inherited(name)
 
     @contextmanager
     def _on_device(self, unit: Unit) -> Iterator[None]:

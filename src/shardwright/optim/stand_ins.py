@@ -55,8 +55,8 @@ class StandIn:
         """
         seen = self.seen
         for key, value in self.inner.items():
-            known = seen.get(key)
-            if known is value or (isinstance(known, SHARDED) and local_of(known) is value):
+            earlier = seen.get(key)
+            if earlier is value or (isinstance(earlier, SHARDED) and local_of(earlier) is value):
                 continue
             shown: Any = value
             if isinstance(value, torch.Tensor) and value.ndim:

@@ -24,7 +24,7 @@ from shardwright.train.resuming import flat
 PATIENCE = timedelta(minutes=1)
 """At least so long ranks wait for each other at the start, whatever SHARDWRIGHT_TIMEOUT says of later waits: hosts take
 unequal time to load programs and text."""
-SAID_TWICE = 2.0
+SECONDS_TO_REPORT = 2.0
 """Seconds in which a rank waits for the first one to report the same mistake."""
 
 
@@ -71,9 +71,9 @@ def _statements(store: dist.Store, size: int, timeout: timedelta) -> list[Statem
     deadline = time.monotonic() + timeout.total_seconds()
     statements: list[Statement | None] = []
     for rank in range(size):
-        left = max(0.001, deadline - time.monotonic())
+        time_left = max(0.001, deadline - time.monotonic())
         try:
-            store.wait([f"start/{rank}"], timedelta(seconds=left))
+            store.wait([f"start/{rank}"], timedelta(seconds=time_left))
         except RuntimeError:
             statements.append(None)
             continue
@@ -120,14 +120,14 @@ def _difference(facts: Sequence[Mapping[str, str]]) -> str:
 def ranks_in_words(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    numbers = ", ".join(map(str, ranks[:8]))
+    return f"ranks {numbers}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def is_to_report(store: dist.Store, rank: int, message: str) -> bool:
     """Whether this rank is the one that prints a mistake. Several ranks may meet the same one; then the first does."""
     key = f"reported/{hashlib.sha256(message.encode(errors='replace')).hexdigest()}"
-    deadline = time.monotonic() + (SAID_TWICE if rank else 0.0)
+    deadline = time.monotonic() + (SECONDS_TO_REPORT if rank else 0.0)
     try:
         while time.monotonic() < deadline:
             if store.check([key]):

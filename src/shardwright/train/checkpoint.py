@@ -227,14 +227,14 @@ def _delete_old(checkpoints: Path, newest: int, keep: int) -> None:
 
     A broken one beyond is what a resume has fallen back from: were it counted, it would cost a whole one its place.
     """
-    kept = 0
+    whole_checkpoints = 0
     for step in saved_steps(checkpoints):
         folder = step_folder(checkpoints, step)
         whole = step == newest or what_is_missing(folder) is None
-        if kept == keep or (step > newest and not whole):
+        if whole_checkpoints == keep or (step > newest and not whole):
             _remove(folder)
         elif step <= newest and whole:
-            kept += 1
+            whole_checkpoints += 1
 
 
 def _sync(path: Path) -> None:

@@ -219,7 +219,7 @@ def compare(runs: list[Path], out: Path | None) -> int:
 def figures_of(run: Run, first: Run) -> dict[str, Any]:
     """The row of a run, with plain names and units: what compare.json holds of it."""
     results, reference = report.results(run.steps), report.results(first.steps)
-    met = None if run is first else agreement(first, run)
+    distance = None if run is first else agreement(first, run)
     return {
         "run": str(run.folder.path),
         "engine": run.described("engine"),
@@ -231,9 +231,9 @@ def figures_of(run: Run, first: Run) -> dict[str, Any]:
         "steps": run.steps[-1]["step"],
         "train_loss": results["train_loss"],
         "validation_loss": results["validation_loss"],
-        "largest_relative_difference": None if met is None else met.difference,
-        "at_step": None if met is None else met.step,
-        "common_steps": None if met is None else met.common_steps,
+        "largest_relative_difference": None if distance is None else distance.difference,
+        "at_step": None if distance is None else distance.step,
+        "common_steps": None if distance is None else distance.common_steps,
         "tokens_per_second": results["tokens_per_second"],
         "step_seconds": results["step_seconds"],
         "step_time_ratio": results["step_seconds"] / reference["step_seconds"],
@@ -247,10 +247,10 @@ def pairs_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     pairs = []
     for number, first in enumerate(runs):
         for other in runs[number + 1 :]:
-            met = agreement(first, other)
+            distance = agreement(first, other)
             pairs.append({"first": str(first.folder.path), "second": str(other.folder.path),
-                          "largest_relative_difference": met.difference, "at_step": met.step,
-                          "common_steps": met.common_steps})  # fmt: skip
+                          "largest_relative_difference": distance.difference, "at_step": distance.step,
+                          "common_steps": distance.common_steps})  # fmt: skip
     return pairs
 
 
@@ -328,8 +328,8 @@ def table_of(names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> Tabl
 def explanation(runs: Sequence[Run]) -> str:
     """What the columns of the results mean."""
     devices = {session["device"] for run in runs for session in run.record["sessions"]}
-    held = {"cuda": "held by torch's allocator", "cpu": "of the process"}
-    peak = " or, on a GPU, ".join(held.get(device, "held") for device in sorted(devices))
+    words_of_device = {"cuda": "held by torch's allocator", "cpu": "of the process"}
+    peak = " or, on a GPU, ".join(words_of_device.get(device, "held") for device in sorted(devices))
     lines = [
         "max diff    largest |loss - loss of the first run| / loss of the first run",
         "tok/s       tokens per second of all ranks together, median of the steps",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from shardwright.extend import Registry
 from shardwright.train.errors import UserError
 from shardwright.train.models.kinds import kinds
 from shardwright.train.one_of import UNKNOWN_KEY, WRONG_NAME, OneOf
@@ -56,6 +57,7 @@ __all__ = [
     "load_config",
     "nearest_key",
     "section_summary",
+    "stored_config",
 ]
 
 # ------------------------------------------------------------------------------
@@ -83,7 +85,11 @@ def keys() -> Iterator[Key]:
 def _keys_of_added_kinds() -> Iterator[Key]:
     """Keys of `[model]` that only kinds have which are not built in."""
     seen = set(ModelConfig.model_fields)
-    for kind in kinds:
+    for name in kinds.names():
+        try:
+            kind = kinds.get(name)
+        except ValueError:
+            continue  # of a package that cannot be imported, which must not hide the help of all others
         for each in fields(kind.shape):
             if each.name not in seen:
                 seen.add(each.name)
@@ -217,6 +223,73 @@ def load_config(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config
         raise UserError(_one_line(error, path, {key for key, _ in overrides})) from None
 
 
+def stored_config(run: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
+    """The configuration that a run was last started with. Raises UserError as :func:`load_config`.
+
+    A run keeps the names and import paths of registered values and not their files, so these may be missing here: the
+    error names all of them.
+    """
+    path = run / "config.toml"
+    values = _read_toml(path)
+    for key, text in overrides:
+        if _field_at(key.split(".")) is not None:
+            _override(values, key, text)
+    missing = {
+        key: (name, error)
+        for key, name, registry in _registered(values)
+        if (error := _problem(registry, name))
+    }
+    if not missing:
+        return load_config(path, overrides)
+    modules = dict.fromkeys(
+        name.partition(":")[0].partition(".")[0] for name, _ in missing.values() if ":" in name
+    )
+    names = ", ".join(f"{key} = {name!r}" for key, (name, _) in missing.items())
+    ways = []
+    if modules:
+        ways.append(
+            f"Start in the folder that has {' and '.join(modules)}, or name that folder in PYTHONPATH"
+        )
+    if any(":" not in name for name, _ in missing.values()):
+        ways.append("Install the packages that register the names without a colon")
+    reason = next(iter(missing.values()))[1].partition(". Start in")[0]
+    raise UserError(
+        f"The run {run} uses values that cannot be found here: {names}. A run keeps their names, and not the files "
+        f"behind them. {'. '.join(ways)}. The first problem: {reason}"
+    )
+
+
+def _registered(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Registry[Any]]]:
+    """Keys whose values are names of a registry, with name and registry. A list has several."""
+    for section, info in Config.model_fields.items():
+        table, section_values = _table_of(info.annotation), values.get(section)
+        if table is None or not isinstance(section_values, dict):
+            continue
+        for key, field in table.model_fields.items():
+            registry = _registry_of(field.annotation, field.metadata)
+            names = section_values.get(key)
+            for name in names if isinstance(names, list) else [names]:
+                if registry is not None and isinstance(name, str):
+                    yield f"{section}.{key}", name, registry
+
+
+def _registry_of(annotation: Any, metadata: Sequence[Any] = ()) -> Registry[Any] | None:
+    """The registry whose names an annotation takes, also in a list or beside other types."""
+    for each in (*metadata, *getattr(annotation, "__metadata__", ())):
+        if isinstance(each, OneOf):
+            return each.registry
+    return next((inner for arg in get_args(annotation) if (inner := _registry_of(arg)) is not None), None)
+
+
+def _problem(registry: Registry[Any], name: str) -> str | None:
+    """Why a name cannot be found."""
+    try:
+        registry.get(name)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -317,7 +390,7 @@ def _explain(detail: ErrorDetails) -> tuple[str, str]:
         expected = f"a table ([{key}])"
     else:
         expected = _expected(info)
-    return key, f"{key}: expected {expected}, found {_found(detail['input'])}"
+    return key, f"{key}: expected {expected}, found {_value_in_words(detail['input'])}"
 
 
 def _unknown(key: str, value: object) -> str:
@@ -336,10 +409,10 @@ def _unknown(key: str, value: object) -> str:
     return f"unknown key {key}; {hint}"
 
 
-def _found(value: object) -> str:
-    shown = toml_value(value) if isinstance(value, bool | str) else str(value)
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return f"{shown} ({_KINDS.get(type(value), 'a ' + type(value).__name__)})"
+def _value_in_words(value: object) -> str:
+    text = toml_value(value) if isinstance(value, bool | str) else str(value)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return f"{text} ({_KINDS.get(type(value), 'a ' + type(value).__name__)})"
 
 
 _KINDS: dict[type, str] = {

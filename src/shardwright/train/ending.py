@@ -53,8 +53,8 @@ class Ending:
 def complaints_in(store: dist.Store, ranks: int) -> list[Complaint]:
     """What the ranks said, first one first."""
     keys = [f"complaint/{rank}" for rank in range(ranks)]
-    said = [Complaint(**json.loads(store.get(key))) for key in keys if store.check([key])]
-    return sorted(said, key=lambda complaint: complaint.order)
+    complaints = [Complaint(**json.loads(store.get(key))) for key in keys if store.check([key])]
+    return sorted(complaints, key=lambda complaint: complaint.order)
 
 
 def conclude(ending: Ending, debug: bool) -> int:

@@ -58,10 +58,10 @@ def _draw(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Gen
     if temperature == 0:
         return int(logits_V.argmax())
     if top_k:
-        kept, places = logits_V.topk(min(top_k, len(logits_V)))
+        candidates, places = logits_V.topk(min(top_k, len(logits_V)))
     else:
-        kept, places = logits_V, torch.arange(len(logits_V))
-    choice = torch.multinomial(torch.softmax(kept / temperature, dim=-1), 1, generator=generator)
+        candidates, places = logits_V, torch.arange(len(logits_V))
+    choice = torch.multinomial(torch.softmax(candidates / temperature, dim=-1), 1, generator=generator)
     return int(places[choice])
 
 
@@ -83,8 +83,8 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int
     device = torch.device("cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu")
     model = build_model(config.model, record["vocab_size"])
     checkpoint.load_newest_weights(folder.checkpoints, model, say=_say)
-    drawn = sample(
+    new_tokens = sample(
         model.to(device), encode(prompt), count=tokens, temperature=temperature, top_k=top_k, seed=seed,
         context=config.train.seq_len, device=device,  # positions beyond were never trained
     )  # fmt: skip
-    return prompt + decode(drawn)
+    return prompt + decode(new_tokens)

@@ -53,7 +53,7 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
     check_environment()
     if under_launcher():
         return _rank().run_rank(lambda: config, resume, "--debug" in argv)
-    ranks = _ranks_wanted(config, nproc)
+    ranks = _number_of_ranks(config, nproc)
     check_ranks(config, ranks)
     check_device(config, choose_device(config))
     # What cannot be imported is found before there is a folder.
@@ -87,7 +87,7 @@ def _rank() -> ModuleType:
     return rank
 
 
-def _ranks_wanted(config: Config, nproc: int | None) -> int:
+def _number_of_ranks(config: Config, nproc: int | None) -> int:
     gpus = torch.cuda.device_count() if choose_device(config) == "cuda" else 0
     if nproc is not None:
         if gpus and nproc > gpus:
@@ -156,15 +156,15 @@ def _launch(config: Config, folder: RunFolder, ranks: int, argv: list[str]) -> i
 
 def without_nproc(argv: list[str]) -> list[str]:
     """The command line for a rank, which must not launch again."""
-    kept, skip = [], False
+    remaining_arguments, skip = [], False
     for argument in argv:
         if skip:
             skip = False
         elif argument == "--nproc":
             skip = True
         elif not argument.startswith("--nproc="):
-            kept.append(argument)
-    return kept
+            remaining_arguments.append(argument)
+    return remaining_arguments
 
 
 def environment(rank: int, ranks: int, port: int, folder: RunFolder, device: str) -> dict[str, str]:
@@ -188,8 +188,8 @@ def _path_to_ourselves() -> str | None:
     """The folder of this package, where this process found it in its working folder, in which ranks do not look."""
     folder = str(Path(shardwright.__file__).resolve().parents[1])
     elsewhere = [path for path in sys.path if path and os.path.abspath(path) != os.getcwd()]
-    known = {os.path.realpath(path) for path in elsewhere}
-    return None if folder in known or folder != os.path.realpath(os.getcwd()) else folder
+    other_folders = {os.path.realpath(path) for path in elsewhere}
+    return None if folder in other_folders or folder != os.path.realpath(os.getcwd()) else folder
 
 
 class Watch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from rich.console import Console
 import shardwright as sw
 from shardwright._torch import dump_memory_history, record_memory_history
 from shardwright.engine.front.report import in_units
+from shardwright.extend import ExtensionError
 from shardwright.train import checkpoint, metrics, plan_picture, report
 from shardwright.train.activations import Recompiles
 from shardwright.train.config import Config
@@ -45,8 +46,16 @@ from shardwright.train.world import World
 def train(config: Config, folder: RunFolder, corpus: Corpus, world: World, resume: bool) -> int:
     """Run the job to its last step, or to the signal that stops it. Returns the exit status.
 
-    Until the model is there a signal ends the job as it ends any program: there is nothing to save.
+    Until the model is there a signal ends the job as it ends any program: there is nothing to save. Raises UserError
+    for a registered value that is wrong.
     """
+    try:
+        return _train(config, folder, corpus, world, resume)
+    except ExtensionError as error:
+        raise UserError(str(error)) from error
+
+
+def _train(config: Config, folder: RunFolder, corpus: Corpus, world: World, resume: bool) -> int:
     START.doing(f"building the model of {sizes_of(config.model.shape()).parameters:,} parameters")
     if resume:
         check_same_corpus(folder, corpus.sha256)
@@ -67,16 +76,16 @@ def train(config: Config, folder: RunFolder, corpus: Corpus, world: World, resum
     START.doing("running the first step")
     with StopRequest() as stop:
         record = open_record(trainer, folder) if world.is_first else None
-        with metrics.Reporter(open_sinks(config, folder, done) if world.is_first else []) as reporter:
-            reporter.say(opening_line(trainer, folder))
-            reporter.say(figures_in_words(trainer))
-            try:
+        try:
+            with open_reporter(config, folder, done) if world.is_first else metrics.Reporter([]) as reporter:
+                reporter.say(opening_line(trainer, folder))
+                reporter.say(figures_in_words(trainer))
                 ended_by = run_steps(trainer, folder, reporter, stop)
-            except BaseException:
-                if record is not None:
-                    record.close("failed", trainer.position.step, {})
-                raise
-        return conclude(trainer, folder, record, ended_by)
+        except BaseException:
+            if record is not None:
+                record.close("failed", trainer.position.step, {})
+            raise
+        return conclude(trainer, folder, record, ended_by, reporter.stopped)
 
 
 def run_steps(trainer: Trainer, folder: RunFolder, reporter: metrics.Reporter, stop: StopRequest) -> int:
@@ -192,21 +201,23 @@ def step_record(
         validation_loss=validation,
         balance_loss=result.auxiliary.get("balance"),
         mtp_loss=result.auxiliary.get("mtp"),
+        extra_losses=result.auxiliary,
     )
 
 
-def open_sinks(config: Config, folder: RunFolder, steps_done: int) -> list[metrics.Sink]:
+def open_reporter(config: Config, folder: RunFolder, steps_done: int) -> metrics.Reporter:
+    """The first rank's: the run's own files and terminal, and the sinks of `[log] sinks`."""
     steps, every = config.train.steps, config.log.every
     console = Console()
     if console.is_terminal:
         START.end()  # a bar moves from its beginning on
-    sinks: list[metrics.Sink] = [metrics.JsonLines(folder.metrics_file, steps_done)]
     site = RunSite(folder.path, config, steps_done)
-    sinks += [named_sinks.get(name).open(site) for name in config.log.sinks]
+    sinks: list[metrics.Sink] = [metrics.JsonLines(folder.metrics_file, steps_done)]
+    added = {name: named_sinks.get(name).make(site) for name in config.log.sinks}
     sinks.append(
         metrics.Bar(steps, steps_done, every, console) if console.is_terminal else metrics.Lines(steps, every)
     )
-    return sinks
+    return metrics.Reporter(sinks, added, steps_done)
 
 
 def open_record(trainer: Trainer, folder: RunFolder) -> RunRecord:
@@ -276,7 +287,9 @@ def first_loss_in_words(loss: float, tokens: int) -> str | None:
     )
 
 
-def conclude(trainer: Trainer, folder: RunFolder, record: RunRecord | None, ended_by: int) -> int:
+def conclude(
+    trainer: Trainer, folder: RunFolder, record: RunRecord | None, ended_by: int, stopped_sinks: Sequence[str]
+) -> int:
     """After the last step: note how it ended, draw, sample, print the summary. Returns the exit status."""
     memory = torch.tensor(trainer.peak_memory, device=trainer.world.device)
     dist.all_reduce(memory, op=dist.ReduceOp.MAX)
@@ -292,30 +305,39 @@ def conclude(trainer: Trainer, folder: RunFolder, record: RunRecord | None, ende
         report.loss_curve(records, folder.picture, trainer.config.run.name, vocabulary(trainer.config))
     if ended_by:
         print(
+            *stopped_sinks,
             f"stopped by {signal.Signals(ended_by).name} after step {trainer.position.step}, which is saved; "
             f"to go on:\n  {resume_command(folder, trainer.world.size)}",
+            sep="\n",
             flush=True,
         )
         return 128 + ended_by
-    text = summary(trainer, folder, results, sampled)
+    text = summary(trainer, folder, results, sampled, stopped_sinks)
     write_text(folder.summary_file, text)
     print(text, end="", flush=True)
     return 0
 
 
 def summary(
-    trainer: Trainer, folder: RunFolder, results: Mapping[str, Any], sampled: tuple[str, str] | None
+    trainer: Trainer,
+    folder: RunFolder,
+    results: Mapping[str, Any],
+    sampled: tuple[str, str] | None,
+    stopped_sinks: Sequence[str],
 ) -> str:
-    drawn = []
+    sample_lines = []
     if sampled is not None:
         prompt, continuation = map(printable, sampled)
-        drawn = [f"  sample          {prompt!r} ->", *("    " + line for line in continuation.split("\n"))]
+        sample_lines = [
+            f"  sample          {prompt!r} ->",
+            *("    " + line for line in continuation.split("\n")),
+        ]
     validation = results["validation_loss"]
     compiled = []
     if "graphs" in results:
         later = f"{results['recompiles']} of them after step {Recompiles.WARM_UP}"
         compiled = [f"  compiled        {results['graphs']} graphs, {later}"]
-    held = "held by torch's allocator" if trainer.world.device.type == "cuda" else "of the process"
+    memory_of = "held by torch's allocator" if trainer.world.device.type == "cuda" else "of the process"
     alike = vocabulary(trainer.config)
     lines = [
         "",
@@ -324,11 +346,12 @@ def summary(
         f"(all {alike} tokens equally likely: ln({alike}) = {math.log(alike):.4f})",
         *validation_lines(validation, results["train_loss"], trainer.config),
         f"  tokens/s        {results['tokens_per_second']:,.0f} of all ranks (median)",
-        f"  peak memory     {metrics.gib(results['peak_memory'])} GiB {held} on the fullest rank",
+        f"  peak memory     {metrics.gib(results['peak_memory'])} GiB {memory_of} on the fullest rank",
         *compiled,
         f"  checkpoint      {checkpoint.step_folder(folder.checkpoints, trainer.position.step)}",
         f"  loss curve      {folder.picture}",
-        *drawn,
+        *(f"  warning         {stop}" for stop in stopped_sinks),
+        *sample_lines,
         "",
     ]
     return "\n".join(lines)

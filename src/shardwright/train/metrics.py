@@ -9,8 +9,8 @@ import json
 import re
 import resource
 import sys
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
@@ -29,6 +29,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from shardwright.extend.registry import in_words
 from shardwright.train.errors import UserError
 from shardwright.train.runs import writing
 
@@ -97,7 +98,8 @@ def measure_memory(device: torch.device) -> Memory:
 class StepRecord:
     """One line of metrics.jsonl.
 
-    Losses are means over all tokens of the step on all ranks; `loss` is the cross-entropy alone.
+    Losses are means over all tokens of the step on all ranks; `loss` is the cross-entropy alone. `extra_losses` has
+    all other losses of the model, by the names in `Decoder.auxiliary`.
     """
 
     step: int  # optimizer steps done, this one included
@@ -118,6 +120,7 @@ class StepRecord:
         None  # this and the one below, where the model has them: how unevenly experts are
     )
     mtp_loss: float | None = None  # used (1: evenly), and the cross-entropy of the token after the next
+    extra_losses: Mapping[str, float] = field(default_factory=dict)
 
 
 class Sink(Protocol):
@@ -157,9 +160,9 @@ def drop_after(path: Path, steps_done: int) -> None:
     """Remove records of steps after `steps_done`: a resumed run takes those steps again."""
     if not path.exists():
         return
-    kept = [json.dumps(record) for record in read_records(path) if record["step"] <= steps_done]
+    lines = [json.dumps(record) for record in read_records(path) if record["step"] <= steps_done]
     temporary = path.with_name(path.name + ".new")
-    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     temporary.replace(path)
 
 
@@ -183,11 +186,16 @@ def _record(line: str, where: str) -> dict[str, Any]:
         raise UserError(f"metrics: expected JSON, found something else in {where}") from None
     if not isinstance(record, dict):
         raise UserError(f"metrics: expected a JSON object, found {type(record).__name__} in {where}")
-    for field in fields(StepRecord):
-        value, optional = record.get(field.name), str(field.type).endswith("| None")
+    for column in fields(StepRecord):
+        if column.name == "extra_losses":
+            continue
+        value, optional = record.get(column.name), str(column.type).endswith("| None")
         finite = isinstance(value, int | float) and abs(value) < float("inf")
         if not finite and not (optional and value is None):
-            raise UserError(f"metrics: expected a number for {field.name}, found {value!r} in {where}")
+            raise UserError(f"metrics: expected a number for {column.name}, found {value!r} in {where}")
+    extra = record.get("extra_losses", {})  # records of version 0.1 have none
+    if not isinstance(extra, dict) or not all(isinstance(value, int | float) for value in extra.values()):
+        raise UserError(f"metrics: expected numbers by name for extra_losses, found {extra!r} in {where}")
     if record["seconds"] <= 0:
         raise UserError(f"metrics: expected seconds > 0, found {record['seconds']} in {where}")
     return record
@@ -210,9 +218,8 @@ class TensorBoard:
             if record.step % self.every:
                 return
             self.writer.add_scalar("loss/train", record.loss, record.step)
-            for name in ("balance", "mtp"):
-                if (value := getattr(record, f"{name}_loss")) is not None:
-                    self.writer.add_scalar(f"loss/{name}", value, record.step)
+            for name, loss in record.extra_losses.items():
+                self.writer.add_scalar(f"loss/{name}", loss, record.step)
             for name, value in asdict(record).items():
                 if name != "step" and "loss" not in name and value is not None:
                     self.writer.add_scalar(f"step/{name}", value, record.step)
@@ -313,6 +320,10 @@ def lines_of(parts: Sequence[str], width: int) -> list[str]:
     return lines
 
 
+COMMON_LOSSES = ("mtp", "balance")
+"""Losses beside the cross-entropy whose meaning is the same in all models."""
+
+
 def figures_of(record: StepRecord) -> list[str]:
     """What the terminal shows of a step, figure by figure; `explain_figures` says what each of them means."""
     lost = record.data_seconds / record.seconds if record.seconds else 0.0
@@ -323,6 +334,9 @@ def figures_of(record: StepRecord) -> list[str]:
     )
     parts = [f"loss {record.loss:.4f}"]
     parts += [f"{name} {value:.4f}" for name, value in optional if value is not None]
+    parts += [
+        f"{name} {value:.4f}" for name, value in record.extra_losses.items() if name not in COMMON_LOSSES
+    ]
     if record.grad_norm is not None:
         parts.append(f"norm {record.grad_norm:.2f}")
     parts += [
@@ -340,14 +354,14 @@ def figures_of(record: StepRecord) -> list[str]:
 
 
 def explain_figures(
-    device: torch.device, *, validation: bool, norm: bool, mfu: bool, auxiliary: Collection[str]
+    device: torch.device, *, validation: bool, norm: bool, mfu: bool, auxiliary: Mapping[str, float]
 ) -> str:
     """What the figures of `figures_of` mean in this run, a line for each.
 
     Args:
         device: where the model is; memory is measured in another way on the CPU.
         validation, norm, mfu: whether steps have these figures.
-        auxiliary: losses beside the cross-entropy, by name.
+        auxiliary: by name, what each loss beside the cross-entropy counts for.
     """
     if device.type == "cuda":
         memory = "rank 0's GPU at most: in tensors / held by torch (part of it)"
@@ -358,6 +372,11 @@ def explain_figures(
         "validation": "the same after the update, on text kept out of training" if validation else "",
         "mtp": "cross-entropy of the token after the next" if "mtp" in auxiliary else "",
         "balance": "how experts share the tokens; 1: evenly" if "balance" in auxiliary else "",
+        **{
+            name: f"loss of the model's own, which counts {weight:g} times in training"
+            for name, weight in auxiliary.items()
+            if name not in COMMON_LOSSES
+        },
         "norm": "gradient norm over all ranks, before clipping" if norm else "",
         "tok/s": "tokens per second, all ranks together",
         "FLOP/s": "operations that the model needs, per second and device",
@@ -381,18 +400,57 @@ def with_prefix(value: float) -> str:
 
 
 class Reporter:
-    """All sinks of a run as one; on ranks other than the first there are none."""
+    """All sinks of a run as one; on ranks other than the first there are none.
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
+    Args:
+        sinks: the run's own files and terminal. An error of one ends the run.
+        added: the sinks of `[log] sinks`, by name. If one raises an error, it is closed and not called again; the run
+            goes on.
+        steps_done: optimizer steps before the first record.
+
+    Attributes:
+        stopped: in words, for each added sink that raised an error, the step and the error.
+    """
+
+    def __init__(
+        self, sinks: Sequence[Sink], added: Mapping[str, Sink] | None = None, steps_done: int = 0
+    ) -> None:
         self.sinks = list(sinks)
+        self.added = dict(added or {})
+        self.last_step = steps_done
+        self.stopped: list[str] = []
 
     def step(self, record: StepRecord) -> None:
+        self.last_step = record.step
         for sink in self.sinks:
             sink.step(record)
+        for name, sink in list(self.added.items()):
+            try:
+                sink.step(record)
+            except Exception as error:
+                self._stop(name, error)
 
     def say(self, text: str) -> None:
         for sink in self.sinks:
             sink.say(text)
+        for name, sink in list(self.added.items()):
+            try:
+                sink.say(text)
+            except Exception as error:
+                self._stop(name, error)
+
+    def _stop(self, name: str, error: Exception) -> None:
+        """Close an added sink that raised an error, and warn."""
+        sink = self.added.pop(name, None)
+        if sink is None:
+            return  # its error was met in a warning about another sink
+        try:
+            sink.close()
+        except Exception:
+            pass  # its first error is the one to report
+        stop = f"sink {name!r} stopped at step {self.last_step}: it raised {in_words(error)}"
+        self.stopped.append(stop)
+        self.say(f"warning: {stop}. The run goes on without this sink; metrics.jsonl has all steps")
 
     def __enter__(self) -> Reporter:
         return self
@@ -400,6 +458,16 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for name in list(self.added):
+            sink = self.added.pop(name)
+            try:
+                sink.close()
+            except Exception as problem:
+                stop = (
+                    f"sink {name!r} raised {in_words(problem)} when it was closed after step {self.last_step}"
+                )
+                self.stopped.append(stop)
+                self.say(f"warning: {stop}. Its last records may be missing; metrics.jsonl has all steps")
         for sink in self.sinks:
             try:
                 sink.close()

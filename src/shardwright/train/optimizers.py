@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardwright.extend import Registry
+from shardwright.extend.registry import ExtensionError, Registry, call, check_signature
 
 if TYPE_CHECKING:
     import torch
@@ -53,13 +53,34 @@ class NamedOptimizer:
                 f'NamedOptimizer {self.name!r}: expected needs to be "tensor", a number of elements >= 1, a function '
                 f"from a parameter to one of these, or None; found {self.needs!r}"
             )
+        if callable(self.needs):
+            check_signature(f"NamedOptimizer {self.name!r}: needs", self.needs, "parameter")
+        check_signature(f"NamedOptimizer {self.name!r}: make", self.make, "decayed", "others", "settings")
+
+    def build(
+        self, decayed: Parameters, others: Parameters, settings: OptimizerConfig
+    ) -> torch.optim.Optimizer:
+        """What ``make`` makes.
+
+        Raises:
+            ExtensionError: ``make`` raised an error, or returned something other than an optimizer.
+        """
+        import torch
+
+        owner = f"The function make of optimizer {self.name!r}"
+        optimizer = call(owner, self.make, decayed, others, settings)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ExtensionError(
+                f"{owner} returned {optimizer!r} ({type(optimizer).__name__}); expected a torch.optim.Optimizer"
+            )
+        return optimizer
 
     def options_problem(self, options: Mapping[str, object]) -> str | None:
         """What is wrong with these values of `[optimizer.options]`."""
         for key, value in options.items():
             if key not in self.options:
-                known = ", ".join(self.options) or "none"
-                return f"options.{key}: optimizer {self.name!r} has no such option; its options: {known}"
+                names = ", ".join(self.options) or "none"
+                return f"options.{key}: optimizer {self.name!r} has no such option; its options: {names}"
             kind = type(self.options[key])
             if type(value) is not kind and not (kind is float and type(value) is int):
                 return f"options.{key}: expected a value like {self.options[key]!r}, found {value!r}"

@@ -133,8 +133,10 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
     if config.engine == "ddp":
         # The only buffers are rotary tables, equal everywhere: no need to broadcast them in every forward pass.
         # torch 2.13 renamed the option.
-        known = inspect.signature(DistributedDataParallel.__init__).parameters
-        no_broadcast = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        parameters_of_ddp = inspect.signature(DistributedDataParallel.__init__).parameters
+        no_broadcast = (
+            "forward_sync_buffers" if "forward_sync_buffers" in parameters_of_ddp else "broadcast_buffers"
+        )
         buffers: dict[str, Any] = {no_broadcast: False}
         return DistributedDataParallel(
             model.to(device), device_mesh=mesh, gradient_as_bucket_view=True, **buffers
@@ -224,7 +226,7 @@ def build_optimizer(model: nn.Module, config: Config, matrices: set[str]) -> tor
     decayed = [pair for pair in named if pair[0] in matrices]
     others = [pair for pair in named if pair[0] not in matrices]
     own = optimizers.get(config.optimizer.name)
-    optimizer = own.make(decayed, others, config.optimizer)
+    optimizer = own.build(decayed, others, config.optimizer)
     if config.parallel.engine != "shardwright":
         return optimizer
     try:

@@ -129,8 +129,8 @@ def comparison_figure(curves: Sequence[Curve], common: str) -> Figure:
         speeds, "Speed of all ranks together", "tokens per second (median of the steps)", names, speed, colors
     )
     memory = [c.peak_memory / 2**30 for c in curves]
-    held = "GiB on the fullest rank (on the CPU: its whole process)"
-    _bars(memories, "Most memory held by a rank", held, names, memory, colors)
+    axis_label = "GiB on the fullest rank (on the CPU: its whole process)"
+    _bars(memories, "Most memory held by a rank", axis_label, names, memory, colors)
     figure.legend(handles=handles, loc="outside lower center", fontsize=9, handlelength=5)
     if common:
         figure.suptitle(textwrap.fill(f"Same in all runs: {common}", 130), fontsize=10)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import shardwright
-from shardwright.train.config import Config, load_config
+from shardwright.train.config import Config, stored_config
 from shardwright.train.errors import UserError
 from shardwright.train.lock import FolderLock, claim
 from shardwright.train.models.kinds import kind_named
@@ -109,8 +109,11 @@ class RunFolder:
         return record
 
     def config(self) -> Config:
-        """The configuration the run was last started with."""
-        return load_config(self.config_file)
+        """The configuration the run was last started with.
+
+        Raises UserError where it cannot be read, or names values whose files are not there.
+        """
+        return stored_config(self.path)
 
 
 def _damaged_key(record: Mapping[str, Any]) -> str | None:

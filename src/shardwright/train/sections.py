@@ -410,7 +410,10 @@ class OptimizerConfig(Section):
     )
     options: dict[str, bool | int | float | str] = Field(
         default_factory=dict,
-        description="Further options of a registered optimizer. The built-in optimizers have none.",
+        description=(
+            "Further options of a registered optimizer, which `shardwright extensions optimizers` lists. The built-in "
+            "optimizers have none."
+        ),
     )
     warmup_steps: int = Field(
         default=20,
@@ -620,6 +623,19 @@ class LogConfig(Section):
         default=("tensorboard",),
         description=f"Where metrics go beside metrics.jsonl and the terminal. {summaries(named_sinks)}",
     )
+
+    @model_validator(mode="after")
+    def _sinks_differ(self) -> LogConfig:
+        names: list[str] = []
+        for name in self.sinks:
+            same = next((other for other in names if named_sinks.get(other) is named_sinks.get(name)), None)
+            if same is not None:
+                twice = f"{name!r} twice" if same == name else f"{same!r} and {name!r}, which are one sink"
+                raise ValueError(
+                    f"sinks: found {twice}. Each record would be written twice. Name each sink once"
+                )
+            names.append(name)
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright.extend import Registry
+from shardwright.extend.registry import ExtensionError, Registry, call, check_signature
+from shardwright.train.errors import UserError
 
 if TYPE_CHECKING:
     from shardwright.train.config import Config
@@ -46,6 +47,30 @@ class NamedSink:
     name: str
     summary: str
     open: Callable[[RunSite], Sink]
+
+    def __post_init__(self) -> None:
+        check_signature(f"NamedSink {self.name!r}: open", self.open, "site")
+
+    def make(self, site: RunSite) -> Sink:
+        """The sink of one run.
+
+        Raises:
+            ExtensionError: ``open`` raised an error, or returned an object without the methods of ``Sink``.
+        """
+        owner = f"The function open of sink {self.name!r}"
+        try:
+            sink = call(owner, self.open, site)
+        except ExtensionError as error:
+            if isinstance(error.__cause__, UserError):
+                raise error.__cause__ from None
+            raise
+        missing = [name for name in ("step", "say", "close") if not callable(getattr(sink, name, None))]
+        if missing or isinstance(sink, type):
+            raise ExtensionError(
+                f"{owner} returned {sink!r} ({type(sink).__name__}); expected an object with the methods "
+                "step(record), say(text) and close()"
+            )
+        return sink  # type: ignore[no-any-return]
 
 
 def _tensorboard(site: RunSite) -> Sink:

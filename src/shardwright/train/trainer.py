@@ -27,6 +27,7 @@ from shardwright.train.config import Config, OptimizerConfig
 from shardwright.train.data import Corpus, batch, decode
 from shardwright.train.data.corpus import encode
 from shardwright.train.generate import sample
+from shardwright.train.models import outputs
 from shardwright.train.runs import (
     RunFolder,
 )
@@ -174,16 +175,18 @@ class Trainer:
         if not self.auxiliary:
             return self._losses(inputs_BS, targets_BS).sum()[None]
         with parallel.compute_precision(self.config.parallel, self.world.device):
-            logits_BSV, extras = self.model(inputs_BS, extras=True)
-        sums = self.auxiliary_sums(extras, targets_BS)
-        return torch.stack(
-            [cross_entropy(logits_BSV, targets_BS).sum(), *(whole(sums[name]) for name in self.auxiliary)]
-        )
+            returned = self.model(inputs_BS, extras=True)
+        kind = self.config.model.kind
+        logits, extras = outputs.check_pair(kind, returned)
+        logits_BSV = outputs.check_logits(kind, logits, targets_BS, self.corpus.vocab_size)
+        sums = outputs.auxiliary_sums(kind, self.auxiliary_sums, self.auxiliary, extras, targets_BS)
+        return torch.stack([cross_entropy(logits_BSV, targets_BS).sum(), *map(whole, sums)])
 
     def _losses(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """Cross-entropy of every token, float32 [B * S]."""
         with parallel.compute_precision(self.config.parallel, self.world.device):
-            logits_BSV = self.model(inputs_BS)
+            logits = self.model(inputs_BS)
+        logits_BSV = outputs.check_logits(self.config.model.kind, logits, targets_BS, self.corpus.vocab_size)
         return cross_entropy(logits_BSV, targets_BS)
 
     def _agree(self, shares: Tensor, stop: StopRequest) -> tuple[list[float], int]:

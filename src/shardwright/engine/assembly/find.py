@@ -51,7 +51,7 @@ class Owned(NamedTuple):
     parallel: TensorParallel | None
 
 
-class Found(NamedTuple):
+class UnitParameters(NamedTuple):
     owned: list[Owned]
     borrowed: list[
         tuple[nn.Parameter, Slot]
@@ -83,7 +83,7 @@ def find_parameters(
     placement_fn: ShardPlacementFn | None = None,
     unit: Any = None,
     sibling: bool = False,
-) -> Found:
+) -> UnitParameters:
     """Parameters below ``modules`` that no inner unit owns, each once, with every name that tied weights have.
 
     Those that ``placement_fn`` gives another mesh are left out; for a ``sibling`` all but those that it gives this
@@ -112,9 +112,9 @@ def find_parameters(
                 parallel = parallel_of_parameter(full_name, parameter, ranks)
                 if unit_of(parameter) is not unit or unit is None:
                     _check_parameter(full_name, module, parameter, parallel, unit)
-                known = owned.setdefault(id(parameter), Owned(full_name, parameter, [], parallel))
-                known.slots.append(slot)
-    return Found(list(owned.values()), borrowed)
+                entry = owned.setdefault(id(parameter), Owned(full_name, parameter, [], parallel))
+                entry.slots.append(slot)
+    return UnitParameters(list(owned.values()), borrowed)
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
@@ -141,8 +141,8 @@ def own_modules(top: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _lent_by_another(name: str, parameter: nn.Parameter, top: nn.Module, unit: Any) -> nn.Parameter | None:
     """The sharded parameter of another unit that ``parameter`` is, or was before that unit took it."""
-    taken: Taken | None = getattr(parameter, TAKEN, None)
-    sharded = parameter if isinstance(parameter, Managed) or taken is None else taken.sharded
+    origin: Taken | None = getattr(parameter, TAKEN, None)
+    sharded = parameter if isinstance(parameter, Managed) or origin is None else origin.sharded
     owner = unit_of(sharded)
     if owner is None or owner is unit or (unit is not None and not _holds(owner, sharded)):
         return None  # in the last case it has moved here with its module

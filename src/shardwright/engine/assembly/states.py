@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.engine.assembly.find import Found, is_cut, own_modules
+from shardwright.engine.assembly.find import UnitParameters, is_cut, own_modules
 from shardwright.engine.tensors.parameter import has_no_values, plain_of
+from shardwright.extend import ExtensionError
+from shardwright.layout import Ragged
 
 _CHUNK = 1 << 23  #: bytes that are hashed at a time
 
@@ -31,7 +33,9 @@ class State(NamedTuple):
         return (*description, "deferred") if has_no_values(self.tensor) else description
 
 
-def states_of(modules: list[nn.Module], unit_parameters: Found, ignored: list[nn.Module]) -> list[State]:
+def states_of(
+    modules: list[nn.Module], unit_parameters: UnitParameters, ignored: list[nn.Module]
+) -> list[State]:
     """What is to be the same on every rank: parameters not cut over the ranks as yet, and buffers. Ties once."""
     states = [
         State(each.name, each.parameter)
@@ -124,6 +128,49 @@ def check_states(mesh: DeviceMesh, states: list[State], owner: str) -> None:
         f"The ranks start with different values of {owner}; these tensors differ from rank {ranks[0]}: "
         f"{'; '.join(differences[:10])}{more}. {way_out}"
     )
+
+
+def check_layout(
+    mesh: DeviceMesh, layout: Ragged, name: str, unit_parameters: UnitParameters, owner: str
+) -> None:
+    """Compare over the ranks what the function of a layout returns for each parameter.
+
+    Raises:
+        ExtensionError: it raised an error, or does not return the same on every rank. The error names the layout and
+            the parameters.
+    """
+    forms = [
+        (each.name, each.parallel.local_shape if each.parallel is not None else tuple(each.parameter.shape))
+        for each in unit_parameters.owned
+    ]
+    of_all_ranks = everywhere(mesh, [_elements(layout, shape) for _, shape in forms])
+    ranks = mesh.mesh.flatten().tolist()
+    differences = []
+    for (parameter, shape), *of_ranks in zip(forms, *of_all_ranks, strict=True):
+        problem = next((each for each in of_ranks if isinstance(each, str)), None)
+        if problem is not None:
+            raise ExtensionError(f"Layout {name}, for parameter {parameter!r} of {owner}: {problem}")
+        if len(set(of_ranks)) > 1:
+            values = ", ".join(
+                f"{n} on rank {rank}" for rank, n in list(zip(ranks, of_ranks, strict=True))[:4]
+            )
+            more = ", ..." if len(ranks) > 4 else ""
+            differences.append(f"{parameter!r} of shape {shape}: {values}{more}")
+    if differences:
+        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise ExtensionError(
+            f"The ranks have different results of layout {name} in {owner}. Elements that stay together: "
+            f"{'; '.join(differences[:3])}{more}. Each rank would cut these parameters at other places. Let the "
+            "function of the layout depend on the shape alone"
+        )
+
+
+def _elements(layout: Ragged, shape: tuple[int, ...]) -> int | str:
+    """The elements that stay together, or why the layout has no such number."""
+    try:
+        return layout.elements(shape)
+    except ValueError as error:
+        return str(error)
 
 
 def _hashes(states: list[State]) -> list[list[int]]:

@@ -206,9 +206,9 @@ def refuse_gradient_dtypes(optimizer: torch.optim.Optimizer, parameters: list[to
     parameter's."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     steps = (c for c in type(optimizer).__mro__ if "step" in vars(c) and c.__module__ not in _AROUND_STEP)
-    known = next(steps).__module__.startswith(("torch.", "shardwright."))
+    is_builtin = next(steps).__module__.startswith(("torch.", "shardwright."))
     takes_any = isinstance(optimizer, _TAKES_ANY) and not fused
-    if not known or takes_any or getattr(optimizer, TAKES_ANY_GRADIENT, False):
+    if not is_builtin or takes_any or getattr(optimizer, TAKES_ANY_GRADIENT, False):
         return
     for p in parameters:
         dtype = p.grad.dtype if p.grad is not None else p.grad_dtype if p.requires_grad else p.dtype

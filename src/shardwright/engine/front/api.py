@@ -23,15 +23,15 @@ from shardwright.comm import Communicator
 from shardwright.engine.assembly.build import Arguments
 from shardwright.engine.assembly.find import (
     UNIT,
-    Found,
     ShardPlacementFn,
+    UnitParameters,
     find_parameters,
     is_cut,
     meshes_asked,
     own_modules,
     parameters_of,
 )
-from shardwright.engine.assembly.states import check_states, states_of, sync_states
+from shardwright.engine.assembly.states import check_layout, check_states, states_of, sync_states
 from shardwright.engine.base.offload import offload_of
 from shardwright.engine.base.precision import as_precision
 from shardwright.engine.base.settings import Settings
@@ -123,7 +123,8 @@ def fully_shard(
             they are cut. For models that every rank builds with values. Pass it to every call of a model.
         check_module_states: compare the parameters and buffers of this call over the ranks, by hash. If they differ,
             every rank raises an error that names the tensors and ranks. For deferred tensors the recorded operations
-            and generator states are compared. Pass it to every call of a model.
+            and generator states are compared. The results of a layout's function are compared, too. Pass it to every
+            call of a model.
         dp_mesh_dims: a :class:`DataParallelMeshDims` that names the dimensions of ``mesh`` to shard over and to
             replicate over; several names become one dimension. Every parameter must then be a DTensor on ``mesh``,
             replicated on these dimensions. The module sees DTensors on ``mesh``, unless ``shard_placement_fn`` gives a
@@ -183,7 +184,7 @@ def fully_shard(
     unit.options = options
     for u, unit_parameters in zip(units, parameters_of_units, strict=True):
         u.values.synced, u.values.checked = sync_module_states, check_module_states
-        _same_start(u, modules, unit_parameters)
+        _same_start(u, modules, unit_parameters, layout)
     undo = Undo(modules, parameters_of_units)
     try:
         take_over(units, parameters_of_units)
@@ -207,7 +208,7 @@ def _reshard_after_forward(
     value: bool | int | None,
     strategy: str | NamedStrategy | Strategy | None,
     ranks: Ranks,
-    unit_parameters: Found,
+    unit_parameters: UnitParameters,
 ) -> bool | int | None:
     """True, False, None, or among how many ranks parameters are kept after forward: not 1 and not all."""
     if value is None or value is False:
@@ -281,11 +282,11 @@ def _is_lazy(forward: Any) -> bool:
 
 def _refuse_scripted(modules: list[nn.Module], untouched: Iterable[nn.Parameter]) -> None:
     """Raise if a ScriptModule inside holds parameters: they could not be exchanged for gathered ones."""
-    known = {id(p) for p in untouched}
+    untouched_ids = {id(p) for p in untouched}
     for top in modules:
         for name, module in top.named_modules():
             if isinstance(module, torch.jit.ScriptModule) and any(
-                id(p) not in known for p in module.parameters()
+                id(p) not in untouched_ids for p in module.parameters()
             ):
                 raise ValueError(
                     f"Module {name!r} of {type(top).__name__} is a ScriptModule with parameters, which TorchScript "
@@ -379,7 +380,7 @@ def _ranks(mesh: DeviceMesh, dims: Any, strategy: str | NamedStrategy | Strategy
     )
 
 
-def _refuse_cut(unit_parameters: Found) -> None:
+def _refuse_cut(unit_parameters: UnitParameters) -> None:
     for name, parameter, _, parallel in unit_parameters.owned:
         if isinstance(parameter, DTensor) and is_cut(parameter, parallel):
             raise ValueError(
@@ -392,7 +393,7 @@ def _ranks_of_some(
     infos: list[Any], strategy: str | NamedStrategy | Strategy | None, whole: Ranks
 ) -> list[Ranks]:
     """Those of parameters for which shard_placement_fn has given other meshes than all have, each mesh once."""
-    known = {whole.mesh: whole}
+    ranks_by_mesh = {whole.mesh: whole}
     for info in infos:
         dims = getattr(info, "dp_mesh_dims", None)  # torch's mesh_info of a whole mesh has these
         if dims is None and info.mesh == whole.mesh:
@@ -405,7 +406,7 @@ def _ranks_of_some(
                 "module with this parameter."
             )
         ranks = _ranks(info.mesh if dims is None else info.spmd_mesh, dims, strategy)
-        first = known.setdefault(ranks.mesh, ranks)
+        first = ranks_by_mesh.setdefault(ranks.mesh, ranks)
         if first.spmd != ranks.spmd:
             raise ValueError(
                 f"shard_placement_fn gives one parameter the data-parallel mesh {ranks.mesh} as a part of "
@@ -413,7 +414,7 @@ def _ranks_of_some(
                 f"{_whole(first)}. All parameters of a call must be on the same larger mesh: call fully_shard "
                 "separately on the modules that differ."
             )
-    return [ranks for ranks in known.values() if ranks is not whole]
+    return [ranks for ranks in ranks_by_mesh.values() if ranks is not whole]
 
 
 def _whole(ranks: Ranks) -> str:
@@ -431,10 +432,12 @@ def _communicator(group: dist.ProcessGroup | None, device: torch.device) -> Comm
     return comm
 
 
-def _same_start(unit: Unit, modules: list[nn.Module], unit_parameters: Found) -> None:
+def _same_start(
+    unit: Unit, modules: list[nn.Module], unit_parameters: UnitParameters, layout: str | NamedLayout | Ragged
+) -> None:
     """Broadcast what the unit is about to take over, or compare it over the ranks, where that was asked for."""
-    for name, asked in (("synced", unit.values.synced), ("checked", unit.values.checked)):
-        for module in (m for top in modules for m in top.modules()) if asked else ():
+    for name, is_asked_for in (("synced", unit.values.synced), ("checked", unit.values.checked)):
+        for module in (m for top in modules for m in top.modules()) if is_asked_for else ():
             inner: Unit | None = module.__dict__.get(UNIT)
             if inner is not None and inner.parameters and not getattr(inner.values, name):
                 option = {"synced": "sync_module_states", "checked": "check_module_states"}[name]
@@ -449,6 +452,10 @@ def _same_start(unit: Unit, modules: list[nn.Module], unit_parameters: Found) ->
             sync_states(unit.mesh, unit.ranks.device, states, unit.name)
         if unit.values.checked:
             check_states(unit.mesh, states, unit.name)
+            ragged = unit.arguments.layout
+            if ragged is not None and callable(ragged.granule):
+                name = repr(layout.name if isinstance(layout, NamedLayout) else layout)
+                check_layout(unit.mesh, ragged, name, unit_parameters, unit.name)
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------

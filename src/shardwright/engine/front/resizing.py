@@ -44,7 +44,7 @@ def _resize(model: nn.Module, original: Any, args: tuple[Any, ...], kwargs: dict
     _refuse_different_sizes(unit, args, kwargs)
     modules = list(dict.fromkeys(m for top in embeddings for m in top.modules()))
     with showing(model, modules, Options(True, False, False, False), _refuse_unfit):
-        known = {id(p) for _, p in _parameters(embeddings)}
+        earlier_ids = {id(p) for _, p in _parameters(embeddings)}
         failure: Exception | None = None
         try:
             result = original(model, *args, **kwargs)
@@ -53,8 +53,10 @@ def _resize(model: nn.Module, original: Any, args: tuple[Any, ...], kwargs: dict
         _raise_everywhere(unit, failure)
         after = _parameters(_embeddings(model))
         # New rows are drawn, on each rank from a generator of its own.
-        made = [State(name, p) for name, p in after if STANDS_FOR in p.__dict__ or id(p) not in known]
-        sync_states(unit.mesh, unit.ranks.device, made, unit.name)
+        new_states = [
+            State(name, p) for name, p in after if STANDS_FOR in p.__dict__ or id(p) not in earlier_ids
+        ]
+        sync_states(unit.mesh, unit.ranks.device, new_states, unit.name)
     for each in units_of(model):
         settle(each)
     return result

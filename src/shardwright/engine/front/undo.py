@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright._torch import local_of, rebind
-from shardwright.engine.assembly.find import Found, own_modules
+from shardwright.engine.assembly.find import UnitParameters, own_modules
 from shardwright.engine.tensors.parameter import ManagedParameter, unit_of
 
 _LONGEST = 1000  #: longer containers are the user's tables; the engine writes into none
@@ -21,7 +21,7 @@ _LONGEST = 1000  #: longer containers are the user's tables; the engine writes i
 class Undo:
     """Taken before the first change. Values that ``sync_module_states`` has broadcast stay."""
 
-    def __init__(self, modules: list[nn.Module], parameters_of_units: list[Found]) -> None:
+    def __init__(self, modules: list[nn.Module], parameters_of_units: list[UnitParameters]) -> None:
         inside = {id(m): m for top in modules for _, m in own_modules(top)}
         self._modules = [
             (m, m.__class__, dict(m.__dict__), [_contents(v) for v in m.__dict__.values()])

@@ -154,13 +154,13 @@ def _meet(units: list[Unit]) -> None:
 def _find(modules: list[nn.Module], options: Options) -> list[tuple[Unit, ManagedParameter]]:
     """The sharded parameters that are to be shown and are not yet, each once."""
     units: list[Unit | None] = [m.__dict__.get(UNIT) for m in modules]
-    units += [unit_of(p) for m in modules for p in _held(m)]
+    units += [unit_of(p) for m in modules for p in _sharded_parameters(m)]
     for unit in dict.fromkeys(u for u in units if u is not None):
         _refuse_in_use(unit)
         if not unit.watch.unsharded:
             settle(unit)
     unit_of_parameter: dict[nn.Parameter, Unit] = {}
-    for sharded in (p for m in modules for p in _held(m)):
+    for sharded in (p for m in modules for p in _sharded_parameters(m)):
         unit = unit_of(sharded)
         if unit is None:
             continue
@@ -169,7 +169,8 @@ def _find(modules: list[nn.Module], options: Options) -> list[tuple[Unit, Manage
             unit_of_parameter[sharded] = unit
         elif outer[:-1] != options[:-1] or (options.with_grads and not outer.with_grads):
             raise ValueError(
-                f"unsharded({_told(options)}) was entered inside unsharded({_told(outer)}), and both show the "
+                f"unsharded({_options_in_words(options)}) was entered inside "
+                f"unsharded({_options_in_words(outer)}), and both show the "
                 f"parameters of unit {unit.name!r}. Pass the same options to both."
             )
     result = [
@@ -189,7 +190,7 @@ def _find(modules: list[nn.Module], options: Options) -> list[tuple[Unit, Manage
     return result
 
 
-def _held(module: nn.Module) -> Iterator[nn.Parameter]:
+def _sharded_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     """The sharded parameters of a module, also where full ones stand for them."""
     for p in module._parameters.values():
         if p is not None:
@@ -209,7 +210,7 @@ def _refuse_in_use(unit: Unit) -> None:
         )
 
 
-def _told(options: Options) -> str:
+def _options_in_words(options: Options) -> str:
     return ", ".join(f"{name}={value}" for name, value in options._asdict().items())
 
 

@@ -184,12 +184,12 @@ def by_class(*classes: type[nn.Module] | str, group: int = 1) -> Policy:
                 f"by_class: {type(tree.model).__name__} has no module of class {', '.join(class_names)}; its modules "
                 f"are of {', '.join(sorted(there))}"
             )
-        wanted_modules = [m for m in tree.free() if chosen(m)]
+        chosen_modules = [m for m in tree.free() if chosen(m)]
         if group == 1:
-            for m in wanted_modules:
+            for m in chosen_modules:
                 tree.choose([m])
             return
-        waiting = {id(m) for m in wanted_modules}
+        waiting = {id(m) for m in chosen_modules}
         for parent in tree.model.modules():
             siblings = [m for m in parent.children() if id(m) in waiting]
             waiting.difference_update(id(m) for m in siblings)

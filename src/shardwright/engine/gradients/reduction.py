@@ -98,20 +98,20 @@ class Flight:
         #: Sums that are in it, with what they were before: they are held again if it fails.
         self._merged: list[tuple[Sum, torch.Tensor, list[bool]]] = []
 
-    def merge(self, held: Sum) -> None:
+    def merge(self, earlier: Sum) -> None:
         """Add to the result what was held before."""
-        if held.value is not None:
-            self.value.view(-1).add_(held.value.view(-1))
-            self.present = held.with_present(self.present)
-            self._merged.append((held, held.value, held.present))
-            held.forget()
+        if earlier.value is not None:
+            self.value.view(-1).add_(earlier.value.view(-1))
+            self.present = earlier.with_present(self.present)
+            self._merged.append((earlier, earlier.value, earlier.present))
+            earlier.forget()
 
     def fail(self) -> None:
         """Wait for what is under way, and hold again what was held."""
         if self.pending is not None:
             self.pending.drop()
-        for held, value, present in self._merged:
-            held.value, held.present = value, present
+        for earlier, value, present in self._merged:
+            earlier.value, earlier.present = value, present
 
 
 class Reduction:
@@ -151,7 +151,7 @@ class Reduction:
         self._packed_flat = self._packed.view(packing.reduce_dtype, 0, (ranks.parts * packing.numel,))
         self._packed_tensors = self._split(self._packed_flat)
         self._packed.release()
-        self._held = Sum(len(packing.parts))  #: whole gradients that were not reduced
+        self._whole_gradients = Sum(len(packing.parts))  #: whole gradients that were not reduced
         #: Sums over the ranks that shard gradients, not yet over the others.
         self._partial = Sum(len(packing.parts))
         self._way = [*ranks.scatters, *ranks.late, *ranks.replicas]
@@ -170,16 +170,16 @@ class Reduction:
         device = self._ranks.device
         packed = torch.empty(self._packed_view.shape, dtype=self.packing.held_dtype, device=device)
         self._packer.pack(tensors, packed)
-        self._held.add(packed, present)
+        self._whole_gradients.add(packed, present)
 
     def take_held(self, other: Reduction) -> None:
         """Hold what ``other``, of the same packing, held, too."""
-        self._held.take(other._held)
+        self._whole_gradients.take(other._whole_gradients)
         self._partial.take(other._partial)
 
     def drop_held(self) -> None:
         """Forget the sums of earlier micro-batches."""
-        self._held.forget()
+        self._whole_gradients.forget()
         self._partial.forget()
 
     # -- reduce --------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class Reduction:
         todo = self._way[:] if last else ranks.scatters[:]
         division = self._division(factor, force_sum)
         flight = self._flight = Flight(announcer, division, todo, value, present, output, fresh)
-        flight.merge(self._held)
+        flight.merge(self._whole_gradients)
         if flight.todo:
             self._next(flight, None)
         else:

@@ -51,7 +51,7 @@ class Agreement:
         #: For each axis, what every rank has sent at the end of the last backward: that number, and its age.
         self._orders: dict[Communicator, torch.Tensor] = {}
         #: Where the ranks meet, and how often they had met when the forward or backward under way began.
-        self._met: dict[Meeting, int] = {}
+        self._meeting_numbers: dict[Meeting, int] = {}
         self._headers = Headers([unit.comm for unit in units], ranks.device, self.streams)
 
     def begin(self) -> None:
@@ -131,10 +131,10 @@ class Agreement:
     def enter(self) -> int:
         """A forward or backward begins. Returns how many failures there have been in the model's groups."""
         if any(comm.exchanges for comm in self.model.every):
-            self._met = {meeting: meeting.number for meeting in self._meetings()}
-            for meeting in self._met:
+            self._meeting_numbers = {meeting: meeting.number for meeting in self._meetings()}
+            for meeting in self._meeting_numbers:
                 meeting.left_by = 0
-        return sum(meeting.failures for meeting in self._met)
+        return sum(meeting.failures for meeting in self._meeting_numbers)
 
     def leave(self, event: int, error: BaseException) -> None:
         """This rank leaves what ``event`` ends: show it where the others come next.
@@ -143,19 +143,19 @@ class Agreement:
         as ranks whose weights are of different ages. Else they may have no part in it, and this rank's next meeting
         shows it.
         """
-        met, self._met = self._met, {}
-        for meeting in met:
+        meeting_numbers, self._meeting_numbers = self._meeting_numbers, {}
+        for meeting in meeting_numbers:
             meeting.settle()
             meeting.agreed()
-        if any(m.number > number or m.disagreed() for m, number in met.items()):
-            self._leave(event, error, list(met), _failure(list(met)))
+        if any(m.number > number or m.disagreed() for m, number in meeting_numbers.items()):
+            self._leave(event, error, list(meeting_numbers), _failure(list(meeting_numbers)))
 
     def _leave(self, event: int, error: BaseException, meetings: list[Meeting], failure: int) -> None:
-        left = [meeting for meeting in meetings if meeting.agreed()]
-        if not left:
+        agreed_meetings = [meeting for meeting in meetings if meeting.agreed()]
+        if not agreed_meetings:
             return
         notices.post(f"has left {LEFT_BY[event]} {self.model.name_of(0)} by {notices.describe(error)}")
-        for meeting in left:
+        for meeting in agreed_meetings:
             meeting.leave(failure, (event, self.model.number, self.age))
 
     def _meetings(self) -> list[Meeting]:

@@ -90,8 +90,8 @@ class Model:
         return [unit for ref in self._units if (unit := ref()) is not None]
 
     def name_of(self, number: int) -> str:
-        known = 0 <= number < len(self.names)
-        return f"unit {number} ({self.names[number]!r})" if known else f"unknown unit {number}"
+        is_unit = 0 <= number < len(self.names)
+        return f"unit {number} ({self.names[number]!r})" if is_unit else f"unknown unit {number}"
 
     def refuse_rows(self, comm: Communicator, rows: list[list[int]]) -> NoReturn:
         """Raise, given what the ranks have shown each other before a collective."""
@@ -136,7 +136,13 @@ class Model:
         doing = _grouped({rank: self._describe(rank, r, records.values()) for rank, r in records.items()})
         text = "; ".join(f"{_ranks(ranks)} {verbs[len(ranks) > 1]} {what}" for (verbs, what), ranks in doing)
         unit = self._units[first.number]() if same_place and not same_size else None
-        if unit is not None and first.event == REDUCE:
+        layout = unit.arguments.layout if unit is not None else None
+        if layout is not None and callable(layout.granule) and first.event in (GATHER, REDUCE):
+            text += (
+                f" (layout {layout}: its function must return the same number for a shape on every rank; "
+                "check_module_states=True names the parameters)"
+            )
+        elif unit is not None and first.event == REDUCE:
             text += " (of other parameters: requires_grad must be the same on every rank)"
         elif unit is not None and unit.weights.copies.extended_kinds:
             kinds = unit.weights.copies.extended_kinds
@@ -156,8 +162,8 @@ class Model:
         model = next((m for m in _models if m._is(record.model, self)), self)
         what = model.name_of(record.number)
         if record.event == LEFT:
-            said = notices.read([rank]).get(rank, "")
-            reason = said.rpartition(f"{what} by ")[2] if f"{what} by " in said else "an exception"
+            notice = notices.read([rank]).get(rank, "")
+            reason = notice.rpartition(f"{what} by ")[2] if f"{what} by " in notice else "an exception"
             return DOING[LEFT], f"{LEFT_BY[record.detail]} {what} by {reason}"
         what += f" of the group's model {record.model} ({model.names[0]!r})" if len(models) > 1 else ""
         what += f" of {record.nbytes} bytes" if len(places) == 1 and len(sizes) > 1 else ""

@@ -111,11 +111,11 @@ def _refuse_dead(parameters: list[torch.Tensor], kinds: set[type]) -> None:
     if not deferred and not any(TAKEN in p.__dict__ for p in parameters):
         return
     for p in parameters:
-        taken = p.__dict__.get(TAKEN)
-        if taken is not None and not isinstance(p, Managed):
-            if not isinstance(taken.sharded, Managed) or unit_of(taken.sharded) is not None:
+        origin = p.__dict__.get(TAKEN)
+        if origin is not None and not isinstance(p, Managed):
+            if not isinstance(origin.sharded, Managed) or unit_of(origin.sharded) is not None:
                 raise RuntimeError(
-                    f"The optimizer holds the old object of parameter {taken.label!r}, from before the model was "
+                    f"The optimizer holds the old object of parameter {origin.label!r}, from before the model was "
                     "sharded or materialized, so its step would train nothing. Call "
                     "shardwright.fully_shard_optimizer(optimizer) after fully_shard, or build the optimizer from "
                     "model.parameters() afterwards."
@@ -153,8 +153,8 @@ def reduce_held(parameters: Iterable[torch.Tensor]) -> None:
     """Reduce what micro-batches without communication have left of these parameters, since it is needed now."""
     if not any(unit.gradients.held for root in roots for unit in root.units()):
         return
-    held = {id(u): u for p in parameters if (u := unit_of(p)) is not None and u.gradients.held}
-    for unit in held.values():
+    units = {id(u): u for p in parameters if (u := unit_of(p)) is not None and u.gradients.held}
+    for unit in units.values():
         reduce(unit, needed=True)
         root = root_of(unit)
         assert root is not None

@@ -119,14 +119,13 @@ class Pools:
             self._use(self._base)
 
     def _make_plan(self, items: list[Item], slabs: list[Slab]) -> None:
-        assert self._named.plan is not None
         if self._named.plans == "units":
             chosen = [i for i, slab in enumerate(slabs) if self._in_pool(slab)]
             items, slabs = [items[i] for i in chosen], [slabs[i] for i in chosen]
             fit = fitting(items, min(self._slots, most_at_once(items)))
             self._outside = {id(slab) for i, slab in enumerate(slabs) if i not in fit}
             items, slabs = [items[i] for i in fit], [slabs[i] for i in fit]
-        self.plan = self._named.plan(items, min(self._slots, most_at_once(items)))
+        self.plan = self._named.make_plan(items, min(self._slots, most_at_once(items)))
         device = slabs[0].device if slabs else torch.device("cpu")
         if device.type != "cpu":
             torch.get_device_module(
@@ -231,7 +230,7 @@ def model_options(memory: str | NamedMemory | Allocator, prefetch: int | str, st
     source: NamedMemory | Allocator
     source = memories.get(memory) if isinstance(memory, str) else memory
     if isinstance(source, NamedMemory) and source.allocator is not None:
-        source = source.allocator()
+        source = source.make_allocator()
     missing = [name for name in ("lease", "release") if not callable(getattr(source, name, None))]
     if isinstance(source, type) or (missing and not isinstance(source, NamedMemory)):
         kind = f"the class {source.__name__}" if isinstance(source, type) else f"a {type(source).__name__}"

@@ -246,7 +246,7 @@ class Slot:
         plain = type(module).__setattr__ in (nn.Module.__setattr__, object.__setattr__)
         return cls(weakref.ref(module), name, module._parameters if plain else None)
 
-    def held(self) -> nn.Parameter | None:
+    def parameter_there(self) -> nn.Parameter | None:
         """What the module has there now; None also if it is gone."""
         module = self.module()
         return None if module is None else module._parameters.get(self.name)
@@ -302,13 +302,13 @@ class ManagedParameter:
 
     def show(self, form: nn.Parameter) -> None:
         for slot in self.slots:
-            if not (self.lent_over and not isinstance(slot.held(), nn.Parameter)):
+            if not (self.lent_over and not isinstance(slot.parameter_there(), nn.Parameter)):
                 slot.show(form)
 
     def stand_in(self) -> torch.Tensor | None:
         """A tensor in this one's place that is no parameter."""
-        held = (slot.held() for slot in self.slots)
-        return next((t for t in held if t is not None and not isinstance(t, nn.Parameter)), None)
+        tensors = (slot.parameter_there() for slot in self.slots)
+        return next((t for t in tensors if t is not None and not isinstance(t, nn.Parameter)), None)
 
     @property
     def replaced(self) -> bool:

@@ -308,9 +308,9 @@ def _extremes(values: torch.Tensor, largest: bool, spec: RaggedSpec) -> torch.Te
         return _reduce(values, op, spec)
     nan = values.isnan()
     flags = nan.to(values.dtype) if largest else -nan.to(values.dtype)
-    known = values.masked_fill(nan, -math.inf if largest else math.inf)
-    known, flags = _reduce(torch.stack([known, flags]), op, spec)
-    return known.masked_fill(flags != 0, math.nan)
+    numbers = values.masked_fill(nan, -math.inf if largest else math.inf)
+    numbers, flags = _reduce(torch.stack([numbers, flags]), op, spec)
+    return numbers.masked_fill(flags != 0, math.nan)
 
 
 def _any(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -344,10 +344,10 @@ def _norms(tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None 
     local_tensors = [t._local_tensor if isinstance(t, RaggedTensor) else t for t in tensors]
     wide = functools.reduce(torch.promote_types, {t.dtype for t in local_tensors}, torch.float32)
     filled = [t for t in local_tensors if t.numel()]
-    known = iter(foreach_norm(filled, order, wide) if filled else ())
+    filled_norms = iter(foreach_norm(filled, order, wide) if filled else ())
     empty = math.inf if order == -math.inf else 0.0  # torch has no extreme of nothing
     norms = [
-        next(known).double() if t.numel() else t.new_full((), empty, dtype=torch.float64)
+        next(filled_norms).double() if t.numel() else t.new_full((), empty, dtype=torch.float64)
         for t in local_tensors
     ]
     groups: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}

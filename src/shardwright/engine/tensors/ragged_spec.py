@@ -170,12 +170,12 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakr
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     """A group of all ranks of a mesh of several dimensions, made when first needed; all of them come here together."""
-    known = mesh.get_group(0)
-    if known not in _groups:
+    whole_group = mesh.get_group(0)
+    if whole_group not in _groups:
         ranks = sorted(mesh.mesh.flatten().tolist())
         local = len(ranks) < dist.get_world_size()
-        _groups[known] = dist.new_group(ranks, use_local_synchronization=local)
-    return _groups[known]
+        _groups[whole_group] = dist.new_group(ranks, use_local_synchronization=local)
+    return _groups[whole_group]
 
 
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[tuple[list[int], list[int]]]:

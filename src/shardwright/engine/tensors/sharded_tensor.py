@@ -139,11 +139,11 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
         try:
             result = DTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[arg-type]
         except (RuntimeError, NotImplementedError) as error:
-            known = args and isinstance(args[0], ShardedTensor) and _real(args[0])
+            is_real = args and isinstance(args[0], ShardedTensor) and _real(args[0])
             # As of parts of different sizes, or with plain tensors of the whole shape beside it.
-            if known and (func.is_view or func.overloadpacket in _READS_BY_POSITION):
+            if is_real and (func.is_view or func.overloadpacket in _READS_BY_POSITION):
                 result = _of_whole(func, args, kwargs)
-            elif known and func._schema.is_mutable and not kwargs.get("out") and can_edit(func):
+            elif is_real and func._schema.is_mutable and not kwargs.get("out") and can_edit(func):
                 return _edit_by_position(func, args, kwargs)
             elif "mixed torch.Tensor and DTensor" in str(error):
                 _refuse_mixed(func, tree_leaves((args, kwargs)), error)

@@ -153,8 +153,8 @@ def both_meshes(data: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
     Raises:
         ValueError: they are not parts of one named mesh, or overlap.
     """
-    for both, known in _meshes.items():
-        if known == (data, other) and _is_of(both, data, other):
+    for both, pair in _meshes.items():
+        if pair == (data, other) and _is_of(both, data, other):
             return both
     if data.mesh_dim_names is None or other.mesh_dim_names is None:
         raise ValueError(f"the meshes {data} and {other} must have mesh_dim_names and be parts of one mesh")
@@ -201,15 +201,15 @@ def data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceM
     shard, replicate = (
         (field,) if isinstance(field, str) else tuple(field or ()) for field in (dims.shard, dims.replicate)
     )
-    known = mesh.mesh_dim_names
+    names_of_mesh = mesh.mesh_dim_names
     if (
-        known is None
+        names_of_mesh is None
         or not (shard or replicate)
-        or len({*shard, *replicate} & {*known}) < len(shard + replicate)
+        or len({*shard, *replicate} & {*names_of_mesh}) < len(shard + replicate)
     ):
         raise ValueError(
             f"dp_mesh_dims names mesh dimensions {replicate} that replicate and {shard} that shard; expected one or "
-            f"more of the mesh's names, {known}, each once."
+            f"more of the mesh's names, {names_of_mesh}, each once."
         )
     parts = [
         mesh[names[0]] if len(names) == 1 else flattened(mesh[names]) for names in (replicate, shard) if names
@@ -217,7 +217,8 @@ def data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceM
     data = parts[0] if len(parts) == 1 else concatenated(*parts)
     inside = data.ndim - 1 if shard else -1
     places = [
-        inside if name in shard else 0 if name in replicate else -1 - axis for axis, name in enumerate(known)
+        inside if name in shard else 0 if name in replicate else -1 - axis
+        for axis, name in enumerate(names_of_mesh)
     ]
     axes = tuple(axis for axis, place in enumerate(places) if place >= 0)
     if len(shard) < 2:
@@ -225,8 +226,8 @@ def data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceM
     # Several axes that shard lie between steps as one, as FSDP2 has them: where the first of them was.
     rest: list[DeviceMesh] = []
     places = []
-    for axis, name in enumerate(known):
-        if name == next(n for n in known if n in shard):
+    for axis, name in enumerate(names_of_mesh):
+        if name == next(n for n in names_of_mesh if n in shard):
             rest.append(data)
             places += range(data.ndim)
         elif name not in shard and name not in replicate:

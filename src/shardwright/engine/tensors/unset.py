@@ -95,7 +95,7 @@ def has_values(local: torch.Tensor) -> bool | None:
     return not (local[(0,) * local.ndim].isnan().item() and local.isnan().all().item())
 
 
-def _was_given(local: torch.Tensor, unset: Unset) -> bool:
+def _received_values(local: torch.Tensor, unset: Unset) -> bool:
     """Whether a marked local tensor was given values past its parameter, as through ``to_local()``."""
     filled = has_values(local)
     return local._version != unset.version if filled is None else filled
@@ -117,7 +117,7 @@ def begin_edit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
         fills = is_written and (argument.is_out or packet in FILLING or packet in _FILLING_MANY)
         for tensor, local, unset in _marked(value):
             if not fills:
-                if _was_given(local, unset):
+                if _received_values(local, unset):
                     unmark(local)
                     continue
                 raise RuntimeError(

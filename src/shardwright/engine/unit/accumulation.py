@@ -66,12 +66,12 @@ class Gradients:
             return False
         self.finish(settings)
         # What micro-batches before the change have left is reduced beside the new gradients.
-        held = self.reductions if self.held else []
-        for reduction in held:
+        earlier = self.reductions if self.held else []
+        for reduction in earlier:
             reduction.retired = True
         for p, flag in zip(self._weights.parameters, trainable, strict=True):
             p.full.requires_grad_(flag)
-        self.reductions = [*self._plan(trainable, settings.transport), *held]
+        self.reductions = [*self._plan(trainable, settings.transport), *earlier]
         self._trainable = trainable  # last: what has failed before is done again
         return True
 

@@ -225,7 +225,7 @@ class StashedTensors:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = [weakref.ref(m) for m in modules]
-        self._known: list[tuple[int, tuple[str, ...]]] = [(-1, ())] * len(modules)
+        self._attributes: list[tuple[int, tuple[str, ...]]] = [(-1, ())] * len(modules)
 
     def find(self, containers: list[Any]) -> list[torch.Tensor]:
         """All of them, and those in ``containers`` that a call was given."""
@@ -237,12 +237,12 @@ class StashedTensors:
             if module is None:
                 continue
             attributes = module.__dict__
-            size, names = self._known[i]
+            size, names = self._attributes[i]
             if size != len(attributes):
                 constants = getattr(type(module), "__constants__", ())  # such as in_features
                 settings = _OF_EVERY_MODULE.union((constants,) if isinstance(constants, str) else constants)
                 names = tuple(name for name in attributes if name not in settings)
-                self._known[i] = (len(attributes), names)
+                self._attributes[i] = (len(attributes), names)
             for name in names:
                 value: Any = attributes.get(name)
                 kind = type(value)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright._torch import untransformed
 from shardwright.engine.assembly.build import build_memory
-from shardwright.engine.assembly.find import UNIT, Found, find_parameters, is_cut, own_modules
+from shardwright.engine.assembly.find import UNIT, UnitParameters, find_parameters, is_cut, own_modules
 from shardwright.engine.tensors.naming import remember
 from shardwright.engine.tensors.parameter import (
     TAKEN,
@@ -34,7 +34,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 @torch.inference_mode(False)
-def own_parameters(unit: Unit, unit_parameters: Found) -> None:
+def own_parameters(unit: Unit, unit_parameters: UnitParameters) -> None:
     """Make the unit's memory, and put the sharded parameters into the modules."""
     owned = unit_parameters.owned
     unset = unit.without_values()  # a change of dtype does not give them any
@@ -53,7 +53,7 @@ def own_parameters(unit: Unit, unit_parameters: Found) -> None:
         p.show(p.sharded)
 
 
-def borrow_parameters(unit: Unit, unit_parameters: Found) -> None:
+def borrow_parameters(unit: Unit, unit_parameters: UnitParameters) -> None:
     """Put the sharded parameters of other units under the names that this unit's modules have for them."""
     watch = unit.watch
     watch.lenders, watch.borrowed = [], unit_parameters.borrowed
@@ -70,7 +70,7 @@ def borrow_parameters(unit: Unit, unit_parameters: Found) -> None:
         slot.show(sharded)
 
 
-def take_over(units: list[Unit], parameters_of_units: list[Found]) -> None:
+def take_over(units: list[Unit], parameters_of_units: list[UnitParameters]) -> None:
     """Let a unit and its siblings own what was found for each, and the first have what the others own."""
     main, *siblings = units
     borrowed = []
@@ -83,7 +83,7 @@ def take_over(units: list[Unit], parameters_of_units: list[Found]) -> None:
     if parameters_of_units[0].owned:
         own_parameters(main, parameters_of_units[0])
     borrow_parameters(
-        main, Found(parameters_of_units[0].owned, [*parameters_of_units[0].borrowed, *borrowed])
+        main, UnitParameters(parameters_of_units[0].owned, [*parameters_of_units[0].borrowed, *borrowed])
     )
 
 
@@ -130,8 +130,8 @@ def shows_full(unit: Unit) -> bool:
 def refuse_sharded_stand_ins(unit: Unit) -> None:
     """Raise if a module is about to compute with a sharded tensor that stands in the place of a parameter."""
     for p in unit.parameters:
-        held = p.stand_in() if p.lent_over else None
-        if held is not None and is_cut(plain := untransformed(held), p.cut.parallel):
+        stand_in = p.stand_in() if p.lent_over else None
+        if stand_in is not None and is_cut(plain := untransformed(stand_in), p.cut.parallel):
             raise RuntimeError(
                 f"Parameter {p.name!r} of unit {unit.name!r} was replaced for this call (torch.func.functional_call) "
                 f"by a sharded {type(plain).__name__} of shape {tuple(plain.shape)}, but modules compute with full "
@@ -162,11 +162,11 @@ def remake(unit: Unit) -> None:
     for owned in unit_parameters.owned:
         owned.slots.extend(slot for sharded, slot in lent if sharded is owned.parameter)
     before = unit.parameters
-    held = unit.gradients.reductions if unit.gradients.held else []
-    known = {id(p.sharded) for p in before}
-    if not any(id(owned.parameter) in known for owned in unit_parameters.owned):
-        held = []  # it belongs to parameters that are the model's no more, as a plain parameter's .grad would
-    if held and not _same_parameters(before, unit_parameters):
+    reductions = unit.gradients.reductions if unit.gradients.held else []
+    sharded_ids = {id(p.sharded) for p in before}
+    if not any(id(owned.parameter) in sharded_ids for owned in unit_parameters.owned):
+        reductions = []  # it belongs to parameters that are the model's no more, as a plain parameter's .grad would
+    if reductions and not _same_parameters(before, unit_parameters):
         raise RuntimeError(
             f"Parameters of unit {unit.name!r} were replaced while gradients of earlier micro-batches are held. "
             "Replace them between optimizer steps."
@@ -182,16 +182,16 @@ def remake(unit: Unit) -> None:
         own_parameters(unit, unit_parameters)
         borrow_parameters(unit, unit_parameters)
         unit.rejoin()
-        if held:
-            unit.gradients.take_held(held, unit.settings.transport)
+        if reductions:
+            unit.gradients.take_held(reductions, unit.settings.transport)
     except BaseException:
-        unit.remake_later(held)
+        unit.remake_later(reductions)
         raise
     finally:
-        kept = {id(p.sharded) for p in unit.parameters}
+        current_ids = {id(p.sharded) for p in unit.parameters}
         for p in before:
             # It is nobody's now, and a module that was tied to it may still have it.
-            if id(p.sharded) not in kept and unit_of(p.sharded) is unit:
+            if id(p.sharded) not in current_ids and unit_of(p.sharded) is unit:
                 p.sharded.__dict__.pop(UNIT_OF, None)
 
 
@@ -205,7 +205,7 @@ def _retire(unit: Unit) -> None:
     unit.watch.lenders = []
 
 
-def _same_parameters(before: list[ManagedParameter], unit_parameters: Found) -> bool:
+def _same_parameters(before: list[ManagedParameter], unit_parameters: UnitParameters) -> bool:
     """Whether the very same parameters are there, whatever their values."""
     return len(before) == len(unit_parameters.owned) and all(
         p.sharded is owned.parameter

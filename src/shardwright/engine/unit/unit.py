@@ -124,12 +124,12 @@ class Unit:
         self.activity.entered = False
         self.gradients.follow_requires_grad(self.settings)
 
-    def remake_later(self, held: list[Reduction]) -> None:
+    def remake_later(self, reductions: list[Reduction]) -> None:
         """Making the memory has failed half-way: let the next use do it again, and hold what was held."""
         self.watch.look_again_later()
-        if held:
+        if reductions:
             self.gradients.held = Held.WHOLE
-            self.gradients.reductions = held
+            self.gradients.reductions = reductions
 
     # -- what it consists of -------------------------------------------------------------------------------------
 
@@ -221,9 +221,9 @@ class Unit:
         """The weights are about to change: keep no copy of them, and let no gather go on reading them."""
         self.weights.drop_kept()
 
-    def data_given(self, full: torch.Tensor) -> None:
+    def on_data_handed_out(self, full: torch.Tensor) -> None:
         """The ``.data`` of a full parameter is handed out."""
-        self.weights.data_given(full)
+        self.weights.on_data_handed_out(full)
 
     def assign_data(self, sharded: nn.Parameter, value: torch.Tensor) -> None:
         """``sharded.data = value``. The shard follows when the unit is next used; what aliased the old one keeps it."""
@@ -279,9 +279,9 @@ def _data_listener(unit: Unit) -> Callable[[torch.Tensor], None]:
     """Called with a full parameter whose ``.data`` is handed out."""
     ref = weakref.ref(unit)
 
-    def data_given(full: torch.Tensor) -> None:
+    def on_data_handed_out(full: torch.Tensor) -> None:
         unit = ref()
         if unit is not None:
-            unit.data_given(full)
+            unit.on_data_handed_out(full)
 
-    return data_given
+    return on_data_handed_out

@@ -40,15 +40,15 @@ class Values:
     def missing(self, parameters: Sequence[ManagedParameter]) -> dict[nn.Parameter, torch.Tensor]:
         """Sharded parameters that nobody has given values yet, and what each was before it was sharded."""
         if self.unset:
-            known = {p.sharded: p for p in parameters}
+            by_sharded = {p.sharded: p for p in parameters}
             for sharded, (_, version) in list(self.unset.items()):
-                if sharded not in known:
+                if sharded not in by_sharded:
                     continue
                 local = local_of(sharded)  # another one than the unit's since it was assigned to ``.data``
                 if mark_of(local) is not None:
                     filled = has_values(local)
                     if filled is None:  # then any edit counts
-                        filled = sharded._version + known[sharded].local._version != version
+                        filled = sharded._version + by_sharded[sharded].local._version != version
                     if not filled:
                         continue
                 unmark(local)

@@ -32,12 +32,12 @@ class Ledger:
         """The places of parameters that were edited since the last look."""
         with quick_attributes():
             versions = [p._version + q._version for p, q in self._watched]
-        known = self._versions
-        if versions == known:
+        earlier = self._versions
+        if versions == earlier:
             return []
         self._versions = versions
         self.epoch += 1
-        changed = [i for i, (new, old) in enumerate(zip(versions, known, strict=True)) if new != old]
+        changed = [i for i, (new, old) in enumerate(zip(versions, earlier, strict=True)) if new != old]
         for i in changed:
             self._edited[i] = self.epoch
         return changed
@@ -80,14 +80,14 @@ class FullCounters:
         """Ids of the tensors that were edited since the last look."""
         with quick_attributes():
             versions = [t._version for t in self.tensors]
-        known = self._versions
-        if versions == known:
+        earlier = self._versions
+        if versions == earlier:
             return set()
         self._versions = versions
-        return {id(t) for t, new, old in zip(self.tensors, versions, known, strict=True) if new != old}
+        return {id(t) for t, new, old in zip(self.tensors, versions, earlier, strict=True) if new != old}
 
     def intact(self, among: Sequence[torch.Tensor]) -> bool:
         """Whether these were not edited since the last look."""
         ids = set(map(id, among))
-        known = zip(self.tensors, self._versions, strict=True)
-        return all(t._version == version for t, version in known if id(t) in ids)
+        earlier = zip(self.tensors, self._versions, strict=True)
+        return all(t._version == version for t, version in earlier if id(t) in ids)

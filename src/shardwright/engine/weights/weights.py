@@ -129,7 +129,7 @@ class Weights:
             self.ledger.write()
             self.epoch = self.ledger.epoch if fresh else NEVER
 
-    def data_given(self, full: torch.Tensor) -> None:
+    def on_data_handed_out(self, full: torch.Tensor) -> None:
         """The ``.data`` of a full parameter is handed out."""
         self._edits.give(full, self.ready)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from shardwright.extend import ExtensionError
 from shardwright.train.config import ModelConfig
 from shardwright.train.errors import UserError
 from shardwright.train.models.decoder import Decoder
 from shardwright.train.models.kinds import kind_of, offers_of
+from shardwright.train.models.outputs import check_class
 from shardwright.train.models.presets import Shape
 
 #: What the trainer asks of each model.
@@ -23,6 +25,10 @@ def model_of(shape: Shape) -> Decoder:
             f"model.kind: expected that Offers.model of kind {kind_of(shape).name!r} makes a Decoder with "
             f"{', '.join(_NEEDED)}, found a {type(model).__name__} without {', '.join(missing)}"
         )
+    try:
+        check_class(kind_of(shape).name, model, model.auxiliary)
+    except ExtensionError as error:
+        raise UserError(str(error)) from error
     return model
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from shardwright.extend import Registry
+from shardwright.extend.registry import ExtensionError, Registry, call, check_signature
 from shardwright.train.errors import UserError
 from shardwright.train.models.presets import HYBRID_PRESETS, PRESETS, HybridConfig, LlamaConfig, Shape
 
@@ -44,6 +44,9 @@ class Offers:
     config_json: Callable[[Any], dict[str, Any]] | None = None
     shapes: Mapping[str, Callable[[Mapping[str, Any]], Shape]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        check_signature("Offers: model", self.model, "shape")
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -66,6 +69,9 @@ class Kind:
     presets: Mapping[str, Any]
     load: Callable[[], Offers]
     depth: str = ""
+
+    def __post_init__(self) -> None:
+        check_signature(f"Kind {self.name!r}: load", self.load)
 
     @property
     def numbers(self) -> set[str]:
@@ -152,16 +158,27 @@ def kind_of(shape: Any) -> Kind:
     for kind in (*kinds.known(), *_by_shape.values()):
         if type(shape) is kind.shape:
             return kind
-    known = ", ".join(kind.shape.__name__ for kind in kinds.known())
+    shapes = ", ".join(kind.shape.__name__ for kind in kinds.known())
     raise TypeError(
-        f"expected the shape of a registered kind of model ({known}), found {type(shape).__name__}; add its kind to "
+        f"expected the shape of a registered kind of model ({shapes}), found {type(shape).__name__}; add its kind to "
         "shardwright.train.extend.kinds"
     )
 
 
 def offers_of(shape: Any) -> Offers:
-    """What the kind of a shape offers. Raises TypeError as :func:`kind_of`."""
-    return kind_of(shape).load()
+    """What the kind of a shape offers. Raises TypeError as :func:`kind_of`, and UserError for a wrong ``load``."""
+    kind = kind_of(shape)
+    owner = f"The function load of kind {kind.name!r}"
+    try:
+        offers = call(owner, kind.load)
+    except ExtensionError as error:
+        raise UserError(f"model.kind: {error}") from error
+    if not isinstance(offers, Offers):
+        raise UserError(
+            f"model.kind: {owner} returned {offers!r} ({type(offers).__name__}); expected an Offers, such as "
+            "Offers(MyModel)"
+        )
+    return offers
 
 
 def offer(shape: Any, what: str, key: str) -> Any:
