@@ -1,4 +1,4 @@
-"""One training step, many engines: time, memory and host time beside FSDP2's, in one run. ``python -m benchmarks.peers``.
+"""One training step, many engines, one run: time, memory and host time beside FSDP2's.
 
 A contender is a function that turns the plain model into a training step. ``shapes`` has the models, ``contenders`` the
 list of engines, ``by_torch``, ``by_shardwright``, ``by_deepspeed`` and ``by_megatron`` build the steps. ``crew`` runs a

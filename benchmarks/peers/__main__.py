@@ -12,8 +12,8 @@ sequence a rank, each engine with functions of its own and with its defaults. "p
   of all ranks. An engine that is further away than the tolerance gets no figure.
 * time: every round times some steps of every engine, one engine after another, and begins with the next one. Printed:
   the median step (the slower rank's time) and the ratio to FSDP2 in the same round: median, least and largest round.
-* memory: bytes that torch's CPU allocator has given out on rank 0, between steps and at most within one. "least" is
-  arithmetic: parameters and AdamW's moments, and within a step the larger of activations and gradients.
+* memory: bytes of all live tensors of rank 0, between steps and at most within one. "least" is arithmetic: parameters
+  and AdamW's moments, and within a step the larger of activations and gradients.
 * host: the processor's time of a step on torch's fake process group, which sends nothing, less the plain model's, over
   the number of units.
 
@@ -43,7 +43,7 @@ for _name, _value in ENVIRONMENT.items():
 import torch  # noqa: E402
 
 import shardwright as sw  # noqa: E402
-from benchmarks.peers import agreement, memory, picture, tables  # noqa: E402
+from benchmarks.peers import agreement, picture, tables  # noqa: E402
 from benchmarks.peers.contenders import BASE, CONTENDERS, PLAIN  # noqa: E402
 from benchmarks.peers.crew import ContenderFailed, Crew  # noqa: E402
 from benchmarks.peers.shapes import DEFAULT_SHAPES, HOST_SHAPE, HOST_UNITS, SHAPES, Shape  # noqa: E402
@@ -82,7 +82,9 @@ def start(name: str, shape: Shape, args: argparse.Namespace, folder: Path, backe
     return Crew(Job(name, shape, RANKS, args.adamw, backend), folder)
 
 
-def agreeing(shape: Shape, args: argparse.Namespace, folder: Path) -> tuple[dict[str, Crew], dict[str, Found]]:
+def agreeing(
+    shape: Shape, args: argparse.Namespace, folder: Path
+) -> tuple[dict[str, Crew], dict[str, Found]]:
     """The contenders whose numbers are right, and what is known of all of them."""
     expected = agreement.reference(shape, RANKS)
     crews, found = {}, {}
@@ -124,8 +126,12 @@ def time_rounds(crews: dict[str, Crew], found: dict[str, Found], args: argparse.
             found[name]["ratio"] = tables.ratios(rounds[name], rounds[BASE])
 
 
-def measure_memory(shape: Shape, names: list[str], found: dict[str, Found], args: argparse.Namespace, folder: Path) -> None:
+def measure_memory(
+    shape: Shape, names: list[str], found: dict[str, Found], args: argparse.Namespace, folder: Path
+) -> None:
     """Adds bytes; in fresh processes, whose allocator is watched from before the model is built."""
+    from benchmarks.peers import memory  # needs what the tests need, time and host do not
+
     elements, kept = memory.elements(shape), memory.activations(shape)
     for name in names:
         crew = start(name, shape, args, folder)
@@ -136,7 +142,12 @@ def measure_memory(shape: Shape, names: list[str], found: dict[str, Found], args
             continue
         crew.end()
         least_rest, least_peak = memory.least(CONTENDERS[name].stage, elements, kept, RANKS)
-        found[name]["memory"] = {"rest": rest, "peak": peak, "least_rest": least_rest, "least_peak": least_peak}
+        found[name]["memory"] = {
+            "rest": rest,
+            "peak": peak,
+            "least_rest": least_rest,
+            "least_peak": least_peak,
+        }
 
 
 def measure_shape(shape: Shape, args: argparse.Namespace, folder: Path) -> Found:
@@ -159,12 +170,13 @@ def measure_host(names: list[str], args: argparse.Namespace, folder: Path) -> Fo
     for number in range(args.rounds + 1):
         for name in list(crews):
             try:
-                times[name] += crews[name].ask("numbers" if number == 0 else "host", *([] if number == 0 else [10]))[0]
+                if number == 0:
+                    crews[name].ask("numbers")  # builds and warms up
+                else:
+                    times[name] += crews[name].ask("host", 10)[0]
             except ContenderFailed as error:
                 found[name]["reason"] = str(error)
                 del crews[name]
-        if number == 0:
-            times = {name: [] for name in crews}
     quartile = {name: statistics.quantiles(times[name], n=4)[0] for name in crews}
     for crew in crews.values():
         crew.end()
@@ -172,7 +184,7 @@ def measure_host(names: list[str], args: argparse.Namespace, folder: Path) -> Fo
         if PLAIN in crews and name != PLAIN:
             found[name]["us"] = (quartile[name] - quartile[PLAIN]) * 1e3 / HOST_UNITS
     if "us" in found.get(BASE, {}):
-        for name, each in found.items():
+        for each in found.values():
             if "us" in each:
                 each["ratio"] = each["us"] / found[BASE]["us"]
     return found
@@ -225,7 +237,9 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         args.shapes, args.rounds, args.steps = "tiny", 2, 1
     args.shapes, args.parts = args.shapes.split(","), args.parts.split(",")
     if unknown := sorted({*args.shapes} - {*SHAPES}) + sorted({*args.parts} - {"time", "memory", "host"}):
-        parser.error(f"expected shapes of {', '.join(SHAPES)} and parts of time, memory, host; found {unknown[0]!r}")
+        parser.error(
+            f"expected shapes of {', '.join(SHAPES)} and parts of time, memory, host; found {unknown[0]!r}"
+        )
     wanted = [text.strip().lower() for text in args.only.split(",")]
     args.contenders = [
         name for name in CONTENDERS if name in (PLAIN, BASE) or any(text in name.lower() for text in wanted)
@@ -252,7 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
             results["host"] = measure_host(names, args, folder)
             results["seconds"] = time.monotonic() - begun
             write(results, args.out)
-    print(text_of(results), end="")
+    print(text_of(results), end="", flush=True)
     return 0
 
 

@@ -40,8 +40,8 @@ def deepspeed(stage: int, defaults: bool = False) -> Callable[[nn.Module, str], 
         optimizer = torch.optim.AdamW(model.parameters(), **adamw_options(adamw))
         engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config)
 
-        def step(tokens: Tensor) -> tuple[Any, Any]:
-            loss = loss_of(engine, tokens)
+        def step(tokens: Tensor, weight: float) -> tuple[Any, Any]:
+            loss = loss_of(engine, tokens) * weight
             engine.backward(loss)
             engine.step()  # clips, steps and ends the gradients
             return loss.detach(), engine.get_global_grad_norm()

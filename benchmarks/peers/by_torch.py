@@ -24,8 +24,8 @@ Clip = Callable[[], Any]
 def training(model: nn.Module, optimizer: Any, clip: Clip) -> Step:
     """The loop of a user, on any engine that keeps torch's."""
 
-    def step(tokens: Tensor) -> tuple[Any, Any]:
-        loss = loss_of(model, tokens)
+    def step(tokens: Tensor, weight: float) -> tuple[Any, Any]:
+        loss = loss_of(model, tokens) * weight
         loss.backward()
         norm = clip()
         optimizer.step()

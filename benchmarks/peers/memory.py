@@ -1,75 +1,75 @@
-"""Bytes that torch's CPU allocator has given out, from its own events, and the fewest that a strategy needs.
+"""Bytes of the tensors that are alive in a process, and the fewest that a strategy needs.
 
-The events cover what operators allocate inside, what C++ keeps (buckets of DDP, saved activations) and what gloo's
-workers allocate as tensors. Buffers that gloo allocates by itself are not among them.
+Every operation that passes torch's dispatcher is looked at from before the model is built, so tensors that only C++
+holds (buckets of DDP, saved activations) count, by address and until they are freed by whatever thread. What an
+operator allocates and frees within one call and what gloo allocates inside do not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+import sys
+from collections.abc import Callable
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.peers.shapes import Shape, loss_of
 from benchmarks.peers.step import Step
+from tests.support.storages import Storages, _union
 
-STEPS = 5
+STEPS = 4
 """Planned memory is recorded in the first step and used from the second on; the last one is looked at."""
-_MARK = "benchmarks.peers"
 
 
-@dataclass
-class Levels:
-    """Bytes given out at the end of each marked span and the most within it."""
+class _Watched(Storages):
+    """Looks at all storages only where there could be more bytes than ever: each look takes milliseconds."""
 
-    last: list[int] = field(default_factory=list)
-    most: list[int] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__(lambda frame: "")
+        self._bound = 0  #: bytes at the last look and all that were made since
+        self._new = 0  #: storages made since then; ``made`` also counts those that became larger
+
+    def know(self, storage: torch.UntypedStorage, label: str | None = None) -> bool:
+        new = super().know(storage, label)
+        if new:
+            self._new += 1
+            self._bound += storage.nbytes()
+        return new
+
+    def sample(self) -> None:
+        if self._watching and (self._bound > self.peak.nbytes or self.made[""] != self._new):
+            self._bound = _union([each for _, each in self._alive()])
+            self._new = self.made[""]
+            self.peak.nbytes = max(self.peak.nbytes, self._bound)
+
+    def alive(self) -> int:
+        self._bound = sys.maxsize  # look
+        self.begin()
+        return self.peak.nbytes
 
 
-@contextmanager
-def _recorded(levels: Levels) -> Iterator[None]:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        yield
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    spans = sorted((e.start_ns(), e.end_ns()) for e in events if e.name() == _MARK)
-    for start, end in spans:
-        level = sum(nbytes for time, nbytes in changes if time < start)
-        most = level
-        for _, nbytes in (change for change in changes if start <= change[0] <= end):
-            level += nbytes
-            most = max(most, level)
-        levels.last.append(level)
-        levels.most.append(most)
-
-
-def of_a_step(build: Callable[[], Step], tokens: Callable[[int], Any]) -> tuple[int, int]:
+def of_a_step(build: Callable[[], Step], tokens: Callable[[int], torch.Tensor]) -> tuple[int, int]:
     """Bytes between steps, and the most within one."""
-    levels = Levels()
-    with _recorded(levels):
+    batches = [tokens(number) for number in range(STEPS)]
+    with _Watched() as storages:
         step = build()
-        for number in range(STEPS):
-            batch = tokens(number)
-            with record_function(_MARK):
-                step(batch)
-    return levels.last[-1], levels.most[-1]
+        for batch in batches[:-1]:
+            step(batch, 1.0)
+        storages.alive()
+        step(batches[-1], 1.0)
+        peak = storages.peak.nbytes
+        return storages.alive(), peak
 
 
 def activations(shape: Shape) -> int:
     """Bytes that the plain model's forward leaves for its backward."""
-    levels = Levels()
-    with _recorded(levels):
-        model, tokens = shape.model(), shape.tokens(0, 0, 1)
-        with record_function(_MARK):
-            pass
-        with record_function(_MARK):
-            loss = loss_of(model, tokens)
+    tokens = shape.tokens(0, 0, 1)
+    with _Watched() as storages:
+        model = shape.model()
+        before = storages.alive()
+        loss = loss_of(model, tokens)
+        after = storages.alive()
         del loss
-    return levels.last[1] - levels.last[0]
+    return after - before
 
 
 def elements(shape: Shape) -> int:
@@ -83,6 +83,6 @@ def least(stage: int, elements: int, activations: int, ranks: int) -> tuple[int,
     Between steps: parameters and the two moments of AdamW. Within a step, without recomputation: that, and the larger
     of all activations (at the end of forward) and all gradients (at the end of backward).
     """
-    cut = {name: ranks if stage >= needed else 1 for name, needed in (("moments", 1), ("gradients", 2), ("parameters", 3))}
-    rest = 4 * (elements / cut["parameters"] + 2 * elements / cut["moments"])
-    return round(rest), round(rest + max(activations, 4 * elements / cut["gradients"]))
+    moments, gradients, parameters = (elements / (ranks if stage >= first else 1) for first in (1, 2, 3))
+    rest = 4 * (parameters + 2 * moments)
+    return round(rest), round(rest + max(activations, 4 * gradients))

@@ -69,7 +69,11 @@ def _hybrid(dim: int, pattern: str, seq: int) -> nn.Module:
 SHAPES = {
     "wide": Shape("Llama, 6 layers, d 512", 128, partial(_llama, 6, 512)),
     "deep": Shape("Llama, 24 layers, d 128", 128, partial(_llama, 24, 128)),
-    "hybrid": Shape("hybrid of Mamba-2, attention, experts and MLP, 8 layers, d 256", 128, partial(_hybrid, 256, "M*ME*-ME")),
+    "hybrid": Shape(
+        "hybrid of Mamba-2, attention, experts and MLP, 8 layers, d 256",
+        128,
+        partial(_hybrid, 256, "M*ME*-ME"),
+    ),
     "tiny": Shape("Llama, 2 layers, d 32", 16, partial(_llama, 2, 32)),
 }
 DEFAULT_SHAPES = ("wide", "deep", "hybrid")

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-Step = Callable[[Tensor], tuple[Any, Any]]
-"""Forward, backward, clipping, AdamW and the end of the gradients on this rank's tokens.
+Step = Callable[[Tensor, float], tuple[Any, Any]]
+"""Forward, backward, clipping, AdamW and the end of the gradients, on this rank's tokens with the loss times a weight.
 
 Returns this rank's loss and the norm of the gradients before clipping, as the engine returns them: reading them is
 not part of a step.
