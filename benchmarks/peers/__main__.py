@@ -12,8 +12,8 @@ sequence a rank, each engine with functions of its own and with its defaults. "p
   of all ranks. An engine that is further away than the tolerance gets no figure.
 * time: every round times some steps of every engine, one engine after another, and begins with the next one. Printed:
   the median step (the slower rank's time) and the ratio to FSDP2 in the same round: median, least and largest round.
-* memory: bytes of all live tensors of rank 0, between steps and at most within one. "least" is arithmetic: parameters
-  and AdamW's moments, and within a step the larger of activations and gradients.
+* memory: bytes of all live tensors of rank 0, between steps and at most within one. "arithmetic": parameters and
+  AdamW's moments, and within a step the larger of activations and gradients, sharded as the ZeRO stage says.
 * host: the processor's time of a step on torch's fake process group, which sends nothing, less the plain model's, over
   the number of units.
 
@@ -87,7 +87,8 @@ def agreeing(
 ) -> tuple[dict[str, Crew], dict[str, Found]]:
     """The contenders whose numbers are right, and what is known of all of them."""
     expected = agreement.reference(shape, RANKS)
-    crews, found = {}, {}
+    crews: dict[str, Crew] = {}
+    found: dict[str, Found] = {}
     for name in args.contenders:
         crew, found[name] = start(name, shape, args, folder), {}
         try:

@@ -1,4 +1,4 @@
-"""Bytes of the tensors that are alive in a process, and the fewest that a strategy needs.
+"""Bytes of the tensors that are alive in a process, and what a ZeRO stage needs by arithmetic.
 
 Every operation that passes torch's dispatcher is looked at from before the model is built, so tensors that only C++
 holds (buckets of DDP, saved activations) count, by address and until they are freed by whatever thread. What an
@@ -50,7 +50,8 @@ class _Watched(Storages):
 def of_a_step(build: Callable[[], Step], tokens: Callable[[int], torch.Tensor]) -> tuple[int, int]:
     """Bytes between steps, and the most within one."""
     batches = [tokens(number) for number in range(STEPS)]
-    with _Watched() as storages:
+    storages = _Watched()
+    with storages:
         step = build()
         for batch in batches[:-1]:
             step(batch, 1.0)
@@ -63,7 +64,8 @@ def of_a_step(build: Callable[[], Step], tokens: Callable[[int], torch.Tensor]) 
 def activations(shape: Shape) -> int:
     """Bytes that the plain model's forward leaves for its backward."""
     tokens = shape.tokens(0, 0, 1)
-    with _Watched() as storages:
+    storages = _Watched()
+    with storages:
         model = shape.model()
         before = storages.alive()
         loss = loss_of(model, tokens)
@@ -78,7 +80,7 @@ def elements(shape: Shape) -> int:
 
 
 def least(stage: int, elements: int, activations: int, ranks: int) -> tuple[int, int]:
-    """The fewest bytes between steps and within one, in float32.
+    """Bytes between steps and within one, in float32, of what the stage does not shard whole and the rest in shards.
 
     Between steps: parameters and the two moments of AdamW. Within a step, without recomputation: that, and the larger
     of all activations (at the end of forward) and all gradients (at the end of backward).

@@ -49,4 +49,4 @@ def _memory(axes: Any, contenders: Mapping[str, Any]) -> None:
     names = list(found)[::-1]
     axes.barh(names, [found[name]["peak"] / MIB for name in names], color=_colours(names))
     axes.plot([found[name]["least_peak"] / MIB for name in names], names, "k|", markersize=12)
-    axes.set_xlabel("MiB a rank, most in a step; marks: the least by arithmetic")
+    axes.set_xlabel("MiB a rank, most in a step; marks: by arithmetic")

@@ -63,7 +63,15 @@ def memory_table(contenders: Mapping[str, Any]) -> str:
             nbytes, least = memory[what], memory[f"least_{what}"]
             cells += [f"{nbytes / MIB:.1f}", f"{least / MIB:.1f}", f"{nbytes / least:.2f}"]
         rows.append(cells)
-    header = ["MiB a rank", "between steps", "least", "ratio", "at most in a step", "least", "ratio"]
+    header = [
+        "MiB a rank",
+        "between steps",
+        "arithmetic",
+        "ratio",
+        "at most in a step",
+        "arithmetic",
+        "ratio",
+    ]
     return table(header, rows)
 
 
