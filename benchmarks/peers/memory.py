@@ -80,7 +80,7 @@ def elements(shape: Shape) -> int:
 
 
 def least(stage: int, elements: int, activations: int, ranks: int) -> tuple[int, int]:
-    """Bytes between steps and within one, in float32, of what the stage does not shard whole and the rest in shards.
+    """Bytes between steps and within one, in float32: what the stage shards is cut by the ranks.
 
     Between steps: parameters and the two moments of AdamW. Within a step, without recomputation: that, and the larger
     of all activations (at the end of forward) and all gradients (at the end of backward).
