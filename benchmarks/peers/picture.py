@@ -47,6 +47,10 @@ def _times(axes: Any, contenders: Mapping[str, Any]) -> None:
 def _memory(axes: Any, contenders: Mapping[str, Any]) -> None:
     found = {name: each["memory"] for name, each in contenders.items() if "memory" in each}
     names = list(found)[::-1]
-    axes.barh(names, [found[name]["peak"] / MIB for name in names], color=_colours(names))
+    bars = axes.barh(names, [found[name]["peak"] / MIB for name in names], color=_colours(names))
     axes.plot([found[name]["least_peak"] / MIB for name in names], names, "k|", markersize=12)
+    axes.set_xlim(
+        0, 1.5 * max(each["least_peak"] for each in found.values()) / MIB
+    )  # some need twenty times as much
+    axes.bar_label(bars, fmt="%.0f", label_type="center", color="white")
     axes.set_xlabel("MiB a rank, most in a step; marks: by arithmetic")
