@@ -7,6 +7,8 @@
 # make house                             import circles, the largest classes and files; ARGS="--times FILE" test times
 # make defects ARGS="ledger"             breaks a copy of the engine in known ways and shows which test finds each
 # make gpu                               the tests that need a GPU, and Llama 150M beside FSDP2; installs nothing
+# make bench                             every engine's step beside FSDP2's on two CPU ranks, in under 20 minutes
+# make bench ARGS="--shapes deep --only FSDP"   fewer; benchmarks/README.md says how to add DeepSpeed and Megatron-FSDP
 # make test  WORKERS=0                   in one process; default: 3, each with a part of the files and ranks of its own
 
 SHELL := /bin/sh
@@ -17,7 +19,7 @@ NPROC ?= $(shell $(PY) -c "import torch; print(torch.cuda.device_count() or 2)")
 WORKERS ?= 3
 ARGS ?=
 
-.PHONY: setup train test quick guard house defects gpu check lint types contract format clean
+.PHONY: setup train test quick guard house defects gpu bench check lint types contract format clean
 
 setup: $(STAMP)
 
@@ -54,6 +56,9 @@ defects: $(STAMP)
 # With any Python that has torch: a machine with a GPU may have no network to make .venv from.
 gpu:
 	@python=$$([ -x $(PY) ] && echo $(PY) || echo "$${PYTHON:-python3}"); "$$python" tools/gpu.py $(ARGS)
+
+bench: $(STAMP)
+	PYTHONPATH=src $(PY) -m benchmarks.peers $(ARGS)
 
 check: lint types contract
 
