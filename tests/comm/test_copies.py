@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -277,3 +280,74 @@ def test_nothing_of_it_has_a_name(rank: int, world_size: int) -> None:
         ours = {path for path in shared.iterdir() if path.owner() and path.stat().st_uid == os.getuid()}
         assert not {path for path in ours - before if "shardwright" in path.name}
     dist.barrier()
+
+
+@multirank(2)
+def test_two_threads_use_groups_of_their_own(rank: int, world_size: int) -> None:
+    """They take segments from one page."""
+    with fresh_meetings():
+        comms = [communicator(dist.new_group()) for _ in range(2)]
+        wrong: list[str] = []
+
+        def work(number: int) -> None:
+            comm, announce = comms[number], announced(comms[number])
+            for turn in range(300):
+                value = torch.full((5000,), float(turn + number))
+                comm.all_reduce(value, Division(), announce).wait()
+                if not bool((value == 2 * (turn + number)).all()):
+                    wrong.append(f"thread {number}, turn {turn}")
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong, wrong[:3]
+    dist.barrier()
+
+
+DIES = """
+import os, signal, sys
+import torch, torch.distributed as dist
+from shardwright.comm import Communicator, Division, Unreached
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", rank=rank, world_size=3, init_method="file://" + sys.argv[2])
+comm = Communicator(dist.group.WORLD, torch.device("cpu"))
+for number in range(20):
+    def announce():
+        comm.exchange((number,))
+        if rank == 1 and number == 12 and sys.argv[3] == "agreed":
+            os.kill(os.getpid(), signal.SIGKILL)
+    value = torch.ones(1000)
+    try:
+        pending = comm.all_reduce(value, Division(), announce)
+        if rank == 1 and number == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+        pending.wait()
+    except Unreached as error:
+        print(number, error, flush=True)
+        os._exit(3)
+    assert value[0] == 3 and comm.copies is not None or number < 2
+"""
+
+
+@pytest.mark.parametrize("when", ["agreed", "begun"])
+def test_a_rank_that_is_killed_is_named_at_once(when: str, tmp_path: Path) -> None:
+    """After the ranks have agreed on a collective, before and after it has begun. What it has posted is still read."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", DIES, str(rank), str(tmp_path / "store"), when],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    began = time.monotonic()
+    outputs = [rank.communicate(timeout=60) for rank in ranks]
+    assert time.monotonic() - began < 45
+    assert ranks[1].returncode == -9
+    for rank in (0, 2):
+        out, errors = outputs[rank]
+        assert ranks[rank].returncode == 3, errors
+        number, text = out.split(" ", 1)
+        assert number == ("12" if when == "agreed" else "13")
+        assert "rank 1 did not come" in text and "its process has ended" in text
