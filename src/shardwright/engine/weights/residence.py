@@ -13,7 +13,7 @@ class Residence(enum.Enum):
     """Of a unit's full weights."""
 
     SHARDED = "no memory"
-    ISSUING = "leased; a collective that writes to it is being issued, or was interrupted while it was"
+    ISSUING = "leased; a collective that writes to it begins, or an exception interrupted its begin"
     GATHERING = "leased; a gather is under way"
     RESIDENT = "leased; the gathered weights are there"
     EMPTY = "leased; the gather failed, so it has no weights"
