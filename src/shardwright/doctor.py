@@ -314,7 +314,7 @@ def _problems(report: dict[str, Any]) -> list[str]:
         )
     if processes["share_memory"]:
         problems.append(
-            f"processes share no memory ({processes['share_memory']}); ranks on gloo meet over the network, which "
+            f"processes share no memory ({processes['share_memory']}); ranks on gloo agree over the network, which "
             "is slower"
         )
     return problems

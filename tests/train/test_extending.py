@@ -235,7 +235,7 @@ def test_entry_points_of_installed_packages(tmp_path: Path, monkeypatch: pytest.
     try:
         assert {"theirs", "wrong", "lost"} <= set(strategies.names()) and "theirs" not in sys.modules
         assert strategies.get("theirs").stages == (2,)
-        with pytest.raises(ValueError, match="strategy 'wrong': theirs:MISNAMED is named 'other'"):
+        with pytest.raises(ValueError, match="strategy 'wrong': the name of theirs:MISNAMED is 'other'"):
             strategies.get("wrong")
         with pytest.raises(
             ValueError, match="strategy 'lost' cannot be imported from theirs:LOST: AttributeError"

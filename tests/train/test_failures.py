@@ -205,7 +205,7 @@ def test_damaged_run_json_is_refused_by_every_command(
     ):
         (folder / "run.json").write_text(json.dumps(damaged))
         for command in commands:
-            assert f"run.json: expected {key} as a run writes it" in refused(capsys, *command)
+            assert f"run.json: expected a valid {key}" in refused(capsys, *command)
 
 
 def test_mistake_that_every_rank_meets_is_printed_once(tmp_path: Path) -> None:

@@ -217,8 +217,8 @@ def _shape_of(key: str, held_pieces: list[tuple[Held, Piece]]) -> tuple[torch.Si
         or len({(*t.shape[:dim], *t.shape[dim + 1 :]) for t in tensors}) > 1
     ):
         raise ValueError(
-            f"{names} share the key {key!r}, but they are not exactly its slices, each once. Give every tensor its "
-            "own key, or slices of one key that follow one another from 0."
+            f"{names} share the key {key!r}, but their slices leave gaps, overlap or do not begin at 0. Give every "
+            "tensor a separate key, or consecutive slices of one key from 0 on."
         )
     if len({t.dtype for t in tensors}) > 1:
         raise ValueError(

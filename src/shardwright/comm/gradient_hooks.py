@@ -70,7 +70,7 @@ class GradientHook:
             NotImplementedError: the class does not define it.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no method reduce_scatter, and this strategy shards gradients"
+            f"{type(self).__name__} has no method reduce_scatter, but this strategy shards gradients. Define it."
         )
 
     def all_reduce(self, row: torch.Tensor, site: Site) -> Steps:
@@ -81,7 +81,7 @@ class GradientHook:
             NotImplementedError: the class does not define it.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no method all_reduce, and this mesh has replicas"
+            f"{type(self).__name__} has no method all_reduce, but this mesh has replicas. Define it."
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -190,7 +190,7 @@ class Pools:
             reason = "the root is the only unit with parameters, and it keeps them until its backward"
             way_out = "Call fully_shard on the model's blocks, too, or use "
         raise ValueError(
-            f"memory={self._named.name!r} lets units take turns in a few slots, but {reason}, so no slot ever becomes "
+            f"memory={self._named.name!r} lets units use a few slots in turn, but {reason}, so no slot ever becomes "
             f'free. {way_out}memory="arena", which plans all memory of a step, or "dynamic".'
         )
 
