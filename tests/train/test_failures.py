@@ -127,7 +127,7 @@ def test_run_is_never_overwritten(finished: Path, capsys: pytest.CaptureFixture[
     before = (finished / "metrics.jsonl").read_bytes()
     config = finished.parent / "tiny.toml"
     assert "found one in" in refused(capsys, "train", config, "--run.dir", finished)
-    assert "train.steps: expected more than the 2 steps" in refused(
+    assert "train.steps: expected more than 2, the steps" in refused(
         capsys, "train", config, "--resume", finished, "--train.steps", "2"
     )
     assert (finished / "metrics.jsonl").read_bytes() == before

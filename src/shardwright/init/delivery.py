@@ -43,10 +43,10 @@ def materialize(
         sw.materialize(model, init=model.init_weights)  # built under torch.device("meta")
 
     A deferred model gets, bit for bit, the values of the model built on that device with the same seed. This holds on
-    any number of ranks and in any layout. The generators end in the same state as after that build. Parameters of units are
-    written into the shards; each whole tensor exists only while its operations run. Ranks do not communicate. Each runs
-    the same operations, so all must start with the same seed. Parameters that already have values, such as loaded ones,
-    keep them.
+    any number of ranks and in any layout. The generators end in the same state as after that build. Parameters of units
+    are written into the shards; each whole tensor exists only while its operations run. Ranks do not communicate. Each
+    runs the same operations, so all must start with the same seed. Parameters that already have values, such as loaded
+    ones, keep them.
 
     On the meta device nothing was recorded, so values come from ``init``. Without it they come from
     ``reset_parameters`` (or ``_reset_parameters``) of each module that owns such parameters or buffers: each is called
