@@ -102,8 +102,7 @@ def clip_grad_norm_(
     largest = math.isinf(norm_type)
     norms = _norms(plain, norm_type, device)
     for groups, tensors in sharded.items():
-        # One all-reduce per axis, of one number per parameter. So it rounds as DTensor does, which makes one norm each
-        # first.
+        # One all-reduce per axis, of one number per parameter. DTensor makes the same norms, so both round alike.
         part = _norms(tensors, norm_type, device)
         assert part is not None
         part = part if largest else part.pow_(norm_type)

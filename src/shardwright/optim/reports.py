@@ -19,7 +19,7 @@ from shardwright.optim.owned import Owned
 
 
 def agree(active: Sequence[Owned], owned: Sequence[Owned], world: World, comm: Communicator) -> None:
-    """Raise if ranks have gradients of different parameters. Only on gloo; other backends would wait for ever.
+    """Raise if ranks have gradients of different parameters. This is checked only on gloo.
 
     Raises:
         RuntimeError: names a parameter, and the ranks that have its gradient.
