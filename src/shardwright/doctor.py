@@ -1,4 +1,4 @@
-"""``shardwright doctor``: what a report of a bug should say of the machine, the versions and the settings.
+"""``shardwright doctor``: describes the machine, the versions and the settings for a bug report.
 
 The standard library is enough: a broken installation is what people ask about. torch is imported if that works.
 Nothing here names the host, the user or their folders.

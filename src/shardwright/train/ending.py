@@ -58,7 +58,7 @@ def complaints_in(store: dist.Store, ranks: int) -> list[Complaint]:
 
 
 def conclude(ending: Ending, debug: bool) -> int:
-    """Print what went wrong and return the exit status; raise what is the user's to correct."""
+    """Print the error and return the exit status. Errors that the user can correct are raised."""
     user = next((complaint for complaint in ending.complaints if complaint.kind == "user"), None)
     if all(status in (0, *STOPPED) for status in ending.statuses.values()):
         return max(ending.statuses.values())
