@@ -84,7 +84,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(agreement, "PATIENCE", timedelta(seconds=0.2))
     monkeypatch.setenv("SHARDWRIGHT_TIMEOUT", "0.2")
-    assert answers(stated(), None)[0].startswith("expected 2 ranks to start, got no answer of rank 1;")
+    assert answers(stated(), None)[0].startswith("expected 2 ranks to start, got no answer from rank 1;")
 
 
 def test_one_rank_reports_what_several_met(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def _verdict(statements: Sequence[Statement | None]) -> str:
     missing = [rank for rank, statement in enumerate(statements) if statement is None]
     if missing:
         return (
-            f"expected {len(statements)} ranks to start, got no answer of {ranks_in_words(missing)}; look at the "
+            f"expected {len(statements)} ranks to start, got no answer from {ranks_in_words(missing)}; look at the "
             "output or the log of these ranks and hosts"
         )
     mistakes: dict[str, list[int]] = {}
