@@ -3,10 +3,10 @@
 
     python benchmarks/compression.py [--ranks 2] [--steps 100] [--strategy zero3] [CONFIG.toml]
 
-Trains the demo model anew for each way, from the same seed on the same text, and prints for each: the bytes that a rank
-hands to collectives in a step, over those of the first (nothing compressed); how far the gradient of the first step is
-from the first's (norm of the difference over norm); the validation loss at the end. CPU ranks over gloo, one thread
-each.
+For each kind of compression it trains the demo model again, from the same seed on the same text. It prints the bytes
+that a rank passes to collectives in a step, relative to the first row (uncompressed). It prints the relative error of
+the first step's gradient (norm of the difference over norm), and the validation loss at the end. CPU ranks over gloo,
+one thread each.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/fabric_pretrain"))
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     arguments = parser.parse_args()
 
     ranks = os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count() or 2

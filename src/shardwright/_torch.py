@@ -1,6 +1,6 @@
 """Every private torch name the engine uses, in one place, probed at import.
 
-A torch that lacks one of them is refused here, once and by name, instead of failing later inside a step.
+If a torch version lacks one of them, this file raises an error that names it at import, not later inside a step.
 Nothing outside this module reaches into torch's underscore names.
 """
 
@@ -80,7 +80,7 @@ _use_count = _probe(torch._C, "_storage_Use_Count")
 
 _profiler_enabled = _probe(torch.autograd, "_profiler_enabled")
 
-#: While it is entered, attributes of tensors of our classes are read as quickly as those of plain ones.
+#: Inside this context reads of attributes of our tensor classes are as fast as for plain tensors.
 quick_attributes = _probe(torch._C, "DisableTorchFunctionSubclass")
 
 #: Whether a transform of torch.func (grad, jvp, vmap, functionalize) is under way. To read the stack of transforms
@@ -131,7 +131,7 @@ def override_stale_capture_streams() -> None:
 
 
 def symmetric_pool(device: torch.device, backend: Literal["NCCL"]) -> Any:
-    """torch's pool of memory that all ranks of a group can reach. NotImplementedError where torch has none."""
+    """torch's pool of symmetric memory. Raises NotImplementedError if torch has none."""
     from torch.distributed import _symmetric_memory
 
     if not hasattr(_symmetric_memory, "get_mem_pool"):
@@ -141,14 +141,14 @@ def symmetric_pool(device: torch.device, backend: Literal["NCCL"]) -> Any:
 
 
 def make_symmetric(memory: torch.Tensor, group: Any) -> None:
-    """Let all ranks of the group know where the others have this memory. All must call it."""
+    """Exchange the addresses of this memory among the ranks of the group. All must call it."""
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory.rendezvous(memory, group)
 
 
 def record_memory_history(enabled: bool) -> None:
-    """Let the CUDA allocator remember what is allocated and freed from now on, and by whom; or no longer."""
+    """Start or stop the CUDA allocator's record of allocations and releases, with stack traces."""
     torch.cuda.memory._record_memory_history(enabled="all" if enabled else None)
 
 
@@ -360,7 +360,7 @@ _torchs_own = {name: getattr(_fsdp, name, None) for name in _FSDP2_NAMES}
 
 
 def fsdp2_modules() -> list[ModuleType]:
-    """From where programs import FSDP2, as far as this torch has them."""
+    """The modules from which programs import FSDP2, if this torch has them."""
     modules = []
     for name in _FSDP2_MODULES:
         try:
@@ -467,7 +467,7 @@ _make_subclass = _probe(torch.Tensor, "_make_subclass")
 
 
 def tensor_without_memory(kind: type, meta: torch.Tensor, device: torch.device) -> Any:
-    """A tensor of class ``kind`` over the storage of ``meta`` that says it lies on ``device``.
+    """A tensor of class ``kind`` over the storage of ``meta`` that reports ``device`` as its device.
 
     The class is asked for its device (``prim.device``) and about every operation.
     """
@@ -559,7 +559,7 @@ def made_of(kind: Any, parts: dict[str, torch.Tensor], context: Any, like: torch
 def dtensor_of(
     local: torch.Tensor, mesh: Any, placements: Any, shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:
-    """``local`` as a DTensor. It stays where it is, also if the mesh is of another device (it was offloaded)."""
+    """``local`` as a DTensor. It stays on its device, also if the mesh has another device (it was offloaded)."""
     if local.device.type == mesh.device_type or local.is_meta:
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     meta = _TensorMeta(shape, tuple(stride), local.dtype)
@@ -575,7 +575,7 @@ _REDUCTIONS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp
 
 
 def is_traced(local: torch.Tensor) -> bool:
-    """Whether torch.compile is following what is done with this tensor."""
+    """Whether torch.compile traces operations on this tensor."""
     return isinstance(local, (FakeTensor, FunctionalTensor))
 
 
@@ -621,7 +621,7 @@ def gradient_hooks(parameter: torch.Tensor) -> dict[int, Any] | None:
 
 
 def share_gradient_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Let ``target`` have the hooks that were registered on ``source``, and their handles go on working."""
+    """Give ``target`` the hooks that were registered on ``source``. Their handles still work."""
     target._backward_hooks = source._backward_hooks  # type: ignore[assignment]
     target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks  # type: ignore[attr-defined]
 
@@ -636,7 +636,7 @@ def set_post_accumulate_grad_hooks(parameter: torch.Tensor, hooks: dict[int, Any
 
 
 def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[[Any], Any]:
-    """The step of an optimizer class as it is written: torch wraps it, for hooks, when it makes the first instance."""
+    """The original step of an optimizer class. torch wraps it, for hooks, when it makes the first instance."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
@@ -650,9 +650,9 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
 
 
 def seen_by_schedulers(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Let learning-rate schedulers leave this step alone, as one that tells them itself that it was called.
+    """Mark a step so that learning-rate schedulers do not wrap it. It reports its calls to them itself.
 
-    They would else put a wrapper into the optimizer, which goes on calling the step that its class had then.
+    Otherwise they would put a wrapper into the optimizer, which would still call the step of the old class.
     """
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return step
@@ -712,7 +712,7 @@ def is_persistent(module: torch.nn.Module, buffer: str) -> bool:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Where the tensor's memory lies; 0 for one without (sparse, or wrapped by torch.func)."""
+    """The address of the tensor's memory; 0 for tensors without memory (sparse, or wrapped by torch.func)."""
     return tensor.data_ptr() if tensor.layout is torch.strided and not _is_functorch(tensor) else 0
 
 
@@ -727,7 +727,7 @@ def next_sequence_number() -> int:
 
 
 def storage_key(memory: torch.Tensor | torch.UntypedStorage) -> int:
-    """The same for every tensor over one storage, as long as one of them is alive; also where it has no memory."""
+    """A key that is equal for all tensors over one storage while one of them lives, also without memory."""
     storage = memory.untyped_storage() if isinstance(memory, torch.Tensor) else memory
     return storage._cdata
 

@@ -1,9 +1,8 @@
-"""The command line: parses, calls, prints. What the commands do lives in `train/`, never here.
+"""The command line: it parses arguments, calls a command and prints. The commands themselves are in `train/`.
 
-torch is imported by the commands that need it, not by this file, so that help and mistakes are answered at
-once. The keys of the configuration are read off its models; argparse does the rest. (pydantic-settings was
-tried: its help opens with a page of usage, knows no ranges, and its values are JSON where the file's are
-TOML.)
+Only commands that need torch import it, so help and errors in arguments appear at once. The configuration's models
+define the keys; argparse does the rest. (pydantic-settings was tried. Its help opens with a page of usage and shows no
+ranges, and it reads values as JSON, but the file has TOML.)
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ if TYPE_CHECKING:
     from shardwright.train.config import Config
 
 EXTRA = ("annotated_types", "matplotlib", "psutil", "pydantic", "pydantic_core", "rich", "tensorboard")
-"""What the extra "train" brings: the engine alone is installed without."""
+"""Packages of the extra "train". The engine alone does not need them."""
 
 STATUS_FAILED, STATUS_USER_ERROR, STATUS_INTERRUPTED, STATUS_BROKEN_PIPE = 1, 2, 130, 141
 
 
 def _leave_objects_as_they_are() -> None:
-    """At its end the interpreter would look through all of torch's objects once more, for 1 s.
+    """Save 1 s at the end of the process: the interpreter does not look through all of torch's objects again.
 
-    Not beside triton, which says of every object of its own that is left that it has leaked.
+    With triton loaded this is not done, because triton then reports each of its remaining objects as leaked.
     """
     if "triton" not in sys.modules:
         gc.freeze()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command in `argv` (without the program's name; default: the process's) and return its status.
+    """Run the command in `argv` (without the program's name; default: the process's arguments). Return its status.
 
-    0: done; 1: the program failed; 2: a mistake in what was given; 130: interrupted. Errors are one line on
-    stderr, with the traceback before it only after `--debug`.
+    0: done; 1: the program failed; 2: the user made a mistake; 130: interrupted; 141: the reader of stdout has gone.
+    An error is one line on stderr. With `--debug` a traceback comes before it.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     _print_on_any_terminal()
@@ -58,20 +57,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(arguments)
         finally:
-            sys.stdout.flush()  # Here, so that a closed pipe is met inside the try.
+            sys.stdout.flush()  # Inside the try, so that it catches the error of a closed pipe.
     except UserError as error:
         return _failed(str(error), STATUS_USER_ERROR, arguments)
     except KeyboardInterrupt:
         return _failed("interrupted", STATUS_INTERRUPTED, arguments)
     except BrokenPipeError:
-        # The reader (`| head`) has gone. Python would complain once more when it closes stdout at exit.
+        # The reader (`| head`) has gone. Python would print the error again when it closes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return STATUS_BROKEN_PIPE
     except UnicodeEncodeError as error:
         characters = error.object[error.start : error.end]
         message = (
-            f"the locale's encoding, {error.encoding}, has no {characters!a} of {error.object!a}; set "
-            "PYTHONUTF8=1"
+            f"the locale's encoding, {error.encoding}, cannot write {characters!a} of {error.object!a}; "
+            "set PYTHONUTF8=1"
         )
         return _failed(message, STATUS_USER_ERROR, arguments)
     except ModuleNotFoundError as error:
@@ -80,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _failed_itself(error, arguments)
         if hiding := _file_that_hides(root):
             message = (
-                f"{hiding} is found in place of the package {root}; rename it, or work in another folder"
+                f"Python imports {hiding} instead of the package {root}; rename this file, or start in another "
+                "folder"
             )
             return _failed(message, STATUS_USER_ERROR, arguments)
         need = f"{root} is not installed; the trainer needs the extra train: pip install 'shardwright[train]'"
@@ -90,14 +90,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_on_any_terminal() -> None:
-    """Let characters that the terminal's encoding lacks come out escaped: a run must not die of its last line."""
+    """Escape characters that the terminal's encoding lacks, so that a run does not fail at its last line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _file_that_hides(package: str) -> str | None:
-    """The file of the user's that was imported under the name of a package that has modules."""
+    """The user's file that Python imported instead of this package. None if Python imported the package."""
     module = sys.modules.get(package)
     return None if module is None or hasattr(module, "__path__") else getattr(module, "__file__", None)
 
@@ -177,7 +177,7 @@ def _train(options: argparse.Namespace, overrides: Sequence[tuple[str, str]], ar
 
 
 def _job_of(options: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> tuple[Config, str | None]:
-    """The configuration, and the run to go on with: None for a new one, "" for the newest of that name."""
+    """The configuration, and the run to continue: None for a new run, "" for the newest run with that name."""
     from shardwright.train.config import load_config, stored_config
 
     path, resume = options.config, options.resume
@@ -187,7 +187,7 @@ def _job_of(options: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -
             "",
         )  # `--resume CONFIG.toml`: a run is a folder, so this can only be the config.
     if path is None and resume:
-        # A run keeps the configuration that it was last started with.
+        # A run's folder has the configuration of its last start.
         path = Path(resume, "config.toml")
         if not path.is_file():
             raise UserError(f"--resume: expected the folder of a run, found no config.toml in {resume}")
@@ -223,7 +223,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _as_typed(text: str) -> str:
-    """Text of the command line where the locale is not UTF-8 and the terminal is."""
+    """Text of the command line, also if the terminal uses UTF-8 and the locale does not."""
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeDecodeError:
@@ -231,7 +231,7 @@ def _as_typed(text: str) -> str:
 
 
 def _layout(options: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    # Not left to argparse, which would name what is missing before a misspelt option.
+    # argparse would report missing arguments before misspelt options.
     for name, value in (("CONFIG.toml", options.config), ("--world-size N[,N...]", options.world_size)):
         if value is None:
             raise UserError(f"layout: expected {name}, found none; see shardwright layout --help")
@@ -265,7 +265,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with our kind of errors, and with help that is worked out only when it is asked for."""
+    """argparse that raises `UserError`, and that makes its help only when a user asks for it."""
 
     keys_help: Callable[[int], str] | None = None
 
@@ -273,7 +273,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{self.prog.partition(' ')[2] or self.prog}: {message}; see {self.prog} --help")
 
     def print_help(self, file: Any = None) -> None:
-        print(self.format_help(), end="", file=file)  # argparse's own swallows the error of a closed pipe.
+        print(self.format_help(), end="", file=file)  # argparse's method hides the error of a closed pipe.
 
     def format_help(self) -> str:
         width = _width()
@@ -297,18 +297,18 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     commands: dict[str, _Parser] = {}
     for name, add_options, summary in (
-        ("train", _add_train, "train the model a configuration describes"),
-        ("compare", _add_compare, "put the losses, speeds and memory of runs side by side"),
-        ("generate", _add_generate, "let a trained model go on with a text"),
-        ("layout", _add_layout, "show what each layout of the shards costs, for any number of ranks"),
+        ("train", _add_train, "train the model of a configuration"),
+        ("compare", _add_compare, "compare the losses, speeds and memory of runs"),
+        ("generate", _add_generate, "continue a text with a trained model"),
+        ("layout", _add_layout, "show the cost of each layout of the shards, for any number of ranks"),
         ("extensions", _add_extensions, "list strategies, layouts, memories, optimizers, models and sinks"),
-        ("doctor", _add_doctor, "show versions, devices and settings, as a report of a bug needs them"),
+        ("doctor", _add_doctor, "show versions, devices and settings for a bug report"),
     ):
         command = subparsers.add_parser(
             name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False
         )
         add_options(command)
-        # No default of its own, so that `shardwright --debug train` keeps what stood before the command.
+        # Without a default here, `shardwright --debug train` keeps the option before the command.
         command.add_argument(
             "--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks"
         )
@@ -330,8 +330,8 @@ def _add_train(parser: _Parser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--resume", metavar="RUN", nargs="?", const="",
-        help="go on from the last checkpoint of this run folder, with its own configuration if no CONFIG.toml is "
-        "given; without RUN: of the newest run of the name in CONFIG.toml",
+        help="continue this run folder from its last checkpoint, with its own configuration unless you name a "
+        "CONFIG.toml; without RUN: the newest run with the name in CONFIG.toml",
     )  # fmt: skip
     parser.keys_help = _keys_help
 
@@ -345,17 +345,17 @@ def _add_compare(parser: _Parser) -> None:
 
 def _add_generate(parser: _Parser) -> None:
     parser.add_argument("run", metavar="RUN", help="run folder with a checkpoint")
-    parser.add_argument("--prompt", metavar="TEXT", required=True, help="the text to go on with")
+    parser.add_argument("--prompt", metavar="TEXT", required=True, help="the text that the model continues")
     parser.add_argument(
         "--tokens", metavar="N", type=_integer(1), default=200, help="tokens to add (default 200)"
     )
     parser.add_argument(
         "--temperature", metavar="T", type=_number(0), default=0.8,
-        help="0: always the likeliest token; larger: more surprising (default 0.8)",
+        help="0: always the most likely token; larger: more random (default 0.8)",
     )  # fmt: skip
     parser.add_argument(
         "--top-k", metavar="K", type=_integer(0), default=50,
-        help="draw from the K likeliest tokens; 0: from all (default 50)",
+        help="draw from the K most likely tokens; 0: from all (default 50)",
     )  # fmt: skip
     parser.add_argument(
         "--seed", metavar="N", type=_integer(0, 2**63 - 1), default=0, help="seed of the draws (default 0)"
@@ -368,11 +368,11 @@ def _add_layout(parser: _Parser) -> None:
         "                          [--section.key value ...] [--debug]"
     )
     parser.add_argument(
-        "config", metavar="CONFIG.toml", nargs="?", help="the job, in TOML; nothing of it is run"
+        "config", metavar="CONFIG.toml", nargs="?", help="the job, in TOML; it is not started"
     )
     parser.add_argument(
         "--world-size", metavar="N[,N...]", type=_integers(1),
-        help="ranks over which to spread the model, as in 64,256,1024; none of them is started",
+        help="numbers of ranks to compare, such as 64,256,1024; no rank is started",
     )  # fmt: skip
 
 
@@ -396,7 +396,7 @@ def _integers(least: int) -> Callable[[str], list[int]]:
             values = []
         if not values or min(values) < least:
             raise argparse.ArgumentTypeError(
-                f"expected integers >= {least} with commas between, found {text!r}"
+                f"expected integers >= {least}, separated by commas, found {text!r}"
             )
         return list(dict.fromkeys(values))
 
@@ -452,7 +452,7 @@ def _unknown_argument(argument: str, parser: _Parser) -> str:
     if not argument.startswith("-"):
         return f"{parser.prog.partition(' ')[2]}: unexpected argument {argument!r}; see {parser.prog} --help"
     name = argument.partition("=")[0]
-    # Without the dashes: two of them make any short names look alike.
+    # Compare without the dashes: two dashes make any short names look similar.
     options = [
         option[2:] for action in parser._actions for option in action.option_strings if option[:2] == "--"
     ]
@@ -474,8 +474,8 @@ def _keys_help(width: int) -> str:
 
     intro = (
         "Every key of CONFIG.toml can be set on the command line too. Values are TOML; words need no quotes. "
-        "A key that is not given has its default. `shardwright extensions` lists all registered values and the options "
-        "of optimizers."
+        "Other keys have their defaults. `shardwright extensions` lists all registered values and the options of "
+        "optimizers."
     )
     blocks = [
         "",

@@ -1,4 +1,4 @@
-"""``shardwright doctor``: what a report of a bug should say of the machine, the versions and the settings.
+"""``shardwright doctor``: describes the machine, the versions and the settings for a bug report.
 
 The standard library is enough: a broken installation is what people ask about. torch is imported if that works.
 Nothing here names the host, the user or their folders.
@@ -314,7 +314,7 @@ def _problems(report: dict[str, Any]) -> list[str]:
         )
     if processes["share_memory"]:
         problems.append(
-            f"processes share no memory ({processes['share_memory']}); ranks on gloo meet over the network, which "
+            f"processes share no memory ({processes['share_memory']}); ranks on gloo agree over the network, which "
             "is slower"
         )
     return problems

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from shardwright.comm import Communicator, Division, Pending, Unreached, copies, pages
 from shardwright.comm.copies import Copies
 from shardwright.comm.pages import POSTS
-from tests.comm.test_pages import Interrupt
-from tests.engine.kit.meetings import fresh_meetings
+from tests.engine.kit.meetings import Interrupt, fresh_meetings
 from tests.support import multirank
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from shardwright.comm import LEFT, Meeting, Unreached, new_failure, pages
 from shardwright.comm.hall import Hall, Missing
 from shardwright.comm.meeting import meeting_of
 from shardwright.comm.pages import SLOTS, OtherRing, Ring
-from tests.engine.kit.meetings import fresh_meetings
+from tests.engine.kit.meetings import Interrupt, fresh_meetings
 from tests.support import multirank
 
 CPU = torch.device("cpu")
@@ -353,10 +353,6 @@ def test_interrupts_while_a_rank_waits_do_not_keep_it_from_what_was_agreed_on(
             meeting.settle()
         assert value.tolist() == [2, 2, 2]
         dist.barrier()
-
-
-class Interrupt(BaseException):
-    """What a signal's handler raises."""
 
 
 @contextmanager

@@ -187,7 +187,7 @@ def test_a_model_without_what_the_trainer_needs(folder: Path) -> None:
     )
     config = Config.model_validate({"model": {"kind": "headless:MEANS"}})
     with pytest.raises(
-        UserError, match=r"kind 'headless' makes a Decoder .* found a RunningMeans without output"
+        UserError, match=r"kind 'headless' to return a Decoder .* found a RunningMeans without output"
     ):
         build_model(config.model, 256)
 
@@ -235,7 +235,7 @@ def test_entry_points_of_installed_packages(tmp_path: Path, monkeypatch: pytest.
     try:
         assert {"theirs", "wrong", "lost"} <= set(strategies.names()) and "theirs" not in sys.modules
         assert strategies.get("theirs").stages == (2,)
-        with pytest.raises(ValueError, match="strategy 'wrong': theirs:MISNAMED is named 'other'"):
+        with pytest.raises(ValueError, match="strategy 'wrong': the name of theirs:MISNAMED is 'other'"):
             strategies.get("wrong")
         with pytest.raises(
             ValueError, match="strategy 'lost' cannot be imported from theirs:LOST: AttributeError"

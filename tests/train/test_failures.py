@@ -127,7 +127,7 @@ def test_run_is_never_overwritten(finished: Path, capsys: pytest.CaptureFixture[
     before = (finished / "metrics.jsonl").read_bytes()
     config = finished.parent / "tiny.toml"
     assert "found one in" in refused(capsys, "train", config, "--run.dir", finished)
-    assert "train.steps: expected more than the 2 steps" in refused(
+    assert "train.steps: expected more than 2, the steps" in refused(
         capsys, "train", config, "--resume", finished, "--train.steps", "2"
     )
     assert (finished / "metrics.jsonl").read_bytes() == before
@@ -205,7 +205,7 @@ def test_damaged_run_json_is_refused_by_every_command(
     ):
         (folder / "run.json").write_text(json.dumps(damaged))
         for command in commands:
-            assert f"run.json: expected {key} as a run writes it" in refused(capsys, *command)
+            assert f"run.json: expected a valid {key}" in refused(capsys, *command)
 
 
 def test_mistake_that_every_rank_meets_is_printed_once(tmp_path: Path) -> None:

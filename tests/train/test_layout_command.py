@@ -139,7 +139,7 @@ def test_mistake_is_one_line_and_status_2(capsys: Capture, job: str, arguments: 
     assert captured.out == ""
     expected = expected.replace("SEE", "see shardwright layout --help")
     assert (
-        captured.err == f"error: {expected.replace('LIST', 'expected integers >= 1 with commas between')}\n"
+        captured.err == f"error: {expected.replace('LIST', 'expected integers >= 1, separated by commas')}\n"
     )
 
 

@@ -165,7 +165,7 @@ def test_a_loss_above_and_one_below_are_explained() -> None:
     config = tiny()
     assert validation_lines(None, 2.0, config) == ["  validation      none"]
     assert validation_lines(2.5, 2.0, config) == [
-        "  validation      2.5000 on the text's last 5%, kept out of training"
+        "  validation      2.5000 on the text's last 5%, which no step trains on"
     ]
     lower = " ".join(validation_lines(1.5, 2.0, config))
     assert "lower than the training loss" in lower and "after the step's update" in " ".join(lower.split())
@@ -299,7 +299,7 @@ def test_comparison_picture_names_runs_with_their_settings() -> None:
     written = texts(figure)
     assert "Same in all runs: 2 ranks, dtypes fp32" in written and "equal at every step: same" in written
     assert (
-        "GiB on the fullest rank (on the CPU: its whole process)" in written
+        "GiB on the rank with the highest peak (on the CPU: its whole process)" in written
         and "tokens per second (median of the steps)" in written
     )
     colors = [line.get_color() for line in figure.axes[0].get_lines()]

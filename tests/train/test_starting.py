@@ -84,7 +84,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(agreement, "PATIENCE", timedelta(seconds=0.2))
     monkeypatch.setenv("SHARDWRIGHT_TIMEOUT", "0.2")
-    assert answers(stated(), None)[0].startswith("expected 2 ranks to start, found nothing of rank 1;")
+    assert answers(stated(), None)[0].startswith("expected 2 ranks to start, got no answer from rank 1;")
 
 
 def test_one_rank_reports_what_several_met(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_a_file_in_place_of_a_package_is_named(
     monkeypatch.setattr(cli, "_compare", fails)
     assert cli.main(["compare", "a", "b"]) == 2
     assert capsys.readouterr().err.startswith(
-        "error: /home/me/rich.py is found in place of the package rich; rename it"
+        "error: Python imports /home/me/rich.py instead of the package rich; rename this file"
     )
 
 

@@ -3,8 +3,9 @@
     sw.load_pretrained(model, "llama-3-8b/", key_map=hugging_face.key_map(model.config))
     sw.save_pretrained(model, "tuned/", key_map=hugging_face.key_map(model.config))
 
-Each rank reads its part of a file and no more; no rank ever holds the model. :class:`Transposed`, :class:`Slice`,
-:class:`Stacked` and :class:`Joined` tell a key map where tensors are stored in another form. docs/pretrained.md.
+Each rank reads only its part of a file; no rank ever holds the model. In a key map :class:`Transposed`,
+:class:`Slice`, :class:`Stacked` and :class:`Joined` describe tensors that are stored in another form.
+docs/pretrained.md.
 """
 
 from shardwright.checkpoint.load import Loaded, load_pretrained

@@ -1,8 +1,8 @@
-"""What transformers itself knows of the names and forms in which its models are stored.
+"""Key maps from transformers' own conversions between stored tensors and its models.
 
-Weights are renamed, experts stored one by one, projections fused. transformers has a list of such conversions for each
-model. Here it runs on stand-ins for stored tensors, so that the result says which parts of which tensors a rank needs.
-transformers is not imported here: a model of one of its classes has been made, so it is loaded already.
+transformers renames weights, stores experts one by one and fuses projections. It has a list of such conversions for
+each model. This file runs them on stand-ins for stored tensors. The result shows which parts of which tensors a rank
+needs. This file does not import transformers: if the model has one of its classes, it is already imported.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from shardwright.engine.front.module import FSDPModule, original_class
 def transformers_key_map(
     model: nn.Module, names: Iterable[str], stored: Mapping[str, StoredTensor]
 ) -> dict[str, Source] | None:
-    """Where the tensors of these names are stored, if the model is one of transformers (from version 5 on); else None.
+    """The stored places of the tensors of these names, if the model is one of transformers (5 or later); else None.
 
     Raises:
-        ValueError: a conversion that cannot be followed part by part.
+        ValueError: a conversion that cannot be done part by part.
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None or not isinstance(model, modeling.PreTrainedModel):
@@ -37,13 +37,13 @@ def transformers_key_map(
         conversion_mapping: Any = importlib.import_module("transformers.conversion_mapping")
         loading: Any = importlib.import_module("transformers.core_model_loading")
         transforms = conversion_mapping.get_model_conversion_mapping(_as_made(model))
-    except (ImportError, AttributeError):  # before transformers 5, which stores tensors as they are
+    except (ImportError, AttributeError):  # transformers before version 5 stores tensors without conversions
         return None
     return _follow(loading, transforms, model, dict.fromkeys(names, True), stored)
 
 
 def names_not_stored(model: nn.Module) -> frozenset[str]:
-    """The tensors that transformers leaves out when it saves this model: its constructor computes them."""
+    """The tensors that transformers does not save for this model, because its constructor computes them."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None or not isinstance(model, modeling.PreTrainedModel):
         return frozenset()
@@ -51,7 +51,7 @@ def names_not_stored(model: nn.Module) -> frozenset[str]:
 
 
 def _as_made(model: Any) -> Any:
-    """The model with the classes that its modules had before they were sharded: conversions go by their names."""
+    """A context in which modules have their original classes, because conversions use the names of classes."""
 
     def plain(module: nn.Module) -> nn.Module:
         if not isinstance(module, FSDPModule):
@@ -74,7 +74,7 @@ def _follow(
     names: dict[str, bool],
     stored: Mapping[str, StoredTensor],
 ) -> dict[str, Source]:
-    """As ``transformers.core_model_loading.convert_and_load_state_dict_in_model`` goes through a state dict."""
+    """Process the stored tensors as ``transformers.core_model_loading.convert_and_load_state_dict_in_model`` does."""
     renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
@@ -111,7 +111,7 @@ def _follow(
 
 
 class _Form:
-    """Stands for a stored tensor, or for what is made of several: its shape, and how it is made."""
+    """A stand-in for a stored tensor, or for a tensor made of several: its shape and its source."""
 
     def __init__(self, source: Source, shape: Iterable[int]) -> None:
         self.source = source

@@ -1,6 +1,6 @@
-"""SHA-256 digests of the files of a checkpoint: taken by the rank that wrote a file, compared before a load.
+"""SHA-256 digests of the files of a checkpoint. The rank that writes a file computes its digest; a load compares it.
 
-They find damage: a bit that flipped, a file that was cut off or belongs to another step. They are no signature.
+Digests find damage: flipped bits, files that are cut off or belong to another step. They are not a signature.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def open_regular(file: Path, links: bool = False) -> int:
     """A descriptor for reading, which the caller closes. Links are followed if ``links``.
 
     Raises:
-        Damaged: there is no such file, or it is a link, a folder, a device or a pipe, which no save has written.
+        Damaged: there is no such file, or it is a link, a folder, a device or a pipe, which no save writes.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)  # pipes do not block then
+    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)  # so that pipes do not block
     try:
         descriptor = os.open(file, flags)
     except FileNotFoundError:
@@ -63,7 +63,7 @@ def size_of(file: Path, links: bool = False) -> int:
 
 
 def read_regular(file: Path, links: bool = False) -> bytes:
-    """The whole of a small file. Raises Damaged as :func:`open_regular` does, and where it cannot be read."""
+    """The content of a small file. Raises Damaged as :func:`open_regular` does, or if it cannot be read."""
     with os.fdopen(open_regular(file, links), "rb") as stream:
         try:
             return stream.read()
@@ -91,7 +91,7 @@ def digest_of(file: Path, progress: Callable[[int], None] = _ignore, links: bool
 def check_digest(
     file: Path, expected: Digest, progress: Callable[[int], None] = _ignore, links: bool = False
 ) -> None:
-    """Raise Damaged where the file is not the one that was digested. Its length is compared first."""
+    """Raise Damaged if the file differs from the digested one. The length is compared first."""
     if (nbytes := size_of(file, links)) != expected.nbytes:
         raise Damaged(f"{file.name} holds {nbytes:,} bytes, {expected.nbytes:,} expected")
     try:
@@ -103,12 +103,12 @@ def check_digest(
 
 
 def share(sizes: Mapping[str, int], rank: int, ranks: int) -> list[str]:
-    """The names that fall to ``rank``, so that all ranks get about as many bytes."""
+    """The names for ``rank``, so that all ranks get about the same number of bytes."""
     loads = [0] * ranks
     mine = []
     for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
         lightest = loads.index(min(loads))
-        loads[lightest] += sizes[name] + 1  # empty ones are spread, too
+        loads[lightest] += sizes[name] + 1  # also spread empty files
         if lightest == rank:
             mine.append(name)
     return mine
@@ -118,15 +118,15 @@ def share(sizes: Mapping[str, int], rank: int, ranks: int) -> list[str]:
 
 
 def sealed(content: Mapping[str, Any]) -> str:
-    """JSON text of ``content`` with a digest of it, so that a changed number is noticed."""
+    """JSON text of ``content`` with its digest, so that a change is noticed."""
     return json.dumps({**content, SEAL: _digest_of_content(content)}, indent=1) + "\n"
 
 
 def unsealed(text: bytes, name: str) -> dict[str, Any]:
-    """The content of what :func:`sealed` made.
+    """The content of a text from :func:`sealed`.
 
     Raises:
-        Damaged: it is no such text, or not the one that was written.
+        Damaged: it is no such text, or it has changed.
     """
     try:
         content = json.loads(text)

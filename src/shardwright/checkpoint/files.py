@@ -1,9 +1,9 @@
-"""What lies in files of weights: safetensors, and what ``torch.save`` has written; one file, or several with an index.
+"""Files of weights: safetensors and files of ``torch.save``; one file, or several with an index.
 
-Reading maps files into memory: a tensor is a view of its file, and only the pages that are copied from are read. The
+Reading maps files into memory. A tensor is a view of its file, so only the pages of copied parts are read. The
 safetensors format is small enough to be read and written here
-(https://github.com/huggingface/safetensors#format), byte ranges and all, without its library. Models and ranks are not
-known in this file.
+(https://github.com/huggingface/safetensors#format), also in parts, without its library. This file knows no models and
+ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, of which nothing but name, shape and dtype was read."""
+    """A tensor in a file. Only its name, shape and dtype were read."""
 
     key: str
     file: Path
@@ -67,13 +67,13 @@ class StoredTensor:
 def open_stored(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     """Every tensor of a file, or of a folder with an index or a single file of weights.
 
-    In a folder safetensors go before what torch has written, and an index before a file. Headers are read, weights are
-    not (a file of the format that ``torch.save`` had before torch 1.6 is read whole: it cannot be mapped).
+    In a folder safetensors are preferred to files of ``torch.save``, and an index to a file. Only headers are read.
+    (Files of ``torch.save`` before torch 1.6 are read completely, because they cannot be mapped.)
 
     Raises:
         FileNotFoundError: there is nothing there, or a file that the index names is missing.
-        ValueError: a file is damaged, of an unknown kind, or holds something else than tensors by name; or it is not
-            clear which file is meant.
+        ValueError: a file is damaged, of an unknown kind, or holds other values than named tensors; or several files
+        fit.
     """
     path = Path(path)
     if path.is_dir():
@@ -140,7 +140,7 @@ def _open_file(file: Path) -> dict[str, StoredTensor]:
 
 
 def abbreviated(names: Sequence[object], limit: int = 12) -> str:
-    """The names, separated by commas; of very many the first, and how many more there are."""
+    """The names, separated by commas. A long list is cut, with the number of the other names."""
     joined = ", ".join(map(str, names[:limit]))
     return f"{joined} and {len(names) - limit:,} more" if len(names) > limit else joined
 
@@ -187,7 +187,7 @@ def _open_safetensors(file: Path) -> dict[str, StoredTensor]:
                 return torch.empty(shape, dtype=dtype)
             data = bytes_of_file()[8 + length + begin : 8 + length + end]
             if data.data_ptr() % dtype.itemsize:
-                # As no usual writer leaves it. It cannot be read in place, so it is read whole.
+                # No usual writer makes such a file. It cannot be read in place, so it is read completely.
                 data = data.clone()
             return data.view(dtype).view(shape)
 
@@ -206,7 +206,7 @@ def _entry(value: Mapping[str, Any], available: int) -> tuple[torch.Size, torch.
     shape, (begin, end) = list(value["shape"]), value["data_offsets"]
     if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
         raise ValueError(f"shape {shape} and bytes {begin} to {end} are not all whole numbers from 0")
-    # Not by torch.Size.numel, which overflows.
+    # Not with torch.Size.numel, which overflows.
     if not begin <= end <= available or end - begin != math.prod(shape) * DTYPES[name].itemsize:
         raise ValueError(f"{tuple(shape)} of {name} at bytes {begin} to {end} of {available:,}")
     return torch.Size(shape), DTYPES[name], begin, end
@@ -224,11 +224,11 @@ class SafetensorsFile:
     """A safetensors file under construction: its size and header are written at once, tensors in any order.
 
     Args:
-        file: made anew.
-        tensors: by key, shape and dtype.
+        file: the path of the new file.
+        tensors: shape and dtype by key.
 
     Raises:
-        ValueError: a dtype that the format does not know, by name.
+        ValueError: names a dtype that the format does not support.
         OSError: the file cannot be written.
     """
 
@@ -251,7 +251,7 @@ class SafetensorsFile:
         _write(self._descriptor, memoryview(struct.pack("<Q", len(text)) + text), 0)
 
     def write(self, key: str, tensor: Tensor) -> None:
-        """Write the tensor of that key, of the shape and dtype that were told."""
+        """Write the tensor of this key, with the shape and dtype from the constructor."""
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         if tensor.nbytes:
             data = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
@@ -266,7 +266,7 @@ class SafetensorsFile:
 
 
 def name_of(dtype: torch.dtype, key: str) -> str:
-    """The format's name of a dtype. Raises ValueError, which names the tensor, where it has none."""
+    """The format's name of a dtype. If there is none, raises a ValueError that names the tensor."""
     if dtype not in _NAMES:
         raise ValueError(
             f"{key!r} has {dtype}, which safetensors cannot store; pass another dtype to save_pretrained"
@@ -286,7 +286,7 @@ def _write(descriptor: int, data: memoryview, offset: int) -> None:
 def _open_torch(file: Path) -> dict[str, StoredTensor]:
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:  # unpickling damaged bytes can raise nearly anything
+    except Exception as error:  # damaged bytes can raise nearly any exception
         reason = str(error).strip().splitlines()[:1]
         raise ValueError(
             f"{file}: torch.load cannot read it with weights_only=True, which allows only tensors and plain values "

@@ -1,7 +1,8 @@
-"""Folders of torch's distributed checkpoint, read as data: nothing that a folder holds is called.
+"""Folders of torch's distributed checkpoint, read as data: no code from a folder runs.
 
-torch's own reader unpickles ``.metadata``, and its planner every value that is no tensor. The reader and the planner
-here do neither. They also load folders that torch's own saved; what they cannot read safely they refuse.
+torch's own reader unpickles ``.metadata``, and its planner unpickles every value that is no tensor. The reader and the
+planner here unpickle nothing. They also load folders from torch's own writer. They raise an error for values that they
+cannot read safely.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ METADATA = ".metadata"  #: the file that torch's distributed checkpoint writes l
 
 
 def read_metadata(folder: Path, links: bool = False) -> Metadata:
-    """What a checkpoint says it holds. Links are followed if ``links``.
+    """The metadata of a checkpoint. Links are followed if ``links``.
 
     Raises:
-        Damaged: that cannot be read, or names what no checkpoint needs.
+        Damaged: it cannot be read, or names a class that no checkpoint needs.
     """
     return parse_metadata(read_regular(folder / METADATA, links))
 
@@ -46,7 +47,7 @@ def files_of(metadata: Metadata) -> dict[str, int]:
 
 
 def check_sizes(folder: Path, sizes: Mapping[str, int], links: bool = False) -> None:
-    """Raise Damaged where a file is missing, is no regular file or is too short."""
+    """Raise Damaged if a file is missing, is no regular file or is too short."""
     for name, nbytes in sizes.items():
         if (nbytes_on_disk := size_of(folder / name, links)) < nbytes:
             raise Damaged(f"{name} holds {nbytes_on_disk:,} bytes, at least {nbytes:,} expected")
@@ -88,7 +89,7 @@ class Planner(DefaultLoadPlanner):
 
 
 def not_plain(error: pickle.UnpicklingError) -> str:
-    """Why ``torch.load(weights_only=True)`` refused a value, in a line."""
+    """The reason why ``torch.load(weights_only=True)`` did not load a value, in one line."""
     named = re.search(r"GLOBAL (\S+)", str(error))
     if named is None:
         return "is damaged: torch.load cannot read it"
@@ -125,12 +126,12 @@ def load(
         raise_cause(failure, Damaged, "read")
 
 
-#: Failures of a rank itself, which say nothing about the files.
+#: Failures of a rank itself, which are no sign of damaged files.
 OF_RANKS = (KeyboardInterrupt, MemoryError, SystemExit, torch.OutOfMemoryError)
 
 
 def raise_cause(failure: CheckpointException, kind: type[Exception], doing: str) -> NoReturn:
-    """Raise what a load or save failed of on some rank as an ordinary error of that kind."""
+    """Raise the failure of a load or save on some rank as an ordinary error of the same kind."""
     failures = sorted((rank, error) for rank, (error, _) in failure.failures.items())
     for _, error in failures:
         if isinstance(error, OF_RANKS):

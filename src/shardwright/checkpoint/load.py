@@ -1,7 +1,7 @@
 """``load_pretrained``: weights from files straight into this rank's part of a model.
 
-Everything that can be known before is checked before: names, shapes and dtypes of all files come from their headers, on
-every rank, and one error names all that does not fit. Then each rank copies its boxes out of the mapped files.
+First every rank checks names, shapes and dtypes from the headers of all files, and one error lists everything that does
+not fit. Then each rank copies its boxes out of the mapped files.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Loaded:
     """What :func:`load_pretrained` did.
 
     Attributes:
-        missing: the model's tensors that are not stored, by name; they are as they were.
-        unexpected: stored tensors that the model has no place for, by key.
-        bytes_read: out of files, by this rank.
+        missing: names of the model's tensors that are not stored; these are unchanged.
+        unexpected: keys of stored tensors that the model does not have.
+        bytes_read: bytes that this rank has read from files.
     """
 
     missing: list[str]
@@ -125,7 +125,7 @@ def load_pretrained(
 
 
 def _refuse_different_files(mesh: DeviceMesh | None, plan: _Plan) -> None:
-    """Ranks that read copies of a checkpoint must find the same tensors, or they would load different ones."""
+    """Raise if ranks read copies of a checkpoint that have different tensors."""
     if mesh is None:
         return
     stored = plan.loads[0].stored.values() if plan.loads else ()
@@ -169,7 +169,7 @@ class _Plan:
     bytes_compared: int = 0
 
     def in_order(self) -> list[_Load]:
-        """As they lie in the files, which disks like."""
+        """The tensors in the order of the files, which is fast on disks."""
         return sorted(self.loads, key=lambda load: load.place)
 
 
@@ -180,7 +180,7 @@ def _plan(
     may_miss: tuple[str, ...],
     may_be_unexpected: tuple[str, ...],
 ) -> _Plan:
-    """What is to be read. Raises ValueError with everything that does not fit."""
+    """The tensors to read. Raises a ValueError that lists everything that does not fit."""
     stored = open_stored(path)
     plan = _Plan()
     used: set[str] = set()
@@ -244,7 +244,7 @@ def _missing_in_words(entry: ModelTensor, source: Source, stored: dict[str, Stor
 
 
 def _misfit(load: _Load, name: str) -> str | None:
-    """Why what is stored cannot go into the model's tensor."""
+    """The reason why the stored tensor does not fit the model's tensor."""
     tensor = load.entry.tensor
     keys = keys_of(load.source)
     label = repr(name) if keys == [name] else f"{name!r} (stored as {abbreviated(keys, 3)})"
@@ -283,7 +283,7 @@ def _problems_in_words(path: Path, missing: list[str], unexpected: list[str], un
 
 
 def _fill(load: _Load, device: torch.device) -> int:
-    """Copy this rank's part out of the files. Returns how many bytes of them that is."""
+    """Copy this rank's part from the files. Returns the number of bytes read."""
     entry = load.entry
     if entry.unit is None and not entry.has_values:
         entry = allocate(entry, device)
@@ -293,7 +293,7 @@ def _fill(load: _Load, device: torch.device) -> int:
 
 
 def _read(load: _Load, boxes: list[Box]) -> int:
-    """Copy what belongs into these boxes. Returns how many bytes of files that is."""
+    """Copy the content of these boxes. Returns the number of bytes read."""
     _, views = views_of(load.source, lambda key: load.stored[key].view())
     count = 0
     for box in boxes:
@@ -318,7 +318,7 @@ def _index(begins: list[int], ends: list[int], offsets: tuple[int, ...]) -> tupl
 
 
 def _compare(one: _Load, other: _Load) -> tuple[int, bool]:
-    """Bytes read, and whether both would load the same values into this rank's part."""
+    """The number of bytes read, and whether both sources have equal values for this rank's part."""
     entry = one.entry
     parts = [
         [

@@ -51,7 +51,7 @@ def parse_metadata(data: bytes) -> Metadata:
         read = _Unpickler(io.BytesIO(data)).load()
     except Damaged:
         raise
-    except Exception as error:  # damaged bytes raise nearly anything
+    except Exception as error:  # damaged bytes can raise nearly any exception
         raise Damaged(f"unreadable .metadata file ({type(error).__name__})") from error
     try:
         return _built(read)
@@ -65,7 +65,7 @@ def parse_metadata(data: bytes) -> Metadata:
 
 
 class _Record:
-    """What the file says of one object: its class's name, arguments and state. Nothing is called with them."""
+    """The file's description of one object: the name of its class, arguments and state. Nothing is called with them."""
 
     __slots__ = ("state",)
     state: Any
@@ -107,11 +107,11 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
 
 
 class _Unpickler(pickle.Unpickler):
-    """Gives a record for each name of the list, and raises for any other."""
+    """Makes a record for each name of the list. Other names raise an error."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream)
-        # Of this file alone: what one file might do to its classes, the next one does not meet.
+        # Separate classes for each file, so that one file cannot change the classes of the next.
         self._classes: dict[str, type] = {
             name: type(name, (_Record,), {"__slots__": ()}) for name in _CLASS_NAMES.values()
         }
@@ -200,7 +200,8 @@ def _entry(name: str, value: Any) -> TensorStorageMetadata | BytesStorageMetadat
 
 
 def _check_chunks(name: str, size: torch.Size, chunks: list[ChunkStorageMetadata]) -> None:
-    """Every element in exactly one chunk. torch's loader does not look: what is missing keeps its old values."""
+    """Check that every element is in exactly one chunk. torch's loader does not check; missing parts keep old
+    values."""
     for chunk in chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(
             offset + length > whole

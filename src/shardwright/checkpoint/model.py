@@ -1,6 +1,6 @@
-"""The tensors of a model as files know them: every parameter and buffer by name, ties once, and this rank's part.
+"""The named tensors of a model for files: every parameter and buffer, tied ones once, with this rank's part.
 
-Plain models and sharded ones look the same from here on; which boxes of a tensor a rank has, its cut knows.
+Other files of this package use this list for plain and sharded models. The cut of a parameter gives its boxes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwright.engine.unit.owning import settle
 from shardwright.engine.unit.unit import Unit
 from shardwright.init.delivery import Holder, become
 
-#: Of modules that wrap others without being part of a model's structure: activation checkpointing, torch.compile.
+#: Name parts of wrapper modules that are not in a model's structure: activation checkpointing, torch.compile.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -92,7 +92,7 @@ def tensors_of(model: nn.Module) -> list[ModelTensor]:
 
 
 def at_rest(units: list[Unit], doing: str) -> None:
-    """Show the sharded parameters, and take over what users have put in their place.
+    """Show the sharded parameters, and adopt parameters that users have replaced.
 
     Raises:
         RuntimeError: a forward or backward is under way.
@@ -110,7 +110,7 @@ def at_rest(units: list[Unit], doing: str) -> None:
 
 
 def boxes_of(entry: ModelTensor) -> list[Box]:
-    """What this rank has of it; on meta if it is nowhere yet."""
+    """The boxes that this rank has; on meta if the tensor has no memory yet."""
     tensor = entry.tensor
     if entry.unit is not None:
         managed = entry.unit.managed(tensor)
@@ -126,7 +126,7 @@ def boxes_of(entry: ModelTensor) -> list[Box]:
 
 
 def mark_loaded(entry: ModelTensor) -> None:
-    """Let the unit know of new values, also on a rank that has no element of them."""
+    """Report new values to the unit, also on a rank without elements of them."""
     if entry.unit is not None:
         local = entry.unit.managed(entry.tensor).local
         increment_version([local])
@@ -134,7 +134,7 @@ def mark_loaded(entry: ModelTensor) -> None:
 
 
 def allocate(entry: ModelTensor, device: torch.device) -> ModelTensor:
-    """Give a tensor without values that no unit owns memory; the same object if nothing forbids it."""
+    """Give memory to a tensor without values that no unit owns. Keeps the object if possible."""
     old = entry.tensor
     made = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=device)
     is_parameter = isinstance(old, nn.Parameter)
@@ -147,7 +147,7 @@ def allocate(entry: ModelTensor, device: torch.device) -> ModelTensor:
 
 
 def aliases_of(model: nn.Module, tensors: list[ModelTensor]) -> dict[str, str]:
-    """Of tensors without values that no unit owns: the name of another that views the same memory."""
+    """For tensors without values that no unit owns: the name of another tensor over the same memory."""
     unset = [entry for entry in tensors if entry.unit is None and not entry.has_values]
     own = {id(entry.tensor) for entry in tensors}
     viewers = [(entry.name, entry.tensor) for entry in unset]
@@ -167,7 +167,7 @@ def aliases_of(model: nn.Module, tensors: list[ModelTensor]) -> dict[str, str]:
 
 
 def raise_everywhere(mesh: DeviceMesh | None, error: Exception | None) -> None:
-    """Raise, on every rank, what was raised on any: the error itself where it came up, its text on the others."""
+    """If a rank failed, raise on every rank: the error itself on that rank, its text on the others."""
     errors = (
         []
         if mesh is None
@@ -183,7 +183,7 @@ def raise_everywhere(mesh: DeviceMesh | None, error: Exception | None) -> None:
 
 
 def on_every_rank(mesh: DeviceMesh | None, action: Callable[[], Any]) -> Any:
-    """Do ``action``, which does not communicate; where it raises on one rank, every rank raises."""
+    """Run ``action``, which does not communicate. If it raises on one rank, every rank raises."""
     error: Exception | None = None
     result = None
     try:
@@ -195,7 +195,7 @@ def on_every_rank(mesh: DeviceMesh | None, action: Callable[[], Any]) -> Any:
 
 
 def first_rank(mesh: DeviceMesh | None) -> bool:
-    """Whether this is the rank that writes."""
+    """Whether this is the writing rank."""
     return mesh is None or not any(mesh.get_coordinate() or ())
 
 

@@ -1,8 +1,7 @@
-"""Where a model's tensors lie in files of other names: key maps, and the few ways in which tensors differ there.
+"""Key maps: the places of a model's tensors in files with other names and forms.
 
-A model's tensor may be a stored one under another name, transposed, a slice of one that was fused, or several of them
-stacked or joined. All of it works on views, so that whoever reads one knows which bytes a part needs. Neither files
-nor models are known here.
+A model's tensor may be a stored tensor under another name, a transposed one, a slice of a fused one, or several stacked
+or joined ones. All forms are views, so a reader knows which bytes a part needs. This file knows no files and models.
 """
 
 from __future__ import annotations
@@ -72,13 +71,12 @@ class Joined:
 
 
 Source: TypeAlias = "str | Transposed | Slice | Stacked | Joined"
-#: From a name in the model to where that tensor lies. A mapping may leave out names that are the same in both; None
-#: says that the tensor is not stored.
+#: From a name in the model to the stored place of the tensor. A mapping may leave out equal names. None: not stored.
 KeyMap: TypeAlias = "Mapping[str, Source | None] | Callable[[str], Source | None]"
 
 
 def source_of(key_map: KeyMap | None, name: str) -> Source | None:
-    """Where the model's tensor ``name`` is stored."""
+    """The stored place of the model's tensor ``name``."""
     if key_map is None:
         return name
     source = key_map.get(name, name) if isinstance(key_map, Mapping) else key_map(name)
@@ -91,7 +89,7 @@ def source_of(key_map: KeyMap | None, name: str) -> Source | None:
 
 
 def keys_of(source: Source) -> list[str]:
-    """Every stored tensor that the source is made of."""
+    """The keys of all stored tensors in the source."""
     if isinstance(source, str):
         return [source]
     if isinstance(source, (Transposed, Slice)):
@@ -107,10 +105,10 @@ class View(NamedTuple):
 
 
 def views_of(source: Source, get: Callable[[str], Tensor]) -> tuple[torch.Size, list[View]]:
-    """The shape that a source gives, and the boxes it consists of. ``get`` gives the stored tensors, or meta ones.
+    """The shape of a source, and its boxes. ``get`` returns the stored tensors, or meta tensors.
 
     Raises:
-        ValueError: what is stored cannot be put together in this way.
+        ValueError: the stored tensors cannot be combined in this way.
     """
     if isinstance(source, str):
         stored = get(source)
@@ -172,7 +170,7 @@ def _unlike(shapes: Sequence[Sequence[int]]) -> str:
 
 
 class Piece(NamedTuple):
-    """What a model's tensor contributes to a stored one."""
+    """The part of a stored tensor that comes from a model's tensor."""
 
     key: str
     tensor: Tensor
@@ -183,7 +181,7 @@ def pieces_of(source: Source, tensor: Tensor) -> Iterator[Piece]:
     """The stored tensors, as views of the model's: the inverse of :func:`views_of`.
 
     Raises:
-        ValueError: the tensor cannot be taken apart in this way.
+        ValueError: the tensor cannot be divided in this way.
     """
     if isinstance(source, str):
         yield Piece(source, tensor, None)

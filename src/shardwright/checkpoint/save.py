@@ -1,7 +1,7 @@
 """``save_pretrained``: a model's weights as safetensors with an index, without any rank holding the model.
 
-Where every tensor goes is planned from shapes alone. Then parameters are gathered one after the other and the first
-rank writes each into its place. The folder appears under its name when it is whole.
+The plan of all places needs only shapes. Then parameters are gathered one after another, and the first rank writes each
+into its place. The folder gets its name when it is complete.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def save_pretrained(
         for group in plan.groups:
             whole = {
                 entry.name: _whole(entry) for entry in group
-            }  # every rank takes part, whatever the writer met
+            }  # every rank takes part, even if the writer has failed
             if writes and error is None:
                 try:
                     writer.write(group, whole)
@@ -134,11 +134,11 @@ def _whole(entry: ModelTensor) -> Tensor:
 
 @dataclass
 class _Plan:
-    """What is written where.
+    """The place of each tensor in the files.
 
     Attributes:
-        groups: tensors of the model that are needed together, since a stored one is made of them; mostly one.
-        keys: by stored key, shape and dtype.
+        groups: tensors of the model that form one stored tensor; mostly one.
+        keys: shape and dtype by stored key.
         files: the keys in each file.
     """
 
@@ -190,7 +190,7 @@ def _plan(tensors: list[ModelTensor], key_map: KeyMap | None, dtype: torch.dtype
 
 
 def _join(groups: list[list[ModelTensor]], entry: ModelTensor, others: list[ModelTensor]) -> None:
-    """One group of ``held`` and all that contribute to the same stored tensors."""
+    """One group of ``entry`` and all tensors that form the same stored tensors."""
     ids = {id(other) for other in others if other is not entry}
     if not ids:
         groups.append([entry])
@@ -201,7 +201,7 @@ def _join(groups: list[list[ModelTensor]], entry: ModelTensor, others: list[Mode
 
 
 def _shape_of(key: str, own_pieces: list[tuple[ModelTensor, Piece]]) -> tuple[torch.Size, torch.dtype]:
-    """Shape and dtype of the stored tensor that these make."""
+    """The shape and dtype of the stored tensor that these form."""
     names = abbreviated([repr(entry.name) for entry, _ in own_pieces], 6)
     tensors = [piece.tensor for _, piece in own_pieces]
     first = tensors[0]
@@ -217,8 +217,8 @@ def _shape_of(key: str, own_pieces: list[tuple[ModelTensor, Piece]]) -> tuple[to
         or len({(*t.shape[:dim], *t.shape[dim + 1 :]) for t in tensors}) > 1
     ):
         raise ValueError(
-            f"{names} share the key {key!r}, but they are not exactly its slices, each once. Give every tensor its "
-            "own key, or slices of one key that follow one another from 0."
+            f"{names} share the key {key!r}, but their slices leave gaps, overlap or do not begin at 0. Give every "
+            "tensor a separate key, or consecutive slices of one key from 0 on."
         )
     if len({t.dtype for t in tensors}) > 1:
         raise ValueError(
@@ -244,7 +244,7 @@ def _files(plan: _Plan, limit: int) -> dict[str, list[str]]:
 
 
 class _Writer:
-    """The folder under construction, on the rank that writes."""
+    """The folder while it is written, on the writing rank."""
 
     def __init__(self, path: Path, plan: _Plan, overwrite: bool) -> None:
         self._final = path.resolve()
@@ -256,9 +256,9 @@ class _Writer:
         self._file_of = {key: name for name, keys in plan.files.items() for key in keys}
 
     def begin(self) -> None:
-        """Make every file, with its header and at its size."""
+        """Make every file with its header and its full size."""
         self._check_place()
-        if self._partial.exists():  # a process that was killed has left it
+        if self._partial.exists():  # left by a killed process
             shutil.rmtree(self._partial)
         self._partial.mkdir(parents=True)
         self._begun = True
@@ -289,7 +289,7 @@ class _Writer:
             )
 
     def write(self, group: list[ModelTensor], whole: dict[str, Tensor]) -> None:
-        """Write all that is made of these tensors of the model."""
+        """Write all stored tensors that these tensors of the model form."""
         pieces: dict[str, list[Piece]] = {}
         for entry in group:
             for piece in self._plan.pieces(entry, whole[entry.name]):
@@ -302,7 +302,7 @@ class _Writer:
             self._open[self._file_of[key]].write(key, tensor.to(self._plan.keys[key][1]))
 
     def finish(self, config: Mapping[str, Any] | None) -> None:
-        """Bring all to disk, and the folder into its place."""
+        """Sync all files to disk, and rename the folder."""
         while self._open:
             self._open.popitem()[1].close()
         if len(self._plan.files) > 1:
@@ -326,7 +326,7 @@ class _Writer:
         shutil.rmtree(old, ignore_errors=True)
 
     def clean_up(self) -> None:
-        """Leave nothing of what was not finished."""
+        """Remove the unfinished folder."""
         while self._open:
             self._open.popitem()[1].close(sync=False)
         if self._begun:

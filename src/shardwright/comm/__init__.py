@@ -1,4 +1,4 @@
-"""Collectives over bytes, the division and compression of gradients, streams and events. Knows nothing of units."""
+"""Collectives over bytes, division and compression of gradients, streams and events. This package knows no units."""
 
 from shardwright.comm.codecs import Cast, Codec, Int8Blocks
 from shardwright.comm.collectives import Communicator, Pending, neighbours, separate

@@ -1,6 +1,6 @@
-"""Fewer bytes for the same numbers, nearly: rows of a floating-point tensor as bytes, and back.
+"""Codecs: they encode rows of a floating-point tensor as fewer bytes, with a small error, and decode them.
 
-A codec knows nothing of ranks. What one rank has encoded every rank decodes to the same bits.
+A codec knows no ranks. Every rank decodes the bytes of one rank to the same bits.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Int8Blocks:
         padded[:, :numel] = rows
         padded = padded.view(count, blocks, self.block)
         scale = padded.abs().amax(-1, keepdim=True) / 127
-        # A scale of zero has zeros alone; one that is no number stays so, and makes all of its block so.
+        # A block with scale zero has only zeros. If a scale is not finite, all of its block becomes not finite.
         codes = (padded / scale.where(scale != 0, 1)).round_().nan_to_num_(0, 0, 0).to(torch.int8)
         codes = codes.view(count, -1)[:, :numel]
         return torch.cat((codes.contiguous().view(torch.uint8), scale.view(count, -1).view(torch.uint8)), 1)
@@ -99,5 +99,5 @@ class Int8Blocks:
 
 
 def _aligned(encoded: torch.Tensor) -> torch.Tensor:
-    """A copy that may be viewed as another dtype, wherever in a buffer of bytes the rows lie."""
+    """A copy that may be viewed as another dtype, at whatever offset of a byte buffer the rows begin."""
     return encoded.clone(memory_format=torch.contiguous_format)

@@ -1,6 +1,6 @@
 """The collectives of a fully sharded step.
 
-A :class:`Communicator` moves bytes for one process group on one device. It knows nothing of units and parameters.
+A :class:`Communicator` moves bytes for one process group on one device. It knows no units and parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardwright.comm.streams import Streams, streams_for
 
 
 class Pending:
-    """A collective under way. :meth:`wait` orders the computation after it; buffers in ``keep`` live until then."""
+    """A running collective. :meth:`wait` orders the computation after it. Buffers in ``keep`` live until then."""
 
     __slots__ = ("_finish", "_keep", "_mark", "_streams", "_work")
 
@@ -49,22 +49,22 @@ class Pending:
         self._finish = finish
 
     def __del__(self) -> None:
-        # A model may go while this is under way: its memory must not be used again before that is over.
-        if getattr(self, "_keep", None) is not None:  # an interrupt may come while it is made
+        # A model may be collected while this runs. Its memory must not be used again before the end.
+        if getattr(self, "_keep", None) is not None:  # an interrupt may come inside __init__
             self._streams.join(self._mark)
 
     @property
     def mark(self) -> Any:
-        """What others on the device may be ordered after."""
+        """The mark after which later work on the device may be ordered."""
         return self._mark
 
     def drop(self) -> None:
-        """Wait until it is over, and leave out what would follow it: nobody uses its results."""
+        """Wait for its end without the work that would follow, because nobody uses its results."""
         self._finish = None
         self.wait()
 
     def wait(self) -> None:
-        # Forgotten only after success: an interrupted wait can be repeated, and buffers outlive the collective.
+        # Cleared only after success: so an interrupted wait can be repeated, and buffers outlive the collective.
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -74,15 +74,15 @@ class Pending:
             finish()
 
 
-#: By group name and for the whole process: communicators come and go when models are collected, which need not be at
-#: the same time on every rank.
+#: By group name, for the whole process. Communicators do not hold it, because ranks may collect their models at
+#: different times.
 _models: Counter[str] = Counter()
 
 
 class Communicator:
-    """Collectives of one process group. Makes no communicator: the group's own is created at its first collective.
+    """Collectives of one process group. The group's first collective creates the backend's communicator.
 
-    Without a group it is for this rank alone: a gather copies, and a reduction has nothing to do.
+    Without a group it is for this rank alone: a gather copies, and a reduction does nothing.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -101,14 +101,15 @@ class Communicator:
         for options, op in zip(self._scatter_options, (dist.ReduceOp.SUM, dist.ReduceOp.AVG), strict=True):
             options.reduceOp = op
             options.asyncOp = self.streams.asynchronous
-        #: Whether :meth:`exchange` does anything: where unequal sizes would abort the process.
+        #: Whether :meth:`exchange` does anything. It does on gloo, where unequal sizes abort the process.
         self.exchanges = self._gloo and self.world_size > 1
-        #: Where they exchange what they are about to do; copies of a communicator have the same one.
+        #: The meeting of the ranks. Copies of a communicator share it.
         self.meeting = meeting_of(group, device) if self.exchanges and group is not None else None
 
     @property
     def models(self) -> int:
-        """How many models over this group there were; the same on every rank if all make theirs in one order."""
+        """The number of models over this group so far. It is equal on all ranks if they make models in the same
+        order."""
         return _models[self.group.group_name if self.group is not None else ""]
 
     @models.setter
@@ -116,7 +117,7 @@ class Communicator:
         _models[self.group.group_name if self.group is not None else ""] = count
 
     def exchange(self, record: tuple[int, ...], limit: timedelta | None = None) -> list[list[int]] | None:
-        """Show every rank ``record``; return all ranks' if they are not the same. See :meth:`Meeting.show`."""
+        """Send ``record`` to every rank. Returns the records of all ranks if they differ. See :meth:`Meeting.show`."""
         assert self.meeting is not None
         return self.meeting.show(record, limit)
 
@@ -126,17 +127,17 @@ class Communicator:
         return self.meeting.copies if self.meeting is not None and self.streams.asynchronous else None
 
     def begin(self, announce: Callable[[], None] | None, collective: Callable[[], Any]) -> Any:
-        """Announce, if there is anything to announce, and begin a collective; returns what to wait for."""
+        """Call ``announce``, if there is one, and begin a collective. Returns the work to wait for."""
         if announce is None or self.meeting is None:
             work = collective()
         else:
             work = self.meeting.begin(announce, collective)
         if self._gloo and not self.streams.asynchronous and work is not None:
-            work.wait()  # over an accelerator's memory: gloo queues nothing on the stream, the host copies
+            work.wait()  # on an accelerator's memory gloo queues nothing on the stream; the host copies
         return work
 
     def gather_row(self, mine: torch.Tensor) -> torch.Tensor:
-        """Every rank's flat ``mine``, a row for each, on the device and the current stream. Modes do not see it."""
+        """Gather every rank's flat ``mine`` as rows, on the device and the current stream. Modes do not see it."""
         everyone = mine.new_empty(self.world_size * mine.numel())
         backend_for(self.group, self.device)._allgather_base(everyone, mine).wait()
         return everyone.view(self.world_size, -1)
@@ -153,7 +154,7 @@ class Communicator:
 
         ``casts`` are destinations and sources copied first, on the gather's own stream. All tensors must be
         uint8: one coalesced gather of mixed dtypes returns wrong data on gloo without an error. ``announce`` is
-        called last before the collective, when nothing can fail on this rank alone any more; it may raise.
+        called last before the collective; after it nothing can fail on this rank alone. It may raise.
         """
         with self.streams.fork("gather"):
             if casts[0]:
@@ -198,11 +199,11 @@ class Communicator:
         announce: Callable[[], None] | None = None,
         after: Pending | None = None,
     ) -> Pending:
-        """Sum each of ``inputs`` over the ranks; ``outputs[i]`` receives this rank's piece of the i-th, divided.
+        """Sum each of ``inputs`` over the ranks. ``outputs[i]`` receives this rank's piece of the i-th sum, divided.
 
-        All are flat; an input is its pieces, rank after rank. ``announce`` is called last before the collective, as in
-        :meth:`all_gather`. On an accelerator it is queued after the collective ``after``, or after the computation so
-        far.
+        All tensors are flat. An input has one piece for each rank, in rank order. ``announce`` is called last before
+        the collective, as in :meth:`all_gather`. On an accelerator the collective is queued after the collective
+        ``after``, or after the computation so far.
         """
         streams = self.streams
         with streams.fork("reduce") if after is None else streams.beside("reduce", after.mark):
@@ -256,7 +257,7 @@ class Communicator:
     def _divided(
         self, work: Any, stream: str, outputs: list[torch.Tensor], division: Division, keep: Any
     ) -> Pending:
-        """What is under way, with the division that follows the collective."""
+        """The running collective, with the division that follows it."""
         keep = outputs, keep
         if division.after == 1.0:
             return Pending(self.streams, work, self.streams.mark(stream), keep=keep)
@@ -274,7 +275,7 @@ class Communicator:
         assert self.group is not None
         options = AllToAllOptions()
         options.asyncOp = True
-        # gloo knows no complex numbers.
+        # gloo does not support complex numbers.
         arriving, sent = (torch.view_as_real(t) if t.is_complex() else t for t in (received, packed))
 
         def sum_up() -> None:
@@ -377,9 +378,10 @@ _neighbours: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Communicator
 
 
 def neighbours(comm: Communicator, size: int) -> Communicator:
-    """A communicator over this rank and those beside it, ``size`` in all, made once.
+    """A communicator over ``size`` neighbouring ranks, this one among them, made once.
 
-    The ranks of ``comm`` are divided into runs of ``size``, which divides their number. All of them must call it.
+    The ranks of ``comm`` are divided into groups of ``size`` neighbours; ``size`` divides their number. All ranks must
+    call it.
     """
     assert comm.group is not None
     made = _neighbours.setdefault(comm.group, {})
@@ -392,7 +394,7 @@ def neighbours(comm: Communicator, size: int) -> Communicator:
 def _over(ranks: list[int], comm: Communicator) -> Communicator:
     assert comm.group is not None
     backend = backend_for(comm.group, comm.device).name()
-    # Groups of some ranks only are made among those; torch names them by the groups that each rank knows.
+    # Only the ranks of a group make it. torch derives its name from the groups that each rank knows.
     local = len(ranks) < dist.get_world_size()
     group = dist.new_group(ranks, backend=backend, use_local_synchronization=local)
     return Communicator(group, comm.device)

@@ -1,7 +1,7 @@
-"""Collectives that users bring, and gathers of encoded weights: communicators with another way for one of the two.
+"""Communicators that gather or reduce-scatter with a user's collective, or gather encoded weights.
 
-The user's own are objects of torch's classes for FSDP2 (``AllGather`` and ``ReduceScatter``): ``allocate`` gives the
-memory that the collective reads and writes, a call runs it.
+The user's collectives are objects of torch's classes for FSDP2 (``AllGather`` and ``ReduceScatter``). ``allocate``
+returns the memory that the collective reads and writes. A call runs it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ def _copy_of(comm: Communicator, kind: type[Communicator]) -> Any:
 
 
 class FlatGathers(Communicator):
-    """Gathers by one flat collective: that of a user, or the group's own over encoded weights.
+    """Gathers with one flat collective: a user's collective, or the group's own over encoded weights.
 
     Attributes:
-        custom: the user's, or None.
-        codec, dtypes: how each input is encoded, by its dtype; None where it is not, as all beyond the dtypes.
+        custom: the user's collective, or None.
+        codec, dtypes: the codec, and the dtype of each input. Inputs with dtype None, or beyond ``dtypes``, are not
+            encoded.
     """
 
     custom: Any
@@ -87,7 +88,7 @@ class FlatGathers(Communicator):
         return memory
 
     def _is_coded(self, nbytes: int, dtype: torch.dtype | None) -> bool:
-        """Where it makes anything smaller."""
+        """Whether the codec makes the input smaller."""
         if self.codec is None or dtype is None or not dtype.is_floating_point:
             return False
         return self.codec.nbytes(nbytes // dtype.itemsize) < nbytes
@@ -110,7 +111,7 @@ class FlatGathers(Communicator):
 def with_gathers(
     comm: Communicator, custom: Any = None, codec: Codec | None = None, dtypes: Sequence[torch.dtype] = ()
 ) -> Communicator:
-    """The same ranks, gathering by ``custom``, or encoded by ``codec``."""
+    """A communicator of the same ranks that gathers with ``custom``, or encodes with ``codec``."""
     if comm.group is None or (custom is None and codec is None):
         return comm
     made: FlatGathers = _copy_of(comm, FlatGathers)
@@ -119,7 +120,7 @@ def with_gathers(
 
 
 class CustomScatters(Communicator):
-    """Reduce-scatters by a user's collective, over one flat tensor, rank-major."""
+    """Reduce-scatters with a user's collective, over one flat tensor in rank order."""
 
     custom: Any
 
@@ -157,7 +158,7 @@ class CustomScatters(Communicator):
 
 
 def with_scatters(comm: Communicator, custom: Any) -> Communicator:
-    """The same ranks, reduce-scattering by ``custom``."""
+    """A communicator of the same ranks that reduce-scatters with ``custom``."""
     if comm.group is None:
         return comm
     made: CustomScatters = _copy_of(comm, CustomScatters)

@@ -11,9 +11,9 @@ import torch
 
 @dataclass(frozen=True)
 class Division:
-    """How a sum over ranks becomes the gradient: ``average`` in the collective, or ``before`` and ``after`` a sum.
+    """How a sum over ranks is divided: by ``average`` in the collective, or by ``before`` and ``after`` around a sum.
 
-    A factor of 1 is no operation. The gradient is divided by ``before * after`` once in all.
+    A factor of 1 runs no operation. In total the gradient is divided by ``before * after``.
     """
 
     average: bool = False
@@ -54,8 +54,8 @@ def plan_division(
 ) -> Division:
     """Divide by ``factor`` (default: the number of ranks), with ``force_sum`` never inside the collective.
 
-    float16 overflows at 65504, so it is divided by a power of two near the root of the factor before the sum and by
-    the rest after it; the wider exponents of the other dtypes do not need that.
+    float16 overflows at 65504. So it is divided by a power of two near the root of the factor before the sum, and by
+    the rest after it. Other dtypes have wider exponents and do not need this.
     """
     factor = float(world_size) if factor is None else float(factor)
     if reduce_dtype == torch.float16:

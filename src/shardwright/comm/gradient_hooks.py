@@ -1,8 +1,8 @@
-"""How gradients cross the network where not as they are: one protocol, over the rows that ranks exchange.
+"""Gradient communication hooks: one protocol over the rows that ranks exchange.
 
-A hook's methods are generators: they yield what they wait for (a ``Work``, or anything else with ``wait``; None is
-nothing), right after they have issued it, and return the result. On the CPU the computation goes on between; on an
-accelerator all of it is queued on a stream of its own.
+A hook's methods are generators. They issue a collective, yield its ``Work`` (or another object with ``wait``, or None),
+and return the result. On the CPU the computation continues between the yields. On an accelerator all of it is queued on
+a separate stream.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Site:
     """One collective of a unit's gradients, the same one in every step.
 
     Attributes:
-        name: the same on every rank and in every run of the same model.
-        group: the ranks that sum.
+        name: equal on every rank and in every run of the same model.
+        group: the ranks of the sum.
         mesh: all data-parallel ranks.
         device: of the gradients.
         asynchronous: pass it as ``async_op``. It is False on an accelerator, where the current stream keeps the order.
-        matrices: how the elements of a row divide into matrices: (elements, columns), in their order. With n ranks the
-            n rows of such a part, one below the other, are the matrix. A vector has 1 column.
+        matrices: the matrices in a row, in order, as (elements, columns). With n ranks the matrix consists of the n
+            rows of such a part, one below the other. A vector has 1 column.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Site:
     matrices: tuple[tuple[int, int], ...]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
-        return self  # a copied hook works at the same places, and groups cannot be copied
+        return self  # a copied hook uses the same collectives, and groups cannot be copied
 
     @property
     def numel(self) -> int:
@@ -60,42 +60,44 @@ class GradientHook:
     """
 
     def prepare(self, site: Site, scatters: bool) -> None:
-        """Called once for each site, on every rank; ``scatters`` tells :meth:`reduce_scatter` from the other."""
+        """Called once for each site, on every rank. ``scatters``: the site calls :meth:`reduce_scatter`."""
 
     def reduce_scatter(self, rows: torch.Tensor, site: Site) -> Steps:
-        """``rows`` [ranks, numel]: the i-th is this rank's share of what rank i is to have. Returns the sum of all
-        ranks' rows for this one: [numel], any floating-point dtype.
+        """Reduce-scatter ``rows`` [ranks, numel]. Row i is this rank's summand for rank i.
+
+        Returns the sum of all ranks' rows for this rank: [numel], any floating-point dtype.
 
         Raises:
             NotImplementedError: the class does not define it.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no method reduce_scatter, and this strategy shards gradients"
+            f"{type(self).__name__} has no method reduce_scatter, but this strategy shards gradients. Define it."
         )
 
     def all_reduce(self, row: torch.Tensor, site: Site) -> Steps:
-        """``row`` [numel]. Returns the sum of all ranks' rows, the same bits on every rank: [numel], any
-        floating-point dtype.
+        """All-reduce ``row`` [numel]. Returns the sum of all ranks' rows, with the same bits on every rank.
+
+        The result has shape [numel] and any floating-point dtype.
 
         Raises:
             NotImplementedError: the class does not define it.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no method all_reduce, and this mesh has replicas"
+            f"{type(self).__name__} has no method all_reduce, but this mesh has replicas. Define it."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run must have to go on as if it had not been interrupted: DTensors over all ranks, for DCP."""
+        """The state that a resumed run needs for the same results: DTensors over all ranks, for DCP."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave, on as many ranks."""
+        """Load the result of :meth:`state_dict`, on the same number of ranks."""
 
 
 class _WithErrors(GradientHook):
-    """Adds to the next gradients what was lost of the last ones, on each rank by itself.
+    """Adds the rounding error of one step to the gradients of the next, on each rank separately.
 
-    That takes the memory of this rank's whole gradients in float32, as many times as there are collectives of them.
+    For each collective this takes the memory of this rank's whole gradients in float32.
     """
 
     def __init__(self, error_feedback: bool) -> None:
@@ -110,12 +112,12 @@ class _WithErrors(GradientHook):
         self._sites[site.name] = site
 
     def with_error(self, rows: torch.Tensor, site: Site) -> torch.Tensor:
-        """The rows in float32, with what was lost before."""
+        """The rows in float32, plus the earlier error."""
         rows = rows.float()
         return rows + self._errors[site.name] if self.error_feedback else rows
 
     def lose(self, rows: torch.Tensor, sent: torch.Tensor, site: Site) -> None:
-        """Of ``rows`` only ``sent`` comes through. What is not finite is lost for good: it would never end."""
+        """Store the error ``rows - sent``. Errors that are not finite are dropped, since they would stay for ever."""
         if self.error_feedback:
             self._errors[site.name].copy_((rows - sent).nan_to_num_(0, 0, 0))
 
@@ -146,14 +148,14 @@ class _WithErrors(GradientHook):
 
 
 def _spread(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """Every rank's own tensor as a part of one DTensor [ranks, ...]."""
+    """One DTensor [ranks, ...] with every rank's tensor as a part."""
     return DTensor.from_local(tensor.unsqueeze(0), mesh, [Shard(0)] * mesh.ndim, run_check=False)
 
 
 class Compressed(_WithErrors):
-    """Gradients are sent encoded; the receiving rank sums them in float32.
+    """Sends encoded gradients. The receiving rank sums them in float32.
 
-    An all-reduce also gathers the sums, which are encoded again.
+    An all-reduce also encodes the sums and gathers them.
 
     Args:
         codec: :class:`Cast` or :class:`Int8Blocks`, or another :class:`Codec`.
@@ -202,7 +204,7 @@ class Compressed(_WithErrors):
 
 
 class PowerSGD(_WithErrors):
-    """Matrices are sent as products of two thin ones ("PowerSGD", Vogels et al., 2019, https://arxiv.org/abs/1905.13727).
+    """Sends matrices as products of two thin ones ("PowerSGD", Vogels et al., 2019, https://arxiv.org/abs/1905.13727).
 
     For a matrix [m, w] it sends ``rank`` (m + w) elements in float32 instead of m w. Parameters that this does not make
     smaller, such as vectors, are summed exactly. The layout defines the columns: all dimensions of a parameter except
@@ -221,7 +223,7 @@ class PowerSGD(_WithErrors):
         self.rank = rank
         self._right: dict[
             str, list[torch.Tensor | None]
-        ] = {}  #: of each matrix; None where it is sent as it is
+        ] = {}  #: of each matrix; None if it is sent without compression
 
     def __repr__(self) -> str:
         return f"PowerSGD({self.rank}, error_feedback={self.error_feedback})"
@@ -256,7 +258,7 @@ class PowerSGD(_WithErrors):
         return (yield from self._reduce(row.unsqueeze(0), site, slice(0, 1)))
 
     def _reduce(self, gradients: torch.Tensor, site: Site, kept_rows: slice) -> Steps:
-        """The sum of everyone's rows, of which those ``wanted`` come back."""
+        """Sum the rows of all ranks. Returns the ``wanted`` rows."""
         rows = self.with_error(gradients, site)
         rights, sizes = self._right[site.name], [numel for numel, _ in site.matrices]
         pieces = list(rows.split(sizes, dim=1))
@@ -266,7 +268,7 @@ class PowerSGD(_WithErrors):
         ]
         exact = [p.reshape(-1) for p, right in zip(pieces, rights, strict=True) if right is None]
         lefts = [m @ q for m, q in zip(matrices, rights, strict=True) if m is not None and q is not None]
-        # One flat sum for the left factors and all that is sent as it is, one for the right factors.
+        # One flat sum for the left factors and the uncompressed elements, one for the right factors.
         flat = torch.cat([t.reshape(-1) for t in (*lefts, *exact)])
         yield dist.all_reduce(flat, group=site.group, async_op=site.asynchronous)
         parts = flat.split([t.numel() for t in (*lefts, *exact)])

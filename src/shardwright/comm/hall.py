@@ -22,16 +22,16 @@ def unpacked(record: bytes) -> list[int]:
 
 
 class Missing(Exception):
-    """A rank does not come."""
+    """A rank does not send its record."""
 
     def __init__(self, rank: int, reason: str, late: bool) -> None:
         super().__init__(reason)
         self.rank = rank
-        self.late = late  #: whether its process lives
+        self.late = late  #: whether its process still runs
 
 
 class Hall(NamedTuple):
-    """The rings of a group's ranks on one host."""
+    """The rings of a group, if all its ranks are on one host."""
 
     mine: Ring
     rings: list[tuple[int, OtherRing | None]]  #: by rank; None: this rank's
@@ -51,7 +51,7 @@ class Hall(NamedTuple):
         return self.mine.flag(number) or any(ring.flag(number) for _, ring in self.others())
 
     def wait_for(self, number: int, record: bytes, until: float) -> list[bytes]:
-        """All ranks' records of this number; ``record`` is this rank's.
+        """The records of this number of all ranks. ``record`` is this rank's record.
 
         Raises:
             Missing: a process has ended, or ``until`` (of ``time.monotonic``) is over.
@@ -68,7 +68,7 @@ class Hall(NamedTuple):
         return record
 
     def _check(self, number: int, until: float, slow: int) -> None:
-        """Raise if any rank cannot come any more, or if it is too late for the ``slow`` one."""
+        """Raise if a rank has ended or left, or if the time of the ``slow`` rank is over."""
         for rank, ring in self.others():
             if not ring.has_written(number):
                 closed, alive = ring.is_closed, ring.is_alive()
@@ -79,12 +79,12 @@ class Hall(NamedTuple):
             raise Missing(slow, "timed out", late=True)
 
     def has_room(self, number: int) -> bool:
-        """Whether all ranks have read the record in whose place that of this number is written."""
+        """Whether all ranks have read the older record that the record of this number overwrites."""
         read = number - SLOTS + 1
         return read <= 0 or all(ring is None or ring.has_written(read) for _, ring in self.rings)
 
     def wait_for_room(self, number: int, until: float) -> None:
-        """After this rank has left many times. Raises as :meth:`wait_for`."""
+        """Wait until there is room. Needed only after this rank has left many times. Raises as :meth:`wait_for`."""
         while not self.has_room(number):
             read = number - SLOTS + 1
             self._check(read, until, next(rank for rank, ring in self.others() if not ring.has_written(read)))

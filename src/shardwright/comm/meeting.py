@@ -1,9 +1,9 @@
-"""How the ranks of a gloo group meet before each collective: what each is about to do, and who has left.
+"""Meetings of the ranks of a gloo group before each collective. They agree on the collective, or hear who has left.
 
-A wrong pairing of collectives aborts the process or hangs, so the ranks show each other a record first. What they have
-agreed on is begun on every rank, even where a signal's handler raises in between. A rank that leaves by an exception
-shows that where the others come next, and does not wait for them. So the collectives of the group stay in order.
-By what they meet is in ``rounds.py``.
+A wrong pairing of collectives aborts the process or hangs, so the ranks exchange a record first. If they agree, every
+rank begins the collective, even if a signal's handler raises in between. If an exception ends a step on one rank, this
+rank sends a record of its failure to the next meeting and does not wait. So the collectives of the group stay in order.
+``rounds.py`` exchanges the records.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from shardwright.comm.copies import Copies
 from shardwright.comm.hall import Missing, packed, unpacked
 from shardwright.comm.rounds import LEFT, ByGloo, Round, Way
 
-_FAILURE = 2  #: where such a record has the number of the failure
-#: What gloo says where another rank does not come, or its connection has ended.
+_FAILURE = 2  #: index of the failure's number in such a record
+#: Words of gloo's errors if another rank does not come, or its connection has ended.
 _OF_CONNECTIONS = re.compile(r"gloo/|time|connection|closed|reset|peer", re.IGNORECASE)
 
 T = TypeVar("T")
 _call: Callable[[Any], Any] = operator.call
-#: One for each group and device, as long as the group: ranks come to it in one order, whoever asks.
+#: One for each group and device, until the group ends. All ranks come to it in one order, for all callers.
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Meeting]] = (
     weakref.WeakKeyDictionary()
 )
-#: Failures that this rank knows of, the newest last. It ignores further records of them.
+#: Failures that this rank knows, the newest last. It ignores further records of them.
 _known_failures: deque[int] = deque(maxlen=64)
 _failures = itertools.count(1)
 
 
 class Unreached(RuntimeError):
-    """Another rank has not come. The message says which one and why, where that is known."""
+    """Another rank has not come. The message names it and the reason, if these are known."""
 
 
 class Begun:
-    """A collective that the ranks have agreed on, known here until somebody has waited for it."""
+    """A collective that the ranks have agreed on. It stays in ``Meeting.begun`` until somebody has waited for it."""
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
@@ -74,7 +74,7 @@ class Begun:
 
 
 def meeting_of(group: dist.ProcessGroup, device: torch.device) -> Meeting:
-    """Where the ranks of a group meet."""
+    """The meeting of a group's ranks."""
     meetings = _meetings.setdefault(group, {})
     if device not in meetings:
         meetings[device] = Meeting(group, device)
@@ -82,7 +82,7 @@ def meeting_of(group: dist.ProcessGroup, device: torch.device) -> Meeting:
 
 
 def new_failure() -> int:
-    """A number for a failure of this rank's own; no other failure of any rank has it."""
+    """A number for a failure of this rank. No other failure of any rank has it."""
     failure = dist.get_rank() << 32 | next(_failures)
     _known_failures.append(failure)
     return failure
@@ -94,41 +94,42 @@ class _Promise:
     def __init__(self, number: int, begun: Begun, steps: Callable[[], Iterable[Callable[[], Any]]]) -> None:
         self.number = number  #: of the round
         self.begun = begun
-        self.calls: list[Any] = []  #: not empty once the collective has begun
+        self.calls: list[Any] = []  #: not empty after the collective has begun
         self._steps = steps
 
     def keep(self) -> None:
-        """Begin it."""
+        """Begin the collective."""
         steps = functools.partial(self.calls.append, True), *self._steps()
-        # No Python runs between the steps, so a collective that is no Python has begun if the first was called.
+        # No Python code runs between the steps. So a collective that is not in Python has begun if the first step was
+        # called.
         self.begun.works.extend(map(_call, steps))
 
 
 class Meeting:
-    """Where the ranks of one group meet. See :func:`meeting_of`.
+    """The meetings of one group's ranks. See :func:`meeting_of`.
 
-    A rank may leave by one failure more often than the others come, so each failure has a number: a rank that knows the
-    failure ignores further records of it, and shows its own record again.
+    A rank may report one failure more often than the others come, so each failure has a number. A rank that knows the
+    failure ignores further records of it, and sends its own record again.
 
     Attributes:
-        number: how often they have met and agreed.
+        number: how often the ranks have met and agreed.
         agreement: when they agreed last: the number of the round; whether a rank had a dispatch mode around it, or they
             met by gloo.
         begun: collectives that nobody has waited for yet.
-        failure: by which they did not agree when they met last.
-        failures: how many this rank has heard of or shown here; the same number on every rank.
-        left_by: the failure by which this rank has left since it last entered a model.
+        failure: the failure because of which the ranks did not agree in the last meeting.
+        failures: number of failures that this rank has received or sent here; equal on all ranks.
+        left_by: the failure with which this rank has left since it last entered a model.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._name = group.group_name
         self._ranks = dist.get_process_group_ranks(group)
         self._way = Way(group, device)
-        self._round: Round | None = None  #: that is under way, or where the ranks did not agree
+        self._round: Round | None = None  #: the running round, or the last one if the ranks did not agree
         self._promise: _Promise | None = None
         self.number = 0
         self.agreement = 0, True
-        self._next = 0  #: ``number`` once they agree
+        self._next = 0  #: ``number`` after they agree
         self.begun: set[Begun] = set()
         self.failure = self.left_by = self.failures = 0
         self._disagreements = 0
@@ -136,7 +137,7 @@ class Meeting:
         notices.post_at_exit()
 
     def show(self, record: Sequence[int], limit: timedelta | None = None) -> list[list[int]] | None:
-        """Show every rank ``record`` (at most RECORD integers); return all ranks' if they are not the same.
+        """Send ``record`` (at most RECORD integers) to every rank. Returns the records of all ranks if they differ.
 
         Waits for the other ranks, at most for ``limit`` (default: the group's timeout). Modes that count collectives
         do not see it.
@@ -173,9 +174,9 @@ class Meeting:
                 return rows
 
     def _leave_round(self, limit: timedelta | None) -> None:
-        """Before the next round: this one was interrupted, or the ranks did not agree there.
+        """End the last round, which was interrupted, or in which the ranks did not agree.
 
-        By gloo, wait for it: its memory is used again, and its records may say that all ranks go over to pages.
+        With gloo, wait for it: its memory is used again, and its records may say that later rounds use pages.
         """
         current = self._round
         if isinstance(current, ByGloo) and current.begun:
@@ -184,7 +185,8 @@ class Meeting:
         self._round = None
 
     def _note_failure(self, failures: set[int]) -> None:
-        """They do not agree. Without a failure of one rank's it is one of all, and has one number on all of them."""
+        """The ranks do not agree. If no rank has failed, it is a failure of all ranks, with one number on all of
+        them."""
         self._disagreements += 1
         self.failures += 1
         name = f"{self._name} {self.number} {self._disagreements}"
@@ -197,9 +199,10 @@ class Meeting:
         return self._way.copies
 
     def begin(self, announce: Callable[[], None], collective: Callable[[], Any]) -> Begun:
-        """Call ``announce``, which shows a record here, then ``collective``, which returns a work or None.
+        """Call ``announce``, which sends a record here, then ``collective``, which returns a work or None.
 
-        Once the ranks have agreed, all begin it: a signal's handler that raises on this one does so after that.
+        After the ranks have agreed, all begin the collective. If a signal's handler raises on this rank, it does so
+        later.
         """
         return self.begin_in_steps(announce, lambda: (collective,))
 
@@ -225,7 +228,7 @@ class Meeting:
         return promise.begun
 
     def agreed(self, limit: timedelta | None = None) -> bool:
-        """Whether the ranks agreed when they met last. Where that was interrupted, it is waited for."""
+        """Whether the ranks agreed in the last meeting. If that was interrupted, wait for its end."""
         current = self._round
         if current is not None and current.begun:
             try:
@@ -258,23 +261,23 @@ class Meeting:
             self._raise_missing(error, closes=True)
 
     def disagreed(self) -> bool:
-        """Whether all ranks came when they met last, and showed different records."""
+        """Whether all ranks came to the last meeting, with different records."""
         current = self._round
         return current is not None and current.begun and current.is_over() and not self.agreed()
 
     def settle(self) -> None:
-        """Wait for collectives that have begun and may have been forgotten. Their memory is about to be used again."""
+        """Wait for collectives that have begun and may be forgotten, before their memory is used again."""
         for begun in list(self.begun):
             with suppress(Exception):
                 begun.wait()
             self.begun.discard(begun)
 
     def leave(self, failure: int, record: Sequence[int]) -> None:
-        """Show that this rank has left where the others come next, without waiting for them; once for each failure.
+        """Report that this rank has left, in the next meeting, without waiting for it. Once for each failure.
 
         Args:
-            failure: by which it has left.
-            record: the rest of what they see, after the failure's number.
+            failure: the number of the failure.
+            record: the rest of the record, after the failure's number.
         """
         if self.left_by == failure:
             return
@@ -283,7 +286,7 @@ class Meeting:
         self._way.leave(packed([LEFT, 0, failure, *record]))
 
     def wait_for(self, work: Any) -> None:
-        """Wait for a collective of the group. What a signal's handler raises meanwhile is raised as it is."""
+        """Wait for a collective of the group. An exception of a signal's handler is raised unchanged."""
         try:
             work.wait()
         except Missing as error:
@@ -294,7 +297,7 @@ class Meeting:
             self._raise_unreached(error)
 
     def _wait_for(self, wait: Callable[[timedelta | None], None], limit: timedelta | None) -> None:
-        """As :meth:`wait_for`, of a round."""
+        """As :meth:`wait_for`, for a round."""
         try:
             wait(limit)
         except Missing as error:
@@ -314,12 +317,12 @@ class Meeting:
 
     def _raise_unreached(self, error: RuntimeError) -> NoReturn:
         if not _OF_CONNECTIONS.search(str(error)):
-            raise error  # this rank's own: a number or a size that gloo does not take
+            raise error  # this rank's own error: a number or a size that gloo does not accept
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise Unreached(f"{self._who_is_missing()} ({reason}){self._own_leaving()}") from error
 
     def notices(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Reasons of those ranks that have left since the group met last, by rank."""
+        """The reasons of ranks that have left since the last meeting of the group, by rank."""
         return notices.read(ranks, self._name, self.number)
 
     def _who_is_missing(self, missing: int | None = None) -> str:
@@ -332,7 +335,7 @@ class Meeting:
         return f"{who} did not come: it has ended, waits in another collective, or is later than the group's timeout"
 
     def _own_leaving(self) -> str:
-        """By what this rank itself has left since the group met last, which is why others may not come."""
+        """The exception with which this rank has left since the last meeting. It may be why others do not come."""
         left = notices.own(self._name, self.number)
         return (
             f". This rank {left} before. If one rank leaves a step, all ranks must leave it." if left else ""
@@ -348,10 +351,10 @@ notices.count_by(_numbers)
 
 @functools.cache
 def _wait_for_workers_at_exit() -> None:
-    """Let gloo's worker threads come to rest before the interpreter ends; destroyed groups have them, too.
+    """Let gloo's worker threads finish before the interpreter ends. Destroyed groups have such threads, too.
 
-    After a collective its worker gives the tensors back, for which it needs the interpreter. One that asks for it
-    while it ends makes the process abort ("terminate called without an active exception"). Nothing says when a worker
-    is through, and sleeping lets it have the interpreter.
+    After a collective a worker releases its tensors, for which it needs the interpreter. If the interpreter is ending
+    then, the process aborts ("terminate called without an active exception"). Nothing reports when a worker has
+    finished, so this function sleeps; meanwhile workers can use the interpreter.
     """
     atexit.register(time.sleep, 0.1)

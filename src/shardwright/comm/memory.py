@@ -18,7 +18,7 @@ def _check_torch(what: str) -> None:
 
 
 class RegisteredMemory:
-    """What a process group's backend allocates for itself: with NCCL registered, so that SHARP and NVLink reach it.
+    """Memory that a process group's backend allocates. NCCL registers it, so SHARP and NVLink can use it.
 
     Raises:
         NotImplementedError: the backend, or this build of it, allocates none.
@@ -43,10 +43,10 @@ class RegisteredMemory:
 
 
 class SymmetricMemory:
-    """Memory of one size on all ranks, which know it of each other: gathers by copy engines or symmetric kernels.
+    """Symmetric memory: copy engines or symmetric kernels of one rank can reach it on the other ranks.
 
-    All ranks must make it, and take memory from it, in the same order; so it is for parameters, of which all ranks
-    lease the same.
+    All ranks must make it, and take equal sizes from it, in the same order. So it is only for parameters, because all
+    ranks lease the same parameters.
 
     Raises:
         NotImplementedError: the device is no CUDA device, or torch has no such memory.
@@ -65,9 +65,7 @@ class SymmetricMemory:
         self._groups = [comm.group for comm in comms]
         self._pool = symmetric_pool(device, backend)
         for group in self._groups:
-            dist.barrier(
-                group=group
-            )  # the memory is made known through the group's communicator, which this makes
+            dist.barrier(group=group)  # makes the group's communicator, through which ranks find the memory
 
     def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
         with torch.cuda.use_mem_pool(self._pool):

@@ -1,6 +1,6 @@
-"""Notices in the store of the process groups: why a rank has left, for those that wait for it.
+"""Notices in the store of the process groups: they say why a rank has left, for ranks that wait for it.
 
-They say what no collective can say any more. Where the store is gone, too, nothing is known.
+They are needed because a rank that has left takes part in no collective. If the store has gone, too, they are lost.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ _LONGEST = 500  #: characters of an exception's text
 
 
 def describe(error: BaseException) -> str:
-    """Its class and what it says, in one line."""
+    """The class and the message of an exception, in one line."""
     text = " ".join(str(error).split())[:_LONGEST]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-#: What this rank has posted last, and how often each group had met by then.
+#: The last notice of this rank, and how often each group had met before it.
 _last: tuple[str, dict[str, int]] = ("", {})
 
 
 def post(what: str) -> None:
-    """Say why this rank leaves. A later notice replaces it."""
+    """Post why this rank leaves. A later notice replaces it."""
     global _last
     _last = what, numbers()
     try:
         store = default_store()
         if store is not None:
             store.set(_key(dist.get_rank()), json.dumps(_last))
-    except Exception:  # the store may be gone, and this rank has an exception of its own
+    except Exception:  # the store may have gone, and this rank must raise its own exception
         return
 
 
 def read(ranks: Iterable[int], group: str = "", number: int = 0) -> dict[int, str]:
-    """Reasons of those ranks that have left, by rank; with ``group`` only after ``number`` of its meetings or later."""
+    """The reasons of ranks that have left. With ``group`` only those after ``number`` of its meetings or more."""
     notices: dict[int, str] = {}
     try:
         store = default_store()
@@ -55,9 +55,9 @@ def read(ranks: Iterable[int], group: str = "", number: int = 0) -> dict[int, st
 
 
 def own(group: str, number: int) -> str:
-    """This rank's last notice, if its group has met ``number`` times or more by then; else an empty text.
+    """This rank's last notice, if its group had met ``number`` times or more before it. Otherwise an empty text.
 
-    It is there without the store, which may have ended with another rank.
+    It does not need the store, which may have ended with another rank.
     """
     what, met = _last
     return what if met.get(group, -1) >= number else ""
@@ -71,19 +71,19 @@ _meetings: list[Callable[[], dict[str, int]]] = []
 
 
 def numbers() -> dict[str, int]:
-    """How often each group has met, so that an old notice is known."""
+    """How often each group has met. With it a reader recognises an old notice."""
     return {group: number for meetings in _meetings for group, number in meetings().items()}
 
 
 def count_by(meetings: Callable[[], dict[str, int]]) -> None:
-    """Ask ``meetings`` for these numbers."""
+    """Let :func:`numbers` call ``meetings``."""
     _meetings.append(meetings)
 
 
 def post_at_exit() -> None:
-    """When the process ends, say so, and by which exception.
+    """Post a notice at the end of the process, with its exception.
 
-    What is registered last is called first: before a ``destroy_process_group`` that was registered until now.
+    The function that is registered last runs first. So this one runs before an earlier ``destroy_process_group``.
     """
     atexit.unregister(_post_at_exit)
     atexit.register(_post_at_exit)

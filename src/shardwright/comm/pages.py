@@ -1,8 +1,8 @@
-"""Memory that the ranks of one host share: short records in rings, and room for data.
+"""Shared memory of the ranks of one host: short records in rings, and room for data.
 
-Each process writes to one page of its own, and reads those of others. A page is an anonymous file: it has no name
-anywhere, and goes with the last process that has it. A record is written once, with its number and a checksum, so a
-reader never takes a half-written one. Readers sleep on a futex of the writer. Nothing here knows process groups.
+Each process writes to its own page and reads the pages of others. A page is an anonymous file: it has no name, and
+disappears with the last process that has it open. A record is written once, with its number and a checksum. So a reader
+recognises a half-written record. Readers sleep on a futex of the writer. This file knows no process groups.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SWITCH = "SHARDWRIGHT_CPU_COLLECTIVES"  #: environment variable; "gloo": no proc
 #: a number; native integers are written at once.
 _RING = struct.Struct(f"{WORDS + 2}q")
 _RECORD = struct.Struct(f"={WORDS}q")
-_HEADER = struct.Struct("=2q")  #: at the start of a page: what it is, and its token
+_HEADER = struct.Struct("=2q")  #: at the start of a page: the magic number, and its token
 _BELL = struct.Struct("i")
 _MARK = struct.Struct("q")  #: behind the bell
 _FLAG = 32  #: the bit of the flag, above the checksum
@@ -44,17 +44,17 @@ _DATA = 1 << 30  #: where the room for data begins, behind all rings
 _SIZES = (
     1 << 36,
     _DATA,
-)  #: of a page, the first that the system allows; only what is written to takes memory
+)  #: bytes of a page, the first that the system allows; only written parts take memory
 _NAME = "shardwright"
 _LOCK = struct.Struct("hhqqi4x")  #: struct flock
-TICK = 0.1  #: seconds that a reader sleeps at most before it looks whether the writer lives
-_LOOKS = 8  #: how often a reader looks before it sleeps
+TICK = 0.1  #: longest sleep of a reader in seconds; then it checks whether the writer lives
+_LOOKS = 8  #: how often a reader checks before it sleeps
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  #: number of the system call
 _WAIT, _WAKE = 0, 1
 
 
 class Address(NamedTuple):
-    """Where another process finds a ring; four int64 words."""
+    """The address at which another process finds a ring: four int64 words."""
 
     pid: int
     file: int  #: its number in that process
@@ -106,14 +106,14 @@ def _system() -> Any:
 
 
 class Page:
-    """This process's own."""
+    """The page of this process."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
         self.file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
             self.memory = _mapped(self.file)
-            # The system gives the lock back when the process ends, however it does: so others know that it lives.
+            # The system releases the lock when the process ends in any way. So other processes know whether it lives.
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self.file)
@@ -125,7 +125,8 @@ class Page:
         self._data_end = _DATA
 
     def room(self) -> int:
-        """The offset of new rings, or 0 if the page is full. Places are not used again: late readers may look."""
+        """The offset of new rings, or 0 if the page is full. Offsets are not reused, since late readers may read
+        there."""
         offset, end = self._end, self._end + _ROOM
         if end > _DATA:
             return 0
@@ -167,7 +168,7 @@ _own: Page | None = None
 
 
 def new_ring() -> Ring | None:
-    """Room for records of this process that others may read; None where there is none."""
+    """A ring for records that this process writes and others read. None if there is no room."""
     global _own
     if not usable():
         return None
@@ -197,7 +198,7 @@ class Ring:
 
     @property
     def last(self) -> int:
-        """The number of the last record. What the memory says counts: an interrupt may come after any line."""
+        """The number of the last record, read from the memory, because an interrupt may come after any line."""
         while self._number_at(self._last + 1) == self._last + 1:
             self._last += 1
         return self._last
@@ -207,7 +208,7 @@ class Ring:
         return int.from_bytes(self.page.memory[start : start + 8], "little")
 
     def write(self, number: int, record: bytes, flag: bool = False) -> None:
-        """Write the record that follows the last one. It is there, or not there at all."""
+        """Write the next record. Readers see all of it or nothing."""
         for step in self.writing(number, record, flag):
             step()
 
@@ -261,20 +262,20 @@ def _flag(memory: mmap.mmap, slot: int) -> bool:
 
 
 class OtherPage:
-    """Another process's, to be read."""
+    """The page of another process, for reading."""
 
     def __init__(self, address: Address) -> None:
         """Raises OSError: that process is on another host, belongs to another user or has ended."""
         path = f"/proc/{address.pid}/fd/{address.file}"
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
             raise FileNotFoundError(path)
-        # On another host a rank may have the numbers of this one. A lock goes when its process closes any file of it.
+        # A rank of another host may have the same numbers. A lock disappears when its process closes any such file.
         mine = _own.file if _own is not None and _own.process == os.getpid() else None
         if mine is not None and os.path.samestat(os.stat(path), os.fstat(mine)):
             raise FileNotFoundError(path)
         self.file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            # Readers do not write, but a futex needs memory that they could write to.
+            # Readers do not write, but a futex needs writable memory.
             self.memory = mmap.mmap(self.file, os.fstat(self.file).st_size)
         except (OSError, ValueError) as error:
             os.close(self.file)
@@ -290,7 +291,7 @@ class OtherPage:
         return _LOCK.unpack(fcntl.fcntl(self.file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK
 
 
-_others: dict[tuple[int, int], OtherPage] = {}  #: by this process and token
+_others: dict[tuple[int, int], OtherPage] = {}  #: by process and token
 
 
 def other_ring(address: Address) -> OtherRing:
@@ -324,7 +325,7 @@ class OtherRing:
         return number
 
     def read(self, number: int) -> bytes | None:
-        """The record of this number, or None if it is not there (yet)."""
+        """The record of this number, or None if it does not exist (yet)."""
         start = _slot(self._offset, number, self._slots)
         slot = self.page.memory[start : start + 64]
         record = slot[8:56]
@@ -337,7 +338,7 @@ class OtherRing:
         return _flag(self.page.memory, _slot(self._offset, number, self._slots))
 
     def has_written(self, number: int) -> bool:
-        """Whether this record was written, and perhaps another one in its place since."""
+        """Whether this record was written. A later record may have replaced it."""
         start = _slot(self._offset, number, self._slots)
         return int.from_bytes(self.page.memory[start : start + 8], "little") >= number
 
@@ -357,7 +358,7 @@ class OtherRing:
                 time.sleep(TICK / 100)
 
     def is_alive(self) -> bool:
-        """Whether the process that writes has not ended."""
+        """Whether the writing process still runs."""
         return self.page.is_alive()
 
     @property

@@ -1,8 +1,8 @@
-"""By what the ranks of a group meet: rounds in which each shows the others a record of a few integers.
+"""Rounds in which the ranks of a group exchange a record of a few integers, through gloo or shared pages.
 
-A group first meets by gloo. In those records ranks of one host find each other's pages (``pages.py``), and once all
-have found all, they meet there, which takes a few microseconds. They go over in one round, after one whose records say
-so; every rank has seen these.
+The first rounds use gloo. Their records have the addresses of pages, so ranks of one host find each other's pages
+(``pages.py``). When each rank has found all pages, later rounds use the pages, which takes a few microseconds. All
+ranks change in the same round: the one after a round whose records all say that the pages were found.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from shardwright.comm.copies import Copies
 from shardwright.comm.hall import RECORD, Hall, Missing, packed, unpacked
 from shardwright.comm.pages import NOWHERE, Address
 
-LEFT = -1  #: the first of a record by which a rank says that it has left
-#: How long a rank that has left stays reachable for the others. Then its connections close, and theirs fail.
+LEFT = -1  #: first integer of the record of a rank that has left
+#: How long a rank that has left keeps its connections open. Then the connections of the others fail.
 REACHABLE = timedelta(seconds=60)
 
 
 class _Records:
-    """A row for each rank of a group. Python reads and writes the tensor's memory; no operation of torch does.
+    """A row for each rank of a group. Python reads and writes the tensor's memory directly, without torch operations.
 
-    A row is a record, the address of its rank's ring, and whether that rank has found all others' rings.
+    A row has a record, the address of its rank's ring, and whether that rank has found all other rings.
     """
 
     _row = struct.Struct(f"={RECORD + len(NOWHERE) + 1}q")
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        #: For collectives; flat, int64.
+        #: The tensor for collectives: flat, int64.
         self.tensor = torch.zeros(ranks * self._row.size // 8, dtype=torch.int64, device="cpu")
         self._memory = (ctypes.c_char * self.tensor.nbytes).from_address(self.tensor.data_ptr())
 
     def write(self, record: bytes, address: Address, all_rings_open: bool) -> None:
-        """One row, for every rank."""
+        """Write the same row for every rank."""
         self._memory.raw = self._row.pack(*unpacked(record), *address, all_rings_open) * self._ranks
 
     def rows(self) -> list[tuple[int, ...]]:
@@ -52,7 +52,7 @@ class _Records:
 
 
 class Round(Protocol):
-    """One time that the ranks meet."""
+    """One exchange of records among the ranks."""
 
     @property
     def number(self) -> int:
@@ -60,29 +60,29 @@ class Round(Protocol):
 
     @property
     def begun(self) -> bool:
-        """Whether this rank has shown its record."""
+        """Whether this rank has sent its record."""
 
     def make_room(self, limit: timedelta | None) -> None:
-        """Wait until :meth:`begin` can show the record."""
+        """Wait until :meth:`begin` can send the record."""
 
     def begin(self) -> None:
-        """Show it. An interrupt comes before that or after it."""
+        """Send the record. An interrupt comes before or after this, not in between."""
 
     def wait(self, limit: timedelta | None) -> None:
-        """For the other ranks."""
+        """Wait for the other ranks."""
 
     def is_over(self) -> bool:
-        """Whether all ranks have shown theirs."""
+        """Whether all ranks have sent their records."""
 
     def records(self) -> list[bytes]:
-        """All ranks', once it is over."""
+        """The records of all ranks, after the end of the round."""
 
     def is_watched(self) -> bool:
         """Whether a rank had a dispatch mode around it, which may count collectives; once it is over."""
 
 
 class ByGloo:
-    """An all-to-all: it passes through no dispatcher, and pairs with none of the collectives that users call."""
+    """A round through gloo's all-to-all. It uses no dispatcher, and does not pair with collectives that users call."""
 
     number = 0
 
@@ -98,10 +98,10 @@ class ByGloo:
         return bool(self._works)
 
     def make_room(self, limit: timedelta | None) -> None:
-        """There is."""
+        """Does nothing: gloo always has room."""
 
     def begin(self) -> None:
-        # No Python runs between its begin and its place in the list.
+        # No Python code runs between its begin and its entry in the list.
         tensors = (self._theirs.tensor,), (self._mine.tensor,)
         self._works.extend(map(self._backend.alltoall_base, *tensors, ([],), ([],), (self._options,)))
 
@@ -123,7 +123,7 @@ class ByGloo:
 
 
 class _ByPages:
-    """Records in memory that the ranks share."""
+    """A round through shared pages."""
 
     def __init__(self, hall: Hall, number: int, record: bytes, timeout: timedelta) -> None:
         self._hall = hall
@@ -131,7 +131,7 @@ class _ByPages:
         self._record = record
         self._timeout = timeout
         self._records: list[bytes] = []
-        self._missing: Missing | None = None  #: who has not come when this was waited for
+        self._missing: Missing | None = None  #: the rank that did not come in an earlier wait
 
     @property
     def begun(self) -> bool:
@@ -148,7 +148,7 @@ class _ByPages:
         return time.monotonic() + (self._timeout if limit is None else limit).total_seconds()
 
     def wait(self, limit: timedelta | None) -> None:
-        if self._missing is not None:  # as a collective of gloo's that has failed
+        if self._missing is not None:  # as after a failed collective of gloo
             raise self._missing
         try:
             self._records = self._hall.wait_for(self.number, self._record, self._until(limit))
@@ -167,11 +167,11 @@ class _ByPages:
 
 
 class Way:
-    """By what the ranks of one group meet.
+    """Chooses between gloo and pages for the rounds of one group.
 
     Attributes:
-        hall: their rings, once they meet on pages; None: by gloo.
-        unshown: what there was no room for in leaving, the oldest first. Others ignore what they see twice.
+        hall: the rings, if rounds use pages; None: rounds use gloo.
+        unshown: records of a leaving rank for which there was no room, the oldest first. Others ignore duplicates.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -180,22 +180,27 @@ class Way:
         self._ranks = dist.get_process_group_ranks(group)
         self._mine, self._theirs = _Records(len(self._ranks)), _Records(len(self._ranks))
         self._ring = pages.new_ring()
-        self._found: Hall | None = None  #: once this rank has found the rings of all others
+        self._found: Hall | None = None  #: set when this rank has found all other rings
         self.hall: Hall | None = None
         self._copies: Copies | None = None
-        self._left: list[tuple[ByGloo, Any]] = []  #: what was shown in leaving, with its memory
+        self._left: list[tuple[ByGloo, Any]] = []  #: rounds of a leaving rank, with their memory
         self.unshown: list[bytes] = []
 
     @property
     def _backend(self) -> Any:
         group = self._group_ref()
-        assert group is not None  # the communicator that asks has it
+        assert group is not None  # the calling communicator has it
         return backend_for(group, self._device)
 
     @property
     def copies(self) -> Copies | None:
         """The ranks' collectives, once they meet on pages; None: they go by gloo."""
-        if self._copies is None and self.hall is not None and self._device.type == "cpu" and pages.carry_data():
+        if (
+            self._copies is None
+            and self.hall is not None
+            and self._device.type == "cpu"
+            and pages.carry_data()
+        ):
             self._copies = Copies(self.hall.posts(), timeout_of(self._backend))
         return self._copies
 
@@ -207,9 +212,9 @@ class Way:
         return ByGloo(self._backend, self._mine, self._theirs, AllToAllOptions())
 
     def learn(self, current: Round) -> None:
-        """Find the rings of the ranks that were in this round; if all had found all by then, meet there from now on.
+        """Find the rings of the ranks of this round. If all ranks had found all rings, later rounds use pages.
 
-        A rank that has left did not wait for the round, and does not know what the others have shown in it.
+        A rank that has left did not wait for the round, so it does not know the records of the others.
         """
         if self._ring is None or self.hall is not None or not isinstance(current, ByGloo):
             return
@@ -229,12 +234,12 @@ class Way:
                 self._found = Hall(self._ring, list(zip(self._ranks, rings, strict=True)))
 
     def leave(self, record: bytes) -> None:
-        """Show this, without waiting for the other ranks."""
+        """Send this record without waiting for the other ranks."""
         hall = self.hall
         if hall is not None:
             number = hall.mine.last + 1
             if self.unshown or not hall.has_room(number):
-                self.unshown.append(record)  # the others have not come for many failures of this rank's
+                self.unshown.append(record)  # the others have missed many failures of this rank
             else:
                 hall.mine.write(number, record)
             return
@@ -248,7 +253,8 @@ class Way:
         self._left.append((leaving, (mine, theirs)))
 
     def close(self, missing: int) -> None:
-        """After the group's timeout, as gloo does: a rank that comes later has no collective with this one."""
+        """Called after the group's timeout, as gloo closes then. A rank that comes later gets no collective with this
+        one."""
         if self.copies is not None:
             self.copies.close(missing)
         options = AllToAllOptions()

@@ -1,11 +1,11 @@
 """Streams and events: the only place where an accelerator differs from the CPU.
 
-The engine says *fork* (queue this beside the computation, after everything the computation has queued so far), *mark*
-and *join* (the computation waits for the mark). On CPU forking is nothing, and asynchrony is the collective's own
-``Work``. Nothing here knows what is queued.
+The engine calls *fork* (queue work beside the computation, after everything that it has queued so far), *mark*, and
+*join* (the computation waits for the mark). On the CPU fork does nothing, and a collective's ``Work`` makes it
+asynchronous. This file does not know which work is queued.
 
-Memory rule, which makes ``record_stream`` unnecessary: every buffer is leased and released on the computation's
-stream. A fork orders the side stream after the lease; a buffer is released only after a join with its last use.
+The memory rule makes ``record_stream`` unnecessary: every buffer is leased and released on the computation's stream.
+A fork orders the side stream after the lease. A buffer is released only after a join with its last use.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Streams(Protocol):
 
     @property
     def capturing(self) -> bool:
-        """Whether the computation is being captured in a graph, so that no value is there to be read."""
+        """Whether a graph captures the computation, so that no value can be read."""
 
     def fork(self, name: str) -> AbstractContextManager[None]:
-        """Queue on the side stream ``name`` what is issued inside.
+        """Queue the work inside the context on the side stream ``name``.
 
-        They are "gather", "reduce" and "all_reduce", and for what is offloaded "upload" and "download".
+        Streams are "gather", "reduce" and "all_reduce"; offload has "upload" and "download".
         """
 
     def beside(self, name: str, after: Any = None) -> AbstractContextManager[None]:
-        """Queue on the side stream what is issued inside, after the mark and that stream's own work alone."""
+        """Queue the work inside the context on the side stream, after only the mark and that stream's own work."""
 
     def mark(self, name: str) -> Any:
         """A mark after everything that has been queued on side stream ``name``."""
@@ -49,23 +49,23 @@ class Streams(Protocol):
         """Let the host wait for ``mark``, if there is one."""
 
     def is_over(self, mark: Any) -> bool:
-        """Whether all that comes before ``mark`` has run: then the host may use what it has made."""
+        """Whether all work before ``mark`` has run. Then the host may use its results."""
 
     def gather_after(self, event: Any) -> None:
-        """Let gathers wait for an event of the user's."""
+        """Let gathers wait for a user's event."""
 
     def warm_up(self, function: Callable[[], Any]) -> Any:
-        """Run ``function`` on the stream on which :meth:`capture` will capture it; the computation waits for it."""
+        """Run ``function`` on the stream of a later :meth:`capture`. The computation waits for it."""
 
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Capture in a graph what ``function`` and our side streams queue. Nothing of it runs.
+        """Capture the work that ``function`` and our side streams queue in a graph, without running it.
 
-        Returns what runs it, on the stream then current, and the function's result.
+        Returns a function that runs the graph on the current stream, and the result of ``function``.
         """
 
 
 class HostStreams:
-    """CPU: a collective returns at once with a ``Work``, and waiting for that is all the order there is."""
+    """CPU: a collective returns a ``Work`` at once. Waiting for this ``Work`` is the only order."""
 
     asynchronous = True
     captures = capturing = False
@@ -100,7 +100,7 @@ class HostStreams:
 
 
 class DeviceStreams:
-    """CUDA and its like: high-priority streams for each kind of collective and copy, ordered by events.
+    """CUDA and similar devices: high-priority streams for each kind of collective and copy, ordered by events.
 
     Collectives are issued without ``async_op``, so c10d queues them on the stream that is current: ours.
     """
@@ -164,7 +164,7 @@ class DeviceStreams:
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         override_stale_capture_streams()
         graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog asks for the state of its events from a thread of its own, which "global" would refuse.
+        # NCCL's watchdog queries its events from another thread, which the mode "global" forbids.
         with torch.cuda.graph(graph, stream=self._capture_stream, capture_error_mode="thread_local"):
             for side in self._side.values():
                 side.wait_stream(self._capture_stream)
@@ -176,5 +176,5 @@ class DeviceStreams:
 
 @functools.cache
 def streams_for(device: torch.device) -> Streams:
-    """One set for each device: whatever its process group, what is queued on a side stream stays in order."""
+    """One set of streams for each device, so that work on a side stream stays in order for all process groups."""
     return HostStreams() if device.type == "cpu" else DeviceStreams(device)

@@ -120,10 +120,10 @@ memories: Registry[NamedMemory] = Registry(
     (
         OF_TORCH,
         NamedMemory(
-            "double_buffer", "Units of one size take turns in slots of that size.",
+            "double_buffer", "Units of one size use a few slots in turn.",
             plan=_slots, plans="units", equal=True,
         ),
-        NamedMemory("max_pool", "Units of several sizes take turns in slots.", plan=_slots, plans="units"),
-        NamedMemory("arena", "One block for all memory of a step, planned from the first.", plan=_packed),
+        NamedMemory("max_pool", "Units of several sizes use a few slots in turn.", plan=_slots, plans="units"),
+        NamedMemory("arena", "One block for all memory of a step, planned from the first step.", plan=_packed),
     ),
 )  # fmt: skip

@@ -157,7 +157,7 @@ class Registry(Generic[T]):
         if offered := self._offered().get(name):
             value = self._imported(name, offered)
             if value.name != name:
-                raise ValueError(f"{self.what} {name!r}: {offered.value} is named {value.name!r}")
+                raise ValueError(f"{self.what} {name!r}: the name of {offered.value} is {value.name!r}")
             return self.add(value)
         near = difflib.get_close_matches(name, self.names(), 1)
         raise ValueError(

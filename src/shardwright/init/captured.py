@@ -1,4 +1,5 @@
-"""Tensors with memory that recorded operations read, kept until these run, and looked at for changes before that."""
+"""Tensors with memory that recorded operations read. They are kept until these operations run, and checked for
+changes."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ class Captured:
 
     tensor: torch.Tensor
     version: int
-    digest: int | None = None  #: of memory that others than torch may write, such as numpy's
+    digest: int | None = None  #: hash of memory that other libraries, such as numpy, may write
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Captured:
-        # Of inference tensors nobody can tell whether they were changed.
+        # Inference tensors have no version counter, so changes cannot be detected.
         if tensor.is_inference():
             tensor = tensor.clone()
         return cls(tensor, 0 if tensor.is_inference() else tensor._version, _digest_of_foreign(tensor))
@@ -34,7 +35,7 @@ class Captured:
             )
 
     def hashes_of_values(self) -> list[int]:
-        """Of the bytes of the tensors that hold its values, in the order of their elements."""
+        """Hashes of the tensors that hold its values, in the order of their elements."""
         return [int(digest(t)) for t in plain_tensors(self.tensor.detach()) if t.layout is torch.strided]
 
 

@@ -1,4 +1,4 @@
-"""``deferred_init``: within it, what makes tensors makes deferred ones."""
+"""``deferred_init``: a context in which every new tensor is a deferred tensor."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from shardwright.init.recorder import RECORDER, UNNAMED, DeferredTensor
 from shardwright.init.truncated import with_little_memory
 
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
-#: What torch raises, in C++, when a deferred tensor is to become one of another class.
+#: torch's error, from C++, if a deferred tensor should become a tensor of another class.
 _SUBCLASS_REFUSED = re.compile(r"Creating a new Tensor subclass (\S+) .* type DeferredTensor")
 _WAY_OUT = "Build the module with this tensor outside of deferred_init, or pass it plain tensors."
-_thread: int | None = None  #: in which a context is active
+_thread: int | None = None  #: the thread in which a context is active
 
 
 @contextlib.contextmanager
@@ -88,7 +88,7 @@ def deferred_init() -> Iterator[None]:
 
 
 def refuse_on_meta(doing: str) -> None:
-    """Raise RuntimeError where constructors make tensors on the meta device unless they are told otherwise."""
+    """Raise RuntimeError if the meta device is the default device of new tensors."""
     if torch.get_default_device().type == "meta":
         raise RuntimeError(
             f"{doing} was called under torch.device('meta'), where initialisers do nothing. Call it outside of that "
@@ -104,7 +104,8 @@ class _Recording(TorchDispatchMode):
 
 
 class _Naming(TorchFunctionMode):
-    """Tells the recorder whether an operation was told a device, which operations themselves always are."""
+    """Reports to the recorder whether the constructor named the device of an operation. torch itself always names
+    one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -128,7 +129,7 @@ def _is_device(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _patched() -> Iterator[None]:
-    """Functions that no mode sees: readers of generators' states, and the initialiser that loops until it is done."""
+    """Replace functions that no mode sees: readers of generators' states, and ``trunc_normal_``, which loops."""
     with contextlib.ExitStack() as undo:
         for owner in (torch, torch.random):
             for name in ("get_rng_state", "initial_seed"):
@@ -162,7 +163,7 @@ def _settled(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A default device that a constructor sets is one that it names, the CPU too."""
+    """If a constructor sets a default device, it names this device, even if it is the CPU."""
 
     def set_default_device(device: Any) -> None:
         original(device)
@@ -172,7 +173,8 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _no_wrapper(module: nn.Module, name: str, tensor: Any) -> None:
-    """Of a tensor of another class that holds deferred ones nobody would know that it has no values."""
+    """Raise for a tensor of another class that holds deferred tensors, since nothing would show that it has no
+    values."""
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DeferredTensor):
         return
     inner = [*getattr(tensor, "__dict__", {}).values()]
@@ -186,7 +188,7 @@ def _no_wrapper(module: nn.Module, name: str, tensor: Any) -> None:
 
 
 def _raised_at(error: BaseException) -> Iterable[tuple[FrameType, int]]:
-    """Frames and lines that an error came through, the innermost first."""
+    """The frames and lines of an error's traceback, the innermost first."""
     return reversed(list(traceback.walk_tb(error.__traceback__)))
 
 

@@ -1,6 +1,6 @@
 """``materialize``: gives a model's parameters and buffers their values, straight into shards where it is sharded.
 
-Deferred tensors bring their values along (``recorder.py``), for those on the meta device see ``stand_ins.py``.
+The record of deferred tensors gives their values (``recorder.py``). For the meta device see ``stand_ins.py``.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def materialize(
         sw.materialize(model)                           # built under sw.deferred_init()
         sw.materialize(model, init=model.init_weights)  # built under torch.device("meta")
 
-    A deferred model gets, bit by bit, the values of the model built on that device with the same seed, on any number of
-    ranks and in any layout, and the generators end in the same state as after that build. Parameters of units are
-    written into the shards; each whole tensor exists only while its operations run. Ranks do not communicate. Each runs
-    the same operations, so all must start with the same seed. Parameters that already have values, such as loaded ones,
-    keep them.
+    A deferred model gets, bit for bit, the values of the model built on that device with the same seed. This holds on
+    any number of ranks and in any layout. The generators end in the same state as after that build. Parameters of units
+    are written into the shards; each whole tensor exists only while its operations run. Ranks do not communicate. Each
+    runs the same operations, so all must start with the same seed. Parameters that already have values, such as loaded
+    ones, keep them.
 
     On the meta device nothing was recorded, so values come from ``init``. Without it they come from
     ``reset_parameters`` (or ``_reset_parameters``) of each module that owns such parameters or buffers: each is called
@@ -95,7 +95,7 @@ def materialize(
     for put in destinations.real:
         put()
     for unit in units_of(model):
-        unit.without_values()  # forgets what has values now
+        unit.without_values()  # unmarks parameters that have values now
     if not RECORDER.memories.live():
         RECORDER.streams.forget()
     hook_optimizers()
@@ -114,7 +114,8 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
 
 
 def refuse_graphs(model: nn.Module) -> None:
-    """Of attributes that are no buffers a graph is dropped: forward computes them anew (``weight_norm``)."""
+    """Raise if a buffer has a graph. Graphs of other attributes are dropped: forward computes these again
+    (``weight_norm``)."""
     for name, p in model.named_parameters():
         if has_no_values(p) and p.grad is not None:
             raise ValueError(
@@ -156,7 +157,7 @@ def _replay(destinations: _Destinations, where: torch.device) -> None:
 
 
 class _Memory:
-    """What becomes of one deferred memory: parts of it in shards, and tensors that view it."""
+    """The real form of one deferred memory: its parts in shards, and the tensors that view it."""
 
     def __init__(self) -> None:
         self.shards: list[tuple[ManagedParameter, DeferredTensor]] = []
@@ -173,7 +174,7 @@ class _Memory:
 
 
 class Holder(NamedTuple):
-    """The places where modules hold a tensor."""
+    """The places at which modules hold a tensor."""
 
     slots: list[Slot]
     buffers: list[tuple[dict[str, Any], str]]
@@ -183,7 +184,7 @@ class Holder(NamedTuple):
 class _Destinations:
     def __init__(self) -> None:
         self.by_memory: dict[Memory, _Memory] = {}
-        self.real: list[Callable[[], None]] = []  #: what puts values in place that are there already
+        self.real: list[Callable[[], None]] = []  #: functions that put existing values in place
 
     def of(self, tensor: DeferredTensor) -> _Memory:
         return self.by_memory.setdefault(RECORDER.memories.view_of(tensor).memory, _Memory())
@@ -206,7 +207,7 @@ class _Destinations:
                         self._holder(tensor, tensor).attributes.append(module)
 
     def add(self, module: nn.Module, name: str, old: torch.Tensor, new: torch.Tensor) -> None:
-        """What ``module`` holds under ``name``, ``old``, gets the values of ``new``."""
+        """Note that ``module`` holds ``old`` under ``name``, and that it gets the values of ``new``."""
         if isinstance(old, Managed):
             p = unit_of(old).managed(old)
             if isinstance(new, DeferredTensor):

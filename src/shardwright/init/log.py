@@ -1,7 +1,7 @@
-"""What was recorded during construction, as plain data, and which of it has to run, in which order.
+"""The record of a construction as plain data, and the plan of the entries that must run, in which order.
 
-Tensors are views of memories, so that aliases need no care: only what makes or writes a memory is an entry. Nothing
-here runs an operation or knows of modules, shards or generators' states.
+Tensors are views of memories, so aliases need no special care. Only operations that make or write a memory are entries.
+This file runs no operation, and knows no modules, shards or states of generators.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _indices = itertools.count()
 
 
 class Memory:
-    """What one storage of a deferred tensor will hold.
+    """The future content of one storage of deferred tensors.
 
     Attributes:
         storage: on the meta device; its size in bytes is that of the memory, and views of it are the tensors.
-        device: where it will be, or None for the device that ``materialize`` chooses.
-        entries: those that make or write it, in recorded order.
-        gone: why it cannot be had any more, once it was materialised.
+        device: its future device, or None for the device that ``materialize`` chooses.
+        entries: the entries that make or write it, in recorded order.
+        gone: after it was materialised, the reason why it can no longer be used.
     """
 
     __slots__ = ("device", "entries", "gone", "storage")
@@ -49,7 +49,7 @@ class View:
 
     @property
     def whole(self) -> bool:
-        """Whether writing to every element leaves nothing of what the memory held."""
+        """Whether a write to every element replaces all of the memory."""
         expected = 1
         for size, stride in sorted(zip(self.size, self.stride, strict=True), key=lambda pair: pair[1]):
             if size != 1 and stride != expected:
@@ -60,11 +60,11 @@ class View:
 
 @dataclass(slots=True)
 class Draw:
-    """That an entry draws from a generator: after another entry did, or from a state that was known."""
+    """An entry's draw from a generator: after another entry, or from a known state."""
 
     after: Entry | None = None
     state: torch.Tensor | None = None  #: before the entry
-    mark: bytes = b""  #: a hash of where in the generator's stream it begins
+    mark: bytes = b""  #: a hash of its begin in the generator's stream
 
 
 @dataclass(eq=False, slots=True)
@@ -72,14 +72,14 @@ class Entry:
     """A recorded operation.
 
     Attributes:
-        call: what runs, with ``args`` and ``kwargs``, in which a View stands for each deferred tensor.
+        call: the function to run with ``args`` and ``kwargs``, in which a View replaces each deferred tensor.
         reads: memories whose content it needs.
         writes: memories that it makes or changes.
-        fills: views of which it writes every element and reads none.
-        renews: those memories of which nothing older is left.
-        results: of the tensors that it returns, by position, those that are memories of their own.
-        draws: by generator's stream.
-        ends: states after this entry that are needed or known, by stream.
+        fills: views that it writes completely without reading them.
+        renews: memories whose old content it replaces completely.
+        results: returned tensors that have new memories, by position.
+        draws: its draws, by generator's stream.
+        ends: needed or known states after this entry, by stream.
     """
 
     call: Callable[..., Any]
@@ -94,25 +94,25 @@ class Entry:
     draws: dict[Any, Draw] = field(default_factory=dict)
     ends: dict[Any, torch.Tensor | None] = field(default_factory=dict)
     index: int = field(default_factory=lambda: next(_indices))
-    origin: bytes = b""  #: once it was asked for: a hash of the entry and of all that it depends on
+    origin: bytes = b""  #: hash of the entry and of all that it depends on; set when needed
 
     @property
     def only_renews(self) -> bool:
-        """Whether it can run for the numbers that it draws alone, on memory that is dropped."""
+        """Whether it can run only for its random numbers, on memory that is then dropped."""
         return len(self.renews) == len(self.writes)
 
 
 def record(entry: Entry) -> None:
-    """Let the memories that an entry writes know of it."""
+    """Add an entry to the memories that it writes."""
     for memory in entry.writes:
         memory.entries.append(entry)
 
 
 @dataclass(slots=True)
 class Plan:
-    """What has to run: ``entries`` in recorded order; of those in ``drawn`` nothing is kept.
+    """The entries that must run, in recorded order. The results of those in ``drawn`` are dropped.
 
-    Of the memories in ``unwritten`` something is needed that no entry wrote.
+    The memories in ``unwritten`` have needed elements that no entry wrote.
     """
 
     entries: list[Entry]
@@ -121,11 +121,11 @@ class Plan:
 
 
 def plan(targets: Iterable[Memory], drawing: Iterable[Entry] = ()) -> Plan:
-    """What makes the content of ``targets``, and what has to be drawn from generators before and besides.
+    """Plan the entries that make the content of ``targets``, and the draws that come before them.
 
     Args:
-        targets: memories whose final content is wanted.
-        drawing: entries after which a generator's state is wanted.
+        targets: memories whose final content is needed.
+        drawing: entries after which a generator's state is needed.
     """
     live: set[Memory] = set()
     forced: set[Entry] = set()
@@ -178,15 +178,15 @@ def plan(targets: Iterable[Memory], drawing: Iterable[Entry] = ()) -> Plan:
 
 
 def touched(entry: Entry, drawn: bool) -> set[Memory]:
-    """Memories that must be there while the entry runs."""
+    """Memories that must exist while the entry runs."""
     return set(entry.reads) if drawn else {*entry.reads, *entry.writes}
 
 
 def schedule(the: Plan) -> Iterator[Entry]:
     """The entries of a plan in an order that gives the recorded results and holds little memory.
 
-    Entries that draw from a generator keep their order. Others run as soon as what they need is there, so that a
-    memory is finished, and can be dropped, before the next one is begun.
+    Entries that draw from a generator keep their order. Other entries run as soon as their inputs exist. So one memory
+    is finished, and can be dropped, before the next one begins.
     """
     waits: dict[Entry, int] = {}
     followers: dict[Entry, list[Entry]] = {entry: [] for entry in the.entries}

@@ -1,4 +1,4 @@
-"""Which memory a deferred tensor views, and which memories may turn out to be the same one.
+"""The memories that deferred tensors view, and pairs of memories that may be one memory on some devices.
 
 Nothing here records or runs an operation.
 """
@@ -18,13 +18,13 @@ class Memories:
 
     def __init__(self) -> None:
         self._memories: dict[int, Memory] = {}
-        self._moved: dict[Memory, list[Memory]] = {}  #: to the CPU: copies, unless the model is for the CPU
+        self._moved: dict[Memory, list[Memory]] = {}  #: to the CPU; no copies if the model is for the CPU
 
     def of(self, tensor: torch.Tensor) -> Memory:
         """The memory that a tensor views."""
         storage = tensor.untyped_storage()
         memory = self._memories.get(storage_key(storage))
-        if memory is None:  # the registry keeps the storage, so that no other one gets its address
+        if memory is None:  # the registry keeps the storage, so no other storage gets its address
             memory = self._memories[storage_key(storage)] = Memory(storage, None)
         return memory
 
@@ -55,21 +55,21 @@ class Memories:
         return View(memory, tensor.dtype, size, stride, int(tensor.storage_offset()), tensor.is_conj())
 
     def live(self) -> list[Memory]:
-        """Memories that some tensor still views and that were not materialised; the others are forgotten."""
+        """Memories that were not materialised and that a tensor still views. Other memories are removed."""
         viewed = [m for m in self._memories.values() if storage_use_count(m.storage) > 1]
         self._memories = {storage_key(m.storage): m for m in viewed}
         self._moved = {m: self._moved[m] for m in viewed if m in self._moved}
         return [m for m in viewed if not m.gone]
 
     def note_move(self, source: Memory, copy: Memory) -> None:
-        """``copy`` was made by a move to the CPU. If the model is for the CPU, it is ``source``."""
+        """Note that a move to the CPU made ``copy``. If the model is for the CPU, it is ``source`` itself."""
         self._moved.setdefault(source, []).append(copy)
         self._moved.setdefault(copy, []).append(source)
 
     def refuse_if_moved(self, changed: Iterable[Memory]) -> None:
-        """Raise if one of these was moved, or made by a move, and the other one is viewed.
+        """Raise if one of these was moved, or made by a move, and a tensor still views the other one.
 
-        If the model is for the CPU, a plain build would change both: the move was none.
+        If the model is for the CPU, the move did nothing, so a plain build would change both.
         """
         for memory in changed:
             if any(storage_use_count(other.storage) > 1 for other in self._moved.get(memory, ())):

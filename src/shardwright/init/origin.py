@@ -1,7 +1,8 @@
-"""Of what a deferred tensor's values come, as one hash: equal on ranks that record the same, and nothing is computed.
+"""The origin of a deferred tensor's values as one hash, without computing them. It is equal on ranks with equal
+records.
 
-The operations, their arguments, the constants and the places in generators' streams that they draw from count; what was
-overwritten before anything read it does not. Who compares the hashes is not known here.
+The hash covers the operations, their arguments, the constants and the places in generators' streams from which they
+draw. Values that were overwritten before a read do not count. This file does not know who compares the hashes.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from torch.utils._pytree import tree_flatten
 from shardwright.init.captured import Captured
 from shardwright.init.log import Entry, Memory, View
 
-#: What they draw depends on the tensor that they fill, and on none of their other arguments.
+#: Their draws depend only on the tensor that they fill, not on other arguments.
 _DRAWS_BY_FORM = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, type(None))
 
 
 def origin_of(view: View) -> int:
-    """A 64-bit hash of what a deferred tensor will hold."""
+    """A 64-bit hash of the future values of a deferred tensor."""
     last = view.memory.entries[-1:]
     for entry in last:
         _hash_all(entry)
@@ -32,7 +33,7 @@ def origin_of(view: View) -> int:
 
 
 def mark_after(entry: Entry, stream: Any) -> bytes:
-    """A hash of where in a generator's stream an entry leaves off that draws from it."""
+    """A hash of the place in a generator's stream after an entry's draw."""
     before = entry.draws[stream].mark
     if entry.call in _DRAWS_BY_FORM:
         return _hash(before, str(entry.call), _form(entry.args[0]))
@@ -46,9 +47,9 @@ def mark_of_state(state: torch.Tensor) -> bytes:
 
 
 def _hash_all(entry: Entry) -> None:
-    """Set ``origin`` of the entry and of all that it depends on."""
+    """Set ``origin`` of the entry and of all entries that it depends on."""
     todo = [entry]
-    while todo:  # chains of entries are longer than Python's stack is deep
+    while todo:  # no recursion, since chains of entries are longer than Python's stack
         now = todo[-1]
         before = [] if now.origin else [e for e in _read_by(now) if not e.origin]
         if before:
@@ -60,7 +61,7 @@ def _hash_all(entry: Entry) -> None:
 
 
 def _read_by(entry: Entry) -> Iterator[Entry]:
-    """Entries that left what this one reads."""
+    """The entries that wrote the memories that this one reads."""
     for memory in (*entry.reads, *entry.writes):
         last = _last_before(memory, entry) if memory not in entry.renews else None
         if last is not None:
@@ -85,7 +86,7 @@ def _parts(entry: Entry) -> Iterator[object]:
         elif isinstance(leaf, Captured):
             yield (tuple(leaf.tensor.shape), leaf.tensor.stride(), leaf.tensor.dtype, leaf.hashes_of_values())
         elif isinstance(leaf, torch.device):
-            yield leaf.type  # which of its kind may differ
+            yield leaf.type  # its index may differ
         else:
             yield (type(leaf).__qualname__, leaf if isinstance(leaf, _PLAIN) else "")
     for draw in entry.draws.values():
@@ -93,7 +94,7 @@ def _parts(entry: Entry) -> Iterator[object]:
 
 
 def _content(memory: Memory, entry: Entry) -> bytes:
-    """Of what a memory holds after an entry that wrote it."""
+    """A hash of a memory's content after an entry that wrote it."""
     return _hash(entry.origin, entry.writes.index(memory))
 
 

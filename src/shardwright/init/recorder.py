@@ -1,7 +1,7 @@
-"""Tensors without memory, of which every operation is recorded instead of carried out.
+"""Tensors without memory. Every operation on them is recorded instead of run.
 
-A :class:`DeferredTensor` is a meta tensor that says it lies on the device where it will be. The recorder is asked about
-every operation on one. What runs later, and how, is in ``replay.py``; the context manager is in ``context.py``.
+A :class:`DeferredTensor` is a meta tensor that reports its future device. The recorder handles every operation on such
+tensors. ``replay.py`` runs the recorded operations later. ``context.py`` has the context manager.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardwright.init.origin import origin_of
 from shardwright.init.replay import HERE, replay
 from shardwright.init.streams import Stream, Streams, default_generator
 
-UNNAMED = torch.device("cpu")  #: this very object: the device of tensors whose constructor named none
+UNNAMED = torch.device("cpu")  #: the device of tensors whose constructor named none; compared by identity
 _prim_device = torch.ops.prim.device.default
 _aten = torch.ops.aten
 _UNINITIALISED = {
@@ -86,7 +86,7 @@ class DeferredTensor(torch.Tensor):
             with torch.no_grad():
                 if isinstance(self, nn.Parameter):
                     memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-                else:  # what shares a memory does so in the copy, too
+                else:  # tensors that share a memory also share it in the copy
                     copied = RECORDER.copy_of_memory(self, memo).requires_grad_(self.requires_grad)
                     copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
                     memo[id(self)] = copied
@@ -94,7 +94,7 @@ class DeferredTensor(torch.Tensor):
 
     @property
     def origin(self) -> int:
-        """A 64-bit hash of what its values come from, the same on ranks that recorded the same."""
+        """A 64-bit hash of the origin of its values. It is equal on ranks with equal records."""
         return origin_of(RECORDER.memories.view_of(self))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -107,35 +107,35 @@ class DeferredTensor(torch.Tensor):
 setattr(DeferredTensor, DEFERRED, True)
 
 
-#: Where torch has its collectives.
+#: Namespaces of torch's collectives.
 _COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class Recorder:
-    """Records operations on deferred tensors. There is one: models made in several contexts share the generators."""
+    """Records operations on deferred tensors. There is only one recorder, because all contexts share the generators."""
 
     def __init__(self) -> None:
         self.memories = Memories()
         self.streams = Streams()
         self.recording = True
-        self.named = False  #: whether the operation under way was told a device by the constructor
+        self.named = False  #: whether the constructor named the device of the running operation
         self.named_by_default = False  #: whether the constructor has set a default device
 
     # -- tensors ---------------------------------------------------------------------------------------------------
 
     def wrap(self, meta: torch.Tensor, device: torch.device | None = None) -> DeferredTensor:
-        """A deferred tensor over the memory that ``meta`` views, which is at ``device`` if it is a new one."""
+        """A deferred tensor over the memory that ``meta`` views. If the memory is new, its device is ``device``."""
         memory = self.memories.add(meta, device)
         with torch.no_grad():
             return tensor_without_memory(DeferredTensor, meta, memory.device or UNNAMED)  # type: ignore[no-any-return]
 
     def uninitialised(self, like: torch.Tensor, stride: tuple[int, ...]) -> DeferredTensor:
-        """A deferred tensor of the shape and dtype of another, with a memory that nothing has written yet."""
+        """A deferred tensor with the shape and dtype of another, and a new memory without content."""
         meta = torch.empty_strided(like.shape, stride, dtype=like.dtype, device="meta")
         return self.wrap(meta)
 
     def copy_of_memory(self, tensor: torch.Tensor, memo: dict[int, Any]) -> DeferredTensor:
-        """The same view of a copy of the whole memory, of which ``memo`` has one."""
+        """The same view of a copy of the whole memory. ``memo`` has one copy of each memory."""
         memory = self.memories.of(tensor)
         if id(memory) not in memo:
             block = torch.empty(0, dtype=torch.uint8, device="meta").set_(memory.storage)  # type: ignore[call-overload]
@@ -148,7 +148,7 @@ class Recorder:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values that a deferred tensor has now: replays what they depend on, and draws what precedes that."""
+        """The values that a deferred tensor has now. Replays the entries that they depend on, and all earlier draws."""
         view = self.memories.view_of(tensor)
         result: list[torch.Tensor] = []
         with self.paused():
@@ -156,7 +156,7 @@ class Recorder:
         return result[0]
 
     def settle(self, streams: list[Stream]) -> None:
-        """Bring generators into the state that they would have now."""
+        """Set generators to the states that they would have in a plain build now."""
         for stream in streams:
             self._resolve(stream)
             if isinstance(last := stream.position(), Entry):
@@ -165,7 +165,7 @@ class Recorder:
                 stream.resume(ends[stream], last)
 
     def _resolve(self, stream: Stream) -> None:
-        """If a generator was given the state that another one has for the moment, give it the one that stands for."""
+        """If a generator got another generator's placeholder, give it the state that the placeholder represents."""
         if (origin := self.streams.origin_of(stream)) is not None:
             other, entry = origin
             with self.paused():
@@ -174,7 +174,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it operations are carried out, though a context may be active."""
+        """A context in which operations run, even inside an active ``deferred_init``."""
         before, self.recording = self.recording, False
         try:
             yield
@@ -184,7 +184,7 @@ class Recorder:
     # -- recording -------------------------------------------------------------------------------------------------
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carry out or record one operation. Called with no mode active."""
+        """Run or record one operation. Called with no mode active."""
         if func is _prim_device:
             return self.memories.of(args[0]).device or UNNAMED
         leaves, spec = tree_flatten((args, kwargs))
@@ -198,7 +198,7 @@ class Recorder:
         makes = random or not tensors or packet in _LIKE
         if not deferred and (not makes or (device is not None and device.type == "meta")):
             return func(*args, **kwargs)
-        if packet is _aten.set_ and len(args) > 1 and not _is_on_meta(args[1]):  # as torch.load makes tensors
+        if packet is _aten.set_ and len(args) > 1 and not _is_on_meta(args[1]):  # as in torch.load
             real = torch.empty(0, dtype=args[0].dtype, device=args[1].device)
             set_data(args[0], self.constant(func(real, *args[1:], **kwargs)))
             return args[0]
@@ -214,7 +214,7 @@ class Recorder:
         try:
             result = func(*meta_args, **meta_kwargs)
         except (NotImplementedError, RuntimeError):
-            # A shape that depends on values, an operation without a meta kernel, or the user's mistake.
+            # A shape depends on values, the operation has no meta kernel, or the user made a mistake.
             return self.carry_out(func, args, kwargs, written, random)
         for out in tree_flatten(result)[0]:
             _refuse_other_layouts(out)
@@ -236,7 +236,7 @@ class Recorder:
                     results.append((position, self.memories.view_of(wrapped)))
             else:
                 outputs[position] = original
-        for t in deferred:  # ``out=`` may be resized; operations such as ``t_`` change nothing but the view
+        for t in deferred:  # ``out=`` may be resized; operations such as ``t_`` change only the view
             if _geometry(metas[id(t)]) != _geometry(t):
                 set_data(t, self.wrap(metas[id(t)]))
         if (results and packet not in _UNINITIALISED) or written:
@@ -244,7 +244,7 @@ class Recorder:
         return tree_unflatten(outputs, out_spec)
 
     def _where(self, device: torch.device | None, deferred: list[DeferredTensor]) -> torch.device | None:
-        """The device of what an operation makes; None if nobody named one."""
+        """The device of an operation's results. None if the constructor named none."""
         if device is not None:
             return device if self.named or device != UNNAMED else None
         of_inputs = [self.memories.of(t).device for t in sorted(deferred, key=lambda t: not t.ndim)]
@@ -302,7 +302,7 @@ class Recorder:
     def record_whole(
         self, call: Callable[..., Any], tensor: DeferredTensor, args: tuple[Any, ...], generator: Any
     ) -> DeferredTensor:
-        """Record a function that fills its first argument with random numbers and decides itself how many it draws."""
+        """Record a function that fills its first argument with an unknown number of random draws, as one entry."""
         views = {tensor: self.memories.view_of(tensor)}
         device = views[tensor].memory.device
         kwargs = {"generator": generator} if generator is not None else {}
@@ -310,7 +310,7 @@ class Recorder:
         return tensor
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a constructor has moved to a device. No operation says so of the CPU, where it may be as it is."""
+        """The result of a constructor's move to a device. A move to the CPU may record no operation."""
         if not isinstance(tensor, DeferredTensor) or self.memories.of(tensor).device is not None:
             return tensor
         copied = _aten._to_copy.default(tensor, device=torch.device("cpu"))
@@ -318,7 +318,7 @@ class Recorder:
         return copied  # type: ignore[no-any-return]
 
     def constant(self, value: torch.Tensor) -> DeferredTensor:
-        """A deferred tensor that will be a copy of one that nobody else changes."""
+        """A deferred tensor that becomes a copy of a tensor that nobody else changes."""
         _refuse_other_layouts(value)
         result = self.wrap(_as_meta(value), value.device if value.device != UNNAMED else None)
         view = self.memories.view_of(result)
@@ -337,7 +337,8 @@ class Recorder:
         written: Sequence[torch.Tensor],
         random: bool,
     ) -> Any:
-        """Run an operation now, on the values that its arguments have: they are read, or its result is not foreseen."""
+        """Run an operation now, on the values of its arguments, because they are read or its result's shape is
+        unknown."""
         deferred = [t for t in written if isinstance(t, DeferredTensor)]
         if random:
             streams = self._streams_of(kwargs.get("generator"), None)
@@ -345,7 +346,7 @@ class Recorder:
             before = [(stream, stream.generator.get_state()) for stream in streams]
         values = tree_map_only(DeferredTensor, self.read, (args, kwargs))
         result = func(*values[0], **values[1])
-        if deferred:  # it works, and is recorded like any other
+        if deferred:  # it works, so record it like other operations
             if random:
                 for stream, state in before:
                     stream.resume(state)
@@ -370,7 +371,7 @@ def value_of(value: Any) -> Any:
 
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Tensors that the operation changes, by its schema."""
+    """The tensors that the operation changes, according to its schema."""
     tensors: list[torch.Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -380,7 +381,7 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _fills(call: Any) -> bool:
-    """Whether the operation writes every element of what it changes, and reads none of it."""
+    """Whether the operation writes every element of the tensors that it changes, and reads none of them."""
     packet = getattr(call, "overloadpacket", None)
     if packet is None:
         return True  # an initialiser that was recorded whole
@@ -399,7 +400,7 @@ def _refuse_collectives(func: Any, deferred: list[DeferredTensor]) -> None:
 def _meta_arguments(
     leaves: list[Any], spec: Any, metas: dict[int, torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an operation as it is called on the meta device, with ``metas`` for tensors, by id."""
+    """The arguments of an operation for a call on the meta device. ``metas`` has the tensors, by id."""
     args, kwargs = tree_unflatten([metas[id(t)] if isinstance(t, torch.Tensor) else t for t in leaves], spec)
     kwargs = {k: v for k, v in kwargs.items() if k not in ("generator", "pin_memory")}
     if kwargs.get("device") is not None:
@@ -428,7 +429,7 @@ def _refuse_other_layouts(tensor: Any) -> None:
 
 
 def _read_only(array: Any) -> Any:
-    """What is written into it would be lost, so numpy is to refuse that."""
+    """Make a numpy array read-only, because writes into it would be lost."""
     array.flags.writeable = False
     return array
 
@@ -442,7 +443,7 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain meta tensor of the same geometry: over the same storage for a deferred one."""
+    """A plain meta tensor of the same geometry. For a deferred tensor it has the same storage."""
     if not isinstance(tensor, DeferredTensor):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     meta = torch.empty(0, dtype=tensor.dtype, device="meta")

@@ -1,7 +1,7 @@
-"""Carries recorded entries out: in which memory, at which state of the generators, and what is dropped when.
+"""Runs recorded entries, with their memory and the right states of generators, and drops memory early.
 
-A memory is there from the first entry that touches it to the last. Which entries run and in which order is decided in
-``log.py``; what becomes of a finished memory is the caller's.
+A memory exists from the first entry that uses it to the last. ``log.py`` decides which entries run, in which order. The
+caller uses the finished memories.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Materialise = Callable[[View], torch.Tensor]
 
 @contextlib.contextmanager
 def _as_recorded() -> Iterator[None]:
-    """Nothing that the caller has set changes what operations do. They were recorded below autograd and autocast."""
+    """A context without the caller's modes, since operations were recorded below autograd and autocast."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
@@ -44,7 +44,7 @@ class _Replay:
         self.at: dict[Stream, Entry] = {}
 
     def tensor(self, view: View) -> torch.Tensor:
-        """The real tensor for a view, over memory that is made if it is not there yet."""
+        """The real tensor for a view. Its memory is made if it does not exist yet."""
         memory = view.memory
         storage = self.storages.get(memory)
         if storage is None:
@@ -104,7 +104,7 @@ class _Replay:
             own = storage_key(out) not in storage_keys and type(out) is torch.Tensor
             if not (
                 same and own and out.dtype == view.dtype
-            ):  # meta kernels foretell strides, real ones differ
+            ):  # strides of real kernels can differ from those of meta kernels
                 place = view.memory.device or self.device
                 out = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=place).copy_(out)
             self.storages[view.memory] = out.untyped_storage()
@@ -118,15 +118,15 @@ def replay(
     drawing: Mapping[Stream, Entry] | None = None,
     keep: Collection[Entry] | None = None,
 ) -> dict[Stream, torch.Tensor]:
-    """Run what makes the targets, give each to ``deliver`` when it is finished, then drop it.
+    """Run the entries that make the targets. Give each target to ``deliver`` when it is finished, then drop it.
 
-    Generators are left as they were.
+    Afterwards the generators have their old states.
 
     Args:
-        deliver: gets the memory and a function that turns views into tensors; those of this memory may be kept.
+        deliver: gets the memory and a function from views to tensors. It may keep tensors of this memory.
         device: for memories whose device was not named.
-        drawing: entries up to which generators are drawn from, too; the states after them are returned.
-        keep: entries that will run once more, whose generators' states are remembered. None: all.
+        drawing: entries up to which draws are also made; the generators' states after them are returned.
+        keep: entries that will run again, whose generators' states are stored. None: all.
     """
     targets = dict.fromkeys(targets)
     drawing = drawing or {}
@@ -154,7 +154,7 @@ def replay(
                             deliver(memory, now.tensor)
                         now.storages.pop(memory, None)
             for memory in targets:
-                if memory not in left:  # nothing ever wrote it
+                if memory not in left:  # no entry wrote it
                     deliver(memory, now.tensor)
                     now.storages.pop(memory, None)
     finally:

@@ -1,6 +1,6 @@
-"""Models on the meta device: their initialisers run, recorded, on deferred stand-ins.
+"""Models on the meta device: their initialisers run on deferred stand-ins, so their operations are recorded.
 
-So they draw what they would draw for whole tensors, and what they leave out is known before anything is changed.
+So they draw the numbers for whole tensors. Tensors that no initialiser writes are known before anything changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwright.init.recorder import RECORDER, DeferredTensor
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """Units of the model's modules, and those of modules around it that own parameters which the model holds."""
+    """The units of the model's modules, and units of outer modules that own parameters of the model."""
     units: dict[Unit | None, None] = {}
     for module in model.modules():
         units[module.__dict__.get(UNIT)] = None
@@ -32,7 +32,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 class StandIn(NamedTuple):
-    """What stands, deferred, in the place of a tensor without values while a model is initialised."""
+    """A deferred tensor that replaces a tensor without values while a model is initialised."""
 
     module: nn.Module
     name: str
@@ -41,7 +41,7 @@ class StandIn(NamedTuple):
 
 
 def initialise(model: nn.Module, init: Callable[[], Any] | None) -> list[StandIn]:
-    """Run initialisers for what is on the meta device, recording them. The model is as it was afterwards."""
+    """Run and record initialisers for tensors on the meta device. Afterwards the model is unchanged."""
     units = units_of(model)
     unset = {id(q): source for unit in units for q, source in unit.without_values().items() if source.is_meta}
 
@@ -69,7 +69,7 @@ def initialise(model: nn.Module, init: Callable[[], Any] | None) -> list[StandIn
                     if isinstance(old, DeferredTensor):
                         continue
                     if id(old) not in put:
-                        # Random operations draw in an order that depends on strides, which layouts may change.
+                        # The order of random draws depends on strides, which layouts may change.
                         new: torch.Tensor = RECORDER.uninitialised(old, unset.get(id(old), old).stride())
                         put[id(old)] = (
                             nn.Parameter(new, old.requires_grad) if name in module._parameters else new
@@ -81,7 +81,7 @@ def initialise(model: nn.Module, init: Callable[[], Any] | None) -> list[StandIn
             else:
                 for module in owners:
                     reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-                    if reset is not None:  # else an outer module may know; what nobody knows is found below
+                    if reset is not None:  # else an outer module may initialise it; see below
                         reset()
         stand_ins = [StandIn(module, name, old, _own(module)[name]) for module, name, old in places]
     finally:
@@ -91,7 +91,7 @@ def initialise(model: nn.Module, init: Callable[[], Any] | None) -> list[StandIn
             unit.watch.paused = False
     kept = {
         RECORDER.memories.of(put[id(each.old)]): each for each in stand_ins if not missing(each.old)
-    }  # their values stay, so what was recorded for their stand-ins is dropped
+    }  # their values stay, so the records of their stand-ins are dropped
     stand_ins = [each for each in stand_ins if missing(each.old)]
     _check(model, stand_ins, kept)
     return list(
@@ -109,7 +109,7 @@ def _inner_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn
 
 
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers that the module itself holds."""
+    """The module's own parameters and buffers."""
     both = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in both.items() if tensor is not None}
 
@@ -183,7 +183,7 @@ def _check(model: nn.Module, stand_ins: list[StandIn], kept: dict[Memory, StandI
 
 
 def _unfilled(the: Plan, views: Collection[View]) -> set[Memory]:
-    """Memories of ``wanted`` of which elements are read, or wanted, that no entry has written."""
+    """Memories of ``wanted`` with needed elements that no entry has written."""
     memories = {view.memory for view in views} & the.unwritten
     written = {m: torch.zeros(m.storage.nbytes(), dtype=torch.bool, device="cpu") for m in memories}
 

@@ -1,8 +1,8 @@
-"""Random generators while what would be drawn from them is only recorded.
+"""Random generators while draws from them are only recorded.
 
-Once an entry draws from a generator its state is not known. Then the generator gets a *placeholder*: a seed that is
-unique and known here. A constructor that seeds, saves, restores or forks is noticed because it leaves another seed, and
-whoever draws from a placeholder is noticed because it moves on. Nothing here knows of tensors that are deferred.
+After an entry draws from a generator, the generator's state is unknown. It then gets a *placeholder*: a unique seed
+that is known here. If a constructor seeds, saves, restores or forks, the seed changes. If anyone draws from a
+placeholder, its state changes. So both are noticed. This file knows no deferred tensors.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ class Stream:
     def __init__(self, generator: torch.Generator) -> None:
         self._name = next(self._count)
         self.generator = generator
-        self.last: Entry | None = None  #: the entry after which the generator would be now
-        self._placeholder: torch.Tensor | None = None  #: the state that stands for the one after ``last``
-        self._entries: dict[int, Entry] = {}  #: seed of a placeholder -> the entry after which it stands
-        self._reached: dict[
-            bytes, bytes
-        ] = {}  #: hash of a state -> that of where in the recorded stream it is
+        self.last: Entry | None = None  #: the last entry that draws from the generator
+        self._placeholder: torch.Tensor | None = None  #: the placeholder of the state after ``last``
+        self._entries: dict[int, Entry] = {}  #: seed of a placeholder -> its entry
+        self._reached: dict[bytes, bytes] = {}  #: hash of a state -> hash of its place in the recorded stream
         self._number = 0
         self.first = self.place()  #: before anything was recorded
 
@@ -40,9 +38,7 @@ class Stream:
         origin = self.position()
         if isinstance(origin, Entry):
             entry.draws[self] = Draw(after=origin, mark=mark_after(origin, self))
-            if (
-                origin is not self.last
-            ):  # several go on from there, so the state is remembered when it is known
+            if origin is not self.last:  # several draws follow this state, so it is stored when it is known
                 origin.ends.setdefault(self)
         else:
             mark = mark_of_state(origin)
@@ -50,18 +46,18 @@ class Stream:
         self.last = entry
         self._number += 1
         name = f"{self.generator.initial_seed()} {self._name} {self._number}".encode()
-        # Depends on the user's seed, so that whoever draws from it nevertheless draws other numbers with another seed.
+        # Depends on the user's seed, so draws from the placeholder also change with that seed.
         seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
         self.generator.manual_seed(seed)
         self._placeholder = self.generator.get_state()
         self._entries[seed] = entry
 
     def knows(self, generator: torch.Generator | None = None) -> Entry | None:
-        """The entry whose placeholder a generator, by default this one, has or has gone on from."""
+        """The entry whose placeholder a generator (by default this one) has, perhaps after further draws."""
         return self._entries.get((generator or self.generator).initial_seed())
 
     def position(self) -> Entry | torch.Tensor:
-        """Where the generator is: after an entry, or in a state that is known.
+        """The place of the generator: after an entry, or in a known state.
 
         Raises:
             RuntimeError: numbers were drawn that, without deferral, would have come after those of the model.
@@ -84,8 +80,8 @@ class Stream:
         return entry
 
     def resume(self, state: torch.Tensor, after: Entry | None = None) -> None:
-        """The generator's state is known again, ``after`` an entry was run if one is given."""
-        if after is not None:  # on other ranks, which did not ask for a value, it may still be unknown
+        """Set the generator to a state that is known again, after the entry ``after`` has run, if given."""
+        if after is not None:  # other ranks, which read no value, may still not know it
             self._reached[mark_of_state(state)] = mark_after(after, self)
         self.generator.set_state(state)
         self.last = self._placeholder = None
@@ -104,7 +100,7 @@ class Stream:
 
 
 class Place(NamedTuple):
-    """Where a stream is, to go back to it."""
+    """A place in a stream, to return to later."""
 
     stream: Stream
     state: torch.Tensor
@@ -113,7 +109,7 @@ class Place(NamedTuple):
 
 
 class Streams:
-    """Those generators that recorded entries draw from."""
+    """The generators from which recorded entries draw."""
 
     def __init__(self) -> None:
         self._streams: dict[int, Stream] = {}
@@ -130,14 +126,14 @@ class Streams:
         return [stream.place() for stream in self._streams.values()]
 
     def go_back(self, places: list[Place]) -> None:
-        """Leave the generators as they were, of which something was recorded that nobody will have."""
+        """Reset the generators, because the records of a failed construction are dropped."""
         streams = {place.stream for place in places}
         places = [*places, *(stream.first for stream in self._streams.values() if stream not in streams)]
         for place in places:
             place.stream.go_back(place)
 
     def origin_of(self, stream: Stream) -> tuple[Stream, Entry] | None:
-        """Another stream, and an entry of it, if this generator was given the placeholder that stands after it."""
+        """If this generator got a placeholder of another stream: that stream and the placeholder's entry."""
         if stream.knows():
             return None
         for other in self._streams.values():
@@ -147,12 +143,12 @@ class Streams:
         return None
 
     def forget(self) -> None:
-        """Forget entries from which no generator will go on, and all that they hold."""
+        """Drop entries that no generator can continue from, and everything that they hold."""
         for stream in self._streams.values():
             stream.forget()
 
     def defaults(self) -> list[Stream]:
-        """Of the CPU, and of the accelerator if it is in use: which one is drawn from is known with the device."""
+        """The streams of the CPU and, if it is in use, of the accelerator. The device decides which one is used."""
         streams = [self.of(torch.default_generator)]
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if accelerator is not None:
@@ -160,12 +156,12 @@ class Streams:
         return streams
 
     def waiting(self) -> list[Stream]:
-        """Whose generator's state stands for one that is not known."""
+        """The streams whose generators have a placeholder."""
         return [s for s in self._streams.values() if s.last is not None]
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that operations on ``device`` draw from unless they are given one."""
+    """The default generator of operations on ``device``."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device.type)

@@ -1,7 +1,7 @@
-"""Truncated normal numbers as torch draws them, with memory for the tensor and a small piece of it.
+"""Truncated normal numbers with the bits of torch, in the memory of the tensor and a small piece.
 
-torch's own loop makes several tensors of the whole size, which for the embedding of a large model is more than
-everything else that ``materialize`` needs. Nothing here records or shards.
+torch's own loop makes several tensors of the whole size. For the embedding of a large model this is more memory than
+everything else in ``materialize``. This file does not record or shard.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ that."""
 
 
 def with_little_memory(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original``, torch's initialiser, with pieces for large tensors on the CPU where those give the same bits."""
+    """``original``, torch's initialiser, but with pieces for large CPU tensors if these give the same bits."""
 
     @functools.wraps(original)
     def fill(
@@ -52,7 +52,7 @@ def fill_in_pieces(
     generator: torch.Generator | None,
     piece: int,
 ) -> torch.Tensor:
-    """Draw all elements, then all of them again for those out of bounds, until none is, as torch does."""
+    """Draw all elements. Draw all again for elements out of bounds, until none is, as torch does."""
     flat = tensor.detach().view(-1)
     with torch.no_grad():
         low, high = (torch.tensor(bound, dtype=tensor.dtype, device="cpu").item() for bound in (a, b))
@@ -71,14 +71,14 @@ def _outside(part: torch.Tensor, low: float, high: float) -> torch.Tensor:
 
 
 def _pieces(flat: torch.Tensor, piece: int) -> list[torch.Tensor]:
-    """Pieces of one size; the last one is longer by what would be less than a group of the generator."""
+    """Pieces of one size. The last piece also takes the rest."""
     count = max(1, len(flat) // piece)
     ends = [piece * number for number in range(1, count)]
     return list(flat.tensor_split(ends))
 
 
 def _is_redrawn(mean: float, std: float, a: float, b: float) -> bool:
-    """Whether torch draws until all are within bounds that leave most: not far from the mean, which it warns of."""
+    """Whether torch redraws elements out of bounds, with bounds that keep most elements."""
     if mean < a - 2 * std or mean > b + 2 * std:
         return False
 
@@ -90,7 +90,7 @@ def _is_redrawn(mean: float, std: float, a: float, b: float) -> bool:
 
 @functools.cache
 def _draws_in_pieces(original: Callable[..., Any], dtype: torch.dtype) -> bool:
-    """Whether pieces give the bits of torch's own loop, in this version of torch."""
+    """Whether pieces give the bits of torch's own loop in this torch version."""
     results = []
     for fill in (original, functools.partial(fill_in_pieces, piece=48)):
         generator = torch.Generator().manual_seed(7)

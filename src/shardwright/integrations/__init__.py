@@ -1,1 +1,1 @@
-"""Adapters to other frameworks, one module for each. Only that module imports the framework; nothing else here does."""
+"""Adapters to other frameworks, one module for each. Only that module imports the framework."""

@@ -1,6 +1,6 @@
-"""Checkpoints that Fabric saves and loads: models that it has wrapped, whole states, and files of weights.
+"""Checkpoints that Fabric saves and loads: wrapped models, whole states, and files of weights.
 
-What is in a checkpoint is in ``named_state.py`` and ``named_files.py``. Nothing here imports ``lightning``.
+``named_state.py`` and ``named_files.py`` define the content of a checkpoint. Nothing here imports ``lightning``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def unwrapped(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def file_path(path: str | Path, strategy: str) -> Path:
-    """The path as one of the file system. ``strategy`` is the name of the class that was given it."""
+    """The path in the local file system. ``strategy`` is the class name for errors."""
     if "://" in str(path):
         raise ValueError(
             f"{path} is a remote path, but {strategy} reads and writes only local file systems. Use a local path."
@@ -31,7 +31,7 @@ def file_path(path: str | Path, strategy: str) -> Path:
 
 
 def refuse_optimizer(strategy: str) -> NoReturn:
-    """Raise, as an optimizer alone cannot be loaded. ``strategy`` is the name of the class that was given one."""
+    """Raise, because an optimizer alone cannot be loaded. ``strategy`` is the class name for errors."""
     raise NotImplementedError(
         f"{strategy} needs the model to load an optimizer, since optimizer state is stored by parameter names. Use "
         "fabric.load(path, {'model': model, 'optimizer': optimizer})."
@@ -41,7 +41,7 @@ def refuse_optimizer(strategy: str) -> NoReturn:
 def load_state(
     path: Path, state: dict[str, Any], mesh: DeviceMesh, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
-    """Restore a state in place; return what the checkpoint has besides."""
+    """Restore a state in place. Returns the other values of the checkpoint."""
     inner = unwrapped(state)
     rest = named_state.load(path, inner, mesh, strict, weights_only)
     state.update({key: value for key, value in inner.items() if not isinstance(value, nn.Module)})
@@ -49,7 +49,7 @@ def load_state(
 
 
 def read_state(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """All that a file holds, loaded into nothing."""
+    """The complete content of a file."""
     if named_files.is_sharded(path):
         raise ValueError(
             f"{path} is a sharded checkpoint, which is loaded into a model. Pass "
@@ -59,7 +59,7 @@ def read_state(path: Path, weights_only: bool | None) -> dict[str, Any]:
 
 
 def load_weights(path: Path, module: nn.Module, strict: bool, weights_only: bool | None) -> None:
-    """Into a model that is set up, or is still to be; deferred ones remember the weights until they are."""
+    """Load weights into a model, before or after ``setup``. A deferred model stores them until ``setup``."""
     model = module.module if isinstance(module, Forward) else module
     if not isinstance(model, FSDPModule) and any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise TypeError(

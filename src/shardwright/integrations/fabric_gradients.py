@@ -22,7 +22,7 @@ from shardwright.integrations.fabric_models import sharded_model
 
 
 class GradientSync:
-    """What ``fabric.no_backward_sync`` asks for."""
+    """Implements ``fabric.no_backward_sync``."""
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
@@ -39,14 +39,14 @@ class GradientSync:
 
 @torch.no_grad()
 def clip_values(parameters: list[torch.Tensor], clip_val: float) -> None:
-    """Clamp each element of the gradients to [-clip_val, clip_val], where it is stored."""
+    """Clamp each element of the gradients to [-clip_val, clip_val], in the local parts."""
     reduce_held(parameters)
     for gradient in _local_gradients(parameters):
         gradient.clamp_(-float(clip_val), float(clip_val))
 
 
 class Scaler(GradScaler):
-    """Unscales gradients where they lie. What is not finite on one rank skips the step on all."""
+    """Unscales local parts of gradients. If a value is not finite on one rank, all ranks skip the step."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -58,7 +58,7 @@ class Scaler(GradScaler):
         gradients = _local_gradients(parameters)
         groups = [group["params"] for group in optimizer.param_groups]
         try:
-            # The gradients of one rank, and one more that tells of the other ranks'.
+            # The gradients of this rank, and one more for the result of all ranks.
             for group in optimizer.param_groups:
                 group["params"] = []
             checked_gradients = [*gradients, _infinite_anywhere(gradients)] if gradients else []
@@ -72,7 +72,7 @@ class Scaler(GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if (
             self.is_enabled() and id(optimizer) not in self._unscaled
-        ):  # fused ones would go by what is not reduced yet
+        ):  # fused optimizers would use the value before the reduction
             self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
@@ -89,7 +89,7 @@ def _owner_of(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _infinite_anywhere(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """One element, the same on every rank: infinite if any element of theirs is not finite, else 0."""
+    """One element, equal on every rank: infinite if any element on any rank is not finite, else 0."""
     filled = [g for g in gradients if g.numel()]
     largest = torch.stack([n.float() for n in foreach_norm(filled, math.inf)]) if filled else torch.zeros(1)
     any_infinite = largest.isfinite().all().logical_not().float().to(gradients[0].device).view(1)
@@ -98,7 +98,7 @@ def _infinite_anywhere(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def scaler_of(users_scaler: Any, device: str) -> GradScaler:
-    """A scaler with the settings of the given one, for sharded gradients."""
+    """A scaler for sharded gradients with the settings of ``scaler``."""
     if isinstance(users_scaler, Scaler):
         return users_scaler
     if type(users_scaler) not in (GradScaler, torch.cuda.amp.GradScaler):
@@ -113,6 +113,6 @@ def scaler_of(users_scaler: Any, device: str) -> GradScaler:
 
 
 def _local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """This rank's part of those gradients that there are; of plain parameters the whole."""
+    """This rank's parts of all existing gradients. Gradients of plain parameters are whole."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     return [local_of(g) if hasattr(g, "to_local") else g for g in gradients]

@@ -1,6 +1,6 @@
-"""Models that Fabric sets up: which modules are units, over which mesh, and whether every rank builds the same model.
+"""Models in Fabric's ``setup``: chooses units and the mesh, and checks that every rank builds the same model.
 
-No checkpoints and no gradients; nothing here imports ``lightning``.
+This file has no checkpoints and no gradients. Nothing here imports ``lightning``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ AutoWrapPolicy = Collection[type[nn.Module]] | Callable[..., bool]
 
 
 class Forward(nn.Module):
-    """What Fabric calls: another module than the user's, so that methods marked as forward methods come through it.
+    """The module that Fabric calls. It wraps the user's module, so that marked forward methods run through it.
 
-    Fabric puts such a method in the place of ``forward`` for one call.
+    For one call Fabric replaces ``forward`` by such a method.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -80,7 +80,7 @@ def checked_sizes(sizes: Any) -> tuple[int, ...] | None:
 
 
 def mesh_of(sizes: tuple[int, ...] | None, device: torch.device) -> DeviceMesh:
-    """A mesh of all ranks: of these sizes, or in one dimension."""
+    """A mesh of all ranks with these sizes, or with one dimension."""
     world = dist.get_world_size()
     sizes = sizes or (world,)
     if torch.Size(sizes).numel() != world:
@@ -104,7 +104,7 @@ def checked_policy(policy: Any) -> AutoWrapPolicy | None:
 
 
 def units_of(model: nn.Module, policy: Any) -> list[nn.Module]:
-    """The modules below ``model`` that are to be units, inner ones first."""
+    """The modules below ``model`` that become units, inner ones first."""
     if policy is None:
         return []
     if isinstance(policy, tuple) and not any(isinstance(m, policy) for m in model.modules()):
@@ -122,9 +122,9 @@ def units_of(model: nn.Module, policy: Any) -> list[nn.Module]:
 
 
 class GeneratorStates:
-    """In what states the random generators were when this rank began to initialise models.
+    """The states of the random generators when this rank began to initialise models.
 
-    Ranks initialise the same model only if these states are the same.
+    Ranks initialise equal models only if these states are equal.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class GeneratorStates:
 
     @contextmanager
     def watched(self, device: torch.device) -> Iterator[None]:
-        """Check the states in which the generators are now, if random numbers are drawn within."""
+        """A context that records the generators' present states if random numbers are drawn inside."""
         before = state_of_generators(device)
         yield
         drew = state_of_generators(device) != before
@@ -143,7 +143,7 @@ class GeneratorStates:
         self.check()
 
     def check(self) -> None:
-        """Compare them over all ranks, and forget them.
+        """Compare the states over all ranks, and drop them.
 
         Raises:
             ValueError: ranks began from different states.

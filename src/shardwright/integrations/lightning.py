@@ -5,9 +5,8 @@
 
     fabric = Fabric(devices=2, strategy=ShardwrightStrategy(auto_wrap_policy={Block}))
 
-Processes are launched and joined as ``DDPStrategy`` does it. What it does with models, gradients and checkpoints is
-replaced here, by functions of ``fabric_models.py``, ``fabric_gradients.py`` and ``fabric_checkpoints.py``.
-docs/fabric.md is the page for users.
+``DDPStrategy`` launches and joins processes. This file replaces its handling of models, gradients and checkpoints, with
+functions of ``fabric_models.py``, ``fabric_gradients.py`` and ``fabric_checkpoints.py``. Users read docs/fabric.md.
 """
 
 from __future__ import annotations
@@ -99,21 +98,21 @@ class ShardwrightStrategy(DDPStrategy):
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer = fabric.setup(model, optimizer)
 
-    Arguments that are not told here are those of :func:`shardwright.fully_shard` and of Fabric's ``DDPStrategy``.
+    Other arguments have the meaning that they have in :func:`shardwright.fully_shard` and Fabric's ``DDPStrategy``.
 
     Args:
         auto_wrap_policy: which modules are units, besides the whole model: classes; a function of a module; or one of
             torch's policies, ``policy(module=, recurse=, nonwrapped_numel=)``. None: only the model, and modules that
             ``fully_shard`` was applied to before ``setup``.
         device_mesh: the mesh's sizes, ``(ranks,)`` or ``(replicas, shards)``. Default: all ranks in one dimension.
-        state_dict_type: "sharded": ``fabric.save`` writes a folder, to which every rank adds its part; "full": one
-            file, from rank 0, as an unsharded run writes it. ``fabric.load`` reads both.
-        init: called with a model that was built on the meta device, once it is sharded, to initialise it. Default:
-            each module's ``reset_parameters``. Models from ``fabric.init_module(empty_init=True)`` need none.
-        sync_module_states: broadcast the values of models that were built for real from rank 0.
-        check_module_states: raise where ranks have built different models.
-        start_method: how ``fabric.launch`` makes processes: "popen" runs the script once more for each, "spawn",
-            "fork" and "forkserver" call the function that ``launch`` is given.
+        state_dict_type: "sharded": ``fabric.save`` writes a folder with a part from every rank. "full": rank 0 writes
+            one file, as an unsharded run does. ``fabric.load`` reads both.
+        init: initialises a model that was built on the meta device, after it is sharded. Default: each module's
+            ``reset_parameters``. Models from ``fabric.init_module(empty_init=True)`` need none.
+        sync_module_states: broadcast the values of models with memory from rank 0.
+        check_module_states: raise an error if ranks have built different models.
+        start_method: how ``fabric.launch`` starts processes. "popen" runs the script again for each process. "spawn",
+            "fork" and "forkserver" call the function that you pass to ``launch``.
     """
 
     def __init__(
@@ -168,11 +167,11 @@ class ShardwrightStrategy(DDPStrategy):
         self._init = init
         self._mesh: DeviceMesh | None = None
         self._generators = GeneratorStates()
-        self._early: list[Optimizer] = []  #: set up before the model that they step
+        self._early: list[Optimizer] = []  #: optimizers that were set up before their model
         self._backward_sync_control = GradientSync()
 
     def __repr__(self) -> str:
-        # Lightning's Trainer, which cannot take it, shows this in its error.
+        # Lightning's Trainer, which cannot use this strategy, prints this in its error.
         return (
             f"<{type(self).__name__} of lightning.fabric.Fabric; the Trainer cannot use it: write the loop with "
             "Fabric, or run `shardwright train`>"
@@ -191,7 +190,7 @@ class ShardwrightStrategy(DDPStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh over which models are sharded, once processes are launched."""
+        """The mesh over which models are sharded. It exists after the launch of processes."""
         if self._mesh is None:
             raise RuntimeError("The strategy has no mesh before fabric.launch().")
         return self._mesh
@@ -210,9 +209,9 @@ class ShardwrightStrategy(DDPStrategy):
 
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """With ``empty_init`` models take no memory, and ``setup`` gives them the values that they would have had.
+        """With ``empty_init`` models take no memory, and ``setup`` gives them the values of a plain build.
 
-        Otherwise they are built on the CPU, and ``setup`` moves what this rank keeps to its device.
+        Otherwise they are built on the CPU, and ``setup`` moves this rank's part to its device.
         """
         with self.precision.module_init_context():
             if not empty_init:
@@ -223,7 +222,7 @@ class ShardwrightStrategy(DDPStrategy):
                 yield
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Nothing: ``setup`` moves each rank's part, never the whole model."""
+        """Does nothing: ``setup`` moves each rank's part, never the whole model."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         """Shard a model in place, and give it its values if it has none."""
@@ -246,7 +245,7 @@ class ShardwrightStrategy(DDPStrategy):
         return Forward(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Let it step on shards, in place; its parameters may be those that the model had before ``setup``."""
+        """Let an optimizer step on shards, in place. It may have the model's parameters from before ``setup``."""
         fully_shard_optimizer(optimizer)
         if not _is_sharded(optimizer):
             self._early.append(optimizer)
@@ -262,7 +261,7 @@ class ShardwrightStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """By the norm of the whole gradients, over all ranks."""
+        """Clip by the norm of the whole gradients, over all ranks."""
         sharded_model(module, "clip_gradients")
         self.precision.unscale_gradients(optimizer)
         return clip_grad_norm_(
@@ -273,7 +272,7 @@ class ShardwrightStrategy(DDPStrategy):
         )
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
-        """Each element by itself, where it lies."""
+        """Clip each element by its value, in the local parts."""
         sharded_model(module, "clip_gradients")
         self.precision.unscale_gradients(optimizer)
         clip_values(list(self.precision.main_params(optimizer)), clip_val)
@@ -336,7 +335,7 @@ class ShardwrightStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """None: it is passed as an object, since its options are."""
+        """Registers nothing: users pass the strategy as an object, with its options."""
 
 
 def _checked_precision(precision: Precision | None, strategy: str) -> Precision | None:

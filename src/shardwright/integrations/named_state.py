@@ -241,7 +241,7 @@ def load(
         FileNotFoundError: there is nothing at ``path``.
         ValueError: what is there is no checkpoint, or an optimizer's parameters or state do not fit.
         KeyError: ``strict``, and a key of ``state`` is not stored.
-        RuntimeError: names or shapes of a model's tensors do not fit, all of them told.
+        RuntimeError: lists all names or shapes of a model's tensors that do not fit.
     """
     parts = Parts.of(state)
     if is_sharded(path):

@@ -1,4 +1,4 @@
-"""Where every element of a sharded model lives. Pure data and pure functions; nothing here touches a device."""
+"""The place of every element of a sharded model. Pure data and pure functions; nothing here uses a device."""
 
 from shardwright.layout.planner import Layout, Member, Ragged, plan
 from shardwright.layout.planner import Segment as RaggedSegment

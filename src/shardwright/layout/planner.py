@@ -1,7 +1,7 @@
 """The planner of layouts: which segments a unit's parameters share, and which elements each rank owns.
 
-Pure arithmetic on shapes: no tensor is made, no process group is asked, and nothing loops over the ranks, so 4,096 of
-them cost what two cost. Offsets and lengths are in elements; how they become bytes is the engine's business.
+Pure arithmetic on shapes, without tensors and process groups. Nothing loops over the ranks, so 4,096 ranks take the
+same time as two. Offsets and lengths are in elements. The engine converts them to bytes.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _counts(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter in a segment: ``numel`` elements from ``offset`` in it, cut between granules only."""
+    """One parameter in a segment: ``numel`` elements from ``offset`` on, cut only between granules."""
 
     index: int
     offset: int
@@ -101,8 +101,8 @@ class Member:
 class Segment:
     """Parameters that are cut together: ``chunk`` elements per rank in the shard, ``world_size * chunk`` in the slab.
 
-    Rank r owns the r-th chunk of the slab's. In a replicated segment every rank owns all members (0-d parameters, in
-    order), so that each of the ``world_size`` chunks is a copy of them.
+    Rank r owns the r-th chunk. In a replicated segment every rank owns all members (0-d parameters, in order), so each
+    chunk is a copy of them.
     """
 
     members: tuple[Member, ...]
@@ -114,7 +114,7 @@ class Segment:
     replicated: bool = False
 
     def range_of(self, member: Member, rank: int) -> tuple[int, int]:
-        """The member's own elements [start, stop) on a rank; start equals stop where it has none."""
+        """The member's elements [start, stop) that a rank owns. If the rank owns none, start equals stop."""
         if self.replicated:
             return 0, member.numel
         before = rank * self.chunk - member.offset
@@ -124,9 +124,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of every element of a unit's parameters; made by :func:`plan`.
+    """The place of every element of a unit's parameters. :func:`plan` makes it.
 
-    Parameters are known by their index in ``shapes``, their elements by flat index in memory order. Raises ValueError
+    A parameter is its index in ``shapes``; an element is its flat index in memory order. Raises ValueError
     if a parameter is missing, overlaps another, leaves its segment, or has a granule cut by the end of a rank's part.
     """
 
@@ -154,19 +154,19 @@ class Layout:
 
     @property
     def padding(self) -> float:
-        """Elements of the slab that belong to no parameter, over those that do (0.5: half as many again).
+        """Elements of the slab that belong to no parameter, divided by the elements that do.
 
-        A replicated parameter counts once per rank: its copies are wanted.
+        A replicated parameter counts once per rank, since every rank needs its copy.
         """
         true = self._total
         return self.numel / true - 1 if true else 0.0
 
     @property
     def balance(self) -> float:
-        """Elements owned by the rank that owns most, over the mean of all ranks: 1.0 is even."""
+        """The largest number of elements that a rank owns, divided by the mean. 1.0: all ranks own the same number."""
         if not self._total:
             return 1.0
-        # Between the ranks in which a parameter starts or ends all own the same, so only those need be looked at.
+        # Ranks between the first and the last rank of a parameter own equal numbers, so the others are enough.
         ranks = {0}
         for s in self.segments:
             for m in s.members:
@@ -179,17 +179,17 @@ class Layout:
         return most * self.world_size / self._total
 
     def span(self, index: int) -> tuple[int, int]:
-        """Elements [start, stop) of the slab that hold the parameter; of a replicated one, its first copy."""
+        """Elements [start, stop) of the slab that hold the parameter. If it is replicated: its first copy."""
         segment, member = self._places[index]
         return segment.slab_offset + member.offset, segment.slab_offset + member.stop
 
     def range_of(self, index: int, rank: int) -> tuple[int, int]:
-        """The parameter's own elements [start, stop) that the rank owns; start equals stop where it owns none."""
+        """The parameter's elements [start, stop) that the rank owns. If the rank owns none, start equals stop."""
         segment, member = self._places[index]
         return segment.range_of(member, self._checked(rank))
 
     def shard_offset(self, index: int, rank: int) -> int:
-        """Where that range begins in the rank's shard."""
+        """The offset in the rank's shard at which ``range_of`` begins."""
         segment, member = self._places[index]
         if segment.replicated:
             return segment.shard_offset + member.offset
@@ -197,7 +197,7 @@ class Layout:
         return segment.shard_offset + min(max(behind, 0), segment.chunk)
 
     def owned(self, rank: int) -> list[tuple[int, int, int]]:
-        """What the rank owns, as its shard holds it: (parameter, start, stop) as of :meth:`range_of`, none empty."""
+        """The rank's elements in the order of its shard: (parameter, start, stop) of :meth:`range_of`, none empty."""
         self._checked(rank)
         ranges = ((m.index, *s.range_of(m, rank)) for s in self.segments for m in s.members)
         return [(index, start, stop) for index, start, stop in ranges if start < stop]
@@ -299,7 +299,7 @@ _Cut = tuple[list[Member], int, bool]  #: members, chunk, replicated
 
 
 def _per_parameter(shapes: Sequence[tuple[int, ...]], indices: Sequence[int], world_size: int) -> list[_Cut]:
-    """A segment for each parameter, its chunk as many slices of the first dimension as torch.chunk gives rank 0."""
+    """A segment for each parameter. Its chunk has as many slices of the first dimension as torch.chunk gives rank 0."""
     cuts: list[_Cut] = []
     for i in indices:
         size, *rest = shapes[i] or (1,)
@@ -311,7 +311,8 @@ def _per_parameter(shapes: Sequence[tuple[int, ...]], indices: Sequence[int], wo
 
 @dataclass(frozen=True)
 class _Piece:
-    """A parameter before it has a place. It can be cut at multiples of ``block``, the granules that fill 16 bytes."""
+    """A parameter without a place yet. It may be cut at multiples of ``block``: so many granules that they fill 16
+    bytes."""
 
     index: int
     numel: int
@@ -323,38 +324,39 @@ class _Piece:
 def _ragged(
     kind: Ragged, shapes: Sequence[tuple[int, ...]], indices: Sequence[int], world_size: int, align: int
 ) -> list[_Cut]:
-    """Parameters of equal blocks share a segment, coarsest first; what it leaves empty takes in finer ones.
+    """Parameters of equal blocks share a segment, the largest blocks first. Smaller blocks fill its gaps.
 
-    A chunk that is a multiple of the block makes every later cut fall like the first, so only where a parameter
-    starts needs care: far enough before the end of a rank's part that whole blocks fill it.
+    If the chunk is a multiple of the block, all cuts of a parameter fall between blocks once the first cut does. So
+    only the start of a parameter matters: whole blocks must fill the space up to the end of that rank's part.
     """
     scalars = [i for i in indices if not shapes[i]]
     waiting = []
     for i in indices:
         if shapes[i]:
             numel, granule = math.prod(shapes[i]), kind.elements(shapes[i])
-            # One rank cuts nothing, so there everything is alike.
+            # One rank cuts nothing, so all blocks are equal.
             block = math.lcm(granule, align) if world_size > 1 else align
             waiting.append(_Piece(i, numel, granule, block, round_up(numel, align)))
-    # Those that end on a block need no gap after them. Of the others the largest go first, as in packing boxes.
+    # Pieces that end on a block need no gap after them. Of the others the largest go first, as in bin packing.
     waiting.sort(key=lambda p: (-p.block, p.numel % p.block != 0, -p.numel))
 
     cuts: list[_Cut] = []
     while waiting:
         alike = [p for p in waiting if p.block == waiting[0].block]
         finer = waiting[len(alike) :]
-        # If nothing is longer than a block, nothing can be cut: then the longest sets the size.
+        # If no piece is longer than a block, none can be cut. Then the longest piece sets the size.
         step = max(min(alike[0].block, max(p.space for p in alike)), align)
         chunk = -(-sum(p.space for p in alike) // (world_size * step)) * step
         members, end, left = _fill(alike, chunk, world_size)
-        while left:  # Once: the gaps, one before each rank's end at most, are below a step each.
+        # Runs once: there is at most one gap before each rank's end, and each gap is smaller than a step.
+        while left:
             chunk += step
             members, end, left = _fill(alike, chunk, world_size)
         apart = [min(-(-p.numel // (world_size * p.granule)) * p.granule, p.numel) for p in alike]
         saved = chunk - sum(round_up(c, align) for c in apart)
         if saved > (len(alike) - 1) * max(p.granule for p in alike):
-            # Long rows of odd length, and few of them: in a segment of its own a parameter needs no blocks, since
-            # every rank's part is one stretch that begins its chunk. Each further segment saves a row per rank.
+            # A few long rows of odd length: in a separate segment a parameter needs no blocks, because every rank's
+            # part begins its chunk. Each further segment must save a row per rank.
             cuts += [
                 ([Member(p.index, 0, p.numel, p.granule)], c, False)
                 for p, c in zip(alike, apart, strict=True)
@@ -372,7 +374,8 @@ def _ragged(
 def _fill(
     pieces: Sequence[_Piece], chunk: int, world_size: int, cursor: int = 0
 ) -> tuple[list[Member], int, list[_Piece]]:
-    """Place pieces in order behind ``cursor``: those that fit, where the last of them ends, and those that do not."""
+    """Place pieces in order behind ``cursor``. Returns the placed pieces, the end of the last one, and the other
+    pieces."""
     members, left = [], []
     for p in pieces:
         start = _start(p, chunk, cursor)
@@ -385,11 +388,11 @@ def _fill(
 
 
 def _start(piece: _Piece, chunk: int, cursor: int) -> int | None:
-    """The first place from ``cursor`` on where every chunk's end that falls inside falls between two blocks."""
+    """The first place from ``cursor`` on at which each chunk's end inside the piece is between two blocks."""
     if not piece.numel:
         return cursor
     if not chunk or (piece.numel > chunk and chunk % piece.block):
-        return None  # It would meet two ends that leave different parts of a block.
+        return None  # Two chunk ends inside it leave different parts of a block.
     to_end = chunk - cursor % chunk
     return cursor + to_end % piece.block if piece.numel > to_end else cursor
 

@@ -1,6 +1,6 @@
-"""What the planners of layouts know of a parameter, and where one lies that is cut in rows.
+"""The planners' description of a parameter, and the place of a parameter that is cut in rows.
 
-Pure planning on shapes and dtypes: no tensor is made, no process group is asked, so it is tested without either.
+Pure planning on shapes and dtypes, without tensors and process groups, so tests need neither.
 Offsets and lengths are in elements unless a name says bytes.
 """
 
@@ -18,7 +18,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def alignment_elements(*dtypes: torch.dtype) -> int:
-    """Elements that make 16 bytes in the smallest of the dtypes, so one offset serves them all."""
+    """Elements that make 16 bytes in the smallest dtype. An offset in such multiples fits every dtype."""
     return ALIGNMENT // min(dtype.itemsize for dtype in dtypes)
 
 
@@ -36,7 +36,7 @@ class TensorSpec:
     dim: int = 0
     #: Dimensions from the outermost in memory to the innermost; ``dim`` comes first. Default: in their own order.
     order: tuple[int, ...] = ()
-    #: Whether its tensor decides what is gathered of it, so that it has no place in the shard and the slab.
+    #: Whether the tensor has ``fsdp_pre_all_gather``. Such a parameter has no place in the shard and the slab.
     extended: bool = False
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class TensorSpec:
 
     @property
     def stride(self) -> tuple[int, ...]:
-        """Strides of the global tensor: as it lies in memory if rows are outermost anyway, else contiguous."""
+        """Strides of the global tensor: its own if rows are outermost in memory, else contiguous."""
         order = self.order if self.dim == 0 else tuple(range(len(self.shape)))
         strides, step = [0] * len(self.shape), 1
         for d in reversed(order):
@@ -85,8 +85,8 @@ class TensorSpec:
 class Segment:
     """One parameter's place: ``chunk`` elements per rank in the shard, ``world_size * chunk`` in the slab.
 
-    The sharded dimension lies outermost; ``rows`` of it belong to each rank (the last ranks may hold fewer, or none,
-    and the rest is zero padding). A replicated parameter is a segment of one row per rank, all rows equal.
+    The sharded dimension is outermost. Each rank has ``rows`` rows of it. The last ranks may have fewer rows or none;
+    the rest is zero padding. A replicated parameter is a segment of one row per rank, all rows equal.
     """
 
     index: int
@@ -94,18 +94,18 @@ class Segment:
     row: int  #: elements per row
     rows: int  #: rows per rank, padded
     slab_offset: int
-    shard_offset: int  #: where the cast of this rank's chunk lies, and its gradient
+    shard_offset: int  #: offset of the cast of this rank's chunk, and of its gradient
 
     @property
     def chunk(self) -> int:
-        """Elements of it in the shard of each rank, padding included."""
+        """Its elements in the shard of each rank, padding included."""
         return self.rows * self.row
 
     @property
     def members(self) -> tuple[Segment, ...]:
-        """What lies in it: the one parameter."""
+        """Its only parameter."""
         return (self,)
 
     def rows_of(self, rank: int) -> int:
-        """Rows that ``rank`` really owns, without padding."""
+        """Rows that ``rank`` owns, without padding."""
         return max(0, min(self.rows, self.size - rank * self.rows))

@@ -1,4 +1,4 @@
-"""Where every element of a unit lives: its segments in runs of equal dtypes, and the packing of its gradients.
+"""The place of every element of a unit: its segments in runs of equal dtypes, and the packing of its gradients.
 
 Pure, as all planning here. Offsets and lengths are in elements unless a name says bytes.
 """
@@ -19,7 +19,7 @@ from shardwright.layout.segments import ALIGNMENT, Segment, TensorSpec, alignmen
 
 @dataclass(frozen=True)
 class Run:
-    """Segments of one storage dtype and one compute dtype: cast together, in one call. Or of extended parameters.
+    """Segments of one storage dtype and one compute dtype, which one call casts; or segments of extended parameters.
 
     Element offsets count from the start of the run, which lies at ``slab_bytes`` in the slab.
     """
@@ -48,7 +48,7 @@ class UnitLayout:
     slab_nbytes: int
 
     def as_stored(self) -> UnitLayout:
-        """The same places in a slab whose parameters have the dtypes in which they are stored."""
+        """The same places in a slab that has the parameters in their storage dtypes."""
         runs: list[Run] = []
         slab_bytes = 0
         for run in self.runs:
@@ -66,14 +66,14 @@ def plan_unit(
 ) -> UnitLayout:
     """Lay out parameters, each whole and contiguous in the slab, for ``world_size`` shards.
 
-    Without ``ragged`` each is cut into chunks of ``ceil(size / world_size)`` rows, which follow :func:`torch.chunk`, as
-    ``Shard`` of DTensor means it. With it they share segments, those of equal ``groups`` only; extended parameters are
-    cut in rows all the same.
+    Without ``ragged`` each is cut into chunks of ``ceil(size / world_size)`` rows, as by :func:`torch.chunk` and
+    DTensor's ``Shard``. With ``ragged`` parameters of equal ``groups`` share segments. Extended parameters are always
+    cut in rows.
 
     Args:
         specs: shape, storage dtype and compute dtype of each parameter.
         world_size: ranks among which every parameter is divided.
-        ragged: how they share segments; None: each is cut alone.
+        ragged: how parameters share segments; None: each has its own segment.
         groups: one for each parameter, anything hashable.
 
     Raises:
@@ -125,7 +125,7 @@ def _in_rows(
 
 
 def _numbered(segments: Sequence[RaggedSegment], indices: Sequence[int]) -> list[RaggedSegment]:
-    """Segments that were planned for some parameters of a unit, with the unit's numbers."""
+    """Segments that were planned for some of a unit's parameters, renumbered with the numbers of the unit."""
     return [
         replace(s, members=tuple(replace(m, index=indices[m.index]) for m in s.members)) for s in segments
     ]
@@ -139,12 +139,12 @@ class GradientPart:
     offset: int
     chunk: int
     gap: int
-    span: int  #: which of the packing's spans it lies in
+    span: int  #: its span in the packing
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a reduction whose gradients end in one dtype; one cast call fills them."""
+    """A range of a reduction whose gradients get one dtype. One call casts them."""
 
     grad_dtype: torch.dtype
     start: int
@@ -164,8 +164,8 @@ class GradientDtypes(NamedTuple):
 class Packing:
     """One reduction: the gradients of equal :class:`GradientDtypes`, and behind them one flag per parameter.
 
-    A flag says whether this rank has a gradient for the parameter. The sum over the ranks distinguishes a parameter
-    that no rank used (its gradient stays ``None``) from one that only this rank did not use (this rank adds zeros).
+    A flag says whether this rank has a gradient for the parameter. If the flags of all ranks sum to 0, no rank used the
+    parameter, and its gradient stays ``None``. Otherwise ranks without a gradient add zeros.
 
     Parameters cut in rows are packed rank-major, every rank's part together, and reduced as one tensor. Segments that
     parameters share are packed one after another, each whole as in the slab, and reduced by one coalesced collective.
@@ -186,7 +186,7 @@ class Packing:
 
     @property
     def flag_slots(self) -> int:
-        """Elements behind the gradients, by which ranks say which of them they have."""
+        """Elements behind the gradients: one flag for each parameter, padded."""
         return self.numel - self.flags
 
     @property
@@ -200,7 +200,7 @@ def plan_packing(
 ) -> tuple[Packing, ...]:
     """Pack the gradients of the trainable parameters, in the order of the shard.
 
-    One packing for each choice of dtypes, and one more for what is cut otherwise.
+    There is one packing for each choice of dtypes, and another for parameters that are cut in another way.
     """
     packings = []
     shares = [any(isinstance(s, RaggedSegment) for s in run.segments) for run in layout.runs]
@@ -239,7 +239,7 @@ def _plan_packing(
             if isinstance(s, RaggedSegment):
                 segments.append(s)
             offset += s.chunk + gap
-        if parts and parts[-1].span == len(spans):  # also where none of them has any element
+        if parts and parts[-1].span == len(spans):  # also if none of them has an element
             spans.append(Span(grad_dtype, start, offset))
     if not parts:
         return None

@@ -1,4 +1,4 @@
-"""Memory that the engine leases for a while. Knows bytes and devices, nothing of parameters or ranks."""
+"""Memory that the engine leases during a step. This package knows bytes and devices, but no parameters or ranks."""
 
 from shardwright.memory.plan import Item, Plan, pack, peak, slots
 from shardwright.memory.planned import Planned

@@ -24,9 +24,9 @@ class Item:
     """A slab in the trace of a step.
 
     Attributes:
-        unit, kind: whose it is and for what.
+        unit, kind: the unit that leases it, and the use.
         nbytes: size in bytes.
-        spans: when it is leased: first tick, and first tick after; in order, and not empty.
+        spans: the times when it is leased: first tick, and first tick after. Ordered and not empty.
     """
 
     unit: str
@@ -41,13 +41,13 @@ class Item:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where items lie in one block of ``nbytes`` bytes.
+    """The places of items in one block of ``nbytes`` bytes.
 
     Attributes:
         items, offsets: each item and its first byte.
         nbytes: size of the block.
         lower_bound: the most bytes that are leased at once; no plan has a smaller block.
-        slots: for pools, each slot's offset, size and the unit that makes it so large.
+        slots: for pools, each slot's offset and size, and its largest unit.
     """
 
     items: tuple[Item, ...]
@@ -81,7 +81,7 @@ def peak(items: Sequence[Item]) -> int:
 
 
 def at_peak(items: Sequence[Item]) -> tuple[list[Item], Item | None]:
-    """What is leased when the most bytes are, and what was leased last of it."""
+    """The items that are leased at the peak, and the last of them to be leased."""
     starts = sorted({start for item in items for start, _ in item.spans})
     best: tuple[int, int] = (0, -1)
     sizes = _sizes_at(items, starts)
@@ -129,15 +129,15 @@ def overlap(one: Item, two: Item) -> bool:
     return False
 
 
-ROUNDS = 12  #: how often what lies too high is placed earlier, in each order
+ROUNDS = 12  #: how often items above the bound move forward in each order
 
 
 def pack(items: Sequence[Item]) -> Plan:
-    """One offset for each item, so that the block is small: the best of several orders, each placed lowest first.
+    """Choose an offset for each item so that the block is small. The best of several orders counts.
 
-    Storage packing of this kind is NP-hard; for the traces of training steps, in which equal units follow one another,
-    one of the orders mostly reaches the lower bound, and no other is tried then. Where none does, what lies above the
-    bound moves half-way to the front of its order, and all are placed again.
+    Each order places its items one after another, each as low as possible. This kind of packing is NP-hard. In traces
+    of training steps equal units follow one another, so one order mostly reaches the lower bound, and the search ends.
+    If none does, items above the bound move half-way to the front of their order, and all items are placed again.
     """
     bound = peak(items)
     length = {id(item): sum(stop - start for start, stop in item.spans) for item in items}
@@ -166,7 +166,7 @@ def pack(items: Sequence[Item]) -> Plan:
 
 
 def _place(items: Sequence[Item], order: Sequence[int]) -> list[int]:
-    """Each in turn into the lowest gap between those placed already that are leased at the same time."""
+    """Place each item into the lowest gap between placed items that are leased at the same time."""
     offsets = [0] * len(items)
     placed: list[int] = []
     for i in order:
@@ -184,9 +184,9 @@ def _place(items: Sequence[Item], order: Sequence[int]) -> list[int]:
 
 
 def fitting(items: Sequence[Item], count: int) -> list[int]:
-    """Which items can go round ``count`` slots, so that no two in a slot are ever leased at once.
+    """The items that can use ``count`` slots in turn, so that no two items of a slot are leased at once.
 
-    Left out is what stays while others come and go: of each two that meet in a slot, what is leased longer.
+    If two items of a slot are leased at once, the item with the longer lease is left out.
     """
     length = [sum(stop - start for start, stop in item.spans) for item in items]
     chosen = sorted(range(len(items)), key=lambda i: items[i].spans[0])
@@ -203,9 +203,9 @@ def fitting(items: Sequence[Item], count: int) -> list[int]:
 
 
 def slots(items: Sequence[Item], count: int) -> Plan:
-    """A pool of ``count`` slots; items go round them in the order of their first lease.
+    """A pool of ``count`` slots. Items use them in turn, in the order of their first lease.
 
-    Of any ``count`` items that follow one another each has a slot of its own, forwards and backwards. The k-th largest
+    Any ``count`` consecutive items have different slots, in forward and in backward. The k-th largest
     slot is no larger than the k-th largest item.
     """
     order = sorted(range(len(items)), key=lambda i: items[i].spans[0])

@@ -1,4 +1,4 @@
-"""An allocator that follows a plan, and leases outside it wherever the program does not."""
+"""An allocator that follows a plan. If the program does not follow it, leases come from torch's allocator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwright.memory.slab import DYNAMIC, Slab
 
 
 class Watcher(Protocol):
-    """Who made a plan."""
+    """The maker of a plan. It hears of leases outside the plan."""
 
     def wants(self, slab: Slab) -> bool:
         """Whether a slab that has no place in the plan should have one."""
@@ -26,11 +26,12 @@ class Watcher(Protocol):
 class Planned:
     """Leases slabs at the places of a plan, in one block of bytes on the slabs' device.
 
-    A place is given only while nothing that overlaps it is leased; otherwise, and for slabs that the plan does not
-    have, the lease is dynamic and counted. Refers to the slabs and to the watcher weakly, as they refer to it.
+    A slab gets its place only while no lease overlaps it. Otherwise, or if the plan has no place for the slab, torch's
+    allocator gives the memory, and the lease is counted. References to the slabs and to the watcher are weak, because
+    these refer to this object.
 
     Attributes:
-        plan: where things lie.
+        plan: the places of the slabs.
         block: the memory, uint8.
         planned, dynamic: number of leases of either kind so far.
         deviations: for each unit, kind and reason the number of dynamic leases.
@@ -44,19 +45,19 @@ class Planned:
         self._watcher = weakref.ref(watcher)
         self._places = weakref.WeakKeyDictionary({slab: i for i, slab in enumerate(slabs)})
         ends = [(o, o + item.size) for o, item in zip(plan.offsets, plan.items, strict=True)]
-        #: For each slab a bit for each whose place overlaps its own, itself included.
+        #: For each slab a mask: one bit for each slab whose place overlaps its place, itself included.
         self._overlaps = [
             sum(1 << j for j, (low, high) in enumerate(ends) if start < high and low < stop)
             for start, stop in ends
         ]
-        #: Each slab's memory; none where the plan was made for less than it needs.
+        #: Each slab's memory. None if the plan has fewer bytes for it than it needs.
         self._memory = [
             self.block[start : start + slab.nbytes]
             if slab.nbytes <= item.nbytes and start + slab.nbytes <= plan.nbytes
             else None
             for (start, _), slab, item in zip(ends, slabs, plan.items, strict=True)
         ]
-        self._leased = 0  #: a bit for each
+        self._leased = 0  #: one bit for each slab
 
     def lease(self, slab: Slab) -> torch.Tensor | None:
         i = self._places.get(slab)

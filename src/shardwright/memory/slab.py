@@ -1,7 +1,7 @@
-"""Slabs, memory that a tensor view survives losing; and the protocol of what gives them their memory.
+"""Slabs: storages that lose and get memory while their views stay; and the protocol of allocators.
 
-A slab's storage object is made once, and so are the views of it. Leasing gives the storage memory, releasing takes it
-away; autograd compares storages, not addresses, so a view it saved is right again when the slab is leased again.
+A slab's storage object and its views are made once. A lease gives the storage memory, a release removes it. Autograd
+compares storages, not addresses. So a view that autograd has saved is right again after the next lease.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class Allocator(Protocol):
 
 
 class Source(Protocol):
-    """Memory of a special kind, such as that which the network reads and writes by itself.
+    """Gives memory of a special kind, such as memory that the network reads and writes directly.
 
     Attributes:
-        kinds: the slabs that need it, by their kind; None for all.
+        kinds: kinds of slabs that need it; None: all kinds.
     """
 
     kinds: frozenset[str] | None
 
     def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """A uint8 tensor of so many bytes."""
+        """A uint8 tensor of ``nbytes`` bytes."""
 
 
 class Dynamic:
-    """torch's own allocator for every lease, or the slab owner's source."""
+    """Leases from torch's allocator, or from the source of the slab's owner."""
 
     def lease(self, slab: Slab) -> torch.Tensor | None:
         source = slab.owner.source
@@ -67,7 +67,7 @@ DYNAMIC = Dynamic()
 
 
 class Owner:
-    """Whose slabs are, where the memory of their next leases comes from, and of what kind it must be."""
+    """The owner of slabs. It says which allocator their next leases use, and which kind of memory they need."""
 
     __slots__ = ("allocator", "name", "slabs", "source")
 
@@ -83,8 +83,8 @@ class Slab:
 
     Attributes:
         nbytes: size.
-        owner, kind: whose it is and for what, in plans and reports.
-        leased: whether there is memory now.
+        owner, kind: its owner and its use, for plans and reports.
+        leased: whether it has memory now.
     """
 
     def __init__(self, nbytes: int, device: torch.device, kind: str = "", owner: Owner | None = None) -> None:
@@ -94,10 +94,10 @@ class Slab:
         self.owner: Owner = owner if owner is not None else Owner()
         self.owner.slabs.add(self)
         self.leased: bool = False
-        self._lender: Allocator = DYNAMIC  #: of the memory there is now
+        self._lender: Allocator = DYNAMIC  #: the allocator of its present memory
         self._storage = torch.UntypedStorage(0, device=device)
         self._lease_memory: torch.Tensor | None = None  #: an allocator's memory, while leased from it
-        #: A storage over the memory that was given last, kept where the next lease brings the same, and its address.
+        #: A storage over the memory of the last lease, and its address. Kept if the next lease returns the same memory.
         self._block: torch.UntypedStorage | None = None
         self._block_address = 0
         self._attached: torch.UntypedStorage | None = None
@@ -109,11 +109,11 @@ class Slab:
 
     @property
     def address(self) -> int:
-        """Where the memory lies now; 0 while released."""
+        """The address of its memory now; 0 while released."""
         return self._storage.data_ptr()
 
     def lease(self) -> None:
-        """Attach memory, contents undefined. Made on the current stream of the device."""
+        """Attach memory with undefined content, on the device's current stream."""
         if self.leased:
             return
         self._lender = self.owner.allocator
@@ -147,11 +147,11 @@ class Slab:
         self._lease_memory, self._attached = memory, self._block
 
     def _lender_name(self) -> str:
-        lender = getattr(self._lender, "inner", self._lender)  # a recorder stands before the user's
+        lender = getattr(self._lender, "inner", self._lender)  # inside a recorder is the user's allocator
         return type(lender).__name__
 
     def release(self) -> None:
-        """Give the memory back. On CUDA the current stream must be ordered after every use of it."""
+        """Release the memory. On CUDA the current stream must be ordered after every use of it."""
         if not self.leased:
             return
         self.leased = False
@@ -163,8 +163,8 @@ class Slab:
             self._attached = self._lease_memory = None
             swap_memory(self._storage, block)
             if not self._lender.release(self, memory):
-                self._block = None  # which would keep the memory
-            if self._poison:  # a read must find NaN, where a storage without memory would crash the process
+                self._block = None  # it would keep the memory alive
+            if self._poison:  # reads must get NaN; without memory they would crash the process
                 self._storage.resize_(self.nbytes)
                 self._storage.fill_(255)  # type: ignore[attr-defined]
             return
@@ -177,7 +177,8 @@ class Slab:
     def view(
         self, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """A tensor over the slab, ``offset`` in elements of ``dtype``. Made while leased; stays right for ever."""
+        """A tensor over the slab, ``offset`` in elements of ``dtype``. Make it while the slab is leased; it stays
+        valid."""
         if stride is None:
             stride = torch.empty(0, dtype=dtype, device="meta").new_empty(tuple(size)).stride()
         return torch.empty(0, dtype=dtype, device=self.device).set_(

@@ -1,4 +1,4 @@
-"""What a step leases, recorded to report it and to plan the steps after it."""
+"""Records the leases of a step, for reports and for the plan of later steps."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shardwright.memory.slab import DYNAMIC, Allocator, Slab
 
 
 class Recorder:
-    """Passes leases on to another allocator and remembers when each slab was leased and released.
+    """Passes leases to another allocator, and records when each slab was leased and released.
 
     Attributes:
-        inner: where the memory comes from.
-        ticks: leases and releases so far; the time of a trace.
-        continued: whether this is a second step, of which what the first one left is known.
+        inner: the allocator that gives the memory.
+        ticks: number of leases and releases so far; the time of a trace.
+        continued: whether this is the second step, so that slabs that the first step left leased are known.
     """
 
     def __init__(self, inner: Allocator = DYNAMIC) -> None:
@@ -39,7 +39,7 @@ class Recorder:
         return lasting
 
     def restart(self) -> None:
-        """Forget what was leased and released, not what is leased."""
+        """Forget past leases and releases. Slabs that are leased now stay recorded."""
         self._spans.clear()
 
     def leases(self, kind: str) -> bool:
@@ -47,7 +47,7 @@ class Recorder:
         return any(slab.kind == kind for slab in self._open)
 
     def next_step(self) -> None:
-        """Record the step after this one instead. What is leased now was leased before it began."""
+        """Record the next step instead. Slabs that are leased now were leased before it began."""
         self.ticks = 0
         self.continued = True
         self._spans.clear()
@@ -55,9 +55,9 @@ class Recorder:
             self._open[slab] = 0
 
     def finish(self) -> tuple[list[Item], list[Slab]]:
-        """What was recorded of the slabs that there are still. What is leased is taken to be so until the end.
+        """The record of the slabs that still exist. A slab that is leased now counts as leased until the end.
 
-        A slab that the step before had leased, and that this one did not release, needs no place: it has its memory.
+        A slab that the step before leased and this step did not release has its memory, so it needs no place.
         """
         for slab, start in list(self._open.items()):
             if not (self.continued and start == 0):

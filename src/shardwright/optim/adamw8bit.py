@@ -1,7 +1,7 @@
 """AdamW with its moments in 8 bits: one code per element, one scale per block of consecutive elements.
 
-A plain optimizer that knows nothing of ranks. What it does to a block depends on that block alone, so a tensor cut
-between blocks trains as the whole one does, to the bit; ``sharded.py`` sees to the cuts.
+This is a plain optimizer that knows no ranks. The update of a block depends only on that block. So a tensor that is cut
+between blocks gets the same bits as the whole tensor. ``sharded.py`` checks the cuts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-#: Elements taken at a time, which need some 30 bytes each beside the state: on a CPU few enough for its caches (four
-#: times as many took four times as long), elsewhere enough to hide what launching a kernel costs.
+#: Elements of one pass. Each needs about 30 bytes beside the state. On a CPU they must fit into its caches: four times
+#: as many took four times as long per element. On other devices they must hide the cost of kernel launches.
 CHUNK = 1 << 18
 DEVICE_CHUNK = 1 << 22
 
@@ -120,8 +120,8 @@ class AdamW8bit(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # torch casts all state to the parameter's dtype, which neither codes nor scales survive. What is no tensor it
-        # lets pass. This hook is the last one, so others see the tensors.
+        # torch casts all state tensors to the parameter's dtype, which would destroy codes and scales. It does not cast
+        # other objects. This hook is the last one, so other hooks see the tensors.
         handle = self.register_load_state_dict_pre_hook(_checked_and_kept)
         try:
             super().load_state_dict(state_dict)
@@ -137,16 +137,16 @@ class AdamW8bit(Optimizer):
 
 
 class _Kept:
-    """A tensor of a state dict on its way through ``load_state_dict``."""
+    """Wraps a tensor of a state dict, so that ``load_state_dict`` does not cast it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 def _checked_and_kept(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict whose state fits the optimizer's blocks, its tensors kept, the groups' block and minimum size ours.
+    """The state dict with wrapped tensors, and with this optimizer's block size and minimum size in its groups.
 
-    Raises ValueError for one of other blocks or without them, before anything is loaded.
+    Raises ValueError before anything is loaded if the state has other blocks or none.
     """
     state, groups = dict(state_dict["state"]), []
     for number, (group, theirs) in enumerate(
@@ -164,7 +164,7 @@ def _checked_and_kept(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
                 state[key] = {
                     k: _Kept(v) if isinstance(v, Tensor) and k != "step" else v for k, v in values.items()
                 }
-    groups += state_dict["param_groups"][len(groups) :]  # torch says what is wrong with it
+    groups += state_dict["param_groups"][len(groups) :]  # torch raises an error for it
     return {**state_dict, "state": state, "param_groups": groups}
 
 
@@ -203,7 +203,7 @@ def _check_options(group: dict[str, Any]) -> None:
             raise ValueError(f"{name}: expected a number >= 0, found {group[name]}")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas: expected two numbers in [0, 1), found {betas}")
-    # Powers of two, because then the number of scales tells the block size of a stored state.
+    # Powers of two, because then the number of scales shows the block size of a stored state.
     if not isinstance(block_size, int) or block_size < 1 or block_size & (block_size - 1):
         raise ValueError(f"block_size: expected a power of two, found {block_size}")
     if not isinstance(group["min_size"], int) or group["min_size"] < 1:
@@ -214,7 +214,7 @@ def _check_options(group: dict[str, Any]) -> None:
 
 
 def _has_codes(p: Tensor, group: dict[str, Any]) -> bool:
-    # A local tensor that stands in for a sharded parameter goes by the size of the whole one.
+    # For the local tensor of a sharded parameter, the size of the whole parameter counts.
     shape: torch.Size = getattr(p, "whole_shape", p.shape)
     return shape.numel() >= group["min_size"]
 
@@ -228,7 +228,7 @@ def _new_state(state: dict[str, Tensor], p: Tensor, group: dict[str, Any]) -> di
         )
     state["step"] = torch.tensor(
         0.0, device="cpu"
-    )  # on the CPU, as torch's optimizers have it: the host asks for its value
+    )  # on the CPU, as in torch's optimizers, because the host reads its value
     for moment in MOMENTS:
         if _has_codes(p, group):
             blocks = -(-p.numel() // group["block_size"])
@@ -240,7 +240,7 @@ def _new_state(state: dict[str, Tensor], p: Tensor, group: dict[str, Any]) -> di
 
 
 def _update(p: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-    """One step of AdamW. Every operation rounds once, so that no bit depends on where the tensor is cut."""
+    """One step of AdamW. Every operation rounds once, so the cuts of the tensor change no bit."""
     if gradient.is_sparse:
         raise RuntimeError(
             "AdamW8bit expects dense gradients, found a sparse one. See torch.optim.SparseAdam."
@@ -254,7 +254,7 @@ def _update(p: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[s
     flat, gradient = p.reshape(-1), gradient.reshape(-1)
     chunk = max(
         CHUNK if p.is_cpu else DEVICE_CHUNK, group["block_size"]
-    )  # powers of two: each begins with a block
+    )  # powers of two, so each pass begins with a block
     for start in range(0, p.numel(), chunk):
         part = slice(start, start + chunk)
         g = gradient[part].float()
@@ -273,7 +273,7 @@ def _update(p: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[s
 
 
 def _read(state: dict[str, Tensor], moment: str, part: slice, block_size: int) -> Tensor:
-    """Elements ``part``, which begins with a block, of a moment, flat. A float32 moment is not copied."""
+    """The elements ``part`` of a moment, flat; ``part`` begins with a block. A float32 moment is not copied."""
     if moment in state:
         return state[moment].view(-1)[part]
     codes = state[f"{moment}_codes"].view(-1)[part]
@@ -289,42 +289,42 @@ def _write(state: dict[str, Tensor], moment: str, part: slice, block_size: int, 
     codes = state[f"{moment}_codes"].view(-1)[part]
     blocks = _blocks(values, block_size)
     scales = blocks.abs().amax(1)
-    divisors = torch.where(scales > 0, scales, 1.0)  # 0: nothing to divide; NaN: the scale says it for all
+    divisors = torch.where(scales > 0, scales, 1.0)  # 0: all elements are 0; NaN: the scale makes all NaN
     codes.copy_(_nearest(moment, blocks / divisors[:, None]).view(-1)[: codes.numel()])
     state[f"{moment}_scales"][part.start // block_size : -(-part.stop // block_size)] = scales
 
 
 def _blocks(flat: Tensor, block_size: int) -> Tensor:
-    """As rows of ``block_size``, zeros after the last element."""
+    """The elements as rows of ``block_size``, padded with zeros."""
     short = -flat.numel() % block_size
     return (pad(flat, (0, short)) if short else flat).view(-1, block_size)
 
 
 @functools.cache
 def _values(moment: str, device: torch.device) -> Tensor:
-    """What each code stands for, in units of the scale, ascending."""
+    """The number of each code, in units of the scale, ascending."""
     signed = moment == "exp_avg"
     positive = [1.0]
-    for decade in range(7):  # 10^-7 to 10^-6, ..., 0.1 to 1: each has twice as many values as the one before
+    for decade in range(7):  # 10^-7 to 10^-6, ..., 0.1 to 1: each has twice as many values as the last
         count = 2 ** (decade if signed else decade + 1)
         positive += [(0.1 + 0.9 * (i + 0.5) / count) * 10.0 ** (decade - 6) for i in range(count)]
-    negative = [-v for v in positive if v > min(positive)] if signed else []  # one short, of 256 in all
+    negative = [-v for v in positive if v > min(positive)] if signed else []  # one fewer: 256 in all
     return torch.tensor(sorted([*negative, 0.0, *positive]), device=device)
 
 
 def _nearest(moment: str, scaled: Tensor) -> Tensor:
-    """The code of each number, as ``torch.bucketize`` among :func:`_bounds` finds it, in a tenth of the time."""
+    """The code of each number. ``torch.bucketize`` with :func:`_bounds` gives the same, in ten times the time."""
     bounds, lowest = _bounds(moment, scaled.device)
-    # Numbers of equal high half lie so close that they have one of two codes.
+    # Numbers with the same high half have one of two codes.
     codes = lowest.index_select(0, (scaled.view(torch.int32) >> 16).bitwise_and_(0xFFFF).view(-1))
     return codes.add_(scaled.view(-1) > bounds.index_select(0, codes))
 
 
 @functools.cache
 def _bounds(moment: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The largest number that gets each code; and for each high half of a float32 the lowest code it comes with."""
+    """The largest number of each code, and for each high half of a float32 its lowest code."""
     values = _values(moment, torch.device("cpu")).double()
-    middle = (values[1:] + values[:-1]) / 2  # exact, and so is the comparison with it rounded down
+    middle = (values[1:] + values[:-1]) / 2  # exact; comparing with it rounded down is exact, too
     bounds = middle.float()
     bounds = torch.where(bounds > middle, bounds.nextafter(torch.tensor(-math.inf, device="cpu")), bounds)
     if moment == "exp_avg_sq":

@@ -1,4 +1,4 @@
-"""Where optimizer state with one element per block of a sharded parameter lies: each element with its block."""
+"""The place of optimizer state with one element per block: each element is on the rank of its block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from shardwright.engine.tensors.tensor_parallel import cut_dim
 
 
 def block_spec(p: DTensor | RaggedTensor, block: int) -> RaggedSpec:
-    """Of a 1-D tensor with an element for each ``block`` consecutive elements of ``p``; the last may be short.
+    """The spec of a 1-D tensor with one element for each ``block`` consecutive elements of ``p``. The last may be
+    short.
 
     Raises:
         ValueError: the parameter is cut along another dimension than the first, or over two mesh axes of a DTensor, or
@@ -27,7 +28,7 @@ def block_spec(p: DTensor | RaggedTensor, block: int) -> RaggedSpec:
         )
     owned = [-(-stop // block) - start // block for start, stop in spec.ranges]
     first = next(rank for rank, blocks in enumerate(owned) if blocks)
-    # The ranks between the first and the last owner have as many as fill a chunk.
+    # Each rank between the first and the last owner has a full chunk of them.
     chunk = max(owned)
     offset = (first + 1) * chunk - owned[first]
     return RaggedSpec(torch.Size([-(-spec.numel // block)]), offset, chunk, spec.mesh, axes=spec.axes)

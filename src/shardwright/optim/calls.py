@@ -1,8 +1,8 @@
-"""Several calls of an optimizer's own code that are one step: each finds the numbers as they were before the first.
+"""Several calls of an optimizer's own code that form one step. Each call sees the numbers from before the first call.
 
-A step counts in numbers, which are in its groups and attributes. ``Calls`` are those of one ``step()``, which is on
-whole tensors, or passes state through the device. ``CallsInBackward`` are spread over a backward, and the user's code
-runs between them. Which tensors a call is for is chosen elsewhere.
+A step increases counters: numbers in the optimizer's groups and attributes. ``Calls`` are the calls of one ``step()``
+that steps whole tensors, or moves state to the device and back. ``CallsInBackward`` are spread over a backward, and the
+user's code runs between them. Other files choose the tensors of each call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NUMBERS = (int, float, torch.Tensor)
 
 
 class Numbers:
-    """The numbers in some dicts, as they are now."""
+    """A copy of the numbers in some dicts."""
 
     def __init__(self, dicts: Sequence[dict[str, Any]]) -> None:
         self._before = [
@@ -44,13 +44,13 @@ class Numbers:
 
 
 class Calls:
-    """Calls the optimizer's own step several times within one: on groups of other tensors each time.
+    """Calls the optimizer's own step several times within one step, each time with other tensors in the groups.
 
-    After an exception nothing more is called, since other ranks still wait for what this one has to send.
+    After an exception there are no more calls. This rank continues to send, because other ranks wait for its tensors.
 
     Attributes:
         failure: the exception.
-        failed_at: where: 0 nowhere, -1 on local tensors, else 1 + the index of the call's first whole tensor.
+        failed_at: 0: no failure; -1: on local tensors; else 1 + the index of the call's first whole tensor.
     """
 
     def __init__(self, optimizer: Optimizer, plain_step: Callable[[Any], Any]) -> None:
@@ -65,7 +65,7 @@ class Calls:
         if self.failure is not None:
             return
         if self._called:
-            self._before.drop_new(self._counted_in)  # counted in for the first time
+            self._before.drop_new(self._counted_in)  # numbers that this call has added
             self._before.restore(self._counted_in)
         self._called = True
         for group, params in zip(self.optimizer.param_groups, groups, strict=True):
@@ -82,29 +82,29 @@ class Calls:
 
 
 class CallsInBackward:
-    """Calls that are one step, one for each unit. Each has groups of its own, with the options at the step's begin.
+    """The calls of one step, one for each unit. Each uses separate groups, with the options of the step's begin.
 
-    The user may read and change the optimizer's groups between two calls: a scheduler sets the next step's rate while
-    gradients are still on their way to the host. So the groups show what the first call has counted, and later calls
-    do not write into them.
+    The user may read and change the optimizer's groups between two calls. For example, a scheduler sets the next step's
+    rate while gradients are still on their way to the host. So the groups have the counters of the first call, and
+    later calls do not change them.
 
     Attributes:
-        open: whether calls for more units belong to this step.
+        open: whether more calls of this step may follow.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)  # which holds the calls
+        self._optimizer = weakref.ref(optimizer)  # it refers to the calls
         self._options = [
             {key: _copy(value) for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
         self._attributes = Numbers([vars(optimizer)])
-        self._moved: list[tuple[dict[str, Any], str, Any]] = []  #: where, key, value before
+        self._moved: list[tuple[dict[str, Any], str, Any]] = []  #: dict, key, earlier value
         self._called = False
         self.open = True
 
     def groups(self, params: list[list[torch.Tensor]]) -> list[dict[str, Any]]:
-        """Groups for one call, of these parameters."""
+        """Groups for one call with these parameters."""
         self._rewind_attributes()
         return [
             {**{key: _copy(value) for key, value in options.items()}, "params": mine}
@@ -112,7 +112,7 @@ class CallsInBackward:
         ]
 
     def keep(self, called: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """After the first call: what it counted in its groups holds for the step."""
+        """After the first call: use the counters of its groups for the whole step."""
         if self._called:
             return
         self._called = True
@@ -123,7 +123,7 @@ class CallsInBackward:
                     real[key] = value
 
     def rewind(self) -> None:
-        """The rest of this step is made by an ordinary call, which counts for itself."""
+        """Undo the counters, because an ordinary call makes the rest of this step and counts itself."""
         self._rewind_attributes()
         for group, key, value in self._moved:
             if value is None:
@@ -138,7 +138,7 @@ class CallsInBackward:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a step may count in it. A parameter is stepped."""
+    """Whether the value may be a counter. Parameters are not counters."""
     return isinstance(value, _NUMBERS) and not isinstance(value, nn.Parameter)
 
 
@@ -148,5 +148,5 @@ def _copy(value: Any) -> Any:
 
 def _differ(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one._version > 0  # a copy made for the call; the host must not wait for what is in it
+        return one._version > 0  # a copy for the call; reading its value would make the host wait
     return one is not other and one != other

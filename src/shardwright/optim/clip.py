@@ -64,7 +64,7 @@ def clip_grad_norm_(
     reduce_held(parameters)
     plain: list[torch.Tensor] = []
     sharded: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}  # by the groups that cut them
-    kinds: dict[Any, str] = {}  # where they communicate
+    kinds: dict[Any, str] = {}  # the device on which they communicate
     unit = None
     for p in parameters:
         unit = unit or unit_of(p)
@@ -102,14 +102,14 @@ def clip_grad_norm_(
     largest = math.isinf(norm_type)
     norms = _norms(plain, norm_type, device)
     for groups, tensors in sharded.items():
-        # One all-reduce per axis of one number per parameter: rounds as DTensor does, per-parameter norms come first.
+        # One all-reduce per axis, of one number per parameter. DTensor makes the same norms, so both round alike.
         part = _norms(tensors, norm_type, device)
         assert part is not None
         part = part if largest else part.pow_(norm_type)
         here, there = part.device, torch.device(kinds[groups])
         part = (
             part.to(there) if here.type != there.type else part
-        )  # what is offloaded is summed where groups can
+        )  # norms of offloaded tensors are summed on the groups' device
         for group in groups:
             if group.size() > 1:
                 dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
@@ -133,14 +133,12 @@ def _steps_in_backward(p: torch.Tensor) -> bool:
 
 
 def _norms(tensors: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor | None:
-    """The norm of each tensor (0 for one without elements), at least in float32; None for no tensors."""
+    """The norm of each tensor, at least in float32; 0 for a tensor without elements. None if there are no tensors."""
     if not tensors:
         return None
-    filled = [t for t in tensors if t.numel()]  # torch has no largest element of nothing
+    filled = [t for t in tensors if t.numel()]  # torch has no maximum of an empty tensor
     norms = iter(foreach_norm(filled, norm_type) if filled else ())
     dtype = functools.reduce(torch.promote_types, {t.dtype for t in tensors}, torch.float32)
     zero = (filled or tensors)[0].new_zeros(()).to(device)
     stacked = torch.stack([next(norms).to(device) if t.numel() else zero for t in tensors])
-    return stacked.to(
-        dtype.to_real()
-    )  # the same on every rank, also where it has no element of the widest dtype
+    return stacked.to(dtype.to_real())  # equal on every rank, also if it has no element of the widest dtype

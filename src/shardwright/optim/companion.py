@@ -1,6 +1,6 @@
-"""What a sharded optimizer keeps from step to step, in its companion: who steps which tensors, and where state is.
+"""The companion of a sharded optimizer: data that it keeps between steps, such as owners and places of state.
 
-Data alone: ``sharded.py`` and ``in_backward.py`` step by it.
+``sharded.py`` and ``in_backward.py`` read this data when they step.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class BackwardSteps:
     """How an optimizer steps in backward.
 
     Attributes:
-        kind: its class without ours.
+        kind: the optimizer's class without our subclass.
         clip_value: the largest absolute value of a gradient's element; None leaves gradients as they are.
-        units: each unit's parameters, group by group, and in front of them the key that they hold for.
-        calls: those of the step under way.
+        units: each unit's parameters, group by group, after the key for which they are valid.
+        calls: the calls of the running step.
     """
 
     kind: type
@@ -43,11 +43,11 @@ class ShardedCompanion(Companion):
     """The companion of a sharded optimizer.
 
     Attributes:
-        needs: what the optimizer needs of a parameter in one piece.
-        owners: who steps the parameters that it needs whole, by mesh.
-        whole: these parameters.
+        needs: the piece of a parameter that the optimizer needs whole.
+        owners: the owners of parameters that it needs whole, by mesh.
+        whole: the parameters that it needs whole.
         host_state: brings state from the host to the device and back. None: all state is where its parameter is.
-        hidden_state: the optimizer's ``state``, from a step that used ``host_state`` until somebody reads it. Else
+        hidden_state: the optimizer's ``state`` after a step that used ``host_state``, until somebody reads it. Else
             None.
         stand_ins: each sharded parameter's local stand-in.
         backward: how the optimizer steps in backward, once ``in_backward`` was called.

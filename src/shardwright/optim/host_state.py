@@ -1,8 +1,8 @@
-"""Optimizer state that lies in the CPU's memory and passes through the device, where the parameters are stepped.
+"""Optimizer state that is stored in the CPU's memory and moves to the device for the step of its parameters.
 
-It goes in parts: that of a unit, or of the whole tensors of a round. Tensors of one dimension or more go up before the
-step of their part and down after it; numbers, 0-d tensors among them, stay where the optimizer has put them. Which part
-is stepped when is decided in ``in_calls.py``, ``in_backward.py`` and ``owners.py``.
+It moves in parts: the state of a unit, or of the whole tensors of a round. Tensors of one dimension or more are copied
+to the device before the step of their part, and back after it. Numbers and 0-d tensors stay where the optimizer has put
+them. ``in_calls.py``, ``in_backward.py`` and ``owners.py`` decide when a part is stepped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwright.memory import Owner, Slab
 from shardwright.optim.whole_state import leaves, mapped
 
 _ALIGNMENT = 16  # bytes
-State = Mapping[Any, dict[str, Any]]  #: as an optimizer has it, by local tensor
+State = Mapping[Any, dict[str, Any]]  #: an optimizer's state, by local tensor
 
 
 @dataclass
@@ -32,8 +32,8 @@ class _Copies:
     """A part's state on the device.
 
     Attributes:
-        pairs: the tensors on the host and on the device, by the id of the one on the host.
-        mark: after the copy up.
+        pairs: the tensors on the host and on the device, by the id of the host tensor.
+        mark: the mark after the copy to the device.
     """
 
     part: Hashable
@@ -45,7 +45,7 @@ class _Copies:
 
 @dataclass
 class _Leaving:
-    """What a copy to the host reads, and the mark after it."""
+    """The tensors that a copy to the host reads, and the mark after it."""
 
     host: Host
     slab: Slab
@@ -56,21 +56,21 @@ class _Leaving:
 class HostState:
     """One optimizer's state on its way to the device and back.
 
-    No more than that of two parts is on the device at once: of the part which is stepped, and of the one before it, on
-    its way down, or of the one after it, on its way up. What a step makes anew, instead of writing into what there was,
-    comes on top of it. A part is called by anything hashable.
+    The device has the state of at most two parts: the part that is being stepped, and either the part before it or the
+    part after it, whose copy runs. Tensors that a step creates, instead of writing into old ones, need extra memory.
+    The key of a part may be anything hashable.
     """
 
     def __init__(self) -> None:
         self._owner = Owner("optimizer state")
         self._coming: _Copies | None = None
-        self._waiting: dict[Hashable, tuple[Host, list[dict[str, Any]]]] = {}  #: what comes after that
-        self._here: _Copies | None = None  #: of the part that is stepped
+        self._waiting: dict[Hashable, tuple[Host, list[dict[str, Any]]]] = {}  #: parts after that one
+        self._here: _Copies | None = None  #: the part that is being stepped
         self._leaving: list[_Leaving] = []  #: the oldest first
         self._last: tuple[Host, Any] | None = None  #: the last copy to the host, and the mark after it
 
     def send(self, part: Hashable, host: Host, states: Iterable[dict[str, Any]]) -> None:
-        """Begin to copy the state of a part that is stepped soon, or, after that of others, when there is room."""
+        """Begin to copy the state of a part that is stepped soon. Without room it waits for earlier parts."""
         if self._coming is None or self._coming.part == part:
             self._drop_coming()
             self._coming = self._send(part, host, _on_host(states))
@@ -86,11 +86,11 @@ class HostState:
         if self._coming is not None and self._coming.part == part:
             if {id(t) for t in host_tensors} <= self._coming.pairs.keys():
                 sent, self._coming = self._coming, None
-            else:  # replaced since
+            else:  # some tensors were replaced
                 self._drop_coming()
         self._here = here = sent or self._send(part, host, host_tensors)
         here.host.streams.join(here.mark)
-        self._make_room(0)  # of as much as this is, in a first step
+        self._make_room(0)  # a first step creates as much state again
         pairs = here.pairs
         on_device = {
             p: mapped(values, lambda v: pairs[id(v)][1] if id(v) in pairs else v)
@@ -100,10 +100,10 @@ class HostState:
 
     @torch.no_grad()
     def give_back(self, state: State) -> defaultdict[Any, dict[str, Any]]:
-        """After the step: ``state`` with the tensors on the host, to which copies begin.
+        """After the step: begin to copy to the host, and return ``state`` with the host tensors.
 
         Raises:
-            ValueError: the optimizer itself keeps some of its state elsewhere, or as a tensor of a class of its own.
+            ValueError: the optimizer keeps some of its state on another device, or as a tensor of its own class.
         """
         here, self._here = self._here, None
         assert here is not None
@@ -137,7 +137,7 @@ class HostState:
                 self.send(part, *self._waiting.pop(part))
 
     def settle(self) -> None:
-        """The computation waits for all that is under way, and the device's memory is given back."""
+        """Let the computation wait for all running copies, and release the device's memory."""
         self._waiting.clear()
         self._drop_coming()
         if self._here is not None:  # after an exception
@@ -146,7 +146,7 @@ class HostState:
         self._free(0)
 
     def host_wait(self) -> None:
-        """The host waits until all of the state has come down."""
+        """Let the host wait until all state has arrived there."""
         if self._last is not None:
             host, mark = self._last
             host.streams.host_wait(mark)
@@ -169,7 +169,7 @@ class HostState:
         return _Copies(part, host, slab, pairs, mark)
 
     def _make_room(self, more: int) -> None:
-        """The computation waits for copies to the host until there is room for the state of ``more`` parts."""
+        """Let the computation wait for copies to the host until there is room for ``more`` parts."""
         self._free(max(0, 2 - more - (self._here is not None) - (self._coming is not None)))
 
     def _free(self, keep: int) -> None:
@@ -187,7 +187,7 @@ class HostState:
 
 
 def _moves(value: Any) -> bool:
-    """Whether a part of the state passes through the device."""
+    """Whether a value of the state moves to the device for a step."""
     if not isinstance(value, torch.Tensor) or not value.ndim:
         return False
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
@@ -199,18 +199,18 @@ def _moves(value: Any) -> bool:
 
 
 def _on_host(states: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
-    """What is to go up: each once."""
+    """The tensors that must be copied to the device, each once."""
     tensors = [v for values in states for v in leaves(values) if _moves(v)]
     return list({id(t): t for t in tensors if t.device.type == "cpu"}.values())
 
 
 def part_of_state(state: State, tensors: Iterable[torch.Tensor]) -> dict[Any, dict[str, Any]]:
-    """What ``state`` has of these tensors."""
+    """The entries of ``state`` for these tensors."""
     return {t: state[t] for t in tensors if t in state}
 
 
 class _Kept:
-    """A tensor of a state dict on its way past what moves such to the parameter's device."""
+    """Wraps a tensor of a state dict, so that torch does not move it to the parameter's device."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -232,10 +232,10 @@ def kept_from_device(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, An
 
 
 def loaded(values: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
-    """What was kept, cast as torch does it: to the parameter's dtype."""
+    """The values without their wrappers, cast to the parameter's dtype as torch does."""
 
     def load(value: Any) -> Any:
-        if isinstance(value, _Kept):  # a copy: the checkpoint is the caller's
+        if isinstance(value, _Kept):  # a copy, because the caller owns the checkpoint
             return value.tensor.to(p.dtype if p.is_floating_point() else value.tensor.dtype, copy=True)
         return value
 
@@ -243,20 +243,21 @@ def loaded(values: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
 
 
 def host_of_state(p: torch.Tensor) -> Host | None:
-    """Where state of this parameter lies between steps, if that is not where the parameter does."""
+    """The host that stores the state of this parameter between steps. None: the parameter's device stores it."""
     unit = unit_of(p)
     return unit.state_host if unit is not None else None
 
 
 def host_of_whole(p: torch.Tensor) -> Host | None:
-    """Where state of this parameter lies between steps if it is stepped whole, which is done on the device."""
+    """The host that stores the state of this parameter between steps if the parameter is stepped whole, on the
+    device."""
     unit = unit_of(p)
     return (unit.host or unit.state_host) if unit is not None else None
 
 
 @torch.no_grad()
 def moved_to_host(values: dict[str, Any], host: Host) -> dict[str, Any]:
-    """A parameter's state, as it is outside of a step, in memory of the host's."""
+    """A parameter's state of between steps, moved to the host's memory."""
 
     def move(value: Any) -> Any:
         local = local_of(value) if isinstance(value, (DTensor, RaggedTensor)) else value

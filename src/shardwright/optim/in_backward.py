@@ -1,7 +1,7 @@
 """Optimizer in backward: a unit is stepped when its gradients are reduced, and they are freed at once.
 
-It is one optimizer with its groups and its state, of which each call sees a unit's part. When a unit is due is told
-in ``engine/gradients/stepping.py``; the arithmetic on local tensors is that of ``sharded.py``.
+It is one optimizer with its groups and its state. Each call sees one unit's part of them.
+``engine/gradients/stepping.py`` decides when a unit is stepped. ``sharded.py`` steps the local tensors.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _refuse_taken(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
 
 
 class _InBackward:
-    """Mixed into a sharded optimizer's class in front of it; see :func:`in_backward`."""
+    """A mixin in front of a sharded optimizer's class; see :func:`in_backward`."""
 
     param_groups: list[dict[str, Any]]
     state: Any
@@ -144,7 +144,7 @@ class _InBackward:
                 unit.stepping.steppers.append(self)
 
     def leave_backward(self) -> None:
-        """Become an ordinary optimizer again, which steps in ``step`` alone."""
+        """Become an ordinary optimizer again, which steps only in ``step``."""
         self._complete()
         forget_stepped(p for group in self.param_groups for p in group["params"])
         for unit in self._units():
@@ -157,7 +157,7 @@ class _InBackward:
         self.__class__ = type(self).__bases__[1]
 
     def _params_of(self, unit: Unit) -> list[list[torch.Tensor]]:
-        """Those of the unit, group by group. Groups and units seldom change, so it is remembered."""
+        """The parameters of the unit, group by group. They are cached, since groups and units seldom change."""
         units = _steps_of(self).units
         key = unit.generation, [len(group["params"]) for group in self.param_groups]
         entry = units.get(unit)
@@ -193,12 +193,12 @@ class _InBackward:
         finally:
             self.param_groups = real
         step.keep(called, real)
-        increment_version([_local(p) for p in stepped])  # some kernels write without moving it
+        increment_version([_local(p) for p in stepped])  # some kernels write without increasing the version
         for p in stepped:
             p.grad = None
 
     def _complete(self, *_: Any) -> None:
-        """Units whose gradients were still on their way to the host are stepped."""
+        """Step the units whose gradients were still on their way to the host."""
         for unit in self._units():
             complete(unit)
 
@@ -220,7 +220,7 @@ class _InBackward:
         return True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step what backward has not stepped: parameters that have a gradient."""
+        """Step the parameters that still have a gradient, because backward did not step them."""
         _refuse_hooks(self)  # type: ignore[arg-type]
         loss = None
         if closure is not None:

@@ -1,6 +1,6 @@
 """A step in several calls of the optimizer's own code: on whole tensors, and on local tensors unit by unit.
 
-Local tensors stand in for the sharded ones here. The step of an optimizer that needs neither is in ``sharded.py``.
+Here local tensors stand in for the sharded ones. If an optimizer needs neither, ``sharded.py`` makes its step.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Groups = list[list[Any]]  #: parameters, or the local tensors of them, group by 
 
 
 def step_in_calls(optimizer: Any, plain_step: Callable[[Any], Any], groups: Groups, outer: Any) -> None:
-    """Step whole tensors by their owners, and the others where they are while the first ones move.
+    """Step whole tensors on their owners. While the first ones move, step the other tensors on their ranks.
 
     Args:
         optimizer: with local tensors in its groups and its state.
         plain_step: the optimizer's own code.
         groups: the parameters that the local tensors stand in for.
-        outer: the state as shown outside.
+        outer: the state in the outer form.
     """
     companion = sharded_companion(optimizer)
     locals_, inner = [group["params"] for group in optimizer.param_groups], optimizer.state
@@ -55,7 +55,7 @@ def step_in_calls(optimizer: Any, plain_step: Callable[[Any], Any], groups: Grou
 def _step_local_tensors(
     companion: ShardedCompanion, calls: Calls, groups: Groups, locals_: Groups, inner: Any
 ) -> None:
-    """Step the parameters that are not needed whole."""
+    """Step the parameters that the optimizer does not need whole."""
     pairs = [
         [(p, local) for p, local in zip(*both, strict=True) if p not in companion.whole]
         for both in zip(groups, locals_, strict=True)
@@ -69,7 +69,7 @@ def _step_local_tensors(
 def _step_through_device(
     host_state: HostState, calls: Calls, pairs: list[list[tuple[Any, torch.Tensor]]], inner: Any
 ) -> None:
-    """Step pairs of parameter and local tensor. State that is stored on the host comes to the device unit by unit."""
+    """Step pairs of parameter and local tensor. State from the host moves to the device unit by unit."""
     rest: list[list[torch.Tensor]] = [[] for _ in pairs]
     units: dict[Unit, list[list[torch.Tensor]]] = {}
     for i, each in enumerate(pairs):
@@ -84,7 +84,7 @@ def _step_through_device(
         for unit, mine in units.items()
         if (host := unit.state_host) is not None
     ]
-    host_state.settle()  # what was sent for a backward that failed
+    host_state.settle()  # drop copies of a backward that failed
     for unit, host, _, state in parts[:1]:
         host_state.send(unit, host, state.values())
     if any(rest) or not parts:

@@ -1,6 +1,6 @@
-"""Where whole tensors are stepped, and the moves there and back: who owns which, in which rounds, as which bytes.
+"""Plans for whole tensors: their owners, the rounds of a step, and the bytes that move to the owners and back.
 
-Plans are plain data, made from shapes alone and equal on all ranks. Optimizers and their state are not known here.
+Plans are plain data, made only from shapes, and equal on all ranks. This file knows no optimizers and no state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _ALIGNMENT = 16  # bytes: no dtype has larger elements
 
 
 def balance(costs: Sequence[float], loads: list[float]) -> list[int]:
-    """The owner of each item: the dearest first, each to the rank with the least load, which is added to ``loads``.
+    """Choose the owner of each item. The item with the highest cost goes first, to the rank with the least load.
+
+    Costs are added to ``loads``.
 
     The largest load is at most 4/3 of the best possible (Graham 1969, longest processing time first).
     """
@@ -41,11 +43,11 @@ def balance(costs: Sequence[float], loads: list[float]) -> list[int]:
 
 
 class World:
-    """All ranks of a mesh, numbered in the mesh's order.
+    """The ranks of a mesh, numbered in the mesh's order.
 
     Attributes:
-        rank, size: this rank's number, and how many there are.
-        group: a process group of all of them.
+        rank, size: this rank's number, and the number of ranks.
+        group: a process group of all these ranks.
         order: the number of each rank of ``group``.
         places: mesh coordinates by number.
     """
@@ -58,7 +60,7 @@ class World:
         self.places = list(itertools.product(*map(range, mesh.shape)))
 
     def spec_of(self, shape: torch.Size, owner: int) -> RaggedSpec:
-        """A tensor that is whole on one rank, the others having an empty part of it."""
+        """The spec of a tensor that is whole on one rank and empty on the others."""
         numel = max(math.prod(shape), 1)
         return RaggedSpec(shape, owner * numel, numel, self.mesh, numel, tuple(range(self.mesh.ndim)))
 
@@ -92,7 +94,7 @@ class Parts:
         self.count = math.prod(shape[axis] for axis in axes)
         self.total = p.numel()
         others = [axis for axis in range(world.mesh.ndim) if axis not in axes]
-        #: Which part each rank holds, and which of the ranks that hold the same one it is.
+        #: The part of each rank, and the rank's number among the ranks with the same part.
         self.of = [_number(place, axes, shape) for place in world.places]
         self.copy_of = [_number(place, others, shape) for place in world.places]
 
@@ -126,7 +128,7 @@ def _number(place: Sequence[int], axes: Sequence[int], shape: Sequence[int]) -> 
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor to be stepped: where its parts lie, who owns it, and the dtypes that move to the owner."""
+    """A tensor to step: the ranks of its parts, its owner, and the dtypes that move to the owner."""
 
     key: int
     owner: int
@@ -142,11 +144,11 @@ class Item:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its owner holds all of it anyway."""
+        """Whether its owner already has all of it."""
         return self.parts.numel(self.parts.of[self.owner]) == self.parts.total
 
     def sends_to_owner(self, rank: int) -> bool:
-        """Whether it is this rank's copy of a part that goes to the owner: the one nearest to it in the mesh."""
+        """Whether this rank sends its copy of a part to the owner. The nearest rank in the mesh does."""
         parts = self.parts
         return not self.is_whole and rank != self.owner and parts.copy_of[rank] == parts.copy_of[self.owner]
 
@@ -210,7 +212,7 @@ def _add(pieces: list[Piece], piece: Piece) -> None:
 
 
 def in_rounds(items: Sequence[Item]) -> list[Round]:
-    """Rounds of bounded bytes for each owner; the dearest items first, so that all owners take about equally long."""
+    """Divide items into rounds of bounded bytes per owner. Costly items come first, so owners need similar times."""
     by_owner: dict[int, list[Item]] = {}
     for item in sorted(items, key=lambda item: (-item.cost, item.key)):
         by_owner.setdefault(item.owner, []).append(item)
@@ -234,16 +236,16 @@ def in_rounds(items: Sequence[Item]) -> list[Round]:
 
 
 class Mover:
-    """Carries out the legs of one plan over and over: where each piece lies in the buffers is computed once."""
+    """Runs the legs of one plan many times. The offsets of pieces in the buffers are computed once."""
 
     def __init__(self, leg: Leg, world: World, moves: bool) -> None:
         self._group = world.group
-        self._moves = moves  #: whether any rank has something to send, which is the same on all of them
+        self._moves = moves  #: whether any rank has something to send; equal on all ranks
         self.sends, self._send_sizes = _lay_out(leg.sends)
         self.receives, self._receive_sizes = _lay_out(leg.receives)
 
     def start(self, pieces: list[torch.Tensor], device: torch.device) -> Moving | None:
-        """Send ``pieces``, one for each of ``sends``, in its order; None if there is nothing to move anywhere.
+        """Send ``pieces``, one for each of ``sends``, in that order. None if no rank has anything to move.
 
         The collective is asynchronous: on an accelerator it runs on the group's own stream, after what the computation
         has queued so far.
@@ -254,7 +256,7 @@ class Mover:
         into = torch.empty(sum(self._receive_sizes), dtype=torch.uint8, device=device)
         if pieces:
             places = zip(self.sends, pieces, strict=True)
-            # Pieces may lie on the host.
+            # Pieces may be on the host.
             foreach_copy_(
                 [_typed(out, offset, dtype, t.shape) for (*_, dtype, offset), t in places], pieces, True
             )
@@ -264,9 +266,9 @@ class Mover:
         return Moving(work, out, into)
 
     def finish(self, moving: Moving | None, targets: list[torch.Tensor]) -> None:
-        """Wait, and copy what came into ``targets``, one for each of ``receives``, in its order.
+        """Wait, and copy the received pieces into ``targets``, one for each of ``receives``, in that order.
 
-        If they lie on the host, the host has yet to wait for that.
+        If the targets are on the host, the host must still wait for the copies.
         """
         if moving is None:
             return
@@ -279,7 +281,7 @@ class Mover:
 
 @dataclass
 class Moving:
-    """An all-to-all under way, and its buffers, which must live as long."""
+    """A running all-to-all, and its buffers, which must live until its end."""
 
     work: Any
     out: torch.Tensor
@@ -287,7 +289,7 @@ class Moving:
 
 
 def _lay_out(by_rank: list[list[Piece]]) -> tuple[list[tuple[Piece, int, torch.dtype, int]], list[int]]:
-    """Each piece, for each of its tensors: which one, its dtype and its offset; and the bytes for each rank."""
+    """The index, dtype and offset of each tensor of each piece, and the bytes for each rank."""
     placed, sizes, offset = [], [], 0
     for pieces in by_rank:
         start = offset

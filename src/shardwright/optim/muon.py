@@ -1,7 +1,7 @@
 """Muon for the hidden matrices and AdamW for everything else, as one optimizer.
 
-The arithmetic is torch's own, of ``torch.optim.Muon`` and ``torch.optim.AdamW``; here is only which parameter gets
-which. Sharding is not known here: :func:`fully_shard_optimizer` asks ``shard_needs`` and does the rest.
+``torch.optim.Muon`` and ``torch.optim.AdamW`` do the arithmetic. This file decides which parameter gets which. It does
+not know sharding: :func:`fully_shard_optimizer` calls ``shard_needs`` and does the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from shardwright._torch import step_without_hooks
 from shardwright.optim.needs import Need, newton_schulz_cost
 
-#: Modules of these names that no number stands above are output layers; above one, parts of a repeated block.
+#: Names of output layers. Modules with a number in their path are not output layers, since they are in repeated blocks.
 _OUTPUTS = {
     "classifier",
     "head",
@@ -27,7 +27,7 @@ _OUTPUTS = {
     "output_projection",
     "score",
 }
-_EMBEDDINGS = {"emb", "wpe", "wte"}  #: and whatever has "embed" in its name
+_EMBEDDINGS = {"emb", "wpe", "wte"}  #: also names that contain "embed"
 
 
 class Muon(Optimizer):
@@ -76,8 +76,8 @@ class Muon(Optimizer):
         *,
         adamw: Mapping[str, Any] | None = None,
     ) -> None:
-        # torch's own classes check the options; what they are built on here is never stepped.
-        muon: Any = torch.optim.Muon  # its lr may be a tensor, which its annotation does not say
+        # torch's own classes check the options. The parameters for this check are never stepped.
+        muon: Any = torch.optim.Muon  # its lr may be a tensor, unlike its annotation
         matrix = muon(
             [torch.empty(1, 1)], lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn
         )  # fmt: skip
@@ -125,13 +125,13 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; with a ``closure``, which is called first, returns its result."""
+        """Make one step. A ``closure`` is called first, and its result returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for muon, kind in ((True, torch.optim.Muon), (False, torch.optim.AdamW)):
-            rules = self.__dict__.setdefault("_rules", {})  # copies have none
+            rules = self.__dict__.setdefault("_rules", {})  # copies of the optimizer have none
             rule = rules.get(muon) or rules.setdefault(muon, kind([torch.empty(1, 1)]))
             rule.param_groups = [group for group in self.param_groups if group["muon"] is muon]
             rule.state = self.state
@@ -139,7 +139,7 @@ class Muon(Optimizer):
         return loss
 
     def shard_needs(self, p: torch.Tensor) -> Need:
-        """Need of a parameter: "tensor" for matrices, 1 for others; see :func:`fully_shard_optimizer`."""
+        """The need of a parameter: "tensor" for matrices, 1 for others. See :func:`fully_shard_optimizer`."""
         return (
             "tensor"
             if any(p is q for group in self.param_groups if group["muon"] for q in group["params"])

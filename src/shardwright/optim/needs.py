@@ -1,7 +1,7 @@
-"""What an optimizer needs of a parameter in one piece: single elements, blocks of them, or the whole tensor.
+"""Which pieces of a parameter an optimizer needs whole: single elements, blocks of elements, or the whole tensor.
 
-Answers that question for an optimizer and refuses layouts that cut what must stay whole. How whole tensors come about
-is in ``owners``; nothing here communicates.
+This file finds the need of an optimizer, and raises an error if a layout cuts such a piece. ``owners`` makes whole
+tensors. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _NEVER = {
 
 
 def needs_of(optimizer: Optimizer, needs: Needs | None) -> Callable[[torch.Tensor], Need]:
-    """What ``optimizer`` needs of each of its parameters; ``needs`` as in :func:`fully_shard_optimizer`.
+    """The function from a parameter to its need; ``needs`` as in :func:`fully_shard_optimizer`.
 
     Raises:
-        TypeError: ``needs`` is none of its kinds.
+        TypeError: ``needs`` has a wrong type.
         ValueError: the optimizer cannot step on a sharded model, or is unknown and ``needs`` is not given.
     """
     kind = type(optimizer)
@@ -115,7 +115,7 @@ def check(
 
 
 def cost_of(optimizer: Optimizer) -> Callable[[torch.Tensor], float]:
-    """What a step on a whole tensor costs, for balance: the class's ``shard_cost(self, p)``, or its elements."""
+    """The cost of a step on a whole tensor, for balance: the class's ``shard_cost(self, p)``, else its elements."""
     own = getattr(optimizer, "shard_cost", None)
     if own is not None:
         return own  # type: ignore[no-any-return]
@@ -125,12 +125,12 @@ def cost_of(optimizer: Optimizer) -> Callable[[torch.Tensor], float]:
 
 
 def newton_schulz_cost(p: torch.Tensor) -> float:
-    """Multiplications of one iteration on a matrix, but for a constant factor."""
+    """Multiplications of one iteration on a matrix, up to a constant factor."""
     return float(p.numel()) * min(p.shape)
 
 
 def name_of(p: torch.Tensor) -> str:
-    """What messages call it: its name within its unit, or its shape."""
+    """The parameter's name in messages: its name in its unit, else its shape."""
     unit = unit_of(p)
     for managed in unit.parameters if unit is not None else ():
         if managed.sharded is p:
@@ -175,7 +175,7 @@ def _refuse_cut_blocks(name: str, p: torch.Tensor, block: int) -> None:
 
 
 def _is_cut_twice(p: torch.Tensor) -> bool:
-    """Whether it is cut over other mesh axes than the data-parallel ones, or over several."""
+    """Whether it is cut over mesh axes that are not data-parallel, or over several axes."""
     if isinstance(p, RaggedTensor):
         return p.spec.parallel is not None and bool(p.spec.parallel.groups)
     if not isinstance(p, DTensor):
@@ -203,6 +203,6 @@ def _cut_inside(p: torch.Tensor, block: int) -> int | None:
             continue  # all on the first rank
         if step % block:
             return step
-        if dim and whole % block:  # blocks reach over several of the stretches that are cut alike
+        if dim and whole % block:  # a block is longer than the elements between two cuts
             return whole
     return None

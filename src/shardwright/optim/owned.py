@@ -1,6 +1,6 @@
-"""A parameter that one rank steps whole, and its state: on the owner, and as it is shown on every rank.
+"""A parameter that one rank steps whole, and its state: the form on the owner, and the outer form on every rank.
 
-How state looks between steps is in ``whole_state``. Nothing here makes a step.
+``whole_state`` makes the outer form. Nothing here makes a step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Owned:
 
     Attributes:
         owner: number of the rank in its mesh that steps it.
-        host: where its state is stored between steps, if that is not the device on which it is stepped.
+        host: stores its state between steps. None: its state stays on the device on which it is stepped.
         on_host: whether the parameter and its gradient are stored there, too.
-        state: on the owner what the optimizer's own code sees, elsewhere nothing.
-        description: what every rank knows of the state.
-        seen: the values that are shown outside, to notice what was loaded or edited.
-        shown_leaves: those of ``state`` that are shown so, to notice what a step has replaced.
+        state: on the owner the state for the optimizer's own code; on other ranks empty.
+        description: the description of the state, which every rank has.
+        seen: the values of the outer form. With them the next step notices loaded or edited values.
+        shown_leaves: the values of ``state`` that the outer form shows. With them a step's new tensors are noticed.
     """
 
     __slots__ = (
@@ -47,7 +47,7 @@ class Owned:
         self.shown_leaves: list[Any] = []
 
     def settle(self, world: World, outer: Any) -> None:
-        """Take over state that was loaded or edited. Communicates, on every rank, where it is sharded otherwise."""
+        """Adopt state that was loaded or edited. If it is sharded in another way, all ranks communicate."""
         state = outer.get(self.p) or {}
         if _same(whole_state.leaves(state), self.seen):
             return
@@ -58,7 +58,7 @@ class Owned:
         self.show(state, outer)
 
     def show(self, state: dict[str, Any], outer: Any) -> None:
-        """Let ``state`` be what ``outer`` has of the parameter."""
+        """Put the outer form of the state into ``outer``."""
         if state or self.p in outer:
             values = outer[self.p]
             values.clear()
@@ -66,7 +66,7 @@ class Owned:
         self.seen = list(whole_state.leaves(state))
 
     def show_replaced(self, world: World, outer: Any) -> None:
-        """On the owner: if a step has replaced values of its state, show the new ones."""
+        """On the owner: if a step has replaced values of the state, show the new values."""
         if not _same(whole_state.leaves(self.state), self.shown_leaves):
             state, self.state = whole_state.shown(self.state, world, self.owner)
             self.shown_leaves = list(whole_state.leaves(self.state))
@@ -74,7 +74,7 @@ class Owned:
 
     def adopt(self, description: dict[str, Any], numbers: list[float], world: World, outer: Any,
               device: torch.device) -> None:  # fmt: skip
-        """Take over the owner's description of the state; on other ranks show it, with the owner's numbers."""
+        """Adopt the owner's description of the state. Other ranks show it with the owner's numbers."""
         previous, self.description = self.description, description
         if self.owner == world.rank:
             return
@@ -86,6 +86,6 @@ class Owned:
 
 
 def _same(values: Iterable[Any], others: list[Any]) -> bool:
-    """Whether these are the very same objects."""
+    """Whether these are the same objects."""
     values = list(values)
     return len(values) == len(others) and all(a is b for a, b in zip(values, others, strict=True))

@@ -1,9 +1,8 @@
-"""Steps on whole tensors: each is stepped once in the world by its owner, with the optimizer's own code.
+"""Steps on whole tensors: one rank, the owner, steps each tensor with the optimizer's own code.
 
-What moves where is planned in ``moves`` and carried out in ``rounds``; what ranks report to each other is in
-``reports``; a parameter's state is in ``owned``. Here these make a step: in rounds, so that whole tensors never take
-more than a few times a bounded number of bytes, and so that the moves of one round overlap with the arithmetic of
-another.
+``moves`` plans the moves of tensors, ``rounds`` runs them. ``reports`` has the messages between ranks, ``owned`` a
+parameter's state. This file makes a step of them, in rounds. Rounds bound the memory of whole tensors. The moves of one
+round overlap with the arithmetic of another.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Owners:
         self._comm: Communicator | None = None
 
     def check(self, entries: list[tuple[str, DTensor | RaggedTensor, float]]) -> None:
-        """Refuse, by ValueError, what is sharded over several mesh axes or is a partial sum."""
+        """Raise ValueError for parameters that are sharded over several mesh axes or are partial sums."""
         for name, p, _ in entries:
             try:
                 Parts(p, self.world)
@@ -47,7 +46,7 @@ class Owners:
                 raise ValueError(f"No rank can step parameter {name!r} whole. {error}") from None
 
     def add(self, entries: list[tuple[str, DTensor | RaggedTensor, float]]) -> None:
-        """Choose owners for more parameters, given by name, parameter and cost of a step; earlier ones stay."""
+        """Choose owners for more parameters: tuples of name, parameter and cost of a step. Earlier owners stay."""
         owners = balance([cost for _, _, cost in entries], self._loads)
         first = len(self.owned)
         self.owned += [
@@ -56,22 +55,22 @@ class Owners:
         ]
 
     def settle(self, outer: Any) -> None:
-        """Take over state that was loaded or edited. Communicates, on every rank, where it is sharded otherwise."""
+        """Adopt state that was loaded or edited. If it is sharded in another way, all ranks communicate."""
         for owned in self.owned:
             owned.settle(self.world, outer)
 
     @torch.no_grad()
     def step(self, locals_: Locals, calls: Calls, groups: dict[int, int], outer: Any,
              meanwhile: Callable[[], None], host_state: HostState | None = None) -> Exception | None:  # fmt: skip
-        """Step every parameter that has a gradient, whole; return what to raise if another rank has failed.
+        """Step every parameter that has a gradient, whole. Returns the error to raise if another rank has failed.
 
         Args:
             locals_: local tensors with their gradients, by the parameter's index.
             calls: how to call the optimizer's own code.
             groups: the number of each parameter's group, by its index.
-            outer: the state as shown outside.
-            meanwhile: what can be done while the first moves are under way.
-            host_state: brings state that is stored on the host to the device and back, if there is any.
+            outer: the state in the outer form.
+            meanwhile: a function to call while the first moves run.
+            host_state: moves state from the host to the device and back, if any is stored there.
         """
         active = [owned for owned in self.owned if locals_[owned.index].grad is not None]
         device = self._device()
@@ -89,7 +88,7 @@ class Owners:
         going: tuple[RankRound, Moving | None] | None = None
         for number, one in enumerate(rounds):
             whole = one.assemble(coming, locals_, device)
-            coming = None  # its buffers are free from here
+            coming = None  # frees its buffers
             following = rounds[number + 1] if number + 1 < len(rounds) else None
             if following is not None:
                 coming = following.send_gradients(locals_, device)
@@ -104,12 +103,12 @@ class Owners:
         return report(self.owned, calls.failed_at, self.world, outer, device)
 
     def _device(self) -> torch.device:
-        """On which whole tensors are stepped and moved."""
+        """The device on which whole tensors are stepped and moved."""
         unit = unit_of(self.owned[0].p)
         return unit.ranks.device if unit is not None else local_of(self.owned[0].p).device
 
     def _land(self, active: list[Owned], host_state: HostState | None) -> None:
-        """The host waits for what was copied there: values of parameters, and state."""
+        """Let the host wait for copies to it: values of parameters, and state."""
         if host_state is not None:
             host_state.settle()
         host = next((owned.host for owned in active if owned.host is not None), None)
@@ -117,7 +116,7 @@ class Owners:
             host.wait()
 
     def _plan(self, active: list[Owned], locals_: Locals) -> list[RankRound]:
-        # The objects that say how parameters are cut live as long as the plan, so their ids tell one from another.
+        # The cut objects live as long as the plan, so their ids are unique.
         cuts = [o.p.spec if isinstance(o.p, RaggedTensor) else o.p.placements for o in active]
         dtypes = [(locals_[o.index].dtype, locals_[o.index].grad.dtype) for o in active]  # type: ignore[union-attr]
         key = tuple((o.index, id(cut), *both) for o, cut, both in zip(active, cuts, dtypes, strict=True))
@@ -126,7 +125,7 @@ class Owners:
                 Item(o.index, o.owner, o.cost, Parts(o.p, self.world), o.p.shape, dtype, gradient_dtype)
                 for o, (dtype, gradient_dtype) in zip(active, dtypes, strict=True)
             ]
-            if len(self._plans) >= 8:  # parameters that have a gradient now and then
+            if len(self._plans) >= 8:  # parameters that have a gradient only in some steps
                 self._plans.clear()
             self._plans[key] = cuts, [RankRound(one, self.world, self.owned) for one in in_rounds(items)]
         return self._plans[key][1]
@@ -163,7 +162,7 @@ class Owners:
                 state.update(host_state.give_back(part_of_state(state, hosts)))
             except Exception as error:  # others wait for what this rank has to send
                 calls.failed(error, at)
-                state = before  # what was taken is over memory that goes
+                state = before  # the taken state is in memory that is released
         for index, full in whole.items():
             if full in state:
                 self.owned[index].state = state[full]

@@ -1,4 +1,4 @@
-"""What ranks report to each other about a step on whole tensors: before it, what it is of; after it, how it went.
+"""Messages between ranks about a step on whole tensors: before it which gradients exist, after it its result.
 
 The tensors themselves move in ``rounds.py``.
 """
@@ -19,10 +19,10 @@ from shardwright.optim.owned import Owned
 
 
 def agree(active: Sequence[Owned], owned: Sequence[Owned], world: World, comm: Communicator) -> None:
-    """All ranks have gradients of the same parameters. Asked on gloo; elsewhere collectives would wait in vain.
+    """Raise if ranks have gradients of different parameters. This is checked only on gloo.
 
     Raises:
-        RuntimeError: they have not. The error names a parameter, and the ranks that have its gradient.
+        RuntimeError: names a parameter, and the ranks that have its gradient.
     """
     indices = [each.index for each in active]
     if not comm.exchanges or comm.exchange((len(indices), zlib.crc32(repr(indices).encode()))) is None:
@@ -43,17 +43,17 @@ def agree(active: Sequence[Owned], owned: Sequence[Owned], world: World, comm: C
 def report(
     owned: Sequence[Owned], failed_at: int, world: World, outer: Any, device: torch.device
 ) -> Exception | None:
-    """Show the new state on every rank; return the error to raise if another rank has failed.
+    """Show the new state on every rank. Returns the error to raise if another rank has failed.
 
-    One small all-gather of what only owners know: whether they failed, whether their state has other keys, shapes
-    or dtypes than before, and its numbers. The host waits for it, once per step: state dicts need the numbers.
+    Owners send this in one small all-gather: whether they failed, whether keys, shapes or dtypes of their state
+    changed, and its numbers. The host waits for it once per step, because state dicts need the numbers.
 
     Args:
         owned: every parameter that is stepped whole.
-        failed_at: where this rank has failed, as ``Calls`` has it.
+        failed_at: where this rank has failed, as in ``Calls``.
         world: the ranks.
-        outer: the optimizer's state as shown outside.
-        device: where tensors are that are sent.
+        outer: the optimizer's state in the outer form.
+        device: the device of the tensors that are sent.
     """
     mine = [each for each in owned if each.owner == world.rank]
     new = {each.index: d for each in mine if (d := whole_state.described(each.state)) != each.description}
@@ -94,7 +94,7 @@ def _gathered_rows(
     world: World,
     device: torch.device,
 ) -> dict[int, list[float]]:
-    """By number of the rank: where it failed, whether descriptions are new, and if none are on it, its numbers."""
+    """For each rank: where it failed, whether its descriptions are new, and, if not, its numbers."""
     counts = [0] * world.size
     for each in owned:
         counts[each.owner] += whole_state.count_numbers(each.description)

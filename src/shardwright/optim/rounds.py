@@ -1,6 +1,6 @@
-"""One round of a step on whole tensors: parts come together on owners, and new values go back.
+"""One round of a step on whole tensors: it collects parts on owners and sends new values back.
 
-What moves where is planned in ``moves``. The step itself, and the state that it needs, are in ``owners``.
+``moves`` plans the moves. ``owners`` makes the step and has its state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Locals = dict[int, torch.Tensor]  #: local tensors with their gradients, by the 
 
 
 class RankRound:
-    """One round as this rank carries it out.
+    """One round on this rank.
 
     Attributes:
         mine: the items that this rank owns.
@@ -26,13 +26,13 @@ class RankRound:
     def __init__(self, one: Round, world: World, owned: Sequence[Owned]) -> None:
         self._rank = world.rank
         self.mine = [item for item in one.items if item.owner == world.rank]
-        #: The items that are whole here, on the device. They are stepped where they are.
+        #: Items that are whole on this rank's device. They are stepped in place.
         self._in_place = {item.key for item in self.mine if item.is_whole and not owned[item.key].on_host}
         self._there = Mover(one.to_owners(world), world, moves=any(not item.is_whole for item in one.items))
         self._back = Mover(one.back(world), world, moves=world.size > 1)
 
     def send_gradients(self, locals_: Locals, device: torch.device) -> Moving | None:
-        """Begin to move gradients, and values, to owners."""
+        """Begin to send gradients and values to owners."""
         pieces: list[Any] = []
         for piece, which, *_ in self._there.sends:
             local = locals_[piece.item.key]
@@ -40,7 +40,7 @@ class RankRound:
         return self._there.start(pieces, device)
 
     def assemble(self, coming: Moving | None, locals_: Locals, device: torch.device) -> Locals:
-        """This rank's whole tensors with their gradients, by index."""
+        """The whole tensors of this rank with their gradients, by index."""
         whole: Locals = {}
         for item in self.mine:
             local = locals_[item.key]
@@ -69,7 +69,7 @@ class RankRound:
         return whole
 
     def send_back(self, whole: Locals, locals_: Locals, device: torch.device) -> Moving | None:
-        """Begin to move the new values to the other ranks; write this rank's part."""
+        """Begin to send the new values to the other ranks, and write this rank's part."""
         for item in self.mine:
             local, full = locals_[item.key], whole[item.key]
             if full.data_ptr() != local.data_ptr():  # else it was stepped in place
@@ -78,5 +78,5 @@ class RankRound:
         return self._back.start(pieces, device)
 
     def receive(self, moving: Moving | None, locals_: Locals) -> None:
-        """Write what other owners have sent back."""
+        """Write the new values from other owners."""
         self._back.finish(moving, [locals_[piece.item.key] for piece, *_ in self._back.receives])

@@ -1,8 +1,8 @@
 """Optimizers over sharded parameters: inside ``step`` plain local tensors stand in for the DTensors.
 
-``param_groups`` and ``state`` hold DTensors between steps, as checkpoints expect; the arithmetic of a step never sees
-one, because dispatching through DTensor costs several times the step itself. Parameters that an optimizer needs whole
-go through ``owners``.
+``param_groups`` and ``state`` hold DTensors between steps, as checkpoints expect. The arithmetic of a step never sees
+them, because dispatch through DTensor takes several times as long as the step itself. ``owners`` steps the parameters
+that an optimizer needs whole.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
     if sharded_already:
         return optimizer
     optimizer.__dict__[COMPANION] = companion
-    vars(optimizer).pop("step", None)  # a scheduler's, which the class's own does the work of
+    vars(optimizer).pop("step", None)  # a scheduler's wrapper; the class's own step replaces it
     optimizer.__class__ = _sharded_class(type(optimizer))
     optimizer.register_state_dict_post_hook(_state_as_dtensors)
     optimizer.register_load_state_dict_post_hook(_state_as_ragged)
@@ -113,7 +113,7 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
 
 
 def _became(optimizer: Optimizer) -> dict[torch.Tensor, torch.Tensor]:
-    """What fully_shard or materialize made of those parameters of the optimizer that the model has no more."""
+    """The new parameters for those of the optimizer that fully_shard or materialize has replaced in the model."""
     became: dict[torch.Tensor, torch.Tensor] = {}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         now = p
@@ -132,7 +132,7 @@ def _became(optimizer: Optimizer) -> dict[torch.Tensor, torch.Tensor]:
 
 @contextmanager
 def _parameters_in_groups(optimizer: Optimizer, groups: list[list[torch.Tensor]]) -> Iterator[None]:
-    """With these parameters in its groups: classes whose ``shard_needs`` goes by the group look for them there."""
+    """A context with these parameters in the groups, because some classes' ``shard_needs`` looks there."""
     before = [group["params"] for group in optimizer.param_groups]
     try:
         for group, params in zip(optimizer.param_groups, groups, strict=True):
@@ -154,7 +154,7 @@ def _follow(
     became: dict[torch.Tensor, torch.Tensor],
     whole: set[torch.Tensor],
 ) -> None:
-    """Let groups and state be those of what the parameters have become. State is cut as they are, or ``whole``."""
+    """Put the new parameters into groups and state. State is cut like its parameter, or ``whole``."""
     for group, params in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value_of(value) for key, value in group.items()}, params=params)
     for state in optimizer.state.values():
@@ -189,10 +189,10 @@ def _choose_owners(
     needs_of_parameters: list[tuple[str, torch.Tensor, Need]],
     cost: Callable[[torch.Tensor], float],
 ) -> None:
-    """Choose owners for those parameters that the optimizer needs whole and that have none yet."""
+    """Choose owners for the parameters that the optimizer needs whole and that have no owner yet."""
     by_mesh: dict[Any, list[Any]] = {}
     for name, p, need in needs_of_parameters:
-        # A second owner would step the parameter again, with the gradient that the first one has moved.
+        # A second owner would step the parameter again, with the gradient that the first owner has moved.
         if need == "tensor" and isinstance(p, SHARDED) and p not in companion.whole:
             by_mesh.setdefault(p.device_mesh, []).append((name, p, cost(p)))
     owners_by_mesh = companion.owners
@@ -208,7 +208,7 @@ def _choose_owners(
 def _choose_places(
     companion: ShardedCompanion, needs_of_parameters: list[tuple[str, torch.Tensor, Need]]
 ) -> None:
-    """Whether state lies on the host and parameters are stepped on the device: then it passes through there."""
+    """Set ``host_state`` if state is stored on the host and parameters are stepped on the device."""
     if companion.host_state is None:
         whole = companion.whole
         passes = any(
@@ -219,7 +219,7 @@ def _choose_places(
 
 
 def _move_to_host(optimizer: Optimizer, companion: ShardedCompanion) -> None:
-    """Move the state that there is to where it is stored between steps."""
+    """Move existing state to the place where it is stored between steps."""
     if companion.host_state is not None:
         for p, values in optimizer.state.items():
             host = host_of_state(p) if isinstance(p, torch.Tensor) else None
@@ -228,7 +228,7 @@ def _move_to_host(optimizer: Optimizer, companion: ShardedCompanion) -> None:
 
 
 def _state_as_dtensors(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """State of ragged parameters goes into a state dict as DTensors, which torch's state-dict functions gather."""
+    """Put state of ragged parameters into a state dict as DTensors, which torch's state-dict functions gather."""
     state["state"] = mapped(
         dict(state["state"]), lambda v: v.as_dtensor() if isinstance(v, RaggedTensor) else v
     )
@@ -253,14 +253,14 @@ def _state_as_ragged(optimizer: Optimizer) -> None:
 
 
 class _ShardedStep:
-    """Mixed into an optimizer's class in front of it; see :func:`fully_shard_optimizer`."""
+    """A mixin in front of an optimizer's class; see :func:`fully_shard_optimizer`."""
 
     param_groups: list[dict[str, Any]]
     state: Any
 
     @torch.no_grad()
     def _enter(self) -> tuple[list[list[Any]], Any]:
-        """Put local stand-ins into the groups and the state; return what was there. All or nothing."""
+        """Put local stand-ins into the groups and the state. Returns the old values. Changes all or nothing."""
         companion = sharded_companion(self)
         stand_ins, whole = companion.stand_ins, companion.whole
         outer = self.__dict__.get("state", companion.hidden_state)
@@ -298,7 +298,7 @@ class _ShardedStep:
                     if gradient is not None and gradient.dtype != local.dtype:
                         local.grad_dtype = gradient.dtype
                     local.grad = local_of(gradient) if isinstance(gradient, SHARDED) else gradient
-        except BaseException:  # of another shape or dtype: nothing has been put in place yet
+        except BaseException:  # a stand-in has another shape or dtype; nothing has changed yet
             for p, local in pairs:
                 if local is not p:
                     local.grad = None
@@ -327,7 +327,8 @@ class _ShardedStep:
                     stand_in.inner = state
                     stand_in.publish(outer[p], p, self)  # type: ignore[arg-type]
         if whole:
-            # Owners had their state first, but what gathers a state dict goes through it in its order.
+            # Owners got their state first, but gathering a state dict follows its order, which must be equal on all
+            # ranks.
             ordered = {p: outer[p] for params in groups for p in params if p in outer} | outer
             if list(map(id, ordered)) != list(map(id, outer)):
                 outer.clear()
@@ -337,7 +338,7 @@ class _ShardedStep:
             companion.hidden_state = outer
 
     def __getattr__(self, name: str) -> Any:
-        """``state`` while copies of it may be on their way to the host: whoever reads it waits for them here."""
+        """Return ``state`` after waiting for its copies to the host, if any still run."""
         companion = self.__dict__.get(COMPANION)
         if name == "state" and isinstance(companion, ShardedCompanion) and companion.hidden_state is not None:
             assert companion.host_state is not None
@@ -351,7 +352,7 @@ class _ShardedStep:
 
     @contextmanager
     def _on_device(self, unit: Unit) -> Iterator[None]:
-        """Within a step of this unit's parameters, stand-ins in place: their state is on the device."""
+        """A context for a step of this unit's parameters, with their state on the device."""
         host = unit.state_host
         if host is None:
             yield
@@ -367,7 +368,7 @@ class _ShardedStep:
             inner.update(host_state.give_back(on_device))
 
     def _send_state(self, unit: Unit, params: list[torch.Tensor]) -> None:
-        """The unit's parameters ``params`` are stepped soon: begin to copy their state to the device."""
+        """Begin to copy the state of the unit's ``params`` to the device, because they are stepped soon."""
         host = unit.state_host
         if host is not None:
             companion = sharded_companion(self)
@@ -376,17 +377,17 @@ class _ShardedStep:
             companion.host_state.send(unit, host, [stand_ins[p].inner for p in params if p in stand_ins])
 
     def _settle_state(self) -> None:
-        """Nothing is stepped for now: give the device's memory back."""
+        """Release the device's memory, because no step follows for now."""
         host_state = sharded_companion(self).host_state
         if host_state is not None:
             host_state.settle()
 
-    @uncompiled  # no tracer follows the exchange of parameters
+    @uncompiled  # a tracer cannot follow the exchange of parameters
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         tell_schedulers(self)  # type: ignore[arg-type]
         loss = None
         if closure is not None:
-            # A closure runs forward and backward, which need the sharded parameters: before the stand-ins.
+            # A closure runs forward and backward, which need the sharded parameters. So it runs before the stand-ins.
             with torch.enable_grad():
                 loss = closure()
         roots = before_optimizer_step(self)  # type: ignore[arg-type]
@@ -394,7 +395,7 @@ class _ShardedStep:
         groups, outer = self._enter()
         try:
             if companion.whole or companion.host_state is not None:
-                # Hooks of the step run once, though the optimizer's own code is called several times.
+                # Hooks of the step run once, although the optimizer's own code runs several times.
                 plain_step = step_without_hooks(_kind_of(self))
                 step = Optimizer.profile_hook_step(lambda me: step_in_calls(me, plain_step, groups, outer))  # type: ignore[attr-defined]
                 step(self)
@@ -407,7 +408,7 @@ class _ShardedStep:
 
     step.hooked = True  # type: ignore[attr-defined]  # the wrapped step runs the hooks; torch must not add them twice
     seen_by_schedulers(step)
-    vars()[COUNTS_STEPS] = True  # torch's own hooks run when stand-ins are in place
+    vars()[COUNTS_STEPS] = True  # torch's own hooks run while stand-ins are in place
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         before = len(self.param_groups)
@@ -441,12 +442,12 @@ class _ShardedStep:
 
 
 def _loads_itself(kind: type) -> bool:
-    """Whether the class has a ``load_state_dict`` of its own, which may look at the tensors."""
+    """Whether the class defines its own ``load_state_dict``, which may read the tensors."""
     return kind.load_state_dict is not Optimizer.load_state_dict  # type: ignore[attr-defined]
 
 
 def _kind_of(optimizer: Any) -> type:
-    """Its class without ours."""
+    """The optimizer's class without our mixin."""
     classes = type(optimizer).__mro__
     return classes[classes.index(_ShardedStep) + 1]
 

@@ -1,6 +1,6 @@
-"""Local tensors that stand in for sharded parameters within a step, and the state that is shown in either place.
+"""Local tensors that stand in for sharded parameters within a step, and the two forms of their state.
 
-Inside a step, state is of local tensors; outside, it is sharded as its parameter is. Nothing here makes a step.
+Inside a step, state belongs to local tensors. Outside, it is sharded like its parameter. Nothing here makes a step.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ SHARDED = (DTensor, RaggedTensor)
 
 
 class StandIn:
-    """A parameter's local tensor, and the state tensors last seen on either side.
+    """A parameter's local tensor, and the last known state tensors of both forms.
 
     Attributes:
-        inner: the state as the optimizer's own code sees it.
-        seen: by key the value outside that belongs to ``inner[key]``.
+        inner: the state for the optimizer's own code.
+        seen: by key, the outer value that belongs to ``inner[key]``.
     """
 
     __slots__ = ("inner", "local", "seen")
@@ -37,7 +37,7 @@ class StandIn:
         self.seen: dict[str, Any] = {}
 
     def refresh(self, state: dict[str, Any], p: DTensor | RaggedTensor, optimizer: Optimizer) -> None:
-        """Take over what was loaded or changed outside since the last step."""
+        """Adopt outer state that was loaded or changed since the last step."""
         seen = self.seen
         if len(seen) == len(state):
             for key, value in state.items():
@@ -49,9 +49,9 @@ class StandIn:
         self.seen = dict(state)
 
     def publish(self, state: dict[str, Any], p: DTensor | RaggedTensor, optimizer: Optimizer) -> None:
-        """Show new state outside.
+        """Put new state into the outer form.
 
-        A tensor with an element for each of the parameter's, or for each block, is shown sharded as the parameter is.
+        A tensor with one element per element or block of the parameter is sharded like the parameter.
         """
         seen = self.seen
         for key, value in self.inner.items():
@@ -94,7 +94,7 @@ def _local_state(key: str, value: Any, p: DTensor | RaggedTensor, optimizer: Opt
 def ragged_spec(
     optimizer: Optimizer, p: DTensor | RaggedTensor, key: str, value: Any, shape: torch.Size
 ) -> RaggedSpec | None:
-    """How this state of ``p`` is cut, if outside it is a ragged tensor: per block, or of ``shape``, per element."""
+    """The spec of this state of ``p`` if its outer form is ragged: one element per block, or ``shape`` per element."""
     if key in getattr(optimizer, "state_per_block", ()):
         return block_spec(p, optimizer.shard_needs(p))  # type: ignore[attr-defined]
     if isinstance(p, RaggedTensor) and isinstance(value, torch.Tensor) and value.shape == shape:

@@ -1,7 +1,7 @@
 """The state of a parameter that one rank steps whole, as every rank shows it between steps.
 
-Tensors of one dimension or more are RaggedTensors of which the owner has all and the others nothing, whatever their
-shape. Numbers, 0-d tensors among them, are known to all ranks. Nothing here communicates, but for what is loaded.
+Tensors of one dimension or more are RaggedTensors: the owner has all elements, the other ranks none. All ranks have the
+numbers and 0-d tensors. Only loaded state is communicated here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwright._torch import local_of
 from shardwright.engine.tensors.ragged import RaggedDTensor, RaggedTensor
 from shardwright.optim.moves import World
 
-_EXACT = 2**53  #: integers up to here are exact as float64, in which numbers travel
+_EXACT = 2**53  #: numbers are sent as float64, which is exact for integers up to this one
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class NumberLike:
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``value`` with ``change`` applied to what its dicts, lists and tuples hold."""
+    """``value`` with ``change`` applied to each value in its dicts, lists and tuples."""
     if isinstance(value, dict):
         return {key: mapped(inner, change) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -57,7 +57,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def described(state: dict[str, Any]) -> dict[str, Any]:
-    """What ranks without the values need to know of the owner's state; equal as long as only values change."""
+    """A description of the owner's state for the other ranks. It stays equal while only values change."""
 
     def describe(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -72,7 +72,7 @@ def _is_number(value: Any) -> bool:
 
 
 def numbers(state: dict[str, Any], device: torch.device) -> list[torch.Tensor]:
-    """The numbers among the values, in order, as float64 of one element each on ``device``."""
+    """The numbers among the values, in order, each as a float64 tensor of one element on ``device``."""
     number_tensors = []
     for value in leaves(state):
         if isinstance(value, torch.Tensor):
@@ -91,7 +91,7 @@ def count_numbers(description: dict[str, Any]) -> int:
 
 
 def filled(description: dict[str, Any], device: torch.device, world: World, owner: int) -> dict[str, Any]:
-    """State as ranks other than the owner have it: no elements, and numbers that are still to be set."""
+    """The state on ranks other than the owner: tensors without elements, and numbers that are set later."""
 
     def fill(leaf: Any) -> Any:
         if isinstance(leaf, NumberLike):
@@ -119,7 +119,7 @@ def set_numbers(state: dict[str, Any], values: Iterator[float]) -> dict[str, Any
 
 
 def shown(state: dict[str, Any], world: World, owner: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The owner's values as they are shown, and as the next step takes them: both over the same memory."""
+    """The owner's values in the outer form, and in the form for the next step. Both use the same memory."""
 
     def hold(value: Any) -> Any:
         plain = isinstance(value, torch.Tensor) and value.ndim
@@ -137,7 +137,7 @@ def shown(state: dict[str, Any], world: World, owner: int) -> tuple[dict[str, An
 
 
 def settled(state: dict[str, Any], world: World, owner: int) -> dict[str, Any]:
-    """Loaded or edited state as it is shown. Every rank must call it: what is sharded otherwise moves to the owner."""
+    """Loaded or edited state in the outer form. Every rank must call it, because sharded tensors move to the owner."""
 
     def settle(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -155,7 +155,7 @@ def settled(state: dict[str, Any], world: World, owner: int) -> dict[str, Any]:
 
 
 def inside(state: dict[str, Any]) -> dict[str, Any]:
-    """On the owner: shown state as the optimizer's own code sees it."""
+    """On the owner: the state in the form for the optimizer's own code."""
 
     def open_up(value: Any) -> Any:
         return local_of(value).view(value.shape) if isinstance(value, RaggedTensor) else value

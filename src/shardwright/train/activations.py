@@ -96,7 +96,7 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 class Recompiles:
-    """Counts graphs that torch.compile makes from now on, and those of them while later steps run."""
+    """Counts graphs that torch.compile makes from now on, and separately those made in later steps."""
 
     WARM_UP = 3
 

@@ -37,7 +37,7 @@ class Statement:
 
 
 def facts_of(config: Config, text_sha256: str, resume: str | None, device: str) -> dict[str, str]:
-    """What must be the same on all ranks. Text may lie elsewhere on each host, so its content counts, not its path."""
+    """The facts that must be equal on all ranks. The path of the text may differ by host, so its content counts."""
     facts = {key: "none" if value is None else toml_value(value) for key, value in flat(config.model_dump())}
     del facts["data.source"]
     return {
@@ -82,11 +82,11 @@ def _statements(store: dist.Store, size: int, timeout: timedelta) -> list[Statem
 
 
 def _verdict(statements: Sequence[Statement | None]) -> str:
-    """Empty where all is well."""
+    """The error for these statements; empty if there is none."""
     missing = [rank for rank, statement in enumerate(statements) if statement is None]
     if missing:
         return (
-            f"expected {len(statements)} ranks to start, found nothing of {ranks_in_words(missing)}; look at the "
+            f"expected {len(statements)} ranks to start, got no answer from {ranks_in_words(missing)}; look at the "
             "output or the log of these ranks and hosts"
         )
     mistakes: dict[str, list[int]] = {}

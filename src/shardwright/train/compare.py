@@ -1,7 +1,7 @@
-"""Runs side by side: do their losses agree, and what did each cost in time and memory.
+"""Compares runs: whether their losses agree, and the time and memory of each.
 
-Only runs of the same job are compared: same model, text, order of samples and global batch. Engines, ranks and
-precisions are what a comparison is for.
+Runs must be of the same job: the same model, text, order of samples and global batch. Engines, ranks and precisions may
+differ.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from shardwright.train.errors import UserError
 from shardwright.train.runs import RunFolder, differences, open_for_writing, write_json, writing
 
 MOST_IN_PAIRS = 4
-"""Runs of which every pair has a line; of more, compare.json alone tells all."""
+"""Up to this number of runs the terminal shows every pair. With more runs only compare.json has the pairs."""
 WIDE = 10_000
-"""Columns in which any table has room."""
+"""A width, in columns, that is enough for any table."""
 PIPED_WIDTH = 140
-"""Columns of tables that go to a file or a pipe, where nothing tells the width."""
+"""The width, in columns, of tables that go to a file or a pipe. These have no width of their own."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a comparison reads of a run."""
+    """The data of a run that a comparison reads."""
 
     folder: RunFolder
     config: Config
@@ -46,12 +46,12 @@ class Run:
         return {step["step"]: step["loss"] for step in self.steps}
 
     def described(self, key: str) -> str:
-        """A fact of its sessions: one value, or all of them in order where a resume changed it."""
+        """A value of its sessions. If a resume changed it, all values in order."""
         return ", then ".join(dict.fromkeys(str(session[key]) for session in self.record["sessions"]))
 
     @property
     def settings(self) -> dict[str, str]:
-        """What a comparison tells runs apart by, in words; "-" for what its engine does not have."""
+        """The settings that may differ between runs, in words; "-" if the run's engine lacks a setting."""
         ranks = self.described("ranks")
         main = {
             "engine": self.described("engine"),
@@ -67,14 +67,14 @@ class Run:
         """One of the options of the engine shardwright."""
         values = []
         for session in self.record["sessions"]:
-            # Runs of before had one value in their configuration, that of the last session.
+            # Older runs have one value in their configuration, from the last session.
             value = session.get(key) or str(getattr(self.config.parallel, key))
             values.append(value if session["engine"] == "shardwright" else "-")
         return ", then ".join(dict.fromkeys(values))
 
     @property
     def _others(self) -> dict[str, str]:
-        """Further keys of the configuration that change speed, memory or bits, by their names."""
+        """Other keys of the configuration that change speed, memory or bits, with their names."""
         config = self.config.resolved()
         sections = {
             "parallel": config.parallel, "train": config.train, "activations": config.activations,
@@ -98,17 +98,17 @@ class Run:
 
 
 MAIN = ("engine", "ranks", "dtypes", "strategy", "layout", "memory")
-"""Settings that every comparison shows; of all others those in which runs differ."""
+"""Settings that every comparison shows. It shows other settings only if runs differ in them."""
 
 ELSEWHERE = {
     "parallel.engine", "parallel.param_dtype", "parallel.reduce_dtype", "parallel.strategy", "parallel.layout",
     "parallel.memory", "train.seq_len", "train.global_batch",
 }  # fmt: skip
-"""Keys that are shown in words, have a column of their own, or are equal in runs that can be compared."""
+"""Keys without an entry in `_others`: they have a separate column, or are equal in all runs of one job."""
 
 
 def split_settings(runs: Sequence[Run]) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """The settings that all runs share, of the main ones; and for each run those in which the runs differ."""
+    """The main settings that are equal in all runs, and for each run the settings that differ."""
     settings = [run.settings for run in runs]
     differ = [key for key in settings[0] if len({each[key] for each in settings}) > 1]
     common = {key: settings[0][key] for key in MAIN if key not in differ}
@@ -124,7 +124,7 @@ def settings_in_words(settings: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far the losses of two runs are apart at most, relative to the first, and at which step."""
+    """The largest difference of the losses of two runs, relative to the first run, and its step."""
 
     common_steps: int
     difference: float
@@ -132,7 +132,7 @@ class Agreement:
 
 
 def read_run(path: Path) -> Run:
-    """Raises UserError for a folder that holds no run or one without a single step."""
+    """Raises UserError if the folder holds no run, or a run without steps."""
     folder = RunFolder(path)
     record, config = folder.record(), folder.config()
     steps = metrics.read_records(folder.metrics_file)
@@ -142,9 +142,9 @@ def read_run(path: Path) -> Run:
 
 
 def check_comparable(first: Run, other: Run) -> None:
-    """Refuse runs of different jobs; names the first key in which they differ."""
+    """Raise if the runs are of different jobs. The error names the first key that differs."""
     for key, before, after in differences(first.config, other.config):
-        # The text counts, not the path it was read from.
+        # The text must be the same; its path may differ.
         if key != "data.source":
             raise UserError(
                 f"compare: expected runs of the same job, found {key} = {before} in {first.folder.path} and {after} in "
@@ -159,7 +159,7 @@ def check_comparable(first: Run, other: Run) -> None:
 
 
 def relative_differences(first: Run, other: Run) -> dict[int, float]:
-    """|other - first| / |first| of the loss at every step both have; where the first's is 0, without the division."""
+    """|other - first| / |first| of the loss at every common step. If the first loss is 0, only |other - first|."""
     ours, theirs = first.losses, other.losses
     return {
         step: abs(theirs[step] - ours[step]) / (abs(ours[step]) or 1.0) for step in ours if step in theirs
@@ -217,7 +217,7 @@ def compare(runs: list[Path], out: Path | None) -> int:
 
 
 def figures_of(run: Run, first: Run) -> dict[str, Any]:
-    """The row of a run, with plain names and units: what compare.json holds of it."""
+    """The row of a run in compare.json, with plain names and units."""
     results, reference = report.results(run.steps), report.results(first.steps)
     distance = None if run is first else agreement(first, run)
     return {
@@ -237,7 +237,7 @@ def figures_of(run: Run, first: Run) -> dict[str, Any]:
         "tokens_per_second": results["tokens_per_second"],
         "step_seconds": results["step_seconds"],
         "step_time_ratio": results["step_seconds"] / reference["step_seconds"],
-        # A run that broke off has no figure for all ranks: rank 0's largest then.
+        # A run that failed has no figure of all ranks, so this is the largest of rank 0.
         "peak_memory_bytes": run.record.get("results", {}).get("peak_memory")
         or max(step["memory_reserved"] for step in run.steps),
     }
@@ -255,7 +255,7 @@ def pairs_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
-    """The last part of each run's folder, or as many parts as it takes to tell the runs apart."""
+    """The last part of each run's path, or as many parts as are needed to make the names different."""
     parts = [run.folder.path.parts for run in runs]
     depth = next(
         (n for n in range(1, max(map(len, parts)) + 1) if len({p[-n:] for p in parts}) == len(set(parts))), 1
@@ -269,7 +269,7 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 def settings_of_runs(
     names: Sequence[str], settings: Sequence[Mapping[str, str]], console: Console
 ) -> RenderableType:
-    """Where the runs differ: a table, or lines in words where the table is too wide for the console."""
+    """The settings that differ: as a table, or as lines if the table is too wide for the console."""
     table = settings_table(names, settings)
     natural = Measurement.get(console, console.options.update(max_width=WIDE), table).maximum
     if natural <= console.width:
@@ -282,7 +282,7 @@ def settings_of_runs(
 
 
 def settings_table(names: Sequence[str], settings: Sequence[Mapping[str, str]]) -> Table:
-    """Where the runs differ: a column for each main setting, one for all others."""
+    """The settings that differ: a column for each main setting, and one column for all others."""
     table = Table(title="Settings that differ", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     table.add_column("run", overflow="fold", min_width=12)
     columns = [key for key in MAIN if key in settings[0]]
@@ -326,7 +326,7 @@ def table_of(names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> Tabl
 
 
 def explanation(runs: Sequence[Run]) -> str:
-    """What the columns of the results mean."""
+    """The meaning of each column of the results."""
     devices = {session["device"] for run in runs for session in run.record["sessions"]}
     words_of_device = {"cuda": "held by torch's allocator", "cpu": "of the process"}
     peak = " or, on a GPU, ".join(words_of_device.get(device, "held") for device in sorted(devices))
@@ -334,7 +334,7 @@ def explanation(runs: Sequence[Run]) -> str:
         "max diff    largest |loss - loss of the first run| / loss of the first run",
         "tok/s       tokens per second of all ranks together, median of the steps",
         "step time   median, relative to the first run",
-        f"peak GiB    most memory {peak}, on the fullest rank",
+        f"peak GiB    most memory {peak}, on the rank with the highest peak",
     ]
     if any("/" in run.dtypes for run in runs):
         lines.append("dtypes      of the computation / of the reduction of gradients")
@@ -349,7 +349,7 @@ def in_words(difference: float | None, step: int | None) -> tuple[str, str]:
 
 
 def pair_table(names: Sequence[str], pairs: Sequence[Mapping[str, Any]]) -> Table:
-    """`pairs` as `pairs_of` orders them: each run with those after it."""
+    """A table of `pairs`, which have the order of `pairs_of`: each run with all later runs."""
     table = Table(
         title="Largest relative difference of the loss, by pairs",
         title_justify="left", title_style="bold", box=SIMPLE_HEAD,

@@ -58,7 +58,7 @@ def complaints_in(store: dist.Store, ranks: int) -> list[Complaint]:
 
 
 def conclude(ending: Ending, debug: bool) -> int:
-    """Print what went wrong and return the exit status; raise what is the user's to correct."""
+    """Print the error and return the exit status. Errors that the user can correct are raised."""
     user = next((complaint for complaint in ending.complaints if complaint.kind == "user"), None)
     if all(status in (0, *STOPPED) for status in ending.statuses.values()):
         return max(ending.statuses.values())
@@ -94,7 +94,7 @@ def stopped_early(number: int) -> int:
 
 
 def _diagnosis(ending: Ending) -> str:
-    """The rank that failed first, how, the end of its log, and how to go on."""
+    """The rank that failed first, how, the end of its log, and the command that continues the run."""
     rank, how = culprit(ending)
     lines = [f"rank {rank} of {len(ending.statuses)} {how}; the job has ended"]
     tail = _tail(log_of(ending.logs, rank))
@@ -105,14 +105,14 @@ def _diagnosis(ending: Ending) -> str:
     steps = saved_steps(ending.folder.checkpoints)
     if steps:
         lines += [
-            f"step {steps[0]} is saved; to go on:",
+            f"step {steps[0]} is saved; to continue:",
             f"  {resume_command(ending.folder, len(ending.statuses))}",
         ]
     return "\n".join(lines)
 
 
 def culprit(ending: Ending) -> tuple[int, str]:
-    """A rank that died; else the first that complained of something of its own; else one that fell silent."""
+    """The rank to name: one that died, else the first with an error of its own, else one that stopped answering."""
     for rank, status in ending.statuses.items():
         if status < 0 and rank not in ending.killed:
             name = signal.Signals(-status).name
@@ -128,7 +128,7 @@ def culprit(ending: Ending) -> tuple[int, str]:
     for rank in sorted(ending.killed - complained):
         return rank, "did not answer the other ranks and was killed"
     first = ending.complaints[0]
-    return first.rank, f"lost contact to the other ranks: {first.message.splitlines()[0]}"
+    return first.rank, f"lost contact with the other ranks: {first.message.splitlines()[0]}"
 
 
 def _tail(path: Path) -> list[str]:

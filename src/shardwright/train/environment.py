@@ -1,4 +1,4 @@
-"""What a process can know of its job before it meets the others: launcher, rank, number of ranks, device, patience.
+"""Facts about the job that a process has before it meets the others: launcher, rank, ranks, device, timeout.
 
 The launcher imports this and `checks.py` before it starts the ranks, so neither imports an engine: that takes seconds.
 """
@@ -58,7 +58,7 @@ def _whole_number(name: str, least: int, most: int | None = None) -> int:
 
 
 def collective_timeout() -> timedelta:
-    """How long to wait for other ranks. Raises UserError where SHARDWRIGHT_TIMEOUT is no such time."""
+    """The time to wait for other ranks. Raises UserError if SHARDWRIGHT_TIMEOUT is no valid time."""
     text = os.environ.get("SHARDWRIGHT_TIMEOUT")
     if not text:
         return COLLECTIVE_TIMEOUT
@@ -72,7 +72,7 @@ def collective_timeout() -> timedelta:
 
 
 def choose_device(config: Config) -> str:
-    """cpu or cuda. Raises UserError where cuda is asked for and there is none."""
+    """cpu or cuda. Raises UserError if the configuration has cuda and there is none."""
     if config.run.device == "cuda" and not torch.cuda.is_available():
         raise UserError("run.device: expected a CUDA device, found none; set run.device to cpu or auto")
     return "cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu"

@@ -22,7 +22,7 @@ MULTIPLE = 16  #: of which every size of such a product is one
 
 
 def check_float8(config: Config, kind: str) -> None:
-    """Refuse it where torchao is missing or the device does not multiply in float8."""
+    """Raise if torchao is missing or the device does not multiply in float8."""
     if config.train.float8 == "none":
         return
     if importlib.util.find_spec("torchao") is None:

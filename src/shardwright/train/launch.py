@@ -168,7 +168,7 @@ def without_nproc(argv: list[str]) -> list[str]:
 
 
 def environment(rank: int, ranks: int, port: int, folder: RunFolder, device: str) -> dict[str, str]:
-    """What torchrun would set for this rank, and where the run is."""
+    """The environment that torchrun would set for this rank, and the folder of the run."""
     variables = {
         "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,

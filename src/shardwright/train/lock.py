@@ -46,7 +46,7 @@ class FolderLock:
 
 
 def claim(folder: Path) -> FolderLock:
-    """Take the lock of a folder for a run. Raises UserError, which names the holder, where another run has it."""
+    """Take the lock of a folder for a run. If another run has it, raises a UserError that names that run."""
     descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The training loop: what one rank does from the first sample to the last checkpoint. Files are in `runs`."""
+"""The training loop of one rank, from the first sample to the last checkpoint. `runs` writes the files."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from shardwright.train.world import World
 
 
 def train(config: Config, folder: RunFolder, corpus: Corpus, world: World, resume: bool) -> int:
-    """Run the job to its last step, or to the signal that stops it. Returns the exit status.
+    """Run the job to its last step, or until a signal stops it. Returns the exit status.
 
-    Until the model is there a signal ends the job as it ends any program: there is nothing to save. Raises UserError
+    Before the model exists there is nothing to save, so a signal ends the job like any program. Raises UserError
     for a registered value that is wrong.
     """
     try:
@@ -70,8 +70,8 @@ def _train(config: Config, folder: RunFolder, corpus: Corpus, world: World, resu
     done = trainer.position.step
     if done >= config.train.steps:
         raise UserError(
-            f"train.steps: expected more than the {done} steps {folder.path} has done, found {config.train.steps}; "
-            "give more steps to go on"
+            f"train.steps: expected more than {done}, the steps that {folder.path} already has, found "
+            f"{config.train.steps}; set more steps to continue"
         )
     START.doing("running the first step")
     with StopRequest() as stop:
@@ -89,9 +89,9 @@ def _train(config: Config, folder: RunFolder, corpus: Corpus, world: World, resu
 
 
 def run_steps(trainer: Trainer, folder: RunFolder, reporter: metrics.Reporter, stop: StopRequest) -> int:
-    """Steps, validations and checkpoints until the end or a signal; returns the signal, 0 for none.
+    """Run steps, validations and checkpoints until the end or a signal. Returns the signal, 0 for none.
 
-    The state is saved when this returns.
+    When this returns, the state is saved.
     """
     config, device = trainer.config, trainer.world.device
     steps_of_session = 0
@@ -126,7 +126,7 @@ def run_steps(trainer: Trainer, folder: RunFolder, reporter: metrics.Reporter, s
 
 @contextmanager
 def memory_history(trainer: Trainer, folder: RunFolder) -> Iterator[None]:
-    """Record what this rank's GPU allocates and frees in the coming step, if that was asked for; also if it fails."""
+    """Record this rank's GPU allocations in the next step, if `memory_snapshot` has that step; also if it fails."""
     step = trainer.position.step + 1
     if step not in trainer.config.train.memory_snapshot:
         yield
@@ -143,11 +143,11 @@ def memory_history(trainer: Trainer, folder: RunFolder) -> Iterator[None]:
 
 
 REPORTED = 3
-"""The step of a session after which its memory is reported: planned, and run once by the plan."""
+"""The step of a session after which the memory report is written. By then one step has run with the plan."""
 
 
 def report_memory(trainer: Trainer, folder: RunFolder) -> str:
-    """Write what this rank's memory is used for, and the plan if there is one, into the folder; return a few lines."""
+    """Write the memory report of this rank, and the plan if there is one, into the folder. Return lines to print."""
     memory = sw.memory_report(trainer.model, trainer.optimizer)
     write_text(folder.memory_file, f"{memory}\n")
     parts = {"shards of parameters": memory.shards, "parameters not sharded": memory.rest}
@@ -210,7 +210,7 @@ def open_reporter(config: Config, folder: RunFolder, steps_done: int) -> metrics
     steps, every = config.train.steps, config.log.every
     console = Console()
     if console.is_terminal:
-        START.end()  # a bar moves from its beginning on
+        START.end()  # from here on the progress bar moves
     site = RunSite(folder.path, config, steps_done)
     sinks: list[metrics.Sink] = [metrics.JsonLines(folder.metrics_file, steps_done)]
     added = {name: named_sinks.get(name).make(site) for name in config.log.sinks}
@@ -258,7 +258,7 @@ def opening_line(trainer: Trainer, folder: RunFolder) -> str:
 
 
 def figures_in_words(trainer: Trainer) -> str:
-    """What the figures in the lines of steps mean in this run."""
+    """The meaning of the figures in this run's lines of steps."""
     config, world = trainer.config, trainer.world
     return metrics.explain_figures(
         world.device,
@@ -270,7 +270,7 @@ def figures_in_words(trainer: Trainer) -> str:
 
 
 def validation_text(config: Config) -> str:
-    return f"the text's last {100 * config.data.validation_fraction:.3g}%, kept out of training"
+    return f"the text's last {100 * config.data.validation_fraction:.3g}%, which no step trains on"
 
 
 def vocabulary(config: Config) -> int:
@@ -278,19 +278,19 @@ def vocabulary(config: Config) -> int:
 
 
 def first_loss_in_words(loss: float, tokens: int) -> str | None:
-    """Why a first loss is above that of `tokens` equally likely tokens; None where it is not."""
+    """Why the first loss is above ln(tokens), the loss of equally likely tokens. None if it is not above."""
     if loss <= math.log(tokens):
         return None
     return (
-        f"the loss begins above ln({tokens}) = {math.log(tokens):.4f}, which is the loss of a model that finds all "
-        f"{tokens} tokens equally likely: random weights prefer some tokens by chance"
+        f"the first loss is above ln({tokens}) = {math.log(tokens):.4f}. A model that gives all {tokens} tokens the "
+        "same probability has that loss; random weights prefer some tokens by chance, so their loss is higher"
     )
 
 
 def conclude(
     trainer: Trainer, folder: RunFolder, record: RunRecord | None, ended_by: int, stopped_sinks: Sequence[str]
 ) -> int:
-    """After the last step: note how it ended, draw, sample, print the summary. Returns the exit status."""
+    """After the last step: record how the run ended, draw, sample, print the summary. Returns the exit status."""
     memory = torch.tensor(trainer.peak_memory, device=trainer.world.device)
     dist.all_reduce(memory, op=dist.ReduceOp.MAX)
     sampled = trainer.sample() if trainer.config.run.sample_tokens and not ended_by else None
@@ -307,7 +307,7 @@ def conclude(
         print(
             *stopped_sinks,
             f"stopped by {signal.Signals(ended_by).name} after step {trainer.position.step}, which is saved; "
-            f"to go on:\n  {resume_command(folder, trainer.world.size)}",
+            f"to continue:\n  {resume_command(folder, trainer.world.size)}",
             sep="\n",
             flush=True,
         )
@@ -346,7 +346,7 @@ def summary(
         f"(all {alike} tokens equally likely: ln({alike}) = {math.log(alike):.4f})",
         *validation_lines(validation, results["train_loss"], trainer.config),
         f"  tokens/s        {results['tokens_per_second']:,.0f} of all ranks (median)",
-        f"  peak memory     {metrics.gib(results['peak_memory'])} GiB {memory_of} on the fullest rank",
+        f"  peak memory     {metrics.gib(results['peak_memory'])} GiB {memory_of} on the rank with the highest peak",
         *compiled,
         f"  checkpoint      {checkpoint.step_folder(folder.checkpoints, trainer.position.step)}",
         f"  loss curve      {folder.picture}",
@@ -358,7 +358,7 @@ def summary(
 
 
 def validation_lines(validation: float | None, training: float, config: Config) -> list[str]:
-    """The summary's lines on the last validation; they explain a loss below the training loss."""
+    """The summary's lines about the last validation. They explain a loss below the training loss."""
     if validation is None:
         return ["  validation      none"]
     lines = [f"  validation      {validation:.4f} on {validation_text(config)}"]
@@ -371,5 +371,5 @@ def validation_lines(validation: float | None, training: float, config: Config) 
 
 
 def printable(text: str) -> str:
-    """The text without characters that a terminal would obey: a model may produce any byte."""
+    """The text without control characters, which would change the terminal. A model may produce any byte."""
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)

@@ -1,6 +1,6 @@
-"""What a run shows of itself: one record per step, and the places it goes (terminal, JSONL, TensorBoard).
+"""The metrics of a run: one record per step, written to the terminal, to JSONL and to TensorBoard.
 
-Nothing here computes losses or talks to other ranks; it formats, measures this process's memory, and writes.
+This file formats records, measures this process's memory, and writes. It never computes losses or communicates.
 """
 
 from __future__ import annotations
@@ -50,14 +50,13 @@ PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     ("L4", 121e12),
     ("MI325X", 1307e12),
     ("MI300X", 1307e12),
-    ("MI250X", 191.5e12),  # of one of its two dies, which is what torch calls a device
+    ("MI250X", 191.5e12),  # of one of its two dies; torch calls each die a device
 )
-"""Dense bf16 FLOP/s by words of the device's name, from the makers' data sheets; the first that matches counts."""
+"""Dense bf16 FLOP/s by words of the device's name, from the makers' data sheets. The first row that matches counts."""
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Dense FLOP/s of a device that computes in `dtype`, None where the table does not tell: it knows bfloat16 on
-    some GPUs."""
+    """Dense FLOP/s of a device that computes in `dtype`. None if the table lacks it: it has bfloat16 on some GPUs."""
     if dtype != "bfloat16":
         return None
     # Whole words: an L4 is no L40, an A30 no A3000.
@@ -70,10 +69,10 @@ def device_name(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of memory, and of what they are a part.
+    """Bytes that are used, and the total that exists.
 
-    CUDA: peaks since the last look of what tensors used (active) and of what the allocator held (reserved), of the
-    device's memory. CPU: what the process holds now (active) and held at most (reserved), of the machine's memory.
+    CUDA: peak bytes of tensors (active) and of the allocator (reserved) since the last measurement; total is the
+    device's memory. CPU: bytes of the process now (active) and at its peak (reserved); total is the machine's memory.
     """
 
     active: int
@@ -82,13 +81,13 @@ class Memory:
 
 
 def measure_memory(device: torch.device) -> Memory:
-    """This process's memory; on CUDA the peaks are counted anew from here on."""
+    """This process's memory. On CUDA this resets the peaks."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         torch.cuda.reset_peak_memory_stats(device)
         total = torch.cuda.get_device_properties(device).total_memory
         return Memory(stats.get("active_bytes.all.peak", 0), stats.get("reserved_bytes.all.peak", 0), total)
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there, KiB elsewhere
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB elsewhere
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     now = psutil.Process().memory_info().rss
     return Memory(now, max(now, peak), psutil.virtual_memory().total)
@@ -108,23 +107,21 @@ class StepRecord:
     lr: float
     samples: int  # seen since the start of the run
     seconds: float  # of the step, without validation and checkpoints
-    data_seconds: float  # of those, spent waiting for data
+    data_seconds: float  # part of `seconds` spent waiting for data
     tokens_per_second: float  # of all ranks
     flops_per_second: float  # of the model (not of the hardware), per device
     mfu: float | None  # part of the device's bf16 peak; None in float32 or where the peak is not known
-    memory_active: int  # bytes, this and the two below: see Memory; rank 0's
+    memory_active: int  # bytes of rank 0, as the two below: see Memory
     memory_reserved: int
     memory_total: int
     validation_loss: float | None = None
-    balance_loss: float | None = (
-        None  # this and the one below, where the model has them: how unevenly experts are
-    )
-    mtp_loss: float | None = None  # used (1: evenly), and the cross-entropy of the token after the next
+    balance_loss: float | None = None  # if the model has experts: their load, 1 if all are equal
+    mtp_loss: float | None = None  # if the model has this head: cross-entropy of the token after the next
     extra_losses: Mapping[str, float] = field(default_factory=dict)
 
 
 class Sink(Protocol):
-    """A place records go to."""
+    """Gets the records of a run, and the lines that it prints."""
 
     def step(self, record: StepRecord) -> None: ...
 
@@ -157,7 +154,7 @@ class JsonLines:
 
 
 def drop_after(path: Path, steps_done: int) -> None:
-    """Remove records of steps after `steps_done`: a resumed run takes those steps again."""
+    """Remove records of steps after `steps_done`, because a resumed run repeats these steps."""
     if not path.exists():
         return
     lines = [json.dumps(record) for record in read_records(path) if record["step"] <= steps_done]
@@ -167,9 +164,9 @@ def drop_after(path: Path, steps_done: int) -> None:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file. A last line cut off by a crash is left out.
+    """The records of a metrics file. If a crash cut off the last line, it is left out.
 
-    Raises UserError for a file that cannot be read and for a line that is no record, by its number.
+    Raises UserError if the file cannot be read, or if a line is no record; the error names the line's number.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -205,7 +202,7 @@ class TensorBoard:
     """Event files for TensorBoard."""
 
     def __init__(self, path: Path, steps_done: int, every: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # a second of imports that other ranks need not pay
+        from torch.utils.tensorboard import SummaryWriter  # this import takes a second
 
         self.path, self.every = path, every
         with writing(path):
@@ -254,9 +251,9 @@ class Lines:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures for a terminal, on as many lines as its width asks for.
+    """Figures for a terminal, on as many lines as its width needs.
 
-    rich alone would break lines inside a figure, between a number and its unit.
+    Without this class rich would break lines inside a figure, between a number and its unit.
     """
 
     parts: Sequence[str] = ()
@@ -325,7 +322,7 @@ COMMON_LOSSES = ("mtp", "balance")
 
 
 def figures_of(record: StepRecord) -> list[str]:
-    """What the terminal shows of a step, figure by figure; `explain_figures` says what each of them means."""
+    """The figures of a step for the terminal. `explain_figures` gives their meanings."""
     lost = record.data_seconds / record.seconds if record.seconds else 0.0
     optional = (
         ("validation", record.validation_loss),
@@ -356,22 +353,22 @@ def figures_of(record: StepRecord) -> list[str]:
 def explain_figures(
     device: torch.device, *, validation: bool, norm: bool, mfu: bool, auxiliary: Mapping[str, float]
 ) -> str:
-    """What the figures of `figures_of` mean in this run, a line for each.
+    """The meaning of each figure of `figures_of` in this run, one line each.
 
     Args:
-        device: where the model is; memory is measured in another way on the CPU.
+        device: the model's device; on the CPU memory is measured in another way.
         validation, norm, mfu: whether steps have these figures.
-        auxiliary: by name, what each loss beside the cross-entropy counts for.
+        auxiliary: names and weights of the losses beside the cross-entropy.
     """
     if device.type == "cuda":
-        memory = "rank 0's GPU at most: in tensors / held by torch (part of it)"
+        memory = "peak of rank 0's GPU: tensors / held by torch (part of its memory)"
     else:
-        memory = "rank 0's process: now / most so far (part of the machine's)"
+        memory = "rank 0's process: now / peak so far (part of the machine's RAM)"
     meanings = {
         "loss": "cross-entropy per token in nats, before the step's update",
-        "validation": "the same after the update, on text kept out of training" if validation else "",
+        "validation": "the same after the update, on text that no step trains on" if validation else "",
         "mtp": "cross-entropy of the token after the next" if "mtp" in auxiliary else "",
-        "balance": "how experts share the tokens; 1: evenly" if "balance" in auxiliary else "",
+        "balance": "load of the experts; 1: all equal" if "balance" in auxiliary else "",
         **{
             name: f"loss of the model's own, which counts {weight:g} times in training"
             for name, weight in auxiliary.items()
@@ -380,9 +377,9 @@ def explain_figures(
         "norm": "gradient norm over all ranks, before clipping" if norm else "",
         "tok/s": "tokens per second, all ranks together",
         "FLOP/s": "operations that the model needs, per second and device",
-        "MFU": "FLOP/s as part of the device's peak" if mfu else "",
+        "MFU": "FLOP/s as a fraction of the device's peak" if mfu else "",
         "mem": memory,
-        "data": "part of the step's time in which rank 0 waited for data",
+        "data": "fraction of the step's time in which rank 0 waited for data",
     }
     lines = [f"  {name:<10}  {meaning}" for name, meaning in meanings.items() if meaning]
     return "\n".join(["figures of a step:", *lines])
@@ -400,7 +397,7 @@ def with_prefix(value: float) -> str:
 
 
 class Reporter:
-    """All sinks of a run as one; on ranks other than the first there are none.
+    """Passes records and lines to all sinks of a run. Only the first rank has sinks.
 
     Args:
         sinks: the run's own files and terminal. An error of one ends the run.

@@ -220,7 +220,7 @@ def compute_precision(config: ParallelConfig, device: torch.device) -> AbstractC
 def build_optimizer(model: nn.Module, config: Config, matrices: set[str]) -> torch.optim.Optimizer:
     """The configured optimizer, which decays the parameters named in `matrices` and no others.
 
-    The names are those of the plain model: FSDP1 flattens its parameters, so their shapes no longer tell.
+    The names are those of the plain model, because FSDP1 flattens its parameters and their shapes are lost.
     """
     named = [(_plain_name(name), parameter) for name, parameter in model.named_parameters()]
     decayed = [pair for pair in named if pair[0] in matrices]
@@ -279,7 +279,7 @@ def gradient_sync(model: nn.Module, synchronise: bool, last: bool) -> AbstractCo
 
 
 def free_gathered(model: nn.Module) -> None:
-    """After passes without a backward: give back the weights that were kept gathered for one."""
+    """After passes without a backward: release the weights that were kept gathered for it."""
     for module in model.modules():
         if hasattr(module, "set_requires_gradient_sync") and hasattr(module, "reshard"):
             cast(Any, module).reshard()

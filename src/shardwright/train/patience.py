@@ -12,7 +12,7 @@ EVERY = 2.5
 
 @contextmanager
 def patience(say: Callable[[str], None], text: Callable[[], str]) -> Iterator[None]:
-    """Say `text()` every few seconds while the body runs, from another thread; nothing where it is quick."""
+    """Print `text()` every few seconds while the body runs, from another thread. A quick body prints nothing."""
     ended = threading.Event()
 
     def repeat() -> None:

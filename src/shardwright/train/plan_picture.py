@@ -26,7 +26,7 @@ KINDS = {
     "parameters": ("#9ECAE8", "a unit's full parameters, gathered"),
     "reduction": ("#A6D9A0", "a unit's full gradients, packed to be reduced"),
     "gradients": ("#F7B27A", "this rank's shard of the reduced gradients"),
-    "sum": ("#D7B8E8", "this rank's shard, to be added to gradients that there are"),
+    "sum": ("#D7B8E8", "this rank's shard, to be added to existing gradients"),
     "outer gather": ("#F2A6B8", "parameters gathered over the outer axis"),
     "cast shard": ("#E8DC7A", "this rank's shard, cast for the gather"),
     "uploaded shard": ("#C9B79C", "this rank's shard, copied from the CPU"),
@@ -112,7 +112,7 @@ def title_of(plan: Plan, name: str, memory: str, rank: int) -> str:
 
 def counted_in_words(plan: Plan) -> str:
     if plan.slots:
-        counted = "Counted: full parameters of the units that take turns in the slots."
+        counted = "Counted: full parameters of the units that use the slots in turn."
         apart = "other leases of the step, the rank's own shards, optimizer state, buffers, activations"
     else:
         counted = "Counted: all that the engine leases for a step."

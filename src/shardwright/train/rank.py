@@ -53,7 +53,7 @@ def train_alone(config: Config, folder: RunFolder, resumes: bool) -> int:
 
 
 def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) -> int:
-    """Train as one rank. Errors go to the launcher where there is one; under plain torchrun one rank prints them."""
+    """Train as one rank. Errors go to our launcher if there is one. Under plain torchrun one rank prints them."""
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     if launcher:
         threading.Thread(target=_leave_with, args=(int(launcher),), daemon=True).start()

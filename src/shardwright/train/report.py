@@ -1,6 +1,6 @@
-"""Pictures of runs, drawn from their metrics, and the figures that sum a run up.
+"""Pictures of runs, drawn from their metrics, and the final figures of a run.
 
-Reads records and writes PNG files; nothing here trains, compares configurations or prints.
+This file reads records and writes PNG files. It never trains, compares configurations or prints.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # matplotlib takes half a second to import; only the one process that draws should pay
+if TYPE_CHECKING:  # matplotlib takes half a second to import, so only the process that draws imports it
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Records = Sequence[Mapping[str, Any]]
 
 WARM_UP = 3
-"""Steps at the start that speeds leave out: first allocations, lazily built kernels, caches."""
+"""First steps that do not count for speeds, because of first allocations, lazily built kernels and caches."""
 
 MARKERS = ("o", "+", "x", "1", "2")
-"""Points of runs that differ equally from the first lie on one another; these stay apart."""
+"""Different markers, so that points of several runs stay visible at the same place."""
 
 
 def results(records: Records) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def loss_figure(records: Records, name: str, vocabulary: int) -> Figure:
     figure = new_figure(8, 4.5)
     axes = figure.add_subplot()
     steps, losses = [r["step"] for r in records], [r["loss"] for r in records]
-    few = "o-" if len(records) < 3 else "-"  # a line through one point is not seen
+    few = "o-" if len(records) < 3 else "-"  # a line through one point is invisible
     axes.plot(steps, losses, few, ms=3, lw=1, label="training: the step's samples, before its update")
     validated = [r for r in records if r["validation_loss"] is not None]
     if validated:
@@ -67,11 +67,11 @@ def loss_figure(records: Records, name: str, vocabulary: int) -> Figure:
 
 @dataclass(frozen=True)
 class Curve:
-    """What the picture of a comparison shows of one run."""
+    """The data of one run in the picture of a comparison."""
 
     name: str
     settings: str
-    """What tells the run from the others, in words; "" where nothing does."""
+    """The settings in which this run differs from the others, in words; "" if none differ."""
     records: Records
     difference: Mapping[int, float]
     """Relative difference of its loss to the first run's, by step; empty for the first run."""
@@ -80,7 +80,7 @@ class Curve:
 
 
 def comparison(curves: Sequence[Curve], path: Path, common: str) -> None:
-    """Losses over one another, their differences to the first run, and bars for speed and memory."""
+    """Draw the losses of all runs, their differences from the first run, and bars for speed and memory."""
     comparison_figure(curves, common).savefig(path, dpi=110)
 
 
@@ -94,7 +94,7 @@ def comparison_figure(curves: Sequence[Curve], common: str) -> Figure:
     colors = _colors(len(curves))
     handles = []
     for number, (curve, color, label) in enumerate(zip(curves, colors, labels, strict=True)):
-        # Curves that agree hide one another: dashes let the ones below show through.
+        # Equal curves cover one another. Dashes let the lower curves show.
         dash = "-" if number == 0 else (0, (4, 2 + 2 * number))
         marker = MARKERS[number % len(MARKERS)] if number else ""
         steps = [r["step"] for r in curve.records]
@@ -111,12 +111,12 @@ def comparison_figure(curves: Sequence[Curve], common: str) -> Figure:
         "|difference| / loss (log scale)",
     )
     differences.set_yscale("log")
-    # Differences of one size would else fill the axis with noise; runs that are all equal leave it empty.
+    # Without these limits, differences of one size fill the axis with noise, and equal runs leave the axis empty.
     apart_at_all = any(value > 0 for curve in curves for value in curve.difference.values())
     low, high = differences.get_ylim() if apart_at_all else (1e-8, 1e-6)
     differences.set_ylim(low / 3, high * 30)
     differences.set_xlim(losses.get_xlim())
-    # A logarithm has no place for exact equality.
+    # A logarithmic axis cannot show a difference of 0.
     equal = [name for name, c in zip(names[1:], curves[1:], strict=True) if not any(c.difference.values())]
     if equal:
         text = textwrap.fill("equal at every step: " + ", ".join(equal), 55, break_on_hyphens=False)
@@ -129,7 +129,7 @@ def comparison_figure(curves: Sequence[Curve], common: str) -> Figure:
         speeds, "Speed of all ranks together", "tokens per second (median of the steps)", names, speed, colors
     )
     memory = [c.peak_memory / 2**30 for c in curves]
-    axis_label = "GiB on the fullest rank (on the CPU: its whole process)"
+    axis_label = "GiB on the rank with the highest peak (on the CPU: its whole process)"
     _bars(memories, "Most memory held by a rank", axis_label, names, memory, colors)
     figure.legend(handles=handles, loc="outside lower center", fontsize=9, handlelength=5)
     if common:
@@ -138,11 +138,11 @@ def comparison_figure(curves: Sequence[Curve], common: str) -> Figure:
 
 
 LONGEST_NAME = 16
-"""Characters of names that bars have room for. Runs with longer names are numbered, and the legend has both."""
+"""Characters of the longest name beside a bar. If a name is longer, runs get numbers, and the legend has both."""
 
 
 def _names_and_labels(curves: Sequence[Curve]) -> tuple[list[str], list[str]]:
-    """What each run is called in the panels, and its line in the legend, with its settings."""
+    """Each run's name in the panels, and its line in the legend, with its settings."""
     names = labels = [curve.name for curve in curves]
     if max(map(len, names)) > LONGEST_NAME:
         labels = [f"run {number}, {name}" for number, name in enumerate(names, 1)]
@@ -155,7 +155,7 @@ def _names_and_labels(curves: Sequence[Curve]) -> tuple[list[str], list[str]]:
 
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Colours that people with any kind of colour vision tell apart (Okabe and Ito 2008), without the pale yellow."""
+"""Colours that people with any kind of colour vision can distinguish (Okabe and Ito 2008), without the pale yellow."""
 
 
 def _colors(count: int) -> list[Any]:
@@ -179,14 +179,14 @@ def _bars(
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of that size in inches, which no window shows."""
+    """An empty figure of that size in inches. No window opens."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def dress(axes: Axes, title: str, x: str, y: str) -> None:
-    """Title, axis labels and a grid; the x axis counts."""
+    """Set title, axis labels and a grid. The x axis has whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 2.5

@@ -1,8 +1,7 @@
-"""Going on with a run: the command for it, and what differs from the run that was saved.
+"""Resuming a run: the command for it, and the settings that differ from the saved run.
 
-The configuration that is given now counts: the file's and the command line's where a file is named, else what the run
-itself was last started with and the command line's. The model, the data and the order of samples must be the same:
-`runs.check_same_job`.
+The run uses the new configuration: the named file, or without one the configuration of its last start. The command line
+overrides both. The model, the data and the order of samples must be the same: `runs.check_same_job`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from shardwright.train.runs import RunFolder
 
 
 def resume_command(folder: RunFolder, ranks: int) -> str:
-    """The command that goes on with a run on as many ranks, to be printed: it works as it stands."""
+    """The complete command that continues a run on `ranks` ranks, for printing."""
     arguments = f"train --resume {shlex.quote(str(folder.path))}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
         local = os.environ.get("LOCAL_WORLD_SIZE", str(ranks))
@@ -31,7 +30,7 @@ def resume_command(folder: RunFolder, ranks: int) -> str:
 
 
 def _program(name: str, module: str) -> str:
-    """How a shell finds one of this environment's programs."""
+    """The shell command for one of this environment's programs."""
     if shutil.which(name):
         return name
     beside = os.path.join(os.path.dirname(sys.executable), name)
@@ -42,7 +41,7 @@ def _program(name: str, module: str) -> str:
 
 
 def changed_settings(saved: Config, current: Config) -> list[tuple[str, object, object]]:
-    """Every key whose value differs, with both values. The folder's own name does not count."""
+    """Every key whose value differs, with both values. The folder's name is not compared."""
     before, after = dict(flat(saved.resolved().model_dump())), dict(flat(current.resolved().model_dump()))
     keys = dict.fromkeys([*before, *after])
     return [
@@ -53,7 +52,7 @@ def changed_settings(saved: Config, current: Config) -> list[tuple[str, object, 
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested tables as pairs of a dotted key and a value."""
+    """The values of nested tables, each with its dotted key."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{name}.")
@@ -62,7 +61,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def changes_in_words(saved: Config, current: Config) -> str | None:
-    """A block of lines, or None where nothing differs."""
+    """The lines to print, or None if nothing differs."""
     changes = changed_settings(saved, current)
     if not changes:
         return None

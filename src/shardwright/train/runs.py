@@ -1,7 +1,7 @@
-"""The folder of a run: where everything a job leaves behind lies, how it is named, found again and checked.
+"""The folder of a run: the names of its files, how a run is found again, and how its record is checked.
 
-Small files are written here, whole or not at all. Checkpoints, metrics and pictures are written by the modules that
-make them; whatever cannot be written becomes a UserError through `writing`.
+This file writes small files, completely or not at all. The modules that make checkpoints, metrics and pictures write
+them. If a write fails, `writing` raises a UserError.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwright.train.lock import FolderLock, claim
 from shardwright.train.models.kinds import kind_named
 
 RUNS = Path("runs")
-"""Where runs go that name no folder."""
+"""The parent folder of runs without `run.dir`."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RunFolder:
 
     @property
     def memory_file(self) -> Path:
-        """What the first rank's memory is used for."""
+        """The memory of the first rank, by use."""
         return self.path / "memory.txt"
 
     @property
@@ -70,7 +70,7 @@ class RunFolder:
         return self.path / "memory_plan.png"
 
     def memory_history(self, step: int, rank: int) -> Path:
-        """What a rank's GPU allocated and freed in a step."""
+        """The allocations and releases of a rank's GPU memory in a step."""
         return self.path / "memory_history" / f"step_{step}_rank_{rank}.pickle"
 
     @property
@@ -87,29 +87,29 @@ class RunFolder:
 
     def exists(self) -> bool:
         """Whether a run was ever started here."""
-        # Path.is_file would raise where nobody may look.
+        # Path.is_file would raise for a folder without permissions.
         return os.path.isfile(self.record_file)
 
     def record(self) -> dict[str, Any]:
-        """What run.json says. Raises UserError where there is none, it cannot be read or lacks what runs write."""
+        """The content of run.json. Raises UserError if it is missing, cannot be read, or lacks a key."""
         try:
             record = json.loads(self.record_file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise UserError(f"{self.path}: expected the folder of a run, found no run.json in it") from None
         except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{self.record_file}: cannot read what is known of the run: {error}") from None
+            raise UserError(f"{self.record_file}: cannot read the record of the run: {error}") from None
         if not isinstance(record, dict):
             raise UserError(f"{self.record_file}: expected a JSON object, found {type(record).__name__}")
         damaged = _damaged_key(record)
         if damaged is not None:
             raise UserError(
-                f"{self.record_file}: expected {damaged} as a run writes it, found none or something else; the file "
-                "is damaged"
+                f"{self.record_file}: expected a valid {damaged}, found none or another kind of value; the file is "
+                "damaged"
             )
         return record
 
     def config(self) -> Config:
-        """The configuration the run was last started with.
+        """The configuration of the run's last start.
 
         Raises UserError where it cannot be read, or names values whose files are not there.
         """
@@ -117,7 +117,7 @@ class RunFolder:
 
 
 def _damaged_key(record: Mapping[str, Any]) -> str | None:
-    """The first key that is missing in a run.json, or whose value is of another kind than runs write."""
+    """The first key of a run.json that is missing or has a value of the wrong kind."""
     corpus, sessions, results = record.get("corpus"), record.get("sessions"), record.get("results", {})
     facts = {field.name for field in fields(Session) if field.default is MISSING}
     sound = {
@@ -133,7 +133,7 @@ def _damaged_key(record: Mapping[str, Any]) -> str | None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a failure to write below `path` (full, read-only, no permission) into a UserError that says so."""
+    """Raise a UserError if a write below `path` fails (disk full, read-only, no permission)."""
     try:
         yield
     except OSError as error:
@@ -142,11 +142,11 @@ def writing(path: Path) -> Iterator[None]:
 
 def unwritable(path: Path, error: BaseException) -> str:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-    return f"{path}: cannot write: {reason}; what was saved before is untouched, make room or choose another folder"
+    return f"{path}: cannot write: {reason}; earlier files are unchanged. Free some space, or choose another folder"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file at `path`: readers see the old text or the new one, never a part."""
+    """Replace the file at `path`. Readers see the old text or the new text, never a part."""
     with writing(path):
         temporary = path.with_name(path.name + ".new")
         temporary.write_text(text, encoding="utf-8")
@@ -158,7 +158,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def open_for_writing(folder: Path, what: str) -> None:
-    """Make `folder` if need be. Raises UserError, which names `what`, where nothing can be written into it."""
+    """Make `folder` if it does not exist. Raises a UserError that names `what` if it cannot be written to."""
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise UserError(f"{what}: expected a folder, found a file at {folder}")
     probe = folder / ".writable"
@@ -173,7 +173,7 @@ def now() -> str:
 
 
 def create_run(config: Config) -> RunFolder:
-    """Make the folder of a new run: `run.dir`, or runs/NAME-TIME. Never one that holds a run already."""
+    """Make the folder of a new run: `run.dir`, or runs/NAME-TIME. Raises UserError if `run.dir` holds a run."""
     if config.run.dir:
         _check_name(config.run.dir)
         folder = RunFolder(Path(config.run.dir))
@@ -186,7 +186,7 @@ def create_run(config: Config) -> RunFolder:
 
 
 def _check_name(path: str) -> None:
-    """Refuse a name that run.json and config.toml, which are UTF-8, cannot hold."""
+    """Raise if run.json and config.toml, which are UTF-8, cannot store the name."""
     try:
         path.encode("utf-8")
     except UnicodeEncodeError:
@@ -198,8 +198,8 @@ def _check_name(path: str) -> None:
 
 def holds_a_run(folder: RunFolder) -> str:
     return (
-        f"run.dir: expected a folder without a run, found one in {folder.path}; go on with it by --resume "
-        f"{shlex.quote(str(folder.path))}, or give another folder"
+        f"run.dir: expected a folder without a run, found one in {folder.path}; continue it with --resume "
+        f"{shlex.quote(str(folder.path))}, or set another folder"
     )
 
 
@@ -219,7 +219,7 @@ def _unique_folder(name: str) -> Path:
 
 
 def find_run(config: Config, resume: str) -> RunFolder:
-    """The run to go on with: the folder `resume`, or for "" `run.dir`, or the newest run of that name."""
+    """The run to continue: the folder `resume`. For "" it is `run.dir`, else the newest run with that name."""
     if resume or config.run.dir:
         folder = RunFolder(Path(resume or config.run.dir))
         if not folder.exists():
@@ -233,15 +233,15 @@ def find_run(config: Config, resume: str) -> RunFolder:
             runs.append((match[1], int(match[2] or 1), path))
     if not runs:
         raise UserError(
-            f"--resume: expected a run named {config.run.name} in {RUNS}, found none; give its folder"
+            f"--resume: expected a run named {config.run.name} in {RUNS}, found none; pass its folder"
         )
     return RunFolder(max(runs)[2])
 
 
 def check_same_job(folder: RunFolder, config: Config, what: str) -> None:
-    """Refuse to go on with a run under a configuration that makes it another job. Names the first key.
+    """Raise if the configuration makes the run another job. The error names the first key.
 
-    Steps, learning rate, engine, ranks and precisions may change; the model and the sequence of samples may not.
+    Steps, learning rate, engine, ranks and precisions may change. The model and the sequence of samples may not.
     """
     stored = folder.config()
     for key, before, after in differences(stored, config):
@@ -251,9 +251,9 @@ def check_same_job(folder: RunFolder, config: Config, what: str) -> None:
 
 
 def differences(first: Config, second: Config) -> Iterator[tuple[str, object, object]]:
-    """What differs between two configurations in the model, the data or the order of samples: key and both values.
+    """Keys of the model, the data and the order of samples that differ between two configurations, with both values.
 
-    Compared is what the keys come to, not how they are spelled.
+    The resolved values are compared, so two spellings of one value are equal.
     """
     first, second = first.resolved(), second.resolved()
     pairs: list[tuple[str, object, object]] = [("model.kind", first.model.kind, second.model.kind)]
@@ -272,7 +272,7 @@ def differences(first: Config, second: Config) -> Iterator[tuple[str, object, ob
 
 
 def check_same_corpus(folder: RunFolder, sha256: str) -> None:
-    """Refuse to go on with a run whose text has changed under the same name."""
+    """Raise if the text of the run has changed but its `data.source` has not."""
     stored = folder.record()["corpus"]["sha256"]
     if stored != sha256:
         raise UserError(
@@ -283,7 +283,7 @@ def check_same_corpus(folder: RunFolder, sha256: str) -> None:
 
 @dataclass(frozen=True)
 class Session:
-    """One uninterrupted stretch of a run, from a start or a --resume to its end."""
+    """One part of a run without interruption, from a start or a --resume to its end."""
 
     start: str
     from_step: int
@@ -295,7 +295,7 @@ class Session:
     param_dtype: str
     reduce_dtype: str
     versions: dict[str, str]
-    # These three came later: records of older runs lack them. Empty with an engine that has none of them.
+    # Records of older versions lack these three. They are empty with an engine that does not have them.
     strategy: str = ""
     layout: str = ""
     memory: str = ""
@@ -310,7 +310,7 @@ def versions() -> dict[str, str]:
 
 
 class RunRecord:
-    """run.json, kept up to date by rank 0: what ran where, on which text, and how it ended."""
+    """run.json, which rank 0 updates: the engine, devices and text of each session, and how it ended."""
 
     def __init__(self, folder: RunFolder, config: Config, facts: Mapping[str, Any], session: Session) -> None:
         self.folder = folder
@@ -324,14 +324,14 @@ class RunRecord:
         write_json(folder.record_file, self.content)
 
     def close(self, status: str, step: int, results: Mapping[str, Any]) -> None:
-        """Note how the session ended: finished, interrupted or failed."""
+        """Write how the session ended: finished, interrupted or failed."""
         self.content["sessions"][-1].update(end=now(), status=status, to_step=step)
         self.content.update(status=status, results=dict(results))
         write_json(self.folder.record_file, self.content)
 
 
 def mark_failed(folder: RunFolder) -> None:
-    """Note in run.json that the job broke off; for the process that watches, when no rank could any more."""
+    """Write into run.json that the job failed. The process that watches the ranks calls it after they ended."""
     try:
         record = folder.record()
         if record.get("status") != "running":
@@ -340,16 +340,16 @@ def mark_failed(folder: RunFolder) -> None:
         record["sessions"][-1]["end"] = now()
         write_json(folder.record_file, record)
     except (UserError, LookupError, TypeError):
-        pass  # Nothing was recorded yet, or the disk is full: the error that ended the job is the one to report.
+        pass  # No record exists yet, or the disk is full. The user needs the error that ended the job, not this one.
 
 
 def open_folder(config: Config, resume: str | None) -> tuple[RunFolder, FolderLock]:
-    """The folder of the run, which no other run may use until the lock is released."""
+    """The folder of the run, and its lock. No other run may use the folder until the lock is released."""
     if resume is None:
         folder = create_run(config)
         with writing(folder.path):
             lock = claim(folder.path)
-        if folder.exists():  # another run began and ended here between our look and the lock
+        if folder.exists():  # another run began and ended here after our check and before the lock
             lock.release()
             raise UserError(holds_a_run(folder))
         return folder, lock
@@ -360,7 +360,7 @@ def open_folder(config: Config, resume: str | None) -> tuple[RunFolder, FolderLo
 
 
 def discard_if_unused(folder: RunFolder, lock: FolderLock) -> None:
-    """Remove a folder in which no run began, so that correcting the mistake does not meet its remains."""
+    """Remove a folder in which no run began, so that the next try does not find its files."""
     if folder.exists():
         return
     try:
@@ -371,4 +371,4 @@ def discard_if_unused(folder: RunFolder, lock: FolderLock) -> None:
             folder.logs.rmdir()
         folder.path.rmdir()
     except OSError:
-        pass  # Not ours alone, or gone: leave it.
+        pass  # The folder has other files, or no longer exists.

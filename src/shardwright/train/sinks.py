@@ -1,6 +1,6 @@
-"""Places for metrics that have a name, for `[log] sinks`.
+"""The registry of places for metrics, for `[log] sinks`.
 
-Every run writes metrics.jsonl and lines or a bar on the terminal besides. Nothing here imports torch.
+Every run also writes metrics.jsonl, and lines or a progress bar on the terminal. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunSite:
-    """What a sink learns of the run for which it is opened.
+    """The run for which a sink is opened.
 
     Attributes:
-        folder: of the run, an absolute path. It exists.
-        config: the run's.
-        steps_done: optimizer steps of the checkpoint from which the run goes on; 0 for a new one. Records of later
-            steps that a sink has already are written once more.
+        folder: the run's folder, an absolute path. It exists.
+        config: the run's configuration.
+        steps_done: optimizer steps in the checkpoint that the run continues; 0 for a new run. If a sink already has
+            records of later steps, it gets these steps again.
     """
 
     folder: Path
@@ -39,9 +39,9 @@ class NamedSink:
     """A place for metrics.
 
     Attributes:
-        name: by which `[log] sinks` knows it.
-        summary: what it does, in a sentence.
-        open: makes the sink of one run, on its first rank only.
+        name: its name in `[log] sinks`.
+        summary: one sentence on what it does.
+        open: makes the sink of one run. Only the first rank calls it.
     """
 
     name: str
@@ -85,7 +85,7 @@ sinks: Registry[NamedSink] = Registry(
     NamedSink,
     (
         NamedSink(
-            "tensorboard", "Event files for TensorBoard, in the folder tensorboard of the run.", _tensorboard
+            "tensorboard", "Event files for TensorBoard, in the run's folder tensorboard.", _tensorboard
         ),
     ),
 )

@@ -1,7 +1,7 @@
-"""What a job says of itself until its first step: loading programs, reading text and building a model take seconds to
-minutes, in which it must not look stuck.
+"""Messages of a job until its first step, so that it does not look stuck.
 
-Nothing here imports torch: importing it is one of the things to be said.
+Loading programs, reading text and building a model take seconds to minutes. Nothing here imports torch, because this
+import itself takes seconds and has a message.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from contextlib import ExitStack, contextmanager
 from shardwright.train import patience
 
 BEGAN_VARIABLE = "SHARDWRIGHT_BEGAN"
-"""When the launcher of a rank began, by the clock that all processes of the machine share: so the seconds go on."""
+"""When a rank's launcher began, by the clock of the machine. With it a rank continues the launcher's seconds."""
 
 
 class Start:
-    """The start of this process's job. Only the process that speaks to the user begins it; others say nothing."""
+    """The start of this process's job. Only the process that prints for the user calls `begin`."""
 
     def __init__(self) -> None:
         self._doing = ""
@@ -26,7 +26,7 @@ class Start:
         self._speaking: ExitStack | None = None
 
     def begin(self, doing: str) -> None:
-        """From now on say every few seconds what is being done. A quick start says nothing."""
+        """From now on print the current action every few seconds. A quick start prints nothing."""
         if self._speaking is None:
             self._began = float(os.environ.get(BEGAN_VARIABLE, time.monotonic()))
             self._speaking = ExitStack()
@@ -38,19 +38,19 @@ class Start:
         return self._speaking is not None
 
     def doing(self, text: str) -> None:
-        """What begins now. A start that is slow already says so at once."""
+        """Set the current action. If the start is already slow, print it at once."""
         changed, self._doing = text != self._doing, text
         if changed and self.is_speaking and time.monotonic() - self._began >= patience.EVERY:
             _print(self._line())
 
     @property
     def variables(self) -> dict[str, str]:
-        """For the environment of ranks."""
+        """Environment variables for the ranks."""
         return {BEGAN_VARIABLE: str(self._began)} if self.is_speaking else {}
 
     @contextmanager
     def left_to_others(self) -> Iterator[None]:
-        """Within it somebody else says what is being done."""
+        """Print nothing inside the context, because other code prints there."""
         before, self._doing = self._doing, ""
         yield
         self._doing = before
@@ -69,7 +69,7 @@ def _print(text: str) -> None:
         if text:
             print(text, flush=True)
     except (OSError, ValueError):
-        pass  # The reader has gone: the job's own output meets that, too.
+        pass  # Nobody reads the output any more. The job's own output raises this error, too.
 
 
 START = Start()

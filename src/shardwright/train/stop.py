@@ -1,6 +1,6 @@
-"""Signals that ask a job to save and leave, kept until the loop has time for them.
+"""Signals that ask a job to save and end. They are stored until the loop reads them.
 
-How ranks agree on the step after which they leave is the loop's affair, not this file's.
+This file does not decide after which step the ranks end; the loop does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class StopRequest:
-    """SIGINT and SIGTERM as a wish the loop reads between steps. A second one, a second later, ends at once."""
+    """Stores SIGINT or SIGTERM, which the loop reads between steps. Another one, a second later, ends at once."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None

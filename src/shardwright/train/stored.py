@@ -1,4 +1,4 @@
-"""The checkpoints of a run as they are on disk: which there are, where each stands, and whether it is whole.
+"""The checkpoints of a run on disk: which exist, the step of each, and whether each is complete.
 
 A checkpoint is a folder checkpoints/step-N of torch's distributed checkpoint with a position.json, which holds the
 step, the samples seen, and the length and SHA-256 of every other file. Nothing here communicates or executes a file.
@@ -74,7 +74,7 @@ def position_text(position: Position, digests: Mapping[str, Digest]) -> str:
 
 
 def examine(folder: Path) -> Stored:
-    """Read the small files of a checkpoint. Raises Damaged where they contradict one another or the folder's name."""
+    """Read the small files of a checkpoint. Raises Damaged if they contradict one another or the folder's name."""
     text = read_regular(folder / POSITION_FILE)
     position, digests = _parse_position(text)
     if folder.name != f"step-{position.step}":

@@ -39,7 +39,7 @@ VALIDATION_SEED = 0  # of the choice of windows: the same ones whatever the run'
 
 
 class NonFiniteError(Exception):
-    """Loss or gradient norm is no longer a number: the run cannot go on."""
+    """The loss or the gradient norm is not finite, so the run cannot continue."""
 
 
 def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:

@@ -12,6 +12,10 @@ from shardwright.comm import meeting, pages
 from shardwright.engine.front import api
 
 
+class Interrupt(BaseException):
+    """What a signal's handler raises."""
+
+
 @contextmanager
 def fresh_meetings(way: str = "pages") -> Iterator[None]:
     """Communicators that are made here meet for the first time. All ranks enter and leave this together."""

@@ -1,1 +1,1 @@
-"""Modules in, a unit's memory out. Nothing here knows units."""
+"""Finds the parameters of modules and makes a unit's memory. Nothing here knows units."""

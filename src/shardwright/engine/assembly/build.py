@@ -1,7 +1,6 @@
 """Making a unit's memory: how each parameter is cut, and its two forms over the shards and the slab.
 
-Nothing here knows units, and modules are not changed. Nothing communicates, except to gather a DTensor that is placed
-otherwise.
+Nothing here knows units or changes modules. The only communication is the gather of a DTensor with other placements.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from shardwright.memory import Slab
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arguments:
-    """What ``fully_shard`` was given for a unit, and what stays so.
+    """The arguments of ``fully_shard`` for a unit. They never change.
 
     Attributes:
-        policy: of precision, in the engine's terms.
-        users_policy: the same as the user has given it, for tensors that gather themselves.
-        placement_fn: along which dimension a parameter is cut.
-        layout: None: each parameter in rows.
-        offload: what lies in the CPU's memory.
+        policy: the precision policy, in the engine's terms.
+        users_policy: the user's own policy object, for tensors with ``fsdp_pre_all_gather``.
+        placement_fn: chooses the dimension along which a parameter is cut.
+        layout: None: each parameter is cut in rows.
+        offload: the parts in the CPU's memory.
     """
 
     policy: PrecisionPolicy
@@ -109,7 +108,7 @@ def _placement_dim(fn: ShardPlacementFn | None, name: str, parameter: nn.Paramet
 
 
 def _memory_order(parameter: nn.Parameter, dim: int) -> tuple[int, ...]:
-    """The sharded dimension, then the others as they lie in memory, so that channels-last weights stay that."""
+    """The sharded dimension, then the others in memory order, so that channels-last weights stay channels-last."""
     strides = parameter.stride()
     others = [d for d in range(parameter.ndim) if d != dim]
     if not parameter.is_contiguous():
@@ -127,14 +126,14 @@ def build_memory(owned: list[Owned], site: Site, arguments: Arguments) -> Built:
     trainable = [each.parameter.requires_grad for each in owned]
     layout = plan_unit(specs, ranks.parts, arguments.layout, trainable)
     slab = Slab(layout.slab_nbytes, device, "parameters", site.owner)
-    slab.lease()  # views are made over memory that is there
+    slab.lease()  # views need existing memory
     managed: list[ManagedParameter | None] = [None] * len(owned)
     shards: list[torch.Tensor] = []
     with torch.no_grad():
         for run in layout.runs:
             for segment in run.segments:
-                # A storage of its own: torch takes a DTensor whose local tensor begins further on in one for a plain
-                # tensor, and can neither save nor copy it.
+                # A separate storage, because torch treats a DTensor whose local tensor has a storage offset as a plain
+                # tensor, and cannot save or copy it.
                 numel = 0 if run.extended else segment.chunk
                 if reads is None:
                     shards.append(torch.zeros(numel, dtype=run.storage_dtype, device=device))
@@ -148,7 +147,8 @@ def build_memory(owned: list[Owned], site: Site, arguments: Arguments) -> Built:
                         # Until the first gather.
                         full = torch.empty(0, dtype=run.compute_dtype, device=device)
                     else:
-                        # With a version counter of its own: an edit of one parameter is none of its neighbours'.
+                        # With a separate version counter, so that an edit of one parameter is no edit of its
+                        # neighbours.
                         local = cut.local_view(shards[-1], 0).data
                         if not has_no_values(original):
                             local.copy_(cut.part_of(original))
@@ -175,7 +175,7 @@ def build_memory(owned: list[Owned], site: Site, arguments: Arguments) -> Built:
 
 
 def cut_for(p: ManagedParameter, value: torch.Tensor, site: Site, arguments: Arguments) -> Cut:
-    """How a value of another shape or dtype is cut that was assigned to ``.data`` of a parameter."""
+    """The cut of a value with another shape or dtype that was assigned to ``.data`` of a parameter."""
     new = nn.Parameter(value, requires_grad=False)
     parallel = parallel_of_parameter(p.name, new, site.ranks)
     if p.cut.parallel is not None and parallel is None:
@@ -187,10 +187,10 @@ def cut_for(p: ManagedParameter, value: torch.Tensor, site: Site, arguments: Arg
 
 
 def _extended_local(site: Site, cut: Cut, original: nn.Parameter) -> torch.Tensor:
-    """The local tensor of a parameter that decides itself what is gathered of it, in memory of its own."""
+    """The local tensor, in separate memory, of a parameter with ``fsdp_pre_all_gather``."""
     if isinstance(original, Managed) and is_attached(local_of(original)):
         return local_of(original)  # the methods are bound to this object
     part = cut.part_of(original)
-    if part.is_meta:  # memory, whose values come later
+    if part.is_meta:  # make memory; its values come later
         return torch.empty_like(part, device=site.ranks.device if site.reads is None else "cpu")
     return part.to(site.ranks.device, copy=True) if site.reads is None else site.reads.host.copy_of(part)

@@ -1,4 +1,4 @@
-"""Which parameters a unit owns, and which its modules hold of other units. Nothing is made or changed here."""
+"""Finds the parameters that a unit owns, and those of other units in its modules. Nothing is made or changed here."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ShardPlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None
 
 
 class Owned(NamedTuple):
-    """A parameter that a unit is to own, and everywhere its modules hold it."""
+    """A parameter that a unit will own, and all places where its modules hold it."""
 
     name: str
     parameter: nn.Parameter
@@ -59,7 +59,7 @@ class UnitParameters(NamedTuple):
 
 
 def mesh_asked(fn: ShardPlacementFn | None, parameter: nn.Parameter) -> DeviceMesh | None:
-    """The mesh that a placement function gives a parameter, None for that of all."""
+    """The mesh that a placement function gives a parameter. None: the mesh of the call."""
     result: Any = fn(parameter) if fn is not None else None
     return getattr(getattr(result, "mesh_info", result), "mesh", None)
 
@@ -67,7 +67,7 @@ def mesh_asked(fn: ShardPlacementFn | None, parameter: nn.Parameter) -> DeviceMe
 def meshes_asked(
     modules: list[nn.Module], ignored: Iterable[nn.Parameter], fn: ShardPlacementFn | None
 ) -> list[Any]:
-    """What a placement function gives the parameters that have meshes of their own: each holds its ``mesh``."""
+    """The results of a placement function for parameters with separate meshes. Each has its ``mesh``."""
     if fn is None:
         return []
     ids = {id(p) for p in ignored}
@@ -84,10 +84,10 @@ def find_parameters(
     unit: Any = None,
     sibling: bool = False,
 ) -> UnitParameters:
-    """Parameters below ``modules`` that no inner unit owns, each once, with every name that tied weights have.
+    """Parameters below ``modules`` that no inner unit owns, each once, with all names of tied weights.
 
-    Those that ``placement_fn`` gives another mesh are left out; for a ``sibling`` all but those that it gives this
-    one. ``unit`` is the one they belong to already, if this is not the first time.
+    Parameters that ``placement_fn`` gives another mesh are left out. A ``sibling`` gets only the parameters that it
+    gives this mesh. ``unit`` is the unit that already owns them, if this is not the first time.
     """
     owned: dict[int, Owned] = {}
     borrowed: list[tuple[nn.Parameter, Slot]] = []
@@ -122,7 +122,7 @@ def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 
 def own_modules(top: nn.Module) -> list[tuple[str, nn.Module]]:
-    """``top`` and the Python modules below it, but nothing at or below a module that is sharded already."""
+    """``top`` and the modules below it, without modules that are already sharded and those below them."""
     inner_modules: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
     todo = [("", top)]
@@ -140,12 +140,12 @@ def own_modules(top: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _lent_by_another(name: str, parameter: nn.Parameter, top: nn.Module, unit: Any) -> nn.Parameter | None:
-    """The sharded parameter of another unit that ``parameter`` is, or was before that unit took it."""
+    """The sharded parameter of another unit: ``parameter`` itself, or the one that replaced it there."""
     origin: Taken | None = getattr(parameter, TAKEN, None)
     sharded = parameter if isinstance(parameter, Managed) or origin is None else origin.sharded
     owner = unit_of(sharded)
     if owner is None or owner is unit or (unit is not None and not _holds(owner, sharded)):
-        return None  # in the last case it has moved here with its module
+        return None  # the other unit lost it: it has moved here with its module
     if owner.main is None and any(top is m for outer in owner.watch.modules() for _, m in own_modules(outer)):
         raise ValueError(
             f"parameter {name!r} of shape {tuple(parameter.shape)} belongs to a unit already: an outer module was "
@@ -155,7 +155,7 @@ def _lent_by_another(name: str, parameter: nn.Parameter, top: nn.Module, unit: A
 
 
 def _holds(owner: Any, sharded: nn.Parameter) -> bool:
-    """Whether a unit's own modules have one of its parameters still."""
+    """Whether a unit's own modules still have one of its parameters."""
     inside = {id(m) for top in owner.watch.modules() for _, m in own_modules(top)}
     p = owner.managed(sharded)
     return p is not None and any(id(slot.module()) in inside for slot in p.slots)
@@ -203,7 +203,7 @@ def _check_parameter(
 
 
 def _refuse_composite(where: str, plain: Any) -> None:
-    """Raise if the tensor is made of others, such as quantised rows and scales, and does not say how to cut it."""
+    """Raise for a tensor that is made of others, such as quantised rows and scales, without ``fsdp_pre_all_gather``."""
     kind = type(plain)
     if not hasattr(kind, "__tensor_flatten__") or isinstance(plain, (DTensor, RaggedTensor)):
         return
@@ -217,7 +217,7 @@ def _refuse_composite(where: str, plain: Any) -> None:
 
 
 def parallel_of_parameter(name: str, parameter: torch.Tensor, ranks: Ranks) -> TensorParallel | None:
-    """How a parameter, sharded by us or not, lies but for data parallelism."""
+    """The placement of a parameter on the axes that are not data-parallel. The parameter may already be sharded."""
     if isinstance(parameter, RaggedTensor):
         return parameter.spec.parallel
     if isinstance(parameter, DTensor):
@@ -232,7 +232,7 @@ def parallel_of_parameter(name: str, parameter: torch.Tensor, ranks: Ranks) -> T
 
 
 def is_cut(parameter: torch.Tensor, parallel: TensorParallel | None) -> bool:
-    """Whether it is cut over the data-parallel mesh already."""
+    """Whether it is already cut over the data-parallel mesh."""
     if isinstance(parameter, DTensor) and parallel is not None:
         if parameter.device_mesh != parallel.mesh:
             return True

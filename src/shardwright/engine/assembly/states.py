@@ -1,4 +1,4 @@
-"""Whether the ranks start from one model: values broadcast from the first rank, or compared by hash.
+"""Makes the ranks start from one model: broadcasts values from the first rank, or compares hashes.
 
 Used by ``fully_shard`` before it cuts, when every rank still has the whole of each tensor.
 """
@@ -28,7 +28,7 @@ class State(NamedTuple):
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What must be alike on every rank before values can be compared."""
+        """The properties that must be equal on every rank before values can be compared."""
         description = self.name, tuple(self.tensor.shape), str(self.tensor.dtype)
         return (*description, "deferred") if has_no_values(self.tensor) else description
 
@@ -36,7 +36,7 @@ class State(NamedTuple):
 def states_of(
     modules: list[nn.Module], unit_parameters: UnitParameters, ignored: list[nn.Module]
 ) -> list[State]:
-    """What is to be the same on every rank: parameters not cut over the ranks as yet, and buffers. Ties once."""
+    """Parameters that are not cut yet, and buffers. They must be equal on every rank. Tied ones appear once."""
     states = [
         State(each.name, each.parameter)
         for each in unit_parameters.owned
@@ -54,7 +54,7 @@ def states_of(
 
 
 def everywhere(mesh: DeviceMesh, value: object) -> list[Any]:
-    """The value of every rank of the mesh, in its order. Every rank must come."""
+    """The values of all ranks of the mesh, in its order. Every rank must call it."""
     values: list[Any] = [value]
     for axis in reversed(range(mesh.ndim)):
         group = mesh.get_group(axis)
@@ -91,13 +91,12 @@ def sync_states(mesh: DeviceMesh, device: torch.device, states: list[State], own
 
 @torch.no_grad()
 def check_states(mesh: DeviceMesh, states: list[State], owner: str) -> None:
-    """Compare hashes over the ranks: of all bytes, and of deferred tensors of the operations that will make them.
+    """Compare hashes over the ranks: hashes of all bytes, and for deferred tensors of their recorded operations.
 
-    Tensors on the meta device are passed over.
+    Tensors on the meta device are skipped.
 
     Raises:
-        ValueError: tensors are not the same on every rank, all of them named, with the ranks that differ from the
-            first.
+        ValueError: names all tensors that are not equal on every rank, and the ranks that differ from the first.
     """
     states = [state for state in states if not state.tensor.is_meta]
     forms = [state.form for state in states]
@@ -174,7 +173,7 @@ def _elements(layout: Ragged, shape: tuple[int, ...]) -> int | str:
 
 
 def _hashes(states: list[State]) -> list[list[int]]:
-    """Of each state those of its tensors, all of them fetched from the device together."""
+    """The hashes of each state's tensors, copied from the device together."""
     real = [[] if has_no_values(state.tensor) else plain_tensors(state.tensor.detach()) for state in states]
     sums = [digest(tensor) for tensors in real for tensor in tensors]
     numbers = iter(torch.stack(sums).tolist() if sums else ())
@@ -196,7 +195,7 @@ def _refuse_different_forms(mesh: DeviceMesh, forms: list[list[tuple[Any, ...]]]
 
 
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that hold the values: of a wrapper, those inside."""
+    """The tensors that hold the values: for a wrapper, the tensors inside."""
     tensor = plain_of(tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
@@ -214,7 +213,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
             piece = nn.functional.pad(piece, (0, -piece.numel() % 8)).clone()
         words = piece.view(torch.int64)
         first = start // 8
-        # Each word by itself as in splitmix64 (Steele, Lea and Flood, 2014), seeded with its place; sums wrap around.
+        # Hash each word as in splitmix64 (Steele, Lea and Flood, 2014), with its place as seed. Sums wrap around.
         x = torch.arange(first + 1, first + 1 + words.numel(), device=data.device).mul_(-7046029254386353131)
         x.add_(words)
         x.bitwise_xor_(x >> 30).mul_(-4658895280553007687)
@@ -224,7 +223,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hash_of(value: object) -> int:
-    """The same number on every rank, which Python's own hash of strings is not."""
+    """A hash that is equal on every rank, unlike Python's own hash of strings."""
     text = repr(value).encode()
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return int(digest(data))

@@ -1,7 +1,7 @@
 """Tied weights while a state dict is loaded with ``assign=True``.
 
-torch then assigns to each name by itself, which would part parameters that have several names. Here one parameter goes
-to all of its names, in this unit and in others. How whole tensors are cut is decided in ``tensors/cut.py``.
+torch then assigns to each name separately, so tied parameters would become different ones. This file gives one
+parameter to all of its names, in this unit and in others. ``tensors/cut.py`` cuts whole tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwright.engine.tensors.parameter import ManagedParameter
 
 
 class _Tie(NamedTuple):
-    """What was assigned to the first name of a parameter that the state dict has."""
+    """The value that was assigned to the first name of a tied parameter."""
 
     key: str
     parameter: weakref.ref[nn.Parameter]
@@ -28,14 +28,14 @@ class _Tie(NamedTuple):
 
 
 class Load:
-    """One call of ``load_state_dict(assign=True)``, which torch's hooks see module by module."""
+    """One call of ``load_state_dict(assign=True)``. torch's hooks run for it module by module."""
 
     def __init__(self, missing: list[str]) -> None:
         self.missing = missing  #: torch's list of missing keys, one object during the whole call
         self._ties: dict[tuple[int, str], _Tie] = {}
 
     def begin(self, p: ManagedParameter, mesh: DeviceMesh, key: str, value: torch.Tensor) -> nn.Parameter:
-        """The first value of a parameter that has several names: put it under all of them."""
+        """Put the first value of a parameter with several names under all of them."""
         if isinstance(value, nn.Parameter):
             new = value
         else:
@@ -49,7 +49,7 @@ class Load:
         return new
 
     def again(self, module: nn.Module, name: str, key: str, value: Any, errors: list[str]) -> Any:
-        """The parameter that another name of the same one was given, or None. Reports a value that differs."""
+        """The parameter that an earlier name of the tie got, or None. If the values differ, adds to ``errors``."""
         tie = self._ties.get((id(module), name))
         new = tie.parameter() if tie is not None else None
         if tie is None or new is None or not isinstance(value, torch.Tensor) or value.shape != new.shape:
@@ -67,7 +67,7 @@ _load: Load | None = None
 
 
 def load_of(missing: list[str]) -> Load:
-    """The call of ``load_state_dict`` that has this list of missing keys."""
+    """The running call of ``load_state_dict`` with this list of missing keys."""
     global _load
     if _load is None or _load.missing is not missing:
         _load = Load(missing)
@@ -76,7 +76,7 @@ def load_of(missing: list[str]) -> Load:
 
 @torch.no_grad()
 def _differs_anywhere(tie: _Tie, new: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether ``value`` is another than ``new`` on any rank; every rank of the mesh must ask."""
+    """Whether ``value`` differs from ``new`` on any rank. Every rank of the mesh must call it."""
     differs = new.dtype != value.dtype or new.is_meta != value.is_meta
     if not differs and not value.is_meta and value is not new:
         one, other = tie.cut.part_of(new), tie.cut.part_of(value)

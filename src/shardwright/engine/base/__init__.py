@@ -1,1 +1,1 @@
-"""Values that the rooms above share: settings, offload, time, and what a unit knows of its model."""
+"""Values that the rooms above use: settings, offload, the clock, and a unit's view of its model."""

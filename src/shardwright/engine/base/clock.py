@@ -1,4 +1,4 @@
-"""The time of a model: which root call or backward it is, and a number for every call that begins or ends."""
+"""The clock of a model. It numbers root calls and backwards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 class Clock:
     """
     Attributes:
-        call: number of the root call or backward under way, or of what has followed it.
+        call: number of the running root call or backward, or of the time after it.
         begun: root calls so far.
     """
 

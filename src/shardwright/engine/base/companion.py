@@ -1,7 +1,7 @@
-"""What Shardwright keeps of an optimizer from step to step: one companion object, in the optimizer's ``__dict__``.
+"""Data that Shardwright keeps about an optimizer between steps: a companion object in the optimizer's ``__dict__``.
 
-State dicts, copies and pickles of an optimizer leave the companion out. What sharded optimizers keep besides is in
-``optim/companion.py``.
+State dicts, copies and pickles of an optimizer do not contain the companion. ``optim/companion.py`` has the companion
+of sharded optimizers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ COMPANION = "_shardwright_companion"
 
 
 class Companion:
-    """What the engine keeps of an optimizer.
+    """Data that the engine keeps about an optimizer.
 
     Attributes:
         stepped: whether a step has begun. The engine checks some things in the first step only.
@@ -23,14 +23,14 @@ class Companion:
 
     @property
     def brings_state(self) -> bool:
-        """Whether a step brings state from the host to the device, and back."""
+        """Whether a step moves state from the host to the device and back."""
         return False
 
 
 def companion_of(optimizer: torch.optim.Optimizer) -> Companion:
     """The optimizer's companion. The first call makes it.
 
-    A wrapper that passes attributes on, such as Fabric's, has the companion of the optimizer inside.
+    A wrapper that forwards attributes, such as Fabric's, has the companion of the optimizer inside.
     """
     companion: Companion | None = getattr(optimizer, COMPANION, None)
     if companion is None:

@@ -1,4 +1,4 @@
-"""What a unit knows of its model: where it stands there, and whom its weights and gradients ask."""
+"""A unit's view of its model: its number there, and the objects that its weights and gradients call."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import torch
 from shardwright.comm import Communicator
 from shardwright.engine.base.clock import Clock
 
-HEADER = 2  #: int64 words that travel with every gather: the unit's number, and the age of the rank's weights
-#: Given a communicator and the bytes sent: what to call before the collective, when nothing can fail on this rank alone
-#: any more.
+HEADER = 2  #: int64 words sent with every gather: the unit's number, and the age of the rank's weights
+#: From a communicator and the number of bytes: the function to call directly before the collective.
 Announcer = Callable[[Communicator, int], "Callable[[], None] | None"]
 
 
 class Announcements(Protocol):
-    """How ranks find that they have diverged. See ``model/agreement.py``."""
+    """Detects ranks that have diverged. See ``model/agreement.py``."""
 
     def announce_gather(
         self, number: int, comm: Communicator, nbytes: int, extended: int = 0
@@ -40,7 +39,7 @@ class Arriving(Protocol):
 
 
 class Reducing(Protocol):
-    """Reductions of a model that are under way. See ``model/reductions.py``."""
+    """The running reductions of a model. See ``model/reductions.py``."""
 
     @property
     def arrivals(self) -> Arriving: ...
@@ -55,11 +54,11 @@ class Home(Protocol):
 
     Attributes:
         gathered: numbers of the units whose slabs are leased.
-        full_precision: whether weights are gathered as they are stored.
+        full_precision: whether weights are gathered in their storage dtypes.
         backward: whether a backward has reached the model and has not ended.
-        is_last_backward: whether it is the last one of a step.
-        selects: whether it runs only what leads to tensors that the user has selected.
-        clock: which root call it is.
+        is_last_backward: whether it is the last backward of a step.
+        selects: whether it computes only gradients of tensors that the user has selected.
+        clock: the clock of the model.
         observer: called with ``"issue"`` or ``"wait"`` and the weights whose gather is issued or awaited.
     """
 
@@ -85,14 +84,14 @@ class Home(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """Where a unit stands in its model.
+    """A unit's place in its model.
 
     Attributes:
         home: the model.
-        number, name: the unit's.
-        label: in profiles, where the root has none.
-        header: what goes with each gather of the unit, int64 words.
-        headers: where every rank's arrives.
+        number, name: the unit's number and name.
+        label: the unit's name in profiles; empty for the root.
+        header: int64 words that are sent with each gather of the unit.
+        headers: receives the headers of all ranks.
     """
 
     home: Home
@@ -103,7 +102,7 @@ class Place:
     headers: torch.Tensor
 
     def bytes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The header and the headers, as what gathers move."""
+        """The header and the headers as bytes, for gathers."""
         return self.header.view(torch.uint8), self.headers.view(torch.uint8)
 
     def check_headers(self, comm: Communicator) -> None:
@@ -111,9 +110,7 @@ class Place:
 
         Reads the headers: on an accelerator the host waits.
         """
-        words = (
-            self.headers.tolist()
-        )  # no view of a row each: that would be one more operation at each gather
+        words = self.headers.tolist()  # one view for all rows, which saves an operation in each gather
         if words[0] != self.number or words != words[:HEADER] * (len(words) // HEADER):
             rows = list(zip(*[iter(words)] * HEADER, strict=True))
             self.home.agreement.diverged_gathers(comm, rows)

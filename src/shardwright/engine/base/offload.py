@@ -1,8 +1,8 @@
-"""Offload to the CPU: what lies there, the memory it has, and gradients on their way there.
+"""Offload to the CPU: the policy, the memory on the host, and copies to it and from it.
 
-On an accelerator a unit's shards lie in the CPU's memory. Each gather is preceded by a copy of the shard (1/N of the
-unit) on a stream of its own, each reduction is followed by a copy of the gradients' shard back. On a CPU mesh there is
-one memory, so nothing is to be done. Of an optimizer's state nothing is known here but where it is to lie.
+On an accelerator a unit's shards are in the CPU's memory. Before each gather a copy moves the shard (1/N of the unit)
+to the device, on a separate stream. After each reduction a copy moves the gradients' shard back. On a CPU mesh there is
+one memory, so nothing happens. About an optimizer's state this file knows only its place.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ NOTHING = Offload(parameters=False, gradients=False, optimizer=False)
 
 
 def offload_of(policy: OffloadPolicy) -> Offload:
-    """The policy in our own terms. Of torch's there are two."""
+    """The policy in our own terms. torch has two policies."""
     if isinstance(policy, Offload):
         return policy
     return Offload(pin_memory=policy.pin_memory) if isinstance(policy, CPUOffloadPolicy) else NOTHING
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """``full_tensor()`` where the tensor is, which all ranks must call; a plain tensor as it is.
+    """``full_tensor()`` on the tensor's device, which all ranks must call. A plain tensor is returned unchanged.
 
     A DTensor that was offloaded is gathered on the device, where its group communicates.
     """
@@ -95,7 +95,7 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HostSlab(Slab):
-    """Memory of the CPU. It stays when it is released, since page-locked memory is dear to get."""
+    """Memory of the CPU. A release keeps it, since page-locked memory is expensive to allocate."""
 
     def __init__(self, nbytes: int, kind: str, owner: Owner, host: Host) -> None:
         super().__init__(nbytes, _CPU, kind, owner)
@@ -113,7 +113,7 @@ class HostSlab(Slab):
 
 
 class Host:
-    """The CPU beside an accelerator: memory, and copies there and back that nothing waits for but who needs them."""
+    """The host of an accelerator: its memory, and asynchronous copies to it and from it."""
 
     def __init__(self, streams: Streams, device: torch.device, pin_memory: bool) -> None:
         self.streams = streams
@@ -133,39 +133,39 @@ class Host:
         return tensor.to(self.device, non_blocking=True, copy=True)
 
     def mark(self) -> Any:
-        """A mark after all that the computation has queued."""
+        """A mark after all work that the computation has queued."""
         with self.streams.fork("upload"):
             return self.streams.mark("upload")
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether it lies in such memory."""
+        """Whether the tensor is in the host's memory."""
         on_host = tensor.device.type == "cpu" != self.device.type
         return on_host and (not self._pin or tensor.is_pinned())
 
     def upload(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
-        """Copy to the device, before what is queued on the gathers' stream next. Returns a mark."""
+        """Copy to the device, before the next work on the gathers' stream. Returns a mark."""
         mark = self.copy_up(targets, sources)
         with self.streams.beside("gather", mark):
             return mark
 
     def copy_up(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
-        """Copy to the device, after all that the computation has queued. Returns a mark."""
+        """Copy to the device, after all work that the computation has queued. Returns a mark."""
         with self.streams.fork("upload"):
             foreach_copy_(targets, sources, True)
         return self.streams.mark("upload")
 
     def copy_down(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
-        """Copy to the host, after all that the computation has queued. Returns a mark."""
+        """Copy to the host, after all work that the computation has queued. Returns a mark."""
         with self.streams.fork("download"):
             foreach_copy_(targets, sources, True)
         return self.streams.mark("download")
 
     def wait(self) -> None:
-        """The host waits for all that the computation has queued."""
+        """Let the host wait for all work that the computation has queued."""
         self.streams.host_wait(self.mark())
 
     def download(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Any:
-        """Copy to the host, after the mark or all that the computation has queued. Returns a mark."""
+        """Copy to the host, after the mark or all work that the computation has queued. Returns a mark."""
         streams = self.streams
         with streams.fork("download") if after is None else streams.beside("download", after):
             target.copy_(source, non_blocking=True)
@@ -173,7 +173,7 @@ class Host:
 
 
 class HostReads:
-    """Copies from a unit's shards in the CPU's memory, which the host must not write to meanwhile."""
+    """Copies from a unit's shards in the CPU's memory. The host must not write to the shards until their end."""
 
     def __init__(self, host: Host) -> None:
         self.host = host

@@ -1,6 +1,6 @@
-"""The dtypes of a unit: a policy with more to say than torch's, and what one parameter or buffer is to become.
+"""The dtypes of a unit: a policy with more fields than torch's, and the dtypes of single parameters and buffers.
 
-How weights are gathered in the dtype in which they are stored is in ``model/full_precision.py``.
+``model/full_precision.py`` has gathers in the storage dtypes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwright.layout import GradientDtypes
 
 PerParameter = Callable[[str, nn.Parameter], MixedPrecisionPolicy | None] | Mapping[str, MixedPrecisionPolicy]
 
-#: Under which a module keeps what dtypes its buffers had before they were cast.
+#: The attribute under which a module stores the earlier dtypes of its cast buffers.
 BUFFER_DTYPES = "_shardwright_buffer_dtypes"
 
 
@@ -97,7 +97,7 @@ class PrecisionPolicy(MixedPrecisionPolicy):
 
 
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "grad_dtype", "accumulate_dtype", "buffer_dtype")
-#: What a policy of one parameter may say.
+#: Fields that the policy of one parameter may set.
 _SINGLE = {"param_dtype", "reduce_dtype", "grad_dtype", "accumulate_dtype"}
 _PLAIN = PrecisionPolicy()
 
@@ -123,7 +123,7 @@ def _check_single(policy: Any, where: str) -> None:
 
 
 def policy_for(policy: PrecisionPolicy, name: str, parameter: nn.Parameter) -> PrecisionPolicy:
-    """That of one parameter: its own if there is one, else the unit's."""
+    """The policy of one parameter: its own if there is one, else the unit's."""
     choose = policy.per_parameter
     own_policy: MixedPrecisionPolicy | None
     if choose is None:
@@ -140,7 +140,7 @@ def policy_for(policy: PrecisionPolicy, name: str, parameter: nn.Parameter) -> P
 
 
 def gradient_dtypes(policy: PrecisionPolicy, compute: torch.dtype) -> GradientDtypes:
-    """Those of a parameter that computes in this dtype and has this policy."""
+    """The gradient dtypes of a parameter with this compute dtype and policy."""
     if not compute.is_floating_point:
         return GradientDtypes(compute)
     return GradientDtypes(policy.reduce_dtype or compute, policy.grad_dtype, policy.accumulate_dtype)
@@ -155,7 +155,7 @@ def cast_buffers(
     ignored_modules: Iterable[nn.Module],
     policy: PrecisionPolicy,
 ) -> None:
-    """Cast the floating buffers of these modules, but those of ignored ones or of which all parameters are ignored."""
+    """Cast the floating-point buffers of these modules, except modules that are ignored or whose parameters all are."""
     dtype = policy.buffer_dtype
     if dtype is None:
         return
@@ -176,7 +176,7 @@ def cast_buffers(
 
 
 def restore_buffers(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """In a state dict buffers have the dtypes of the plain model."""
+    """Give the buffers in a state dict the dtypes of the plain model."""
     for name, dtype in module.__dict__.get(BUFFER_DTYPES, {}).items():
         value = state.get(prefix + name)
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -185,7 +185,7 @@ def restore_buffers(module: nn.Module, state: dict[str, Any], prefix: str) -> No
 
 # -- optimizers ------------------------------------------------------------------------------------------------------
 
-#: Optimizers of torch whose step computes with gradients of another dtype than the parameters'.
+#: torch's optimizers whose step accepts gradients of another dtype than the parameters.
 _TAKES_ANY = (
     torch.optim.SGD,
     torch.optim.Adagrad,
@@ -195,15 +195,14 @@ _TAKES_ANY = (
 )
 
 
-#: True on optimizer classes of ours whose step does so, too.
+#: True on our optimizer classes whose step accepts them, too.
 TAKES_ANY_GRADIENT = "takes_any_gradient"
-#: Where classes are made that call the step of another.
+#: Modules that make classes that call the step of another class.
 _AROUND_STEP = {"shardwright.optim.sharded", "shardwright.optim.in_backward"}
 
 
 def refuse_gradient_dtypes(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
-    """Raise if an optimizer that is known not to take it has, or will get, a gradient of another dtype than its
-    parameter's."""
+    """Raise if an optimizer gets a gradient of another dtype than its parameter, and is known not to accept it."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     steps = (c for c in type(optimizer).__mro__ if "step" in vars(c) and c.__module__ not in _AROUND_STEP)
     is_builtin = next(steps).__module__.startswith(("torch.", "shardwright."))

@@ -1,4 +1,4 @@
-"""What users set for a unit or a model: frozen values. ``Unit.change`` is the only writer of a unit's."""
+"""The settings of a unit or a model, as frozen values. Only ``Unit.change`` replaces those of a unit."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shardwright.memory import Allocator
 class Transport:
     """How a unit's weights and gradients travel between ranks.
 
-    Two of them are equal if they are one object: memory is laid out for a transport, and again for the next.
+    Two of them are equal only if they are one object, because memory is laid out for one transport.
 
     Attributes:
-        codec: how weights are encoded for gathers.
-        gather: a collective of the user's.
-        scatter: a collective of the user's.
-        hook: what carries gradients.
-        separate: whether reduce-scatters run in process groups of their own.
+        codec: encodes weights for gathers.
+        gather: a user's all-gather.
+        scatter: a user's reduce-scatter.
+        hook: the gradient hook.
+        separate: whether reduce-scatters run in separate process groups.
     """
 
     codec: Codec | None = None
@@ -42,19 +42,19 @@ Prefetched = tuple[weakref.ref[Any], ...]  #: units
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What holds for one unit.
+    """The settings of one unit.
 
     Attributes:
-        reshard_after_forward: None: for all units but the outermost; an integer: to this many ranks.
+        reshard_after_forward: None: True, except for the outermost unit. An integer: keep one k-th for backward.
         reshard_after_backward: False: full parameters stay until they change.
         unshard_in_backward: whether backward gathers.
         sync: whether backward communicates gradients.
         all_reduce: whether it sums them over replicas.
         all_reduce_hook: receives each reduced gradient.
         force_sum: sum in the collectives and divide afterwards.
-        divide_by: what gradient sums are divided by; None: the number of ranks.
-        forward_prefetch, backward_prefetch: units that are gathered ahead instead of those of the last order.
-        fills_unused: whether parameters without a gradient get one of zero.
+        divide_by: the divisor of gradient sums; None: the number of ranks.
+        forward_prefetch, backward_prefetch: units to gather ahead, in place of the last order.
+        fills_unused: whether parameters without a gradient get a gradient of zero.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -73,7 +73,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """What holds for a model; its outermost unit has it. ``strict``: no memory outside the plan."""
+    """The settings of a model, stored in its outermost unit. ``strict``: no memory outside the plan."""
 
     memory: NamedMemory | Allocator = OF_TORCH
     prefetch: int | str = 1

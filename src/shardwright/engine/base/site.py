@@ -1,4 +1,4 @@
-"""Where a unit's memory is."""
+"""The place of a unit's memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from shardwright.memory import Owner
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
-    """For as long as the unit lives.
+    """The place of a unit's memory. It never changes.
 
     Attributes:
-        ranks: over which it is sharded.
-        owner: of its slabs.
-        reads: of shards in the CPU's memory; None: they are on the device.
-        neighbours: among whom the weights are kept after forward.
-        on_gradient: what a full parameter calls with its gradient.
-        on_data: what a full parameter calls when its ``.data`` is handed out: nothing else shows what is written there.
+        ranks: the ranks over which the unit is sharded.
+        owner: the owner of its slabs.
+        reads: copies from shards in the CPU's memory; None: shards are on the device.
+        neighbours: the ranks that keep the weights together after forward.
+        on_gradient: a full parameter calls it with its gradient.
+        on_data: a full parameter calls it when user code gets its ``.data``, since writes to it are not seen otherwise.
     """
 
     ranks: Ranks

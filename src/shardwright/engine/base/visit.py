@@ -1,6 +1,6 @@
-"""What goes on in a unit: a frame while a call of it runs, a visit in the graph for its backward, and both together.
+"""Records of a unit's activity: a frame for each running call, and a visit in the graph for its backward.
 
-All are plain records. What is done with them is decided in the room ``model``.
+All are plain records. The room ``model`` uses them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 
 class Listener(Protocol):
-    """Who hears when backward comes to a unit and when it has left it."""
+    """Is called when backward reaches a unit and when it has left the unit."""
 
     def enter(self, visit: Visit) -> None: ...
 
@@ -48,18 +48,18 @@ class Visit:
         self.listener = listener
         self.generation: int = (
             unit.weights.generation
-        )  #: of the unit's memory; a graph over an earlier one can't be run any more
+        )  #: generation of the unit's memory; a graph over an earlier generation cannot run any more
         self.order = order  #: numbers of the units in the order in which they left forward
         self.place = -1  #: of this unit in that order
         self.begin = begin
         self.end = begin
         self.calls = 0
-        self.remaining = 0  #: once backward is here: calls whose inputs it has not reached yet
-        self.returns = False  #: whether backward may come, through an output
-        self.endless = False  #: no input needs a gradient, so nothing tells when backward is through
-        self.lasting = False  #: whether the graph has copies of the weights, so that backward needs no gather
-        self.guests: list[Visit] = []  #: of units whose weights were read inside this one's forward
-        self.hosts: list[Visit] = []  #: of units inside whose forward this one ran: backward may go on there
+        self.remaining = 0  #: during backward: calls whose inputs it has not reached yet
+        self.returns = False  #: whether backward may reach an output
+        self.endless = False  #: no input needs a gradient, so no hook shows the end of backward
+        self.lasting = False  #: the graph has copies of the weights, so backward needs no gather
+        self.guests: list[Visit] = []  #: visits of units whose weights this forward read
+        self.hosts: list[Visit] = []  #: visits of outer units, where backward may continue
 
     def before_backward(self) -> None:
         self.listener.enter(self)
@@ -72,7 +72,7 @@ class Visit:
 
 
 class Frame:
-    """A call of a unit that is under way."""
+    """A running call of a unit."""
 
     __slots__ = ("containers", "entry", "first_own", "guests", "unit", "visit")
 
@@ -81,21 +81,21 @@ class Frame:
         self.visit: Visit | None = None
         #: Number of the first autograd node that this call may have made, perhaps the engine's.
         self.entry = entry
-        #: Number of the first that the module itself makes, if it makes one.
+        #: Number of the first node that the module itself makes, if it makes one.
         self.first_own = entry
         self.containers: list[Any] = []  #: inputs that the call may have put tensors into
         self.guests: list[Any] = []  #: units whose weights are read inside the call
 
 
 class Activity:
-    """What a unit is in the middle of.
+    """The running calls and backwards of a unit.
 
     Attributes:
-        calls: forward calls under way, of this unit or of others that read its weights.
-        to_run: ids of modules of a unit of several that have not run yet in its forward.
-        visits: whose backward is under way.
-        entered: whether the backward now running has reached this unit.
-        unfinished: visits whose backward may come yet, where something is kept for it.
+        calls: number of running forward calls of this unit, or of other units that read its weights.
+        to_run: for a unit of several modules: ids of those that have not run in this forward.
+        visits: visits whose backward runs.
+        entered: whether the running backward has reached this unit.
+        unfinished: visits whose backward may still come and for which memory is kept.
     """
 
     __slots__ = ("calls", "entered", "to_run", "unfinished", "visits")
@@ -109,16 +109,16 @@ class Activity:
 
     @property
     def busy(self) -> bool:
-        """Whether a forward or a backward of the unit is under way."""
+        """Whether a forward or a backward of the unit runs."""
         return bool(self.calls or self.visits)
 
     def forget_calls(self) -> None:
-        """The root call has failed: nothing of it is under way any more."""
+        """Reset the calls, because the root call has failed."""
         self.calls = 0
         self.to_run.clear()
 
     def forget(self) -> None:
-        """A forward or backward has failed."""
+        """Reset all, because a forward or backward has failed."""
         self.forget_calls()
         self.visits.clear()
         self.entered = False

@@ -1,1 +1,1 @@
-"""What users touch. It changes settings and takes modules; a step is run by ``model``."""
+"""The functions and classes for users. They take modules and change settings; ``model`` runs a step."""

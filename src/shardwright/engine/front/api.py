@@ -1,7 +1,7 @@
-"""``fully_shard``: checks its arguments and makes a unit of what it is given.
+"""``fully_shard``: checks its arguments and makes a unit of the modules.
 
-How parameters are cut is in ``assembly/build.py``, what a step does in ``model/root.py`` and ``unit/uses.py``. Options
-of later versions raise an error here.
+``assembly/build.py`` cuts the parameters. ``model/root.py`` and ``unit/uses.py`` run a step. Options of later versions
+raise an error here.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from shardwright.extend.strategies import resolve
 from shardwright.layout import Ragged, Strategy
 from shardwright.memory import Allocator
 
-#: Not ``list[nn.Module]``: a ``list[nn.Linear]`` would be none of these.
+#: Not ``list[nn.Module]``, because type checkers would not accept a ``list[nn.Linear]``.
 _M = TypeVar("_M", bound="nn.Module | list[Any]")
 
 
@@ -210,7 +210,7 @@ def _reshard_after_forward(
     ranks: Ranks,
     unit_parameters: UnitParameters,
 ) -> bool | int | None:
-    """True, False, None, or among how many ranks parameters are kept after forward: not 1 and not all."""
+    """True, False, None, or the number of ranks that keep parameters together after forward: neither 1 nor all."""
     if value is None or value is False:
         return value
     if not isinstance(value, int):
@@ -237,7 +237,7 @@ def _reshard_after_forward(
                     f"all ranks; pass True or False, not reshard_after_forward={value}"
                 )
         return value
-    return value > 1  # of one rank everything is kept; of all nothing more than the shard
+    return value > 1  # 1 rank keeps everything; all ranks keep only their shards
 
 
 def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
@@ -281,7 +281,7 @@ def _is_lazy(forward: Any) -> bool:
 
 
 def _refuse_scripted(modules: list[nn.Module], untouched: Iterable[nn.Parameter]) -> None:
-    """Raise if a ScriptModule inside holds parameters: they could not be exchanged for gathered ones."""
+    """Raise if a ScriptModule inside holds parameters, because gathered ones could not replace them."""
     untouched_ids = {id(p) for p in untouched}
     for top in modules:
         for name, module in top.named_modules():
@@ -297,7 +297,7 @@ def _refuse_scripted(modules: list[nn.Module], untouched: Iterable[nn.Parameter]
 
 
 def _check_ignored(modules: list[nn.Module], ignored: Iterable[nn.Module] | None) -> list[nn.Module]:
-    if isinstance(ignored, nn.Module):  # which may be iterable itself
+    if isinstance(ignored, nn.Module):  # a module may be iterable
         raise ValueError(
             f"ignored_modules expects a collection of modules, got a {type(ignored).__name__}; put it in a set"
         )
@@ -360,7 +360,7 @@ _communicators: weakref.WeakValueDictionary[tuple[str, torch.device], Communicat
 
 
 def _ranks(mesh: DeviceMesh, dims: Any, strategy: str | NamedStrategy | Strategy | None) -> Ranks:
-    """Those of a mesh, or of the dimensions of it that ``dims`` names, where that is given."""
+    """The ranks of a mesh, or of the dimensions that ``dims`` names."""
     spmd = None
     if dims is not None:
         if not isinstance(dims, DataParallelMeshDims):
@@ -392,10 +392,10 @@ def _refuse_cut(unit_parameters: UnitParameters) -> None:
 def _ranks_of_some(
     infos: list[Any], strategy: str | NamedStrategy | Strategy | None, whole: Ranks
 ) -> list[Ranks]:
-    """Those of parameters for which shard_placement_fn has given other meshes than all have, each mesh once."""
+    """The ranks of parameters with another mesh by shard_placement_fn, each mesh once."""
     ranks_by_mesh = {whole.mesh: whole}
     for info in infos:
-        dims = getattr(info, "dp_mesh_dims", None)  # torch's mesh_info of a whole mesh has these
+        dims = getattr(info, "dp_mesh_dims", None)  # torch's mesh_info of a whole mesh has dp_mesh_dims
         if dims is None and info.mesh == whole.mesh:
             continue
         _check_mesh(info.mesh)
@@ -422,12 +422,12 @@ def _whole(ranks: Ranks) -> str:
 
 
 def _communicator(group: dist.ProcessGroup | None, device: torch.device) -> Communicator:
-    """One per group and device; units keep it alive."""
+    """The communicator of a group and device. Units keep it alive."""
     key = (group.group_name if group is not None else "", device)
     comm = _communicators.get(key)
     if (
         comm is None or comm.group is not group
-    ):  # a group made after destroy_process_group may have the old name
+    ):  # a new group after destroy_process_group may have the old name
         comm = _communicators[key] = Communicator(group, device)
     return comm
 
@@ -435,7 +435,7 @@ def _communicator(group: dist.ProcessGroup | None, device: torch.device) -> Comm
 def _same_start(
     unit: Unit, modules: list[nn.Module], unit_parameters: UnitParameters, layout: str | NamedLayout | Ragged
 ) -> None:
-    """Broadcast what the unit is about to take over, or compare it over the ranks, where that was asked for."""
+    """If requested, broadcast the parameters and buffers of the new unit, or compare them over the ranks."""
     for name, is_asked_for in (("synced", unit.values.synced), ("checked", unit.values.checked)):
         for module in (m for top in modules for m in top.modules()) if is_asked_for else ():
             inner: Unit | None = module.__dict__.get(UNIT)

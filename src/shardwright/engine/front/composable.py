@@ -1,8 +1,8 @@
-"""A sharded module as torch's own code looks at it.
+"""The state of a sharded module for torch's own code.
 
-Pipeline schedules, ``replicate``, ``register_fsdp_forward_method`` and ``share_comm_ctx`` of torch know a sharded
-module by its class and by the state that ``torch.distributed.fsdp.fully_shard.state(module)`` returns. Here is that
-state. It has the parts that those callers read and call; every part passes on to the module's unit.
+Pipeline schedules, ``replicate``, ``register_fsdp_forward_method`` and ``share_comm_ctx`` of torch recognise a sharded
+module by its class and by the result of ``torch.distributed.fsdp.fully_shard.state(module)``. This file has that
+result. It has only the attributes that these callers use. Each passes on to the module's unit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwright.engine.unit.uses import reduce
 
 
 def introduce(unit: Unit, modules: list[nn.Module]) -> None:
-    """Let torch and transformers find that the modules are sharded."""
+    """Register the modules as sharded with torch and transformers."""
     state = ModuleState(unit)
     for module in modules:
         mark_fully_sharded(module, state)
@@ -32,13 +32,13 @@ def introduce(unit: Unit, modules: list[nn.Module]) -> None:
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
-    """The state of a module that ``fully_shard`` was applied to; None of any other. torch calls it so."""
+    """The state of a module that ``fully_shard`` was applied to, else None. The name is torch's."""
     state = sharded_state_of(module)
     return state if isinstance(state, ModuleState) else None
 
 
 class _Part:
-    """What it lacks of torch's class can be neither read nor set: that would have no effect here."""
+    """A base class: attributes that only torch's class has raise an error, because they would have no effect."""
 
     __slots__ = ()
     torch_class: ClassVar[str]
@@ -67,11 +67,11 @@ class ModuleState(_Part):
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        #: Of torch's forward methods, under way: what notices their end, and how many calls were under way before.
+        #: For running forward methods of torch: an object that notices their end, and the number of earlier calls.
         self.calls: list[tuple[weakref.finalize[Any, Any], int]] = []
 
     def __deepcopy__(self, memo: Any) -> None:
-        """The copy of a module gets a state of its own when it is sharded."""
+        """A copied module gets a new state when it is sharded."""
 
     @property
     def _modules(self) -> tuple[nn.Module, ...]:
@@ -127,7 +127,7 @@ class ModuleState(_Part):
         unit = self.unit
         depth = depth_of(unit)
         args, kwargs = Calls(unit).before_forward(module, args, kwargs)
-        # torch's caller says nothing of an exception. It keeps these arguments, which go when the call ends.
+        # torch's caller does not report an exception. It holds these arguments until the call ends.
         kwargs = _Keywords(kwargs)
         root = cast(Root, root_of(unit))
         left = weakref.finalize(kwargs, _leave, unit, root.visits.frames[-1], depth)
@@ -146,25 +146,25 @@ class ModuleState(_Part):
             raise
 
     def _root_post_backward_final_callback(self) -> None:
-        """All groups' :meth:`ParamGroup.post_backward` were called: wait for the reductions."""
+        """Wait for the reductions. torch calls it after :meth:`ParamGroup.post_backward` of all groups."""
         root = root_of(self.unit)
         if root is not None:
             root.finish_held()
 
 
 class _Keywords(dict[str, Any]):
-    """Arguments that can be referred to weakly."""
+    """Keyword arguments that allow weak references."""
 
 
 def _leave(unit: Unit, frame: Any, depth: int) -> None:
-    """A call that torch's forward method had begun was ended by an exception."""
+    """Clean up after an exception in a call that torch's forward method had begun."""
     root = root_of(unit)
     if root is not None and frame in root.visits.frames[depth : depth + 1]:
         Calls(unit).forward_failed(depth)
 
 
 class StateContext(_Part):
-    """What the states of one model share."""
+    """The shared part of the states of one model."""
 
     __slots__ = ("unit",)
     torch_class = "FSDPStateContext"
@@ -174,7 +174,7 @@ class StateContext(_Part):
 
     @property
     def all_states(self) -> list[ModuleState]:
-        """Of the whole model, the outermost first. Empty before the model's first forward."""
+        """The states of the whole model, the outermost first. Empty before the model's first forward."""
         root = root_of(self.unit)
         tops = [unit.watch.modules()[:1] for unit in root.units() if unit.main is None] if root else []
         return [state for module in tops for m in module if (state := state_of(m)) is not None]
@@ -235,7 +235,7 @@ class ParamGroup(_Part):
         self.unit.release()
 
     def post_backward(self, *_: Any) -> None:
-        """All backwards of a step are through: release the weights, and reduce what they have left."""
+        """After all backwards of a step: release the weights, and reduce the held gradients."""
         unit = self.unit
         if unit.root is None or unit.activity.busy:
             return
@@ -261,7 +261,7 @@ class Param(_Part):
 
     @property
     def unsharded_param(self) -> torch.Tensor:
-        """Its values are there while the module is unsharded."""
+        """The full parameter. It has values only while the module is unsharded."""
         return self.parameter.full
 
     @property

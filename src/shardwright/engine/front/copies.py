@@ -1,8 +1,8 @@
 """``deepcopy`` of sharded models, and conversions such as ``.to(dtype)`` of them.
 
-Both make units' memory again (``unit/owning.py``). A copy shares nothing with its original and has, as copies of
-plain models, no gradients; the settings of its units are carried over. Its gradient hook is a copy, with the state of
-the original's; codecs and the user's own collectives serve both.
+Both make units' memory again (``unit/owning.py``). A copy shares no tensor with its original and has no gradients, as
+copies of plain models. It gets the settings of the original's units. Its gradient hook is a copy with the same state.
+Codecs and the user's own collectives are shared.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _UNITS = "shardwright units"  #: in a deepcopy's memo: the units whose modules a
 
 
 def deepcopy_module(module: nn.Module, memo: dict[Any, Any], original: type, install: Install) -> nn.Module:
-    """A deep copy of a sharded ``module``, sharded as it is; ``original`` is its class without ours."""
+    """A deep copy of a sharded ``module``, sharded in the same way. ``original`` is its class without ours."""
     module.__dict__[UNIT].refuse_unsharded("deepcopy of")
     outermost = _UNITS not in memo
     units: dict[int, Unit] = memo.setdefault(_UNITS, {})
@@ -67,7 +67,7 @@ def deepcopy_module(module: nn.Module, memo: dict[Any, Any], original: type, ins
 
 
 def _without(unit: Unit, value: Any) -> Any:
-    """A module's attribute, without this unit's hooks if it is a table of hooks."""
+    """A module's attribute; if it is a table of hooks, without this unit's hooks."""
     if not isinstance(value, OrderedDict):
         return value
     return OrderedDict(
@@ -110,13 +110,13 @@ def _copy_unit(old: Unit, modules: list[nn.Module], memo: dict[Any, Any], instal
 
 
 def _mesh_of_copies(olds: list[Unit], memo: dict[Any, Any]) -> ShardPlacementFn:
-    """What gives each copied parameter the mesh that its original is on."""
+    """A placement function that gives each copied parameter the mesh of its original."""
     meshes = {id(memo.get(id(p.sharded))): unit.mesh for unit in olds for p in unit.parameters}
     return lambda p: ShardPlacementResult(None, mesh) if (mesh := meshes.get(id(p))) is not None else None
 
 
 def _like(old: Unit, modules: list[nn.Module], memo: dict[Any, Any]) -> Unit:
-    """A unit with the settings of ``old``, that owns nothing yet."""
+    """A unit with the settings of ``old`` and no parameters yet."""
     settings = old.settings
     transport = settings.transport
     if transport.hook is not None:
@@ -139,7 +139,7 @@ def _like(old: Unit, modules: list[nn.Module], memo: dict[Any, Any]) -> Unit:
 
 
 def _copy_hook(old: Unit, memo: dict[Any, Any]) -> GradientHook | None:
-    """One for all units of the copy, which goes on from the state of the original's."""
+    """One hook for all units of the copy, with the state of the original's hook."""
     hook = old.settings.transport.hook
     try:
         return copy.deepcopy(hook, memo)
@@ -183,7 +183,7 @@ def convert(
 
 
 def convert_buffer(buffer: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """What ``fn`` makes of a buffer: one that requires a gradient goes on doing so, and stays a leaf if it was one."""
+    """Apply ``fn`` to a buffer. The result still requires a gradient, and is still a leaf, if the buffer was so."""
     with torch.set_grad_enabled(not buffer.is_leaf):
         new = fn(buffer)
     differentiable = new.is_floating_point() or new.is_complex()
@@ -191,7 +191,7 @@ def convert_buffer(buffer: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tens
 
 
 def _convert_parameter(p: ManagedParameter, unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Returns whether the unit's memory has to be made anew, since the dtype is another."""
+    """Convert a parameter. Returns whether the unit's memory must be made again, because the dtype has changed."""
     new = fn(p.local)
     if new is p.local:
         return False

@@ -1,4 +1,4 @@
-"""A training step in one CUDA graph: the engine's work on the host is done once, and replayed by the device."""
+"""A training step in one CUDA graph: the host does the engine's work once, and the device replays it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from shardwright.engine.unit.uses import follow_requires_grad
 
 @dataclass(frozen=True)
 class _Captured:
-    """A graph, and everything that it reads or writes and that must not move.
+    """A graph, and all memory that it uses, which must not move.
 
     Attributes:
-        replay: runs it on the current stream.
-        inputs: where it reads its inputs.
-        result: what the function returned, over memory that every replay writes.
-        gradients: each parameter's ``.grad``, written likewise.
+        replay: runs the graph on the current stream.
+        inputs: the tensors from which the graph reads its inputs.
+        result: the result of the function, in memory that every replay writes.
+        gradients: each parameter's ``.grad``, in memory that every replay writes.
         flag: whether the ranks diverged in a replay.
-        state: the engine's, for which the graph is right.
-        memory: the allocator, whose block it uses.
+        state: the engine's state for which the graph is valid.
+        memory: the allocator whose block the graph uses.
     """
 
     replay: Callable[[], None]
@@ -100,8 +100,9 @@ class GraphedStep:
             overwrites them.
 
         Raises:
-            ValueError: an input is no tensor, or is not like that of the capture; gradients of an earlier step are
-                still there.
+            ValueError: an input is no tensor, or its shape or dtype differs from the capture; or gradients of an
+            earlier
+                step still exist.
             RuntimeError: the function cannot be captured.
         """
         for i, tensor in enumerate(inputs):
@@ -123,7 +124,7 @@ class GraphedStep:
         return captured.result
 
     def _root(self) -> Root:
-        """The model's root, with nothing gathered, kept or held, so that a graph neither reads nor overwrites it."""
+        """The model's root. First releases all gathered and kept weights, so that the graph does not use them."""
         unit = getattr(self._model, UNIT)
         root: Root = unit.root if unit.root is not None else attach(self._model)
         if root.top is not unit:
@@ -183,7 +184,7 @@ class GraphedStep:
             flag, root.agreement.flag = (
                 root.agreement.flag,
                 None,
-            )  # of the capture, not of anything that has run
+            )  # the capture's flag; nothing has run
         for each in root.units():
             each.drop_kept()
         gradients = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]

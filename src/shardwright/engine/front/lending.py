@@ -1,7 +1,7 @@
-"""Weights that are read by a module that is not theirs.
+"""Weights that another unit's forward reads without a call of their module.
 
-In a file of its own because torch.compile must see into it: what it may not trace of the engine it skips by file, and a
-module whose attributes it cannot follow is not compiled at all.
+This is a separate file because torch.compile must trace it. torch.compile skips other files of the engine. It does not
+compile a module whose attributes it cannot trace.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shardwright.engine.tensors.parameter import Managed, unit_of
 
 
 def lends(cls: type) -> dict[str, Any]:
-    """What a class in front of ``cls`` has if another unit's forward may read its parameters without calling it.
+    """Attributes for a class in front of ``cls``, if another unit's forward may read its parameters without a call.
 
     ``nn.MultiheadAttention`` does so with its ``out_proj``, tied output layers with their embedding.
     """

@@ -1,6 +1,6 @@
-"""What a sharded module becomes: :class:`FSDPModule`, its methods, and the class made in front of the user's.
+"""The class of a sharded module: :class:`FSDPModule`, its methods, and the class in front of the user's class.
 
-The methods set what units do; the units do it.
+The methods change settings of units.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def _files_of_engine() -> list[str]:
 
 
 def install(unit: Unit, modules: list[nn.Module]) -> None:
-    """Let the modules call the unit: hooks, state dicts, and a class in front of each module's own."""
+    """Connect the modules with the unit: hooks, state dicts, and a class in front of each module's own class."""
     _hide_engine()
     calls = Calls(unit)
     for module in modules:
-        module.__dict__[UNIT] = unit  # not through setattr, which wrappers pass on to what they wrap
+        module.__dict__[UNIT] = unit  # not by setattr, which wrappers forward to the inner module
         module.register_forward_pre_hook(calls.before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(calls.after_forward)
         for _, child in own_modules(module):
@@ -87,9 +87,9 @@ def install(unit: Unit, modules: list[nn.Module]) -> None:
 
 
 def fsdp_class(cls: type, reads_own: bool) -> type:
-    """``FSDP<Class>``; with ``reads_own`` other modules may read its parameters, so reading is noticed.
+    """The class ``FSDP<Class>``. With ``reads_own`` other modules may read its parameters, so it notices reads.
 
-    torch finds the user's class at index 2 of the bases, as behind its own; torch's own comes last.
+    The user's class is at index 2 of the bases, where torch looks for it. torch's own class comes last.
     """
     key = (cls, reads_own)
     if key not in _classes:
@@ -106,7 +106,7 @@ def original_class(cls: type) -> type:
 
 
 class _UnitHook:
-    """A hook that knows its unit weakly, and that a copy of the module does not inherit."""
+    """A hook with a weak reference to its unit. A copy of the module does not get the hook."""
 
     def __init__(self, unit: Unit | None) -> None:
         self._unit = weakref.ref(unit) if unit is not None else lambda: None
@@ -116,14 +116,14 @@ class _UnitHook:
 
 
 class _AtRest(_UnitHook):
-    """Before a state dict is read, and after one was loaded: every parameter is there, and sharded."""
+    """Before a state dict is read, and after one was loaded: make every parameter present and sharded."""
 
     def __call__(self, *_: Any) -> None:
         unit = self._unit()
         if unit is not None:
             if not (
                 unit.gradients.held and len(unit.watch.references) > 1
-            ):  # else other modules of the unit may come yet
+            ):  # else other modules of the unit may follow
                 settle(unit)
             _show_sharded(unit)
 
@@ -137,7 +137,8 @@ def _show_sharded(unit: Unit) -> None:
 
 
 class _Loaded(_AtRest):
-    """After a state dict was loaded. That of a whole model gives ranks that have diverged the same weights again."""
+    """After a state dict was loaded. After a load of the whole model, ranks that had diverged have equal weights
+    again."""
 
     def __call__(self, *args: Any) -> None:
         super().__call__(*args)
@@ -148,9 +149,9 @@ class _Loaded(_AtRest):
 
 
 def _as_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Ragged parameters go into a state dict as DTensors, which torch's state-dict functions gather and load.
+    """Put ragged parameters into a state dict as DTensors, which torch's state-dict functions gather and load.
 
-    Buffers that were cast have the dtypes of the plain model there.
+    Buffers that were cast get the dtypes of the plain model there.
     """
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
@@ -160,7 +161,7 @@ def _as_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, local_me
 
 
 class _CutToShards(_UnitHook):
-    """Before a state dict is loaded: also cut the whole tensors in it. Nothing is taken over half-way through."""
+    """Before a state dict is loaded: cut the whole tensors in it, before torch copies or assigns them."""
 
     def __call__(
         self,
@@ -192,11 +193,11 @@ class _CutToShards(_UnitHook):
             if value.shape != p.cut.shape:
                 continue
             if p.sharded in owner.without_values() and _same_memory(value, p.local):
-                del state[key]  # the parameter itself, which torch puts where a state dict lacks it
+                del state[key]  # the parameter itself, which torch inserts for missing keys
                 continue
             if value is parameter:
                 continue
-            # A parameter that is cut in rows takes a DTensor as it is.
+            # A parameter that is cut in rows loads a DTensor directly.
             if not value.is_meta and not (
                 isinstance(value, DTensor) and isinstance(parameter, ShardedParameter)
             ):
@@ -237,14 +238,14 @@ class FSDPModule(TorchFSDPModule):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Container code such as ``Sequential.__getitem__`` builds ``type(self)(...)``: that is a plain module.
+        # Container code such as ``Sequential.__getitem__`` calls ``type(self)(...)``. This makes a plain module.
         original: Any = original_class(cls)
         self: Any = original.__new__(original)
         self.__init__(*args, **kwargs)
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Not a forward hook with always_call: that one misses KeyboardInterrupt, after which users train on.
+        # Not a forward hook with always_call, which does not run after KeyboardInterrupt; users continue after it.
         unit: Unit = self.__dict__[UNIT]
         depth = depth_of(unit)
         try:
@@ -264,11 +265,11 @@ class FSDPModule(TorchFSDPModule):
         )
 
     def _get_fsdp_state(self) -> ModuleState:  # type: ignore[override]  # not of its class, but with its names
-        """What torch's own code looks at."""
+        """The state that torch's own code reads."""
         return cast(ModuleState, state_of(cast(nn.Module, self)))
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accepted for torch's sake: gathers are always issued asynchronously."""
+        """Accepted because torch has it. Gathers are always asynchronous."""
 
     def _root(self) -> Root:
         unit = self._fsdp_unit()
@@ -617,14 +618,14 @@ class FSDPModule(TorchFSDPModule):
         for unit in self._fsdp_units(recurse=True):
             if (
                 unit.parameters and not unit.weights.gathered
-            ):  # the last forward has released what this backward reads
+            ):  # the last forward has released the weights that this backward reads
                 issue(unit, root.clock.call)
             unit.weights.wait()
         fulls = {id(p.sharded): p.full for unit in self._fsdp_units(recurse=True) for p in unit.parameters}
         return ((name, fulls.get(id(p), p)) for name, p in named)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """``.to``, ``.half``, ``to_empty`` and the like: the same parameter objects, over new shards if need be."""
+        """``.to``, ``.half``, ``to_empty`` and similar: keeps the parameter objects, and makes new shards if needed."""
         root = root_of(self._fsdp_unit())
         if root is not None:
             root.recover_if_failed()
@@ -637,18 +638,18 @@ class GradientReduction:
     """What :meth:`FSDPModule.finalize_backward` returns with ``async_op=True``."""
 
     def wait(self) -> None:
-        """Nothing is left to be waited for."""
+        """Does nothing: the reductions have already ended."""
 
 
 def _refuse_inherited() -> None:
-    """What this torch's class has and ours has not would work on an engine that is not there: it raises an error."""
+    """Let methods that only torch's class has raise an error, because they would use torch's engine."""
     for name, value in vars(TorchFSDPModule).items():
         if callable(value) and name not in vars(FSDPModule) and not hasattr(object, name):
             setattr(FSDPModule, name, _refusal(name))
 
 
 def _set_source(unit: Unit, source: Source | None) -> None:
-    """Take the memory of a unit's later leases from there; None: from torch's allocator."""
+    """Let a unit's later leases use the memory of ``source``; None: torch's allocator."""
     root = root_of(unit)
     memory = root.pools.memory if root is not None else unit.options.memory
     if source is not None and not isinstance(memory, NamedMemory):
@@ -696,7 +697,7 @@ class _ForwardMethod:
 
     def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
         functools.update_wrapper(self, method)
-        del self.__dict__["__wrapped__"]  # it refers to the module
+        del self.__dict__["__wrapped__"]  # it would keep the module alive
         self._module = weakref.ref(module)
         self._function = getattr(method, "__func__", method)
         self._bound = getattr(method, "__self__", None) is module

@@ -1,4 +1,4 @@
-"""``replace_torch``: this engine under the names of torch's, for programs and frameworks that import those."""
+"""``replace_torch``: puts this engine under torch's names, for programs and frameworks that import these names."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ class ReplacedTorch:
 
 
 def _importers() -> dict[str, list[str]]:
-    """Loaded modules that have torch's own names, without those of torch: they know this engine by its class."""
+    """Loaded modules that have imported torch's names. torch's own modules are left out: they accept this engine's
+    class."""
     torchs = {id(value): name for name in _OURS if (value := torchs_own(name)) is not None}
     importers = {}
     for module_name, module in list(sys.modules.items()):

@@ -1,4 +1,4 @@
-"""What a sharded model's memory is used for."""
+"""The report on the memory of a sharded model."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def in_units(nbytes: int) -> str:
-    """Bytes as a person reads them."""
+    """A number of bytes as text with a unit."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":

@@ -1,7 +1,7 @@
 """Embeddings that get another number of rows after ``fully_shard``: ``resize_token_embeddings`` of language models.
 
-The model's own method runs while its embeddings are full, and every rank takes what the first one has made. How
-parameters become full, and what becomes of changed ones, is in ``whole.py``.
+The model's own method runs while its embeddings are full. Then every rank gets the result of the first rank.
+``whole.py`` makes parameters full and writes changes back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _METHOD = "resize_token_embeddings"
 
 
 def resizes(cls: type) -> dict[str, Any]:
-    """What a class in front of ``cls`` has if that one resizes its embeddings."""
+    """Attributes for a class in front of ``cls``, if ``cls`` can resize its embeddings."""
     original = getattr(cls, _METHOD, None)
     if not callable(original):
         return {}
@@ -35,7 +35,7 @@ def resizes(cls: type) -> dict[str, Any]:
 
 
 def _resize(model: nn.Module, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the model's own method, on every rank, with the full parameters of all embeddings in their places."""
+    """Call the model's own method on every rank, while the modules show full parameters of all embeddings."""
     unit: Unit = model.__dict__[UNIT]
     embeddings = _embeddings(model)
     before = _parameters(embeddings)
@@ -52,7 +52,7 @@ def _resize(model: nn.Module, original: Any, args: tuple[Any, ...], kwargs: dict
             failure = error
         _raise_everywhere(unit, failure)
         after = _parameters(_embeddings(model))
-        # New rows are drawn, on each rank from a generator of its own.
+        # Each rank has drawn new rows from its own generator, so send those of the first rank.
         new_states = [
             State(name, p) for name, p in after if STANDS_FOR in p.__dict__ or id(p) not in earlier_ids
         ]
@@ -63,7 +63,7 @@ def _resize(model: nn.Module, original: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _embeddings(model: nn.Module) -> list[nn.Module]:
-    """Modules whose parameters have a row for each token: those that the model, or one inside it, says, and more."""
+    """Modules whose parameters have a row for each token: all embeddings, and modules that a model returns as such."""
     embeddings: dict[nn.Module, None] = {}
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -79,7 +79,7 @@ def _embeddings(model: nn.Module) -> list[nn.Module]:
 
 
 def _parameters(modules: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Each once, with a name for messages."""
+    """The parameters, each once, with a name for messages."""
     named: dict[int, tuple[str, nn.Parameter]] = {}
     for top in modules:
         for module_name, module in top.named_modules(prefix=type(top).__name__):
@@ -101,7 +101,7 @@ def _refuse_different_sizes(unit: Unit, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _raise_everywhere(unit: Unit, failure: Exception | None) -> None:
-    """Let a rank whose call has failed keep its exception, and the others name that rank."""
+    """If the call has failed on a rank, this rank raises its exception, and the others raise an error that names it."""
     failures = everywhere(unit.mesh, None if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure

@@ -1,7 +1,7 @@
 """Backward to selected parameters: ``backward(inputs=...)`` and ``torch.autograd.grad``.
 
-Graphs are made over full parameters, which come and go; users select sharded ones. The autograd engine runs nothing for
-a tensor that is in no graph and calls no hook of it, so the selection is exchanged before the engine sees it.
+Graphs use full parameters, but users select sharded ones. Autograd runs no node and no hook for a tensor that is in no
+graph. So this file replaces the selection before autograd sees it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import complete, reduces_now
 
 Run = Callable[..., Any]
-#: Of a selected parameter: its unit and its full form.
+#: The unit and the full form of a selected parameter.
 Target = tuple[Unit, torch.Tensor]
 
 
 @functools.cache
 def hook_backward() -> None:
-    """Let backward find what stands for sharded parameters. Done once."""
+    """Let backward replace sharded parameters among its inputs. Done once."""
     watch_backward(_run)
 
 
@@ -72,7 +72,7 @@ def _run_selected(original: Run, *args: Any, **options: Any) -> Any:
 
 @contextmanager
 def _ending(targets: dict[int, Target]) -> Iterator[None]:
-    """Let models that the backward does not reach on this rank end it, too: others, that it reaches, wait there."""
+    """At the end, also end the backward of models that it did not reach on this rank; on other ranks it may have."""
     roots = cast("list[Root]", list(dict.fromkeys(unit.root for unit, _ in targets.values())))
     before = [(root, root.clock.call) for root in roots if not root.backward and root.caller is None]
     yield
@@ -82,23 +82,23 @@ def _ending(targets: dict[int, Target]) -> Iterator[None]:
 
 
 def _parameter_of(selected: Any) -> torch.Tensor | None:
-    """The tensor that was selected, itself or by its edge of the graph."""
+    """The selected tensor; the user may pass the tensor or its edge of the graph."""
     return selected if isinstance(selected, torch.Tensor) else leaf_of(selected.node)
 
 
 def _targets(selected: Sequence[torch.Tensor | None]) -> dict[int, Target]:
-    """By id, those of the selected tensors that a unit has sharded, and what is in graphs for them."""
+    """By id, the selected sharded parameters, with their units and full forms."""
     units: dict[int, tuple[Unit, dict[int, torch.Tensor]]] = {}
     targets: dict[int, Target] = {}
     for p in selected:
-        # One that needs no gradient is left to torch, which refuses it.
+        # torch raises an error for a parameter that needs no gradient.
         unit = unit_of(p) if isinstance(p, Managed) and p.requires_grad else None
         if unit is None or unit.root is None:
             continue
         if id(unit) not in units:
             unit.root.recover_if_failed()
             if unit.root.caller is None and not unit.root.backward:
-                unit.root.compute_as(False)  # graphs are over the weights in their compute dtype
+                unit.root.compute_as(False)  # graphs use the weights in their compute dtype
             units[id(unit)] = unit, {id(q.sharded): q.full for q in unit.parameters}
         full = units[id(unit)][1].get(id(p))
         if full is not None and full.requires_grad:
@@ -109,7 +109,7 @@ def _targets(selected: Sequence[torch.Tensor | None]) -> dict[int, Target]:
 def _gradients(
     run: Run, selected: Sequence[torch.Tensor | None], targets: dict[int, Target], allow_unused: bool
 ) -> tuple[torch.Tensor | None, ...]:
-    """What backward would leave in ``.grad`` of selected parameters, and the gradients of the other tensors."""
+    """The reduced gradients of selected parameters, and the gradients of the other tensors."""
     units = {id(unit): unit for unit, _ in targets.values()}
     for unit in units.values():
         _refuse_unreduced(unit)
@@ -135,7 +135,7 @@ def _gradients(
 
 
 def _keep(unit: Unit, full: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """Called with the gradient that autograd captures instead of adding it to ``.grad``, where reductions look."""
+    """Store a gradient that autograd captured in ``.grad`` of the full parameter, where reductions find it."""
 
     def keep(gradient: torch.Tensor) -> None:
         full.grad = gradient
@@ -146,7 +146,7 @@ def _keep(unit: Unit, full: torch.Tensor) -> Callable[[torch.Tensor], None]:
 
 @contextmanager
 def _set_aside(parameters: list[torch.Tensor]) -> Iterator[None]:
-    """Let the parameters have no gradient meanwhile, nor hooks that are called when one was added."""
+    """A context in which the parameters have no gradient and no hooks for added gradients."""
     before = [(p, p.grad, post_accumulate_grad_hooks(p)) for p in parameters]
     for p in parameters:
         p.grad = None
@@ -160,7 +160,7 @@ def _set_aside(parameters: list[torch.Tensor]) -> Iterator[None]:
 
 
 def _refuse_unreduced(unit: Unit) -> None:
-    """Raise if the gradients of this backward would not be reduced at its end, and be those of it alone."""
+    """Raise if this backward would not reduce its gradients at its end, or if earlier gradients are held."""
     if unit.stepping is not None:
         raise RuntimeError(
             f"torch.autograd.grad got parameters of unit {unit.name!r}, whose optimizer steps in backward and uses "

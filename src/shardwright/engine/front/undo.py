@@ -1,6 +1,6 @@
-"""What modules and parameters were before ``fully_shard``, so that a call that raises leaves them as they were.
+"""Records modules and parameters before ``fully_shard``, and restores them if the call raises an error.
 
-It knows what a call may change, and not what any of it means.
+It knows which attributes a call may change, but not their meaning.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from shardwright._torch import local_of, rebind
 from shardwright.engine.assembly.find import UnitParameters, own_modules
 from shardwright.engine.tensors.parameter import ManagedParameter, unit_of
 
-_LONGEST = 1000  #: longer containers are the user's tables; the engine writes into none
+_LONGEST = 1000  #: longer containers belong to the user; the engine writes into none
 
 
 class Undo:
-    """Taken before the first change. Values that ``sync_module_states`` has broadcast stay."""
+    """A record from before the first change. Values that ``sync_module_states`` has broadcast are not restored."""
 
     def __init__(self, modules: list[nn.Module], parameters_of_units: list[UnitParameters]) -> None:
         inside = {id(m): m for top in modules for _, m in own_modules(top)}

@@ -1,7 +1,7 @@
-"""``unsharded``: the full parameters of a model as plain tensors for a while, between steps.
+"""``unsharded``: a context that shows the full parameters of a model as plain tensors, between steps.
 
-They are gathered one by one from the shards, in the dtype that those have, and are no part of any slab: units, their
-memory and their schedule know nothing of them but that they must not be used meanwhile.
+Parameters are gathered one by one from the shards, in the storage dtype, and are not in a slab. Units know only that
+they must not be used inside the context.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Options(NamedTuple):
 
 @dataclass(eq=False)
 class Shown:
-    """A parameter and, where there is one, the full tensor in its place, with hashes of what was gathered."""
+    """A parameter, its full tensor on ranks that have one, and hashes of the gathered values."""
 
     unit: Unit
     p: ManagedParameter
@@ -65,9 +65,9 @@ def unsharded(
 
     Every rank must enter it, between steps, and must make the same edits: each rank keeps the edits of its own shard.
     It needs the memory of the full parameters (and gradients) on each rank that has them. Inside, ``state_dict()``
-    returns that of a plain model. Forward, backward, optimizer steps, conversions and copies of the sharded units raise
-    an error inside. Contexts nest if their options are equal for the parameters that both show. A module that is not
-    sharded stays unchanged.
+    returns the state dict of a plain model. Forward, backward, optimizer steps, conversions and copies of the sharded
+    units raise an error inside. Contexts nest if their options are equal for the parameters that both show. A module
+    that is not sharded stays unchanged.
 
     Args:
         module: a sharded model or any module inside one.
@@ -106,9 +106,9 @@ def showing(
     options: Options,
     check: Callable[[list[Shown]], None] | None = None,
 ) -> Iterator[None]:
-    """Show the full parameters of ``modules``, all of them in ``top``, for a while.
+    """A context that shows the full parameters of ``modules``, which are all in ``top``.
 
-    ``check`` is called before the body, with what is shown. If it raises, nothing has changed.
+    ``check`` gets the shown parameters before the body. If it raises, nothing has changed.
     """
     shown = _show(modules, options)
     try:
@@ -142,17 +142,17 @@ def _show(modules: list[nn.Module], options: Options) -> list[Shown]:
 
 
 def _meet(units: list[Unit]) -> None:
-    """Every rank is about to gather, or an error names those that are not."""
+    """Raise, with the ranks' names, unless all ranks are about to gather."""
     for root in dict.fromkeys(map(root_of, units)):
         if root is not None:
             root.agreement.agree_all(UNSHARD, 0)
-    # Models that were not called yet have no agreement.
+    # Models before their first call have no agreement.
     for comm in dict.fromkeys(comm for unit in units if unit.root is None for comm in unit.ranks.every):
         agree_to_read_over(comm, FULL)
 
 
 def _find(modules: list[nn.Module], options: Options) -> list[tuple[Unit, ManagedParameter]]:
-    """The sharded parameters that are to be shown and are not yet, each once."""
+    """The sharded parameters to show that are not shown yet, each once."""
     units: list[Unit | None] = [m.__dict__.get(UNIT) for m in modules]
     units += [unit_of(p) for m in modules for p in _sharded_parameters(m)]
     for unit in dict.fromkeys(u for u in units if u is not None):
@@ -191,7 +191,7 @@ def _find(modules: list[nn.Module], options: Options) -> list[tuple[Unit, Manage
 
 
 def _sharded_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The sharded parameters of a module, also where full ones stand for them."""
+    """The sharded parameters of a module, also if it shows full ones."""
     for p in module._parameters.values():
         if p is not None:
             p = getattr(p, STANDS_FOR, p)
@@ -215,7 +215,7 @@ def _options_in_words(options: Options) -> str:
 
 
 def _gather(unit: Unit, p: ManagedParameter, options: Options, is_shown: bool) -> Shown:
-    """Every rank takes part."""
+    """Gather a parameter. Every rank must call it."""
     to_cpu = is_shown and options.offload_to_cpu
     whole = _whole(p.sharded.detach(), to_cpu)
     gradient = p.sharded.grad if options.with_grads else None
@@ -223,7 +223,7 @@ def _gather(unit: Unit, p: ManagedParameter, options: Options, is_shown: bool) -
     if not is_shown:
         return Shown(unit, p, None)
     full = nn.Parameter(whole, requires_grad=p.sharded.requires_grad)
-    for key, value in p.full.__dict__.items():  # what the user has put on the parameter
+    for key, value in p.full.__dict__.items():  # attributes that the user has set
         if not key.startswith("_shardwright"):
             full.__dict__.setdefault(key, value)
     full.__dict__[STANDS_FOR] = p.sharded
@@ -236,7 +236,7 @@ def _gather(unit: Unit, p: ManagedParameter, options: Options, is_shown: bool) -
 
 
 def _whole(tensor: Any, to_cpu: bool) -> torch.Tensor:
-    """A full tensor of its own memory."""
+    """A full tensor in separate memory."""
     whole = whole_of(tensor)
     local = local_of(tensor) if hasattr(tensor, "full_tensor") else tensor
     same = whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
@@ -246,12 +246,12 @@ def _whole(tensor: Any, to_cpu: bool) -> torch.Tensor:
 
 @torch.no_grad()
 def _restore(top: nn.Module, shown: list[Shown], options: Options) -> None:
-    """Put the sharded parameters back, and the edits into them. Does not communicate: an exception may have come."""
+    """Put the sharded parameters back, with the edits. Does not communicate, because only this rank may have failed."""
     refused: list[str] = []
     sharded = {id(each.full): each.p.sharded for each in shown if each.full is not None}
     for module in top.modules():
         for name, p in module._parameters.items():
-            if id(p) in sharded:  # also under names that were tied to it meanwhile
+            if id(p) in sharded:  # also under names that the body has tied to it
                 Slot.of(module, name).show(sharded[id(p)])
     for each in shown:
         each.unit.watch.unsharded.pop(each.p.sharded, None)
@@ -273,8 +273,8 @@ def _restore(top: nn.Module, shown: list[Shown], options: Options) -> None:
 def _write_back(shown: Shown, options: Options) -> list[str]:
     """Copy this rank's part of an edited full parameter, and of its gradient, into the sharded one.
 
-    Whether it was edited is decided by a digest of the full tensor, so that all ranks decide alike. Returns a
-    description of each parameter that cannot be cut as it is now.
+    A digest of the full tensor shows whether it was edited, so all ranks decide alike. Returns a description of each
+    parameter that cannot be cut.
     """
     p, full = shown.p, shown.full
     assert full is not None

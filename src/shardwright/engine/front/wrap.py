@@ -3,8 +3,8 @@
     for unit in sw.wrap.by_class(Block)(model):
         sw.fully_shard(unit, mesh=mesh)
 
-and in one call ``sw.wrap.auto_wrap(model, sw.wrap.by_class(Block), mesh=mesh)``. Nothing but :func:`auto_wrap` changes
-a model; how units are made is told in ``api.py``.
+or in one call ``sw.wrap.auto_wrap(model, sw.wrap.by_class(Block), mesh=mesh)``. Only :func:`auto_wrap` changes a model.
+``api.py`` makes units.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Policy", "Units", "as_policy", "auto_wrap", "by_class", "by_predicat
 M = TypeVar("M", bound=nn.Module)
 Group = list[nn.Module]
 
-_OF_ROOT = ("memory", "prefetch", "strict")  #: options of ``fully_shard`` that hold for a whole model
+_OF_ROOT = ("memory", "prefetch", "strict")  #: options of ``fully_shard`` for a whole model
 
 
 class Units(list["nn.Module | list[nn.Module]"]):
@@ -82,7 +82,7 @@ def _modules_of(item: nn.Module | list[nn.Module]) -> list[nn.Module]:
 
 
 class _Tree:
-    """A model that is being divided: what may become a unit, inner modules first, and what belongs to one already."""
+    """A model during its division: modules that may become units, inner ones first, and parameters that units own."""
 
     def __init__(self, model: nn.Module, ignored: Iterable[nn.Module], left_out: set[int]) -> None:
         self.model = model
@@ -132,8 +132,8 @@ class Policy:
 
         Args:
             model: it is not changed, and may be deferred or on the meta device.
-            ignored_modules: these and what is below them become no units, and their parameters do not count.
-            ignored_params: these do not count.
+            ignored_modules: these modules and those below them become no units. Their parameters do not count.
+            ignored_params: parameters that do not count.
         """
         ignored_modules, ignored_params = list(ignored_modules), list(ignored_params)
         left_out = [*ignored_params, *(p for m in ignored_modules for p in m.parameters())]
@@ -154,16 +154,16 @@ class Policy:
 
 
 def by_class(*classes: type[nn.Module] | str, group: int = 1) -> Policy:
-    """Every module of these classes is a unit, as FSDP1's ``ModuleWrapPolicy`` has it.
+    """Every module of these classes is a unit, as with FSDP1's ``ModuleWrapPolicy``.
 
     Args:
-        classes: module classes, of which subclasses count too, or names of classes (``model._no_split_modules``).
+        classes: module classes (subclasses count too), or names of classes (``model._no_split_modules``).
         group: this many consecutive modules of one parent form one unit, as a list. For blocks that are too small to
             fill a collective.
 
     Raises:
-        TypeError: one is neither.
-        ValueError: the model has no module of any of these classes, or none of a class that you passed by name.
+        TypeError: an argument is neither a class nor a name.
+        ValueError: the model has no module of any of these classes, or no module of a class whose name you passed.
     """
     kinds = tuple(c for c in classes if isinstance(c, type) and issubclass(c, nn.Module))
     names = {c for c in classes if isinstance(c, str)}
@@ -275,7 +275,8 @@ def as_policy(policy: Any) -> Policy:
 
 
 def _follow_torch(module: nn.Module, policy: Any, free: set[int], tree: _Tree, seen: set[int]) -> int:
-    """torch's protocol: asked whether to go on inside, then whether what is left makes a unit. Elements in units."""
+    """Run torch's protocol: ask whether to visit children, then whether the rest is a unit. Returns elements in
+    units."""
     numel = sum(p.numel() for p in module.parameters())
     inside = 0
     if policy(module=module, recurse=True, nonwrapped_numel=numel):
@@ -319,7 +320,7 @@ def auto_wrap(model: M, policy: Any, **options: Any) -> M:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether it has a forward, which containers such as ``nn.ModuleList`` have not."""
+    """Whether it has a forward. Containers such as ``nn.ModuleList`` have none."""
     return type(module).forward is not nn.Module.forward
 
 

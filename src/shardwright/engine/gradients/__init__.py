@@ -1,1 +1,1 @@
-"""From full gradients to ``.grad``: pack, reduce, deliver. It is not decided here when."""
+"""From full gradients to ``.grad``: pack, reduce, deliver. The room ``model`` decides when."""

@@ -1,4 +1,4 @@
-"""A gradient communication hook at work: what of a packed reduction it carries, and what is summed exactly."""
+"""Reductions with a gradient communication hook: the hook reduces most elements, the rest is summed exactly."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from shardwright.layout import Packing, TensorSpec
 
 
 class _Stretch(NamedTuple):
-    """Neighbouring elements of a row that are treated alike: matrices of so many ``columns``, or, with 0 of them, what
-    is summed exactly."""
+    """Neighbouring elements of a row: matrices with ``columns`` columns, or, with 0 columns, elements to sum
+    exactly."""
 
     numel: int
     columns: int
 
 
 def _stretches(packing: Packing, specs: tuple[TensorSpec, ...], ways: int) -> list[_Stretch]:
-    """What a row is made of that has ``ways`` times what a rank has in the end."""
+    """The stretches of a row that has ``ways`` times the elements of a rank's result."""
     row: list[_Stretch] = []
     if packing.shared:
         for segment in packing.shared:
@@ -39,7 +39,7 @@ def _stretches(packing: Packing, specs: tuple[TensorSpec, ...], ways: int) -> li
 
 
 class Carrier:
-    """One collective of a reduction, by a hook."""
+    """One collective of a reduction that a hook carries out."""
 
     def __init__(
         self,
@@ -69,7 +69,8 @@ class Carrier:
         announce: Callable[[], None] | None,
         after: Pending | None,
     ) -> Pending:
-        """Reduce ``inputs``, each rank-major, into the flat ``output``; with one input that is it, all-reduce it."""
+        """Reduce ``inputs``, each in rank order, into the flat ``output``. If the only input is ``output``:
+        all-reduce."""
         streams = self._comm.streams
         name = "reduce" if self._scatters else "all_reduce"
         with streams.fork(name) if after is None else streams.beside(name, after.mark):
@@ -81,7 +82,7 @@ class Carrier:
         return Pending(streams, None, streams.mark(name), keep=(inputs, output))
 
     def _go_on(self, steps: Generator[Any, None, None], announce: Callable[[], None] | None) -> None:
-        """Issue the hook's further collectives. The ranks meet before each: one of them may have left meanwhile."""
+        """Issue the hook's further collectives. The ranks meet before each, because one may have left meanwhile."""
         while inspect.getgeneratorstate(steps) != inspect.GEN_CLOSED:
             work = self._comm.begin(announce, lambda: next(steps, None))
             if work is not None:
@@ -142,7 +143,7 @@ def carriers(
     specs: tuple[TensorSpec, ...],
     ranks: Ranks,
 ) -> dict[Communicator, Carrier]:
-    """For each collective of a reduction what carries it; nothing without a hook."""
+    """The carrier of each collective of a reduction. Empty without a hook."""
     by_communicator: dict[Communicator, Carrier] = {}
     ways = ranks.parts
     for number, comm in enumerate([*ranks.scatters, *ranks.late, *ranks.replicas] if hook else []):

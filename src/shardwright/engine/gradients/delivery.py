@@ -1,4 +1,4 @@
-"""From a reduced tensor to ``.grad``, on the device or the host: shown as DTensors made once, or added to others."""
+"""From a reduced tensor to ``.grad``, on the device or the host: set as DTensors that are made once, or added."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from shardwright.memory import Owner, Slab
 class GradientShard:
     """Memory for this rank's gradients of one packing, and the DTensors over it, made once.
 
-    A user may keep ``p.grad`` beyond ``zero_grad``. Then the memory is theirs: :meth:`exclusive` says so, and the
-    owner makes a new object instead of writing into this one.
+    A user may keep ``p.grad`` after ``zero_grad``. :meth:`exclusive` is then False, and the engine makes a new object
+    instead of writing into this one.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class GradientShard:
         self.flats: list[torch.Tensor] = []
         #: Whether the collective can write here without a cast.
         self.direct = len(packing.spans) == 1 and packing.spans[0].grad_dtype == packing.reduce_dtype
-        #: Numbers of the parameters whose gradients are reduced in another order than they lie here.
+        #: Numbers of the parameters whose gradients are reduced in another order than stored here.
         self.repacked = [i for i, p in enumerate(parameters) if p.cut.repacks]
         self.direct = self.direct and not self.repacked
         for span in packing.spans:
@@ -56,7 +56,7 @@ class GradientShard:
             slab.lease()
             self.slabs.append(slab)
             self.flats.append(slab.view(span.grad_dtype, 0, (numel,), (1,)))
-        #: What a coalesced collective writes.
+        #: The tensors that a coalesced collective writes.
         self.tensors = list(self.flats[0].split(packing.chunks)) if self.direct and packing.shared else []
         self.locals: list[torch.Tensor] = []
         self.dtensors: list[DTensor] = []
@@ -82,17 +82,17 @@ class GradientShard:
         return self.slabs[0].leased
 
     def intact(self) -> bool:
-        """Whether the DTensors are still over this memory: a conversion of a module exchanges what is inside them."""
+        """Whether the DTensors still use this memory. A conversion of a module replaces their local tensors."""
         return not any(map(operator.is_not, map(local_of, self.dtensors), self.locals))
 
     def exclusive(self) -> bool:
-        """Whether nobody but the engine and ``p.grad`` refers to these gradients or to their memory.
+        """Whether only the engine and ``p.grad`` refer to these gradients or to their memory.
 
-        A Python reference shows in the count of the object, a view in the count of the storage.
+        The object's reference count shows Python references, the storage's count shows views.
         """
         if not self.intact():
             return False
-        # getrefcount sees: the list, the loop variable, its own argument (and, for a local, the DTensor around it).
+        # getrefcount counts the list, the loop variable, its own argument, and for a local the DTensor around it.
         for dtensor in self.dtensors:
             if sys.getrefcount(dtensor) > 3:
                 return False
@@ -107,11 +107,11 @@ class Result(NamedTuple):
     """A reduced tensor.
 
     Attributes:
-        output: flat, in the dtype of the reduction; the flags behind the gradients.
-        present: for which parameters this rank had gradients; None: for all.
+        output: flat, in the dtype of the reduction; after the gradients come the flags.
+        present: whether this rank had a gradient, for each parameter; None: for all.
         fresh: whether no parameter had a gradient when the reduction began.
-        hook: of the user, to be called with the gradients.
-        mark: after the last collective; None: after all that the computation has queued.
+        hook: the user's hook for the gradients.
+        mark: the mark after the last collective; None: after all work that the computation has queued.
     """
 
     output: torch.Tensor
@@ -122,7 +122,7 @@ class Result(NamedTuple):
 
 
 class OnDevice:
-    """Gradients that end where they are reduced."""
+    """Delivers gradients on the device on which they are reduced."""
 
     def __init__(self, packer: Packer, ranks: Ranks, owner: Owner) -> None:
         self._packer = packer
@@ -130,14 +130,14 @@ class OnDevice:
         self._owner = owner
         self._shard: GradientShard | None = None
         packing = packer.packing
-        #: What is reduced to be added to gradients that there are.
+        #: Memory of a reduction whose result is added to existing gradients.
         self._sum = Slab(packing.numel * packing.reduce_dtype.itemsize, ranks.device, "sum", owner)
         self._sum.lease()
         self._sum_flat = self._sum.view(packing.reduce_dtype, 0, (packing.numel,))
         self._sum.release()
 
     def target(self) -> tuple[torch.Tensor, bool]:
-        """Where the result is to be reduced to, and whether no parameter has a gradient now."""
+        """The memory for the reduction's result, and whether no parameter has a gradient now."""
         fresh = self._has_no_gradients()
         shard = self._fresh_shard() if fresh else None
         if shard is not None and shard.direct:
@@ -146,7 +146,7 @@ class OnDevice:
         return self._sum_flat, fresh
 
     def tensors_of(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
-        """What a coalesced collective writes, if ``flat`` is the memory of gradients."""
+        """The tensors that a coalesced collective writes, if ``flat`` is the memory of gradients."""
         shard = self._shard
         return shard.tensors if shard is not None and flat is shard.flats[0] else None
 
@@ -166,7 +166,7 @@ class OnDevice:
         output = result.output
         used: list[bool] | None = None
         if result.present is not None:
-            # Only a rank that lacks a gradient has to look at what the others had; the host waits for it.
+            # Only a rank without some gradient must read the flags of the others; its host waits for them.
             if self._ranks.local.streams.capturing:
                 raise RuntimeError(
                     "some parameters have no gradient on this rank, and during capture a rank cannot know whether "
@@ -201,7 +201,7 @@ class OnDevice:
     def _fresh_shard(self) -> GradientShard:
         shard = self._shard
         if shard is not None and shard.leased and not shard.exclusive():
-            self._shard = None  # someone kept these gradients: the memory is theirs now
+            self._shard = None  # a user kept these gradients, so leave the memory to them
         if self._shard is None:
             self._shard = self._new_shard()
         self._shard.lease()
@@ -234,7 +234,7 @@ class OnDevice:
         )
 
     def _add_one_by_one(self, output: torch.Tensor, used: list[bool] | None) -> None:
-        """Parameter by parameter: the user set, dropped or hooks into gradients, or some parameters were unused."""
+        """Add one gradient after another, because the user changed or hooked some, or some parameters were unused."""
         with torch.no_grad():
             for i, (parameter, part) in enumerate(self._packer.pairs()):
                 if used is not None and not used[i]:
@@ -256,7 +256,7 @@ class OnDevice:
 
     @property
     def arriving(self) -> bool:
-        """Whether a copy to the host is under way."""
+        """Whether a copy to the host is running."""
         return False
 
     @property
@@ -265,17 +265,17 @@ class OnDevice:
         return True
 
     def leave_device(self) -> None:
-        """The computation waits for a copy to the host, and the device's memory is given back."""
+        """Let the computation wait for a copy to the host, and release the device's memory."""
 
     def land(self) -> None:
-        """The host waits for a copy to it, and sets or adds to every used parameter's ``.grad``."""
+        """Let the host wait for the copy, and set or add to every used parameter's ``.grad``."""
 
     def discard(self) -> None:
-        """A backward has failed."""
+        """Drop the result, because a backward has failed."""
         self._sum.release()
 
     def release_unused(self) -> None:
-        """Give the gradients' memory back once every ``.grad`` is None again."""
+        """Release the gradients' memory when every ``.grad`` is None again."""
         shard = self._shard
         if shard is None or not shard.leased:
             return
@@ -289,12 +289,12 @@ class OnDevice:
 
 
 class OnHost(OnDevice):
-    """Gradients that end in the CPU's memory. :meth:`deliver` starts the copy, :meth:`land` waits for it."""
+    """Delivers gradients into the CPU's memory. :meth:`deliver` starts the copy, :meth:`land` waits for it."""
 
     def __init__(self, packer: Packer, ranks: Ranks, owner: Owner, host: Host) -> None:
         super().__init__(packer, ranks, owner)
         self._host = host
-        self._arrival: Result | None = None  #: what the copy under way fills, and the mark after it
+        self._arrival: Result | None = None  #: the target of the running copy, and the mark after it
 
     def target(self) -> tuple[torch.Tensor, bool]:
         fresh = self._has_no_gradients()

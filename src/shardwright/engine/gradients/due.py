@@ -1,4 +1,4 @@
-"""What a unit does with gradients when a backward leaves it: a pure function of settings and of what is held."""
+"""Decides what a unit does with its gradients after a backward: a pure function of settings and held gradients."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from enum import Enum, IntEnum
 
 
 class Held(IntEnum):
-    """What earlier micro-batches have left in a unit, on this rank or on another."""
+    """The gradients of earlier micro-batches that a unit holds, on this rank or on another."""
 
     NOTHING = 0
     SUMS = 1  #: sums over the ranks that shard gradients
-    WHOLE = 2  #: full gradients, which no ranks have summed; sums perhaps as well
+    WHOLE = 2  #: full gradients, which are not summed over ranks; perhaps also sums
 
 
 class Due(Enum):
-    """What is due, and what the unit holds after it."""
+    """The next action, and what the unit holds after it."""
 
     HOLD = "add full gradients to those held", Held.WHOLE
     SCATTER = "sum over the ranks that shard gradients, and hold the sums", Held.SUMS
@@ -27,15 +27,15 @@ class Due(Enum):
 
 
 def due(*, sync: bool, completes: bool, finishes_late: bool, held: Held, needed: bool) -> Due:
-    """What is due.
+    """The next action for a unit's gradients.
 
     Args:
         sync: whether this backward may communicate gradients.
-        completes: whether it leaves nothing for the last one of its step.
+        completes: whether this backward runs all reductions, so that none is left for the last one of its step.
         finishes_late: whether the strategy sums over some ranks in each backward and over others once per step.
-        held: by the unit.
-        needed: no backward has come to the unit, but an optimizer, clipping or the step's last backward needs what is
-            held.
+        held: the gradients that the unit holds.
+        needed: no backward has reached the unit, but an optimizer, clipping or the step's last backward needs the held
+            gradients.
     """
     if needed:
         return Due.FINISH if held is Held.WHOLE or not finishes_late else Due.FINISH_SUMS

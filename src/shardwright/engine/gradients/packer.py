@@ -12,14 +12,14 @@ from shardwright.engine.tensors.parameter import ManagedParameter
 from shardwright.engine.tensors.ranks import Ranks
 from shardwright.layout import GradientPart, Packing, UnitLayout
 
-#: What is packed: the number of a parameter, zeros, or numbers and offsets of 0-d parameters and the room they take.
+#: An item of a packing: a parameter's number, zeros, or the numbers and offsets of 0-d parameters and their size.
 Item = int | torch.Tensor | tuple[tuple[tuple[int, int], ...], int]
 
 _zeros: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def _shared_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """To be read only: one memory for all units, or every unit would keep its padding of all ranks at rest."""
+    """Shared zeros for reading. Otherwise every unit would keep memory for the padding of all ranks."""
     numel = math.prod(shape)
     if (dtype, device) not in _zeros or _zeros[dtype, device].numel() < numel:
         _zeros[dtype, device] = torch.zeros(numel, dtype=dtype, device=device)
@@ -30,9 +30,9 @@ class Packer:
     """The gradients of one packing.
 
     Attributes:
-        packing: what is packed, and where.
-        parameters: whose gradients.
-        shardeds: their sharded forms.
+        packing: the places of the gradients.
+        parameters: the parameters of the gradients.
+        shardeds: the sharded forms of these parameters.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class Packer:
         self.parameters = [parameters[part.index] for part in packing.parts]
         self.shardeds = [p.sharded for p in self.parameters]
         self._ranks = ranks
-        # _chunk_cat wants one input dtype. Gradients come in the parameters' compute dtypes; where those differ,
-        # each gradient is cast on its own before.
+        # _chunk_cat accepts only one input dtype. Gradients have the parameters' compute dtypes; if these differ,
+        # each gradient is cast separately before.
         dtypes = {layout.specs[part.index].compute_dtype for part in packing.parts}
         self._input_dtype = dtypes.pop() if len(dtypes) == 1 else None
         dtype = self._input_dtype or packing.reduce_dtype
         self._flags = torch.zeros(ranks.parts, packing.flag_slots, dtype=dtype, device=ranks.device)
         self._flags[:, : len(packing.parts)] = 1
         self._items = self._plan_items(dtype)
-        #: Whether gradients are packed as they are.
+        #: Whether gradients are packed without an earlier cast.
         self._plain = bool(packing.shared) or all(
             p.spec.is_natural and p.spec.shape and part.chunk for p, part in self.pairs()
         )
@@ -59,9 +59,9 @@ class Packer:
         return list(zip(self.parameters, self.packing.parts, strict=True))
 
     def take(self, fill: bool = False) -> tuple[list[torch.Tensor], list[bool] | None]:
-        """Take the full gradients off the parameters, in packing order; and which there are, None meaning all.
+        """Remove the full gradients from the parameters. Returns them in packing order, and which exist (None: all).
 
-        ``fill``: unused parameters count as having gradients of zero.
+        ``fill``: unused parameters get gradients of zero.
         """
         with quick_attributes():
             gradients, present = self._take_gradients(fill)
@@ -84,7 +84,7 @@ class Packer:
             full = parameter.full
             gradient = full.grad
             full.grad = None
-            # Not what was frozen since forward, as autograd does.
+            # Without parameters that were frozen since forward, as in autograd.
             if gradient is None or not self.shardeds[i].requires_grad:
                 if not (fill and self.shardeds[i].requires_grad):
                     if present is None:
@@ -104,7 +104,7 @@ class Packer:
         return gradients, present
 
     def _plan_items(self, dtype: torch.dtype) -> list[Item]:
-        """What is packed behind one another: numbers of parameters, zeros, and 0-d parameters that share a segment."""
+        """The items of the packing in order: numbers of parameters, zeros, and 0-d parameters that share a segment."""
         n, device, packing = self._ranks.parts, self._ranks.device, self.packing
         items: list[Item] = []
 
@@ -146,15 +146,15 @@ class Packer:
         return row.expand(self._ranks.parts, chunk)
 
     def pack(self, tensors: list[torch.Tensor], out: torch.Tensor) -> None:
-        """One pass that casts and copies: rank-major, a row for each, or one segment after another, all in one row."""
+        """Cast and copy in one pass: as one row per rank, or as one row with one segment after another."""
         chunk_cat(tensors, 0, 1 if self.packing.shared else self._ranks.parts, out=out)
 
     def has_gradients(self) -> bool:
-        """Whether a full gradient waits."""
+        """Whether a parameter has a full gradient."""
         with quick_attributes():
             return any([p.full.grad is not None for p in self.parameters])
 
     def drop(self) -> None:
-        """Forget the full gradients."""
+        """Drop the full gradients."""
         for parameter in self.parameters:
             parameter.full.grad = None

@@ -1,7 +1,7 @@
 """The gradients of one packing, through one backward after another: pack, reduce, accumulate, hand over.
 
-There is one :class:`Reduction` per reduce dtype of a unit. It reduces with one collective per mesh axis. When to
-reduce is decided in the room ``model``.
+There is one :class:`Reduction` per reduce dtype of a unit. It reduces with one collective per mesh axis. The room
+``model`` decides when.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwright.memory import Owner, Slab
 
 
 class Sum:
-    """Gradients that were added up and are not handed over yet, and for which parameters there were any."""
+    """A sum of gradients that is not delivered yet, and which parameters had gradients."""
 
     __slots__ = ("present", "value")
 
@@ -33,12 +33,12 @@ class Sum:
         self.present = [False] * parameters
 
     def add(self, value: torch.Tensor, present: list[bool] | None) -> None:
-        """``value`` becomes the sum, or is added to it; ``present`` None means all parameters."""
+        """Set the sum to ``value``, or add ``value`` to it. ``present`` None means all parameters."""
         self.value = value if self.value is None else self.value.add_(value)
         self.present = [before or (present is None or present[i]) for i, before in enumerate(self.present)]
 
     def take(self, other: Sum) -> None:
-        """Add another one, which is not used any more."""
+        """Add another sum, which is not used afterwards."""
         if other.value is not None:
             self.add(other.value, other.present)
 
@@ -46,7 +46,7 @@ class Sum:
         self.value, self.present = None, [False] * len(self.present)
 
     def with_present(self, present: list[bool] | None) -> list[bool] | None:
-        """For which parameters there are gradients in this and in another sum; None means all."""
+        """The parameters that have gradients in this sum or in another; None means all."""
         if present is None:
             return None
         both = [a or b for a, b in zip(present, self.present, strict=True)]
@@ -57,10 +57,10 @@ class Flight:
     """A reduction from its start to its end.
 
     Attributes:
-        todo: over which communicators it is to go on.
+        todo: the communicators of the remaining collectives.
         value: the result so far.
-        output: where it is to end; None: with the ranks that shard gradients, as a sum that is held.
-        present: for which parameters there are gradients; None: for all.
+        output: the memory of the final result; None: the result is a sum that the ranks that shard gradients hold.
+        present: which parameters have gradients; None: all.
         fresh: whether no parameter had a gradient when it began.
         pending: the last collective.
     """
@@ -95,11 +95,11 @@ class Flight:
         self.output = output
         self.fresh = fresh
         self.pending: Pending | None = None
-        #: Sums that are in it, with what they were before: they are held again if it fails.
+        #: Sums that were added to it, with their earlier values. If it fails, the unit holds them again.
         self._merged: list[tuple[Sum, torch.Tensor, list[bool]]] = []
 
     def merge(self, earlier: Sum) -> None:
-        """Add to the result what was held before."""
+        """Add the sum that was held before to the result."""
         if earlier.value is not None:
             self.value.view(-1).add_(earlier.value.view(-1))
             self.present = earlier.with_present(self.present)
@@ -107,7 +107,7 @@ class Flight:
             earlier.forget()
 
     def fail(self) -> None:
-        """Wait for what is under way, and hold again what was held."""
+        """Wait for the running collective, and hold the earlier sums again."""
         if self.pending is not None:
             self.pending.drop()
         for earlier, value, present in self._merged:
@@ -115,12 +115,12 @@ class Flight:
 
 
 class Reduction:
-    """See the module's docstring.
+    """The reductions of one packing. See the module's docstring.
 
     Attributes:
-        packing: what is reduced, and where it lies.
-        fingerprint: tells packings of equal size and different parameters apart; the same number on every rank.
-        retired: whether requires_grad changed since, so that only what is held comes through here.
+        packing: the gradients and their places.
+        fingerprint: a number that differs for different parameters, even at equal sizes; equal on every rank.
+        retired: whether requires_grad has changed since, so that only held sums are reduced here.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Reduction:
         self._packed_flat = self._packed.view(packing.reduce_dtype, 0, (ranks.parts * packing.numel,))
         self._packed_tensors = self._split(self._packed_flat)
         self._packed.release()
-        self._whole_gradients = Sum(len(packing.parts))  #: whole gradients that were not reduced
+        self._whole_gradients = Sum(len(packing.parts))  #: whole gradients that are not reduced yet
         #: Sums over the ranks that shard gradients, not yet over the others.
         self._partial = Sum(len(packing.parts))
         self._way = [*ranks.scatters, *ranks.late, *ranks.replicas]
@@ -173,12 +173,12 @@ class Reduction:
         self._whole_gradients.add(packed, present)
 
     def take_held(self, other: Reduction) -> None:
-        """Hold what ``other``, of the same packing, held, too."""
+        """Also hold the sums of ``other``, which has the same packing."""
         self._whole_gradients.take(other._whole_gradients)
         self._partial.take(other._partial)
 
     def drop_held(self) -> None:
-        """Forget the sums of earlier micro-batches."""
+        """Drop the sums of earlier micro-batches."""
         self._whole_gradients.forget()
         self._partial.forget()
 
@@ -187,10 +187,10 @@ class Reduction:
     def start(
         self, last: bool, factor: float | None, force_sum: bool, announcer: Announcer, fill: bool = False
     ) -> None:
-        """Pack and issue the first collective. :meth:`go_on` issues the others, :meth:`finish` hands over the result.
+        """Pack and issue the first collective. :meth:`go_on` issues the others, :meth:`finish` delivers the result.
 
-        ``last`` False: the sum stays with the ranks that shard gradients until a later call with True, or
-        :meth:`start_late`. ``fill``: parameters without a gradient get one of zero.
+        ``last`` False: the ranks that shard gradients hold the sum until a later call with True, or
+        :meth:`start_late`. ``fill``: parameters without a gradient get a gradient of zero.
         """
         ranks, numel = self._ranks, self.packing.numel
         output, fresh = self._delivery.target() if last else (None, False)
@@ -213,7 +213,7 @@ class Reduction:
             _scale(flight.value, flight.division)
 
     def start_late(self, factor: float | None, force_sum: bool, announcer: Announcer) -> None:
-        """The rest of the way for what the ranks that shard gradients have summed up already."""
+        """Issue the remaining collectives for sums that the ranks that shard gradients hold."""
         output, fresh = self._delivery.target()
         present = [False] * len(self.packing.parts)
         late = math.prod(c.world_size for c in self._ranks.late)
@@ -232,7 +232,7 @@ class Reduction:
         return torch.empty(numel, dtype=self.packing.reduce_dtype, device=self._ranks.device)
 
     def _next(self, flight: Flight, after: Pending | None) -> None:
-        """Issue the next collective of the way, after another, or after the computation so far."""
+        """Issue the next collective, after another one, or after the computation so far."""
         comm, value, whole = flight.todo.pop(0), flight.value, flight.division
         announce = flight.announcer(comm, value.numel() * value.element_size())
         division = whole
@@ -260,7 +260,7 @@ class Reduction:
         flight.pending = comm.reduce_scatter(outputs, inputs, division, announce, after)
 
     def _tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors that are reduced, as views of their memory, for however many parts that holds."""
+        """The tensors to reduce, as views of their memory."""
         if flat is self._packed_flat:
             return self._packed_tensors
         if len(self.packing.chunks) == 1:
@@ -280,7 +280,7 @@ class Reduction:
         return self._flight is not None and bool(self._flight.todo)
 
     def go_on(self) -> None:
-        """Issue the rest of the way: the first collective is to be done by now."""
+        """Issue the remaining collectives. The first collective should have ended by now."""
         flight = self._flight
         while flight is not None and flight.todo:
             assert flight.pending is not None
@@ -289,11 +289,11 @@ class Reduction:
             after: Pending | None = flight.pending
             if flight.todo[0] not in self._ranks.scatters and self._partial.value is not None:
                 flight.merge(self._partial)
-                after = None  # but after the addition
+                after = None  # the next collective comes after the addition
             self._next(flight, after)
 
     def finish(self, hook: Callable[[torch.Tensor], None] | None = None) -> None:
-        """Order the computation after the reduction, and deliver: to ``.grad``, or to the sums that are held."""
+        """Order the computation after the reduction, and deliver the result to ``.grad`` or to the held sums."""
         flight = self._flight
         if flight is None:
             return
@@ -310,7 +310,7 @@ class Reduction:
             self._delivery.deliver(Result(flight.output, flight.present, flight.fresh, hook, mark))
 
     def discard(self) -> None:
-        """Forget a backward that failed: its full gradients and a pending reduction's result, not what came before."""
+        """Drop a failed backward's full gradients and the result of its running reduction, but no earlier sums."""
         self._packer.drop()
         flight, self._flight = self._flight, None
         if flight is not None:
@@ -319,7 +319,7 @@ class Reduction:
         self._delivery.discard()
 
     def release_unused(self) -> None:
-        """Give the gradients' memory back once every ``.grad`` is None again."""
+        """Release the gradients' memory when every ``.grad`` is None again."""
         if self._flight is None:
             self._delivery.release_unused()
 
@@ -327,7 +327,7 @@ class Reduction:
 
     @property
     def lands(self) -> bool:
-        """Whether a copy to the host is under way."""
+        """Whether a copy to the host is running."""
         return self._delivery.arriving
 
     @property
@@ -343,7 +343,7 @@ class Reduction:
 
 
 def _scale(tensor: torch.Tensor, division: Division) -> None:
-    """What a reduction over no other rank does."""
+    """The division of a reduction on a single rank."""
     divisor = division.before * division.after
     if divisor != 1.0:
         tensor.div_(divisor)

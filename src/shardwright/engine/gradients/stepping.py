@@ -1,6 +1,6 @@
-"""Optimizers that step a unit while backward still runs: when a unit's gradients are all there, and who is told.
+"""Optimizers that step a unit while backward still runs: this file decides when, and calls them.
 
-How a step is made is the optimizer's business (``optim/in_backward.py``); nothing here knows what an optimizer does.
+The optimizer makes the step (``optim/in_backward.py``). Nothing here knows how.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwright.engine.tensors.parameter import ManagedParameter
 
 
 class Stepped(Protocol):
-    """A unit, as far as steps go."""
+    """The attributes of a unit that steps need."""
 
     @property
     def name(self) -> str: ...
@@ -38,19 +38,19 @@ class Stepper(Protocol):
     """An optimizer that steps some parameters of a unit."""
 
     def open_step(self, unit: Any) -> Any:
-        """What :meth:`step_unit` is given for ``unit``, soon: options as they are now. What it needs may be fetched."""
+        """Prepare a step of ``unit`` with the present options. :meth:`step_unit` gets the result. May fetch state."""
 
     def step_unit(self, unit: Any, step: Any) -> None:
-        """Step those of its parameters that belong to ``unit`` and have a gradient, and set these to None."""
+        """Step the optimizer's parameters in ``unit`` that have a gradient, and set these gradients to None."""
 
     def backward_ended(self) -> bool:
-        """Units stepped from now on belong to another step. Returns whether any were in this one."""
+        """End the step: later units belong to the next one. Returns whether any unit was in this step."""
 
 
 class SteppedGradient(torch.Tensor):
-    """``.grad`` of a parameter that was stepped in backward. It has no memory, and every use of its values raises.
+    """``.grad`` of a parameter that was stepped in backward. It has no memory. Each use of its values raises an error.
 
-    None would say that there was no gradient: ``torch.nn.utils.clip_grad_norm_`` would find a norm of 0.
+    With None instead, ``torch.nn.utils.clip_grad_norm_`` would return a norm of 0 without an error.
     """
 
     unit: str
@@ -95,7 +95,7 @@ class SteppedGradient(torch.Tensor):
 
 
 def forget_stepped(parameters: Iterable[torch.Tensor]) -> None:
-    """Where ``.grad`` was stepped, set it to None: the step is over, or another begins."""
+    """Set each ``.grad`` that is a ``SteppedGradient`` to None, at the end of a step or the begin of another."""
     with quick_attributes():
         for p in parameters:
             if type(p.grad) is SteppedGradient:
@@ -103,10 +103,11 @@ def forget_stepped(parameters: Iterable[torch.Tensor]) -> None:
 
 
 class Stepping:
-    """Whether a unit is to be stepped, and by whom. It holds them, as nobody else may. Other units have none.
+    """The optimizers that step a unit in backward. It holds them, since perhaps nothing else does. Other units have
+    none.
 
     Attributes:
-        due: whether gradients of the last micro-batch are in, or on their way, and were not stepped yet.
+        due: whether gradients of the last micro-batch have arrived or will arrive, and were not stepped yet.
     """
 
     def __init__(self) -> None:
@@ -114,18 +115,18 @@ class Stepping:
         self.due = False
         self._steps: list[tuple[Stepper, Any]] = []
         self._marks = WeakTensorKeyDictionary()
-        #: How many root calls had begun before the backward that is to be stepped, and before the one stepped last.
+        #: Number of root calls before the backward whose gradients will be stepped, and before the one stepped last.
         self._due_in = self._stepped_in = -1
 
     def expect(self, unit: Stepped, last: bool, calls_begun: int) -> None:
-        """A reduction of the unit begins, in the ``last`` backward of a step or in an earlier one."""
+        """Note that a reduction of the unit begins, in the ``last`` backward of a step or in an earlier one."""
         self.due = last
         if last:
             self._due_in = calls_begun
             self._steps = [(stepper, stepper.open_step(unit)) for stepper in self.steppers]
 
     def run(self, unit: Stepped) -> None:
-        """Step the unit, whose gradients were reduced. Its weights are not read any more in this backward.
+        """Step the unit, whose gradients are reduced. This backward does not read its weights any more.
 
         Raises:
             RuntimeError: it was stepped already since the forward that these gradients belong to.
@@ -151,7 +152,7 @@ class Stepping:
         unit.gradients.release_unused()
 
     def mark(self, unit: Stepped, parameters: Iterable[torch.Tensor]) -> None:
-        """Where there is no gradient (any more), say that it was used, or is to be used when it has arrived."""
+        """Set ``.grad`` to a ``SteppedGradient`` if the gradient was used, or will be used when it has arrived."""
         with quick_attributes():
             for p in parameters:
                 if p.grad is None:

@@ -1,1 +1,1 @@
-"""What the units of one model share: time, order, agreement, memory, and the hooks that move them."""
+"""The shared parts of a model's units: clock, order, agreement, memory plans, and the hooks of forward and backward."""

@@ -1,8 +1,8 @@
-"""How the ranks of a model find that they have diverged: what each is about to do, and how old its weights are.
+"""Detects ranks of a model that have diverged: it compares their next actions and the ages of their weights.
 
-On gloo they show each other a record before each collective, since a wrong pairing aborts the process or hangs. On an
-accelerator the host must not wait: numbers travel with the gathers, are compared on the device, and one flag is read
-before the next step. Nothing here gathers or reduces weights. The errors are in ``divergence.py``.
+On gloo ranks exchange a record before each collective, because a wrong pairing aborts the process or hangs. On an
+accelerator the host must not wait. So numbers are sent with the gathers and compared on the device, and the host reads
+one flag before the next step. Nothing here gathers or reduces weights. ``divergence.py`` has the errors.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from shardwright.engine.unit.unit import Unit
 
 
 class Agreement:
-    """That of the units of one model.
+    """The agreement of one model's ranks.
 
     Attributes:
-        model: the one whose ranks agree.
+        model: the model.
         age: steps of optimizers since the weights were made or loaded.
-        flag: on an accelerator, whether the ranks have diverged; it is there after ``flag_mark``.
+        flag: on an accelerator, whether the ranks have diverged; valid after ``flag_mark``.
     """
 
     def __init__(self, units: list[Unit], names: list[str]) -> None:
@@ -47,19 +47,19 @@ class Agreement:
         self.age = 0
         self.flag: torch.Tensor | None = None
         self.flag_mark: Any = None
-        self._reduced = 0  #: stands for the reductions of the backward under way, in their order
-        #: For each axis, what every rank has sent at the end of the last backward: that number, and its age.
+        self._reduced = 0  #: a hash of the running backward's reductions, in their order
+        #: For each axis, the numbers of all ranks from the end of the last backward: that hash, and the age.
         self._orders: dict[Communicator, torch.Tensor] = {}
-        #: Where the ranks meet, and how often they had met when the forward or backward under way began.
+        #: The meetings, and how often they had met when the running forward or backward began.
         self._meeting_numbers: dict[Meeting, int] = {}
         self._headers = Headers([unit.comm for unit in units], ranks.device, self.streams)
 
     def begin(self) -> None:
-        """The model is complete."""
+        """Begin, because the model is complete."""
         self.model.begin()
 
     def headers_of(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What goes with each gather of a unit, and where every rank's arrives."""
+        """The header that is sent with each gather of a unit, and the memory for the headers of all ranks."""
         return self._headers.of(number)
 
     def set_age(self, age: int) -> None:
@@ -68,7 +68,7 @@ class Agreement:
             self._headers.set_age(age)
 
     def forget_backward(self) -> None:
-        """A backward has failed: the order of reductions begins again with the next one."""
+        """Reset the order of reductions, because a backward has failed."""
         self._reduced = 0
 
     # -- before a collective -------------------------------------------------------------------------------------
@@ -76,9 +76,9 @@ class Agreement:
     def announce_gather(
         self, number: int, comm: Communicator, nbytes: int, extended: int = 0
     ) -> Callable[[], None] | None:
-        """What is to be called before a gather of a unit, when nothing can fail on this rank alone any more.
+        """The function to call directly before a gather of a unit.
 
-        ``extended`` stands for the parameters that have ``fsdp_pre_all_gather``.
+        ``extended`` is a number for the parameters that have ``fsdp_pre_all_gather``.
         """
         if comm.exchanges:
             return lambda: self._agree(comm, GATHER, number, nbytes, extended)
@@ -87,14 +87,14 @@ class Agreement:
     def announce_reduction(
         self, number: int, fingerprint: int, comm: Communicator, nbytes: int
     ) -> Callable[[], None] | None:
-        """What is to be called before a collective of a reduction of a unit."""
+        """The function to call directly before a collective of a unit's reduction."""
         if comm.exchanges:
             return lambda: self._agree(comm, REDUCE, number, nbytes, fingerprint)
         self._reduced = hash((self._reduced, number, fingerprint, comm.world_size))
         return None
 
     def agree_on_missing(self, comm: Communicator, number: int, parameter: int) -> None:
-        """This rank has no values of a parameter of a unit, of this place, where others may be about to gather."""
+        """Report that this rank has no values for a parameter of a unit, because others may be about to gather it."""
         if comm.exchanges:
             self._agree(comm, MISSING, number, parameter)
 
@@ -106,15 +106,15 @@ class Agreement:
                     self._agree(comm, event, number)
             except BaseException as error:
                 if comm.meeting is not None and not isinstance(error.__cause__, Unreached):
-                    comm.meeting.agreed(_limit_of(event))  # interrupted, it may be under way
-                # The others come to those axes that are left, or leave a step and show that in all groups.
+                    comm.meeting.agreed(_limit_of(event))  # if it was interrupted, it may still run
+                # The others also meet on the remaining axes, or leave the step and report that in all groups.
                 over = {c.meeting for c in self.model.every[: i + 1]}
                 rest = [meeting for meeting in self._meetings() if meeting not in over]
                 self._leave(event, error, rest, _failure([c.meeting for c in self.model.every if c.meeting]))
                 raise
 
     def _agree(self, comm: Communicator, event: int, number: int, nbytes: int = 0, detail: int = 0) -> None:
-        """Raise if another rank is about to do something else."""
+        """Raise if the next action of another rank differs."""
         try:
             record = Record(event, number, nbytes, detail, self.model.number, self.age)
             records = comm.exchange(record, _limit_of(event))
@@ -129,7 +129,7 @@ class Agreement:
     # -- leaving by an exception ---------------------------------------------------------------------------------
 
     def enter(self) -> int:
-        """A forward or backward begins. Returns how many failures there have been in the model's groups."""
+        """Begin a forward or backward. Returns the number of failures in the model's groups so far."""
         if any(comm.exchanges for comm in self.model.every):
             self._meeting_numbers = {meeting: meeting.number for meeting in self._meetings()}
             for meeting in self._meeting_numbers:
@@ -137,11 +137,10 @@ class Agreement:
         return sum(meeting.failures for meeting in self._meeting_numbers)
 
     def leave(self, event: int, error: BaseException) -> None:
-        """This rank leaves what ``event`` ends: show it where the others come next.
+        """Report that this rank leaves the forward or backward that ``event`` ends, in the next meeting of the others.
 
-        If ranks have met since it began, all are in it, and come to its end on every axis; also if they did not agree,
-        as ranks whose weights are of different ages. Else they may have no part in it, and this rank's next meeting
-        shows it.
+        If ranks have met since it began, all take part in it and come to its end on every axis, also after a
+        disagreement. Otherwise they may not take part, and this rank's next meeting reports it.
         """
         meeting_numbers, self._meeting_numbers = self._meeting_numbers, {}
         for meeting in meeting_numbers:
@@ -159,14 +158,14 @@ class Agreement:
             meeting.leave(failure, (event, self.model.number, self.age))
 
     def _meetings(self) -> list[Meeting]:
-        """Of all groups over which units communicate."""
+        """The meetings of all groups over which units communicate."""
         comms = [*self.model.every, *(comm for unit in self.model.units() for comm in unit.communicators())]
         return list(dict.fromkeys(c.meeting for c in comms if c.exchanges and c.meeting is not None))
 
     # -- on an accelerator ---------------------------------------------------------------------------------------
 
     def compare(self) -> None:
-        """Compare on the device, beside the computation, what this backward's gathers and reductions were."""
+        """Compare this backward's gathers and reductions over the ranks, on the device, beside the computation."""
         streams, reduced = self.streams, self._reduced
         self._reduced = 0
         if streams.asynchronous:
@@ -182,9 +181,9 @@ class Agreement:
         self.flag_mark = streams.mark("gather")
 
     def check(self) -> None:
-        """Raise if what was compared since the last look differed. Reads one flag of the device.
+        """Raise if a comparison since the last check found a difference. Reads one flag from the device.
 
-        Not in a capture: whoever runs the graph puts its flag in place, to be looked at outside.
+        Does nothing in a capture: the caller of the graph sets the flag, and it is checked outside.
         """
         if self.streams.capturing:
             return
@@ -209,19 +208,19 @@ class Agreement:
         )
 
     def diverged_gathers(self, comm: Communicator, headers: list[tuple[int, ...]]) -> NoReturn:
-        """The ranks gathered units of these numbers, with weights of these ages."""
+        """Raise, given the numbers of the gathered units of all ranks and the ages of their weights."""
         self._headers.forget()
         records = [Record(GATHER, number, 0, 0, self.model.number, age) for number, age in headers]
         self.model.refuse(dict(zip(comm.ranks, records, strict=True)))
 
 
 def _limit_of(event: int) -> timedelta | None:
-    """How long a rank waits for the others before it; None: for the group's timeout."""
+    """The time that a rank waits for the others before this event; None: the group's timeout."""
     return reading.LIMIT_OF_FULL if event == UNSHARD else None
 
 
 def _failure(meetings: list[Meeting]) -> int:
-    """That by which this rank leaves: the others', if it has heard of one, or one that it has left by already."""
+    """The failure with which this rank leaves: a failure of others that it knows, or its earlier one, or a new one."""
     for meeting in meetings:
         if meeting.disagreed():
             return meeting.failure

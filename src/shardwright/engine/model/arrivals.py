@@ -18,7 +18,7 @@ class Arrivals:
         return [unit for ref in self._units if (unit := ref()) is not None and unit.gradients.arriving]
 
     def add(self, unit: Unit) -> None:
-        """One more. What the device holds of those before it is given back, so that it is one unit's at a time."""
+        """Add a unit. Releases the device's memory of earlier units, so that only one unit's gradients are there."""
         for other in self._list():
             other.gradients.leave_device()
         unit.gradients.begin_arrival()
@@ -26,14 +26,14 @@ class Arrivals:
             self._units = [ref for ref in self._units if ref() is not unit] + [weakref.ref(unit)]
 
     def poll(self) -> None:
-        """Hand over, and step, what has arrived by now."""
+        """Deliver gradients that have arrived, and step their units."""
         for unit in self._list():
             if not unit.gradients.has_arrived():
                 return
             land(unit)
 
     def end_backward(self) -> None:
-        """Wait for all that the user may look at now. What is to be stepped is waited for when it is needed."""
+        """Wait for all gradients that the user may read now. Units to step are waited for when they are needed."""
         self.poll()
         for unit in self._list():
             unit.gradients.leave_device()
@@ -44,7 +44,7 @@ class Arrivals:
                 unit.stepping.mark(unit, [p.sharded for p in unit.parameters if p.sharded.requires_grad])
 
     def recover(self) -> None:
-        """A backward has failed: its own are dropped with the unit's reductions, those of the one before stay."""
+        """After a failed backward: keep the gradients of the backward before. Units drop the failed ones themselves."""
         for unit in self._list():
             if unit.gradients.overdue:
                 complete(unit)

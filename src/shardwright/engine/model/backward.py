@@ -12,7 +12,7 @@ from shardwright.engine.unit.uses import issue, reduce
 
 
 class Backward:
-    """Hears of every visit. It has no state: a unit's is its ``activity``, a model's its root's."""
+    """The hooks for every visit. It has no state; the unit's ``activity`` and the model's root have it."""
 
     def enter(self, visit: Visit) -> None:
         """Backward has reached an output of a visit: gather the weights that it will read."""
@@ -30,7 +30,7 @@ class Backward:
                 self.close(visit)
 
     def close(self, visit: Visit) -> None:
-        """A visit's backward is through: without others under way give the weights back and reduce the gradients."""
+        """Close a visit. If no other visit of the unit is open, release the weights and reduce the gradients."""
         unit: Unit = visit.unit
         activity, weights = unit.activity, unit.weights
         root: Root = unit.root  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Calls of a unit's modules: its weights are gathered and shown before forward, and kept or released after it."""
+"""Calls of a unit's modules: gathers and shows the weights before forward, and keeps or releases them after it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import follow_requires_grad, issue, leave_forward
 from shardwright.engine.weights.lasting import Lasting, lasting_kind
 
-#: Results of calls that have not run yet.
+#: Types of results whose code has not run yet.
 LAZY = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
@@ -36,7 +36,7 @@ class Calls:
     """The hooks of a unit's modules.
 
     Attributes:
-        unit: whose.
+        unit: the unit of the modules.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -54,7 +54,7 @@ class Calls:
             return _after(unit, module, output)
 
     def forward_failed(self, depth: int) -> None:
-        """An exception passes through a call that began when ``depth`` others were under way: leave all in order."""
+        """Clean up after an exception in a call that began inside ``depth`` other calls."""
         root = root_of(self.unit)
         if root is not None:
             with alone(root.device):
@@ -62,20 +62,21 @@ class Calls:
 
 
 def depth_of(unit: Unit) -> int:
-    """How many calls of units are under way in the unit's model."""
+    """The number of running calls of units in the unit's model."""
     root: Root | None = unit.root  # type: ignore[assignment]
     return len(root.visits.frames) if root is not None else 0
 
 
 def lend_if_called(unit: Unit) -> None:
-    """A parameter of this unit's module is read: inside another unit's call, lend it to that."""
+    """A parameter of this unit's module is read. If another unit's call runs, lend the weights to it."""
     root = root_of(unit)
     if root is not None and not unit.weights.forms.full_shown and root.visits.frames:
         lend(unit, root.visits.frames[-1])
 
 
 def lend(unit: Unit, frame: Frame) -> None:
-    """This unit's weights are read inside another unit's call: show them until it returns, and in its backward."""
+    """Show this unit's weights until the other unit's call returns, and in its backward, because the call reads
+    them."""
     if frame.unit is unit or unit in frame.guests or not unit.weights.parameters:
         return
     root = root_of(unit) or _join(unit, unit.watch.modules()[0])
@@ -103,7 +104,7 @@ def _before(unit: Unit, root: Root, module: nn.Module, args: Any, kwargs: Any) -
         if device.type != "cpu":
             args, kwargs = map_arguments(lambda t: t.to(device, non_blocking=True), args, kwargs)
     frame = Frame(unit, next_sequence_number())
-    root.visits.frames.append(frame)  # taken off by _after or _leave_failed
+    root.visits.frames.append(frame)  # removed by _after or _leave_failed
     frame.containers = opaque_or_mutable(args, kwargs)
     policy = unit.arguments.policy
     dtype = policy.param_dtype
@@ -124,9 +125,9 @@ def _before(unit: Unit, root: Root, module: nn.Module, args: Any, kwargs: Any) -
 
 
 def _use(unit: Unit, root: Root, frame: Frame, recomputing: bool, lasting: type[Lasting] | None) -> None:
-    """A call that reads the full weights begins: gather them or take what was prefetched, and show them.
+    """Gather the full weights, or use the prefetched ones, and show them, because a call that reads them begins.
 
-    ``lasting``: of what kind the copies are that are to be shown, if any.
+    ``lasting``: the kind of copies to show instead, if any.
     """
     activity = unit.activity
     if unit.watch.unsharded:
@@ -154,10 +155,10 @@ def _use(unit: Unit, root: Root, frame: Frame, recomputing: bool, lasting: type[
 
 
 def _show_lasting(unit: Unit, root: Root, frame: Frame, kind: type[Lasting]) -> None:
-    """Let the modules compute with copies of the full weights, and hear when their gradients are there."""
+    """Let the modules compute with copies of the full weights, and listen for the copies' gradients."""
     visit = root.visits.of(
         unit, BACKWARD, recomputing=True
-    )  # of its own, since other calls have other copies
+    )  # a separate visit, since other calls have other copies
     visit.calls, visit.endless, visit.lasting = 1, True, True
     host = frame.visit if frame.unit is not unit and frame.visit is not None else root.visits.around(frame)
     if host is not None:
@@ -170,14 +171,14 @@ def _show_lasting(unit: Unit, root: Root, frame: Frame, kind: type[Lasting]) -> 
 def _is_marked(unit: Unit, recomputing: bool) -> bool:
     """Whether a call needs marks in the graph.
 
-    Recomputation for a visit whose backward is under way fills saved tensors of the first graph, which is marked
-    already; reentrant checkpointing runs backward through the recomputed graph itself.
+    A recomputation for a visit whose backward runs fills saved tensors of the first graph, which already has marks.
+    Reentrant checkpointing instead runs backward through the recomputed graph.
     """
     return torch.is_grad_enabled() and not (recomputing and bool(unit.activity.visits))
 
 
 def _mark(unit: Unit, root: Root, frame: Frame, args: Any, kwargs: Any, recomputing: bool) -> tuple[Any, Any]:
-    """Let the call's visit hear of its backward from the inputs; outputs are marked when there are any."""
+    """Mark the inputs, so that the call's visit hears of its backward. Outputs are marked when they exist."""
     visit = frame.visit = root.visits.of(unit, BACKWARD, recomputing)
     host = root.visits.around(frame)
     if host is not None and host not in visit.hosts:
@@ -196,14 +197,14 @@ def _lend(unit: Unit, root: Root, frame: Frame, lasting: type[Lasting] | None) -
     if recomputing:
         root.enter_backward()
     elif root is not frame.unit.root and root.caller is None:
-        root.clock.turn()  # it is of another model, of which this is no call
+        root.clock.turn()  # the caller is of another model, and this is no call of it
         assert frame.unit.root is not None
         root.compute_as(root.full_precision_in_eval and frame.unit.root.full_precision)
     frame.guests.append(unit)
     _use(unit, root, frame, recomputing, lasting)
     if lasting is None and _is_marked(unit, recomputing):
         if frame.visit is None:
-            # Of its own, since it has no marked input.
+            # A separate visit, since it has no marked input.
             frame.visit = root.visits.of(frame.unit, BACKWARD, recomputing=True)
             frame.visit.calls += 1
             frame.visit.endless = True
@@ -219,7 +220,7 @@ def _lend(unit: Unit, root: Root, frame: Frame, lasting: type[Lasting] | None) -
 
 def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
     root: Root = unit.root  # type: ignore[assignment]
-    frame = root.visits.frames[-1]  # taken off when nothing can fail any more, else by _leave_failed
+    frame = root.visits.frames[-1]  # removed when nothing can fail any more, else by _leave_failed
     visit, weights = frame.visit, unit.weights
     unit.activity.to_run.discard(id(module))
     if isinstance(output, LAZY):
@@ -261,7 +262,7 @@ def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
 
 
 def _leave(unit: Unit, root: Root, visit: Visit | None, recomputing: bool) -> None:
-    """A call that read the full weights has returned."""
+    """Leave a call that read the full weights and has returned."""
     activity = unit.activity
     activity.calls -= 1
     if not activity.calls and not activity.to_run and not recomputing:
@@ -284,7 +285,7 @@ def _leave_failed(root: Root, depth: int) -> None:
 
 
 def _copy_weights(unit: Unit, output: Any) -> Any:
-    """Clone outputs that are views of the unit's weights, whose memory is about to go."""
+    """Clone outputs that are views of the unit's weights, because their memory is released soon."""
     slab = unit.weights.copies.current.slab
     start = slab.address
     end = start + slab.nbytes
@@ -299,7 +300,7 @@ def _copy_weights(unit: Unit, output: Any) -> Any:
 
 
 def _refuse_weights(unit: Unit, tensors: list[torch.Tensor], module: nn.Module) -> None:
-    """Raise if a view of the unit's weights was put where it can't be exchanged for a copy."""
+    """Raise if a view of the unit's weights is stored where a copy cannot replace it."""
     slab = unit.weights.copy.slab
     start, end = slab.address, slab.address + slab.nbytes
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""The errors that name which ranks of a model have diverged, from the records of what each was about to do."""
+"""The errors for ranks of a model that have diverged, made from the records of their next actions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwright.engine.tensors.ranks import Ranks
 from shardwright.engine.tensors.reading import FULL, READ, refuse_divergence
 from shardwright.engine.unit.unit import Unit
 
-#: What ranks are about to do, in the records they exchange. The texts go into the error that names who diverged.
+#: Next actions in the records that ranks exchange. The texts appear in errors.
 GATHER, REDUCE, END_FORWARD, END_BACKWARD, CLIP, UNSHARD, MISSING = range(READ)
 DOING = (
     ("gathers", "gather"),
@@ -24,7 +24,7 @@ DOING = (
     ("reads a number of", "read a number of"),
     ("has left", "have left"),
 )
-#: What a rank has left by an exception, by what would have ended it.
+#: What a rank has left with an exception, by the event that would have ended it.
 LEFT_BY = {
     END_FORWARD: "the forward of",
     END_BACKWARD: "the backward of",
@@ -46,22 +46,22 @@ _models: weakref.WeakSet[Model] = weakref.WeakSet()
 
 
 class Record(NamedTuple):
-    """What a rank is about to do, as it shows the others before a collective."""
+    """The next action of a rank, as it sends it before a collective."""
 
     event: int
     number: int  #: of the unit
     nbytes: int
-    detail: int  #: which parameters (of a reduction; of a gather those with fsdp_pre_all_gather), or what was left
+    detail: int  #: a number for the parameters (of a gather: those with fsdp_pre_all_gather), or for what was left
     model: int
     age: int
 
 
 class Model:
-    """A model, as errors name it.
+    """The names of a model and its units in errors.
 
     Attributes:
         names: of the units.
-        every: one communicator for each axis of more than one rank of any unit's mesh, in one order on every rank.
+        every: one communicator for each axis with several ranks of any unit's mesh, in the same order on every rank.
         number: of the model in its group of ranks; -1 until the model is complete.
     """
 
@@ -71,10 +71,10 @@ class Model:
         self._ranks = ranks
         self.every = list(dict.fromkeys(comm for unit in units for comm in unit.ranks.every))
         self.number = -1
-        self._earlier: int | None = None  #: models in that group, before this one was counted
+        self._earlier: int | None = None  #: number of models in that group before this one
 
     def begin(self) -> None:
-        """The model is complete: count it."""
+        """Count the model, because it is complete."""
         comm = (*self.every, self._ranks.local)[0]
         self._earlier = comm.models
         comm.models = self._earlier + 1
@@ -82,7 +82,7 @@ class Model:
         _models.add(self)
 
     def abandon(self) -> None:
-        """The model was not completed after all, and has not been called: the next one has its number."""
+        """Uncount the model, because it was not completed. The next model gets its number."""
         if self._earlier is not None:
             (*self.every, self._ranks.local)[0].models = self._earlier
 
@@ -94,13 +94,13 @@ class Model:
         return f"unit {number} ({self.names[number]!r})" if is_unit else f"unknown unit {number}"
 
     def refuse_rows(self, comm: Communicator, rows: list[list[int]]) -> NoReturn:
-        """Raise, given what the ranks have shown each other before a collective."""
+        """Raise, given the ranks' records from before a collective."""
         records = {rank: Record(*row) for rank, row in zip(comm.ranks, rows, strict=True)}
         self._refuse_missing(records)
         self.refuse(records)
 
     def _refuse_missing(self, records: dict[int, Record]) -> None:
-        """Raise if some ranks have no values for what the others are about to gather."""
+        """Raise if some ranks have no values for parameters that the others are about to gather."""
         ranks = [rank for rank, r in records.items() if r.event == MISSING]
         if not ranks or len({(r.number, r.model) for r in records.values()}) > 1:
             return
@@ -114,7 +114,7 @@ class Model:
         )
 
     def refuse(self, records: dict[int, Record]) -> NoReturn:
-        """Raise, given what each rank is about to do."""
+        """Raise, given the next action of each rank."""
         first = next(iter(records.values()))
         one_age = len({r.age for r in records.values() if r.event != READ}) == 1
         same_place = len({(r.event, r.number, r.model) for r in records.values()}) == 1
@@ -152,7 +152,7 @@ class Model:
         raise RuntimeError(f"The ranks have diverged: {text}. {way_out}")
 
     def _describe(self, rank: int, record: Record, among: Collection[Record]) -> tuple[tuple[str, str], str]:
-        """What a rank is about to do, in the singular and in the plural, and with what."""
+        """The next action of a rank in words, in the singular and in the plural, and its object."""
         if record.event == READ and record.number == FULL:
             return ("gathers", "gather"), "full parameters (unsharded)"
         if record.event == READ:
@@ -175,7 +175,7 @@ class Model:
 
 
 def _refuse_reading(comm: Communicator, rows: list[list[int]]) -> None:
-    """Some ranks read a number of a sharded tensor while the others go on with a model: raise in its words."""
+    """Raise for ranks that read a number of a sharded tensor while others run a unit of a model."""
     for model in _models:
         if any(each.ranks == comm.ranks for each in model.every):
             model.refuse_rows(comm, rows)

@@ -1,4 +1,4 @@
-"""Which root calls compute with weights as they are stored: those in eval mode, where a model asks for it."""
+"""Decides which root calls compute with weights in their storage dtypes: calls in eval mode, if the model sets this."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwright.engine.unit.unit import Unit
 
 
 def uses_full_precision(model: nn.Module) -> bool:
-    """Whether a root call of ``model`` computes with weights as they are stored."""
+    """Whether a root call of ``model`` computes with weights in their storage dtypes."""
     if model.training:
         return False
     if torch.is_grad_enabled():
@@ -22,7 +22,7 @@ def uses_full_precision(model: nn.Module) -> bool:
 
 
 def check_agree(units: list[Unit], names: list[str]) -> bool:
-    """Whether the units of a model ask for full precision in eval mode, which is all of them or none."""
+    """Whether the units of a model have full precision in eval mode. Raises if only some of them do."""
     asks = [unit.arguments.policy.full_precision_in_eval for unit in units]
     if len(set(asks)) > 1:
         with_it = names[asks.index(True)]

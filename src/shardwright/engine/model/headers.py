@@ -1,4 +1,4 @@
-"""What travels with every gather on an accelerator: a unit's number and the age of a rank's weights."""
+"""The headers that are sent with every gather on an accelerator: a unit's number and the age of a rank's weights."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from shardwright.engine.base.home import HEADER
 
 
 class Headers:
-    """Those of a model's units, so that one call compares them all."""
+    """The headers of all units of a model, in one memory, so that one call compares them."""
 
     def __init__(self, comms: list[Communicator], device: torch.device, streams: Streams) -> None:
-        """``comms``: of each unit's gathers."""
+        """``comms``: the communicators of each unit's gathers."""
         self._streams = streams
         rows = [[number, 0] for number in range(len(comms))]
         places = [
@@ -20,32 +20,32 @@ class Headers:
             for row, comm in zip(rows, comms, strict=True)
         ]
         self._received = torch.cat(places).to(device)
-        with streams.fork("gather"):  # where alone it is read, written and given back
+        with streams.fork("gather"):  # only this stream reads, writes and releases it
             self._sent = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
         self._places = self._received.split([len(place) for place in places])
-        own: list[int] = []  # where this rank's own word is
+        own: list[int] = []  # indices of this rank's own words
         for comm in comms:
             start = len(own) + HEADER * comm.rank
             own += [start + word for word in range(HEADER)] * comm.world_size
         self._own = torch.tensor(own, dtype=torch.int64, device="cpu").to(device)
 
     def of(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What goes with each gather of a unit, and where every rank's arrives."""
+        """The header that is sent with each gather of a unit, and the memory for the headers of all ranks."""
         return self._sent[number], self._places[number]
 
     def set_age(self, age: int) -> None:
-        # After gathers that are under way; what the optimizer does elsewhere is not waited for.
+        # After running gathers, but without waiting for the optimizer's work on other streams.
         with self._streams.beside("gather"):
-            self._sent.select(1, 1).fill_(age)  # an assignment would make a tensor of the number
+            self._sent.select(1, 1).fill_(age)  # an assignment would make a tensor from the number
 
     def mine(self) -> torch.Tensor:
-        """A copy of the root's, whose first word may be written to."""
+        """A copy of the root's header, whose first word may be overwritten."""
         return self._sent[0].clone()
 
     def differ(self) -> torch.Tensor:
-        """Whether any rank has sent another one than this rank; on the device."""
+        """Whether any rank has sent another header than this rank; a tensor on the device."""
         return (self._received != self._received[self._own]).any()
 
     def forget(self) -> None:
-        """What other ranks have sent was looked at."""
+        """Reset the received headers, because they were compared."""
         self._received.copy_(self._received[self._own])

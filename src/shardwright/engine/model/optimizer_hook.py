@@ -1,4 +1,4 @@
-"""Before and after an optimizer's step: its parameters are a model's, and every gradient is there."""
+"""Hooks before and after an optimizer's step: they check its parameters and finish every gradient."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shardwright.engine.unit.uses import reduce
 
 @functools.cache
 def hook_optimizers() -> None:
-    """Look after this process's models before and after any torch optimizer steps. Done once."""
+    """Install the hooks around the steps of all torch optimizers of this process. Done once."""
     stepping: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Root]] = weakref.WeakKeyDictionary()
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -49,16 +49,16 @@ COUNTS_STEPS = "_shardwright_counts_steps"
 
 
 def count_step(roots: Iterable[Root]) -> None:
-    """An optimizer has made a step with parameters of these models."""
+    """Count a step of an optimizer with parameters of these models."""
     for root in roots:
         root.count_step()
 
 
 def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
-    """No model's ranks have diverged, a failed backward is left behind, and every gradient is there.
+    """Check for diverged ranks, clean up after a failed backward, and finish every gradient.
 
-    Returns the models of which the step counts: not where ``sw.optim.in_backward`` has stepped (what it has left to
-    step differs by rank), and not of a step that changes nothing, as torch makes it to give an optimizer a state.
+    Returns the models whose step count increases. A model of ``sw.optim.in_backward`` is not among them, since its
+    remaining steps differ by rank. Nor is one if the step changes nothing, as torch's step that only makes state.
     """
     for each in list(roots):
         each.agreement.check()
@@ -83,27 +83,28 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer) -> list[Root]:
     for unit in stepped:
         if unit.watch.unsharded:
             unit.refuse_unsharded("An optimizer's step of")
-        unit.drop_kept()  # some kernels write without moving a version counter
+        unit.drop_kept()  # some kernels write without increasing a version counter
         if (root := root_of(unit)) is not None:
             root.pools.step()
     reduce_held(parameters)
     if any(unit.gradients.chooses_dtype for unit in stepped):
         refuse_gradient_dtypes(optimizer, parameters)
-    if not subclasses_dispatch:  # else those that are written move theirs by themselves
+    if not subclasses_dispatch:  # else the written tensors increase their counters themselves
         increment_version([p for p in parameters if unit_of(p) is not None and p.grad is not None])
     if all(type(lr := group.get("lr")) in (int, float) and lr == 0 for group in optimizer.param_groups):
         return []
     return list({id(r): r for u in stepped if (r := root_of(u)) is not None and u.stepping is None}.values())
 
 
-#: What a parameter is while its unit has it, so never one that the model has no more, or that has no values.
+#: Classes of parameters that a unit owns. Parameters of other classes may be replaced or without values.
 _SHARDED = {ShardedParameter, RaggedParameter}
 
 
 def _refuse_dead(parameters: list[torch.Tensor], kinds: set[type]) -> None:
-    """Raise if one of the parameters, which are of these classes, was sharded or materialized as another object.
+    """Raise if another object has replaced one of the parameters at sharding or materialization.
 
-    In every step, as groups may be changed by anyone; so sharded parameters are not even looked at.
+    ``kinds`` are the classes of the parameters. This runs in every step, because users may change groups. So it skips
+    sharded parameters.
     """
     if kinds <= _SHARDED:
         return
@@ -138,8 +139,8 @@ def _refuse_deferred_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _units_of(parameters: list[torch.Tensor], kinds: set[type]) -> Iterable[Unit]:
-    """The units whose parameters, or the local tensors of them, are among these, which are of these classes."""
-    refs = {id(ref): ref for p in parameters if (ref := p.__dict__.get(UNIT_OF)) is not None}  # one for many
+    """The units of these parameters or local tensors."""
+    refs = {id(ref): ref for p in parameters if (ref := p.__dict__.get(UNIT_OF)) is not None}  # each once
     units = {id(u): u for ref in refs.values() if (u := ref()) is not None}
     if not kinds.isdisjoint((torch.Tensor, nn.Parameter)):
         plain = {storage_key(p) for p in parameters if type(p) in (torch.Tensor, nn.Parameter)}
@@ -150,7 +151,7 @@ def _units_of(parameters: list[torch.Tensor], kinds: set[type]) -> Iterable[Unit
 
 
 def reduce_held(parameters: Iterable[torch.Tensor]) -> None:
-    """Reduce what micro-batches without communication have left of these parameters, since it is needed now."""
+    """Reduce the held gradients of these parameters, because they are needed now."""
     if not any(unit.gradients.held for root in roots for unit in root.units()):
         return
     units = {id(u): u for p in parameters if (u := unit_of(p)) is not None and u.gradients.held}
@@ -162,7 +163,7 @@ def reduce_held(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _refuse_state_on_device(optimizer: torch.optim.Optimizer, units: Iterable[Unit]) -> None:
-    """Raise if the optimizer does not keep its state where the units' policy says."""
+    """Raise if the optimizer does not keep its state in the place that the units' policy requires."""
     if not companion_of(optimizer).brings_state:
         for unit in units:
             if unit.state_host is not None:

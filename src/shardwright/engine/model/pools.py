@@ -1,7 +1,7 @@
-"""Planned memory of one model: what its first step leases is recorded, then every lease has its place.
+"""Planned memory of one model: the leases of its first step are recorded, then every lease gets a place.
 
-Whatever a plan says, a lease that it has no room for is made of torch's allocator (``memory/planned.py``), so a plan
-changes addresses and never results.
+If a plan has no room for a lease, torch's allocator gives the memory (``memory/planned.py``). So a plan changes
+addresses and never results.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from shardwright.extend.memories import OF_TORCH, NamedMemory, memories
 from shardwright.memory import DYNAMIC, Allocator, Item, Plan, Planned, Recorder, Slab
 from shardwright.memory.plan import aligned, fitting, most_at_once
 
-LONGEST = 200_000  #: leases and releases that are recorded at most, where no optimizer ever steps
-REPLANS = 3  #: how often a model that runs in another order than was planned for is planned again
+LONGEST = 200_000  #: largest number of recorded leases and releases, if no optimizer ever steps
+REPLANS = 3  #: how often a model is planned again after a step outside its plan
 
 
 class Pools:
     """The memory of the units of one root.
 
     Attributes:
-        memory: where it comes from, or the user's own allocator.
-        plan: where slabs lie, once the first step is over; None before, and without planning.
-        trace: what was leased in the step that was recorded: the first, without planning the second, since the first
-            gathers nothing ahead. None until it is over.
-        allocator: what gives the units their memory now.
+        memory: the named kind of memory, or the user's own allocator.
+        plan: the places of slabs, after the first step; None before, and without planning.
+        trace: the leases of the recorded step; None until its end. This is the first step. Without planning it is the
+            second, since the first gathers nothing ahead.
+        allocator: the allocator that the units use now.
     """
 
     def __init__(self, memory: NamedMemory | Allocator, depth: int, strict: bool) -> None:
@@ -40,21 +40,19 @@ class Pools:
         self.strict = strict
         self.plan: Plan | None = None
         self.trace: list[Item] | None = None
-        self.leases: Counter[str] = Counter()  #: of plans that were given up, "planned" and "dynamic"
-        self.deviations: Counter[tuple[str, str, str]] = Counter()  #: from these
+        self.leases: Counter[str] = Counter()  #: of dropped plans: "planned" and "dynamic" leases
+        self.deviations: Counter[tuple[str, str, str]] = Counter()  #: from dropped plans
         self._base: Allocator = DYNAMIC if isinstance(memory, NamedMemory) else memory
         self._named = memory if isinstance(memory, NamedMemory) else OF_TORCH
         self.allocator: Allocator = self._base
         self._slots = depth + 1
         self._refs: list[weakref.ref[Unit]] = []
-        self._outside: set[int] = set()  #: slabs that are leased for so long that they have no slot
+        self._outside: set[int] = set()  #: slabs without a slot, since they are leased too long
         self._recorder: Recorder | None = None
         self.trained = False  #: whether a backward has ended since the recording began
         self._stepped = False
         self._left = REPLANS
-        self._again = (
-            True  #: whether the first recording is of a step that does not show what the others are like
-        )
+        self._again = True  #: whether to record once more, since the first step is not like later ones
 
     @property
     def planned(self) -> bool:
@@ -65,7 +63,7 @@ class Pools:
         return [unit for ref in self._refs if (unit := ref()) is not None]
 
     def join(self, units: Iterable[Unit]) -> None:
-        """These units are the model's."""
+        """Set the units of the model."""
         self._refs = [weakref.ref(unit) for unit in units]
         self._check_pooled()
         if self._named.equal:
@@ -83,16 +81,16 @@ class Pools:
         self._use(self._recorder)
 
     def step(self) -> None:
-        """An optimizer steps: if there was a backward of this model, its step is complete."""
+        """Note an optimizer's step. If this model had a backward, its step is complete."""
         self._stepped = self.trained
 
     def begin(self) -> None:
-        """A root call begins, and of the step before nothing is leased but what the user keeps."""
+        """A root call begins. Only memory that the user keeps is still leased from the step before."""
         if self._recorder is not None:
             if self._stepped or self._recorder.ticks > LONGEST:
                 if self.planned and not self._recorder.continued and self._recorder.leases("gradients"):
-                    # They were not dropped with the optimizer's step, as later steps will find them and this one
-                    # did not: sums are added to them, or they go when this forward is over.
+                    # The gradients still exist after the optimizer's step. Later steps begin like this one, but the
+                    # recorded one did not: reductions add to them, or zero_grad comes after forward.
                     self._stepped = self.trained = False
                     self._recorder.next_step()
                 else:
@@ -130,21 +128,21 @@ class Pools:
         if device.type != "cpu":
             torch.get_device_module(
                 device.type
-            ).empty_cache()  # what the recorded step left is of other sizes
+            ).empty_cache()  # free memory of the recorded step, which has other sizes
         self._use(Planned(self.plan, slabs, self._block(self.plan.nbytes, device), self))
 
     def _block(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Of the kind that the first unit with a wish wants: there is one for all."""
+        """The block of the model. If a unit has a source, the first source allocates it for all units."""
         source = next(
             (unit.site.owner.source for unit in self._units if unit.site.owner.source is not None), None
         )
         if source is None or not nbytes:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._left = 0  # it may have to be made on all ranks together, and only the first plan surely is
+        self._left = 0  # all ranks may have to allocate it together, which only the first plan ensures
         return source.take(nbytes, device)
 
     def restart(self) -> None:
-        """What memory there must be has changed: plan anew."""
+        """Plan again, because the needed memory has changed."""
         if isinstance(self.allocator, Planned):
             self._record()
 
@@ -166,7 +164,7 @@ class Pools:
         return not unit.number or unit.settings.reshard_after_forward is False or unit.ranks.keeps_full
 
     def _check_pooled(self) -> None:
-        """Raise if no unit would ever give its place back for another one."""
+        """Raise if no unit would ever release its slot for another unit."""
         units = [u for u in self._units if u.parameters]
         takes_turns = self._named.plan is not None and self._named.plans == "units"
         if not takes_turns or not units or not all(self._keeps(u) for u in units):
@@ -189,7 +187,7 @@ class Pools:
             reason = "the root is the only unit with parameters, and it keeps them until its backward"
             way_out = "Call fully_shard on the model's blocks, too, or use "
         raise ValueError(
-            f"memory={self._named.name!r} lets units take turns in a few slots, but {reason}, so no slot ever becomes "
+            f"memory={self._named.name!r} lets units use a few slots in turn, but {reason}, so no slot ever becomes "
             f'free. {way_out}memory="arena", which plans all memory of a step, or "dynamic".'
         )
 
@@ -221,11 +219,11 @@ class Pools:
 
 
 def model_options(memory: str | NamedMemory | Allocator, prefetch: int | str, strict: bool) -> ModelOptions:
-    """What ``fully_shard`` was given for these.
+    """Check these arguments of ``fully_shard``.
 
     Raises:
-        ValueError: none of the values there are.
-        NotImplementedError: planned memory on a torch whose storages cannot be given other memory.
+        ValueError: a value that does not exist.
+        NotImplementedError: planned memory on a torch whose storages cannot get other memory.
     """
     source: NamedMemory | Allocator
     source = memories.get(memory) if isinstance(memory, str) else memory
@@ -250,14 +248,14 @@ def model_options(memory: str | NamedMemory | Allocator, prefetch: int | str, st
 
 
 def bytes_in(text: str) -> int | None:
-    """How many bytes "512 MiB" or the like says; None if it says none."""
+    """The number of bytes of a text such as "512 MiB"; None for other texts."""
     units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
     number = text[:-3].strip()
     return int(number) * units[text[-3:]] if text[-3:] in units and number.isdecimal() else None
 
 
 def prefetch_budget(prefetch: int | str) -> tuple[int, int | None]:
-    """Units to gather ahead, and bytes that they may have together, None meaning any number."""
+    """The number of units to gather ahead, and the limit of their bytes; None: no limit."""
     if isinstance(prefetch, int) and not isinstance(prefetch, bool) and prefetch >= 0:
         return prefetch, None
     if isinstance(prefetch, str) and (nbytes := bytes_in(prefetch)) is not None:

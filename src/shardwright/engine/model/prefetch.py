@@ -1,4 +1,4 @@
-"""Which units are gathered ahead: those of the last order, or those that the user has named."""
+"""Chooses the units to gather ahead: the next units of the last order, or the units that the user has set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwright.engine.unit.unit import Unit
 
 
 class Prefetch:
-    """That of one model."""
+    """The prefetch of one model."""
 
     __slots__ = ("_depth", "_nbytes", "_order", "_units")
 
@@ -19,7 +19,7 @@ class Prefetch:
         self._units = units
         self._order = order
         self._depth = depth  #: units
-        self._nbytes = nbytes  #: that they may have together; None: any number
+        self._nbytes = nbytes  #: limit of their bytes; None: no limit
 
     def after(self, unit: Unit) -> list[Unit]:
         """Units to gather beside a unit's forward."""
@@ -38,7 +38,7 @@ class Prefetch:
         return self._within_budget(reversed(visit.order[first : visit.place]))
 
     def _within_budget(self, numbers: Iterable[int]) -> list[Unit]:
-        """These units, as far as the bytes to be gathered ahead go."""
+        """The first of these units that fit into the limit of bytes."""
         units: list[Unit] = []
         nbytes = 0
         for number in numbers:

@@ -1,4 +1,4 @@
-"""The reductions of a model that are under way: one after another, in one order on every rank."""
+"""The running reductions of a model: one after another, in the same order on every rank."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from shardwright.engine.unit.uses import continue_reduction, finish_reduction, l
 
 
 class Reductions:
-    """Those of one model.
+    """The running reductions of one model.
 
     Attributes:
-        capacity: how many packed buffers may be alive.
+        capacity: the largest number of packed buffers at one time.
         arrivals: units whose gradients are on their way to the CPU's memory.
     """
 
@@ -23,15 +23,14 @@ class Reductions:
         self._units = units
         self.capacity = 1
         self.arrivals = Arrivals()
-        self._scattering: list[
-            int
-        ] = []  #: units whose gradients' reduce-scatter is under way, the oldest first
+        self._scattering: list[int] = []  #: units whose reduce-scatter runs, the oldest first
         self._summing: list[int] = []  #: units whose gradients are being summed over the replicas
 
     def make_room(self, number: int) -> None:
-        """At most ``capacity`` packed buffers are alive, and one sum over the replicas is under way.
+        """Finish reductions until a new one may begin: fewer than ``capacity`` buffers, at most one sum over replicas.
 
-        Nothing of unit ``number`` is: it may be reduced twice in one backward, and has one place for the result.
+        Reductions of unit ``number`` are finished, because a unit has only one place for its result and may be reduced
+        twice in one backward.
         """
         if number in self._scattering or number in self._summing:
             self.finish()
@@ -52,7 +51,7 @@ class Reductions:
             self.arrivals.poll()
 
     def add(self, number: int) -> None:
-        """A unit's reduce-scatter is under way."""
+        """Add a unit whose reduce-scatter runs."""
         self._scattering.append(number)
 
     def _finish_sums(self) -> None:
@@ -61,7 +60,7 @@ class Reductions:
                 finish_reduction(unit)
 
     def finish(self) -> None:
-        """Everything that is under way is waited for and handed over."""
+        """Wait for all running reductions, and deliver them."""
         numbers, self._scattering = self._scattering, []
         units = [u for number in numbers if (u := self._units[number]()) is not None]
         for unit in units:
@@ -71,5 +70,5 @@ class Reductions:
             finish_reduction(unit)
 
     def forget(self) -> None:
-        """A backward has failed: units drop their own."""
+        """Drop all after a failed backward. Units drop their own results."""
         self._scattering, self._summing = [], []

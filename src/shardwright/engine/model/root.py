@@ -1,7 +1,7 @@
-"""The root: what the units of one model share, from the beginning to the end of a forward or a backward.
+"""The root: the shared state of a model's units, and the begin and end of each forward and backward.
 
-Any unit may be called first; the outermost call is the root call. The order seen in one root call is the guess for
-the next. A guess moves a gather earlier and nothing else: every unit still checks that its slab is of this call.
+Any unit may be called first. The outermost call is the root call. The order of one root call is the guess for the next.
+A guess only moves a gather earlier: every unit still checks that its slab is of this call.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ roots: weakref.WeakSet[Root] = weakref.WeakSet()
 
 
 class Root:
-    """Units refer to it; it refers to them weakly.
+    """The root of a model. Units refer to it; its references to units are weak.
 
     Attributes:
         gathered: numbers of the units whose slabs are leased.
-        clock: which root call or backward it is.
-        visits: calls under way, and what they leave in the graph.
-        reductions: those under way.
-        caller: the unit whose call is the outermost; None: no forward is under way.
+        clock: the clock of the model.
+        visits: running calls, and their visits in the graph.
+        reductions: the running reductions.
+        caller: the unit of the outermost call; None: no forward runs.
         backward: whether a backward has reached the model and has not ended.
-        is_last_backward: whether it is the last one of a step.
-        selects: whether it runs only what leads to tensors that the user has selected.
-        full_precision_in_eval: whether root calls in eval mode compute with weights as they are stored.
-        full_precision: whether the root call under way does so, or the last one.
+        is_last_backward: whether it is the last backward of a step.
+        selects: whether it computes only gradients of tensors that the user has selected.
+        full_precision_in_eval: whether root calls in eval mode compute with weights in their storage dtypes.
+        full_precision: whether the running or last root call does so.
         observer: called when a gather is issued and when it is awaited.
     """
 
@@ -74,12 +74,12 @@ class Root:
         self.selects = False
         self.observer: Callable[[str, Weights], None] | None = None
         self._task: weakref.ref[_Task] | None = None
-        self._failures = 0  #: in the groups of the model, when a forward or backward began last
-        self._stepped_within = 0  #: steps of optimizers in the backward under way
+        self._failures = 0  #: in the model's groups, at the begin of the last forward or backward
+        self._stepped_within = 0  #: optimizer steps in the running backward
         options = units[0].options
         depth, nbytes = prefetch_budget(options.prefetch)
         self.pools = Pools(options.memory, depth, options.strict)
-        # A plan is made of the first step, whose order nobody has seen.
+        # A plan needs the leases of the first step, whose order is not known yet.
         first = [n for n, unit in enumerate(units) if unit.parameters] if self.pools.planned else []
         self.clock = Clock()
         self._order = Order(first)
@@ -93,8 +93,8 @@ class Root:
                 unit.join(Place(self, number, name, name if number else "", *headers))
             self.pools.join(units)
             roots.add(self)
-            self.agreement.begin()  # last, so that a rank on which this failed counts as the others do
-        except BaseException:  # so that the next call makes a root again
+            self.agreement.begin()  # last, so that a rank that fails here counts models like the others
+        except BaseException:  # so that the next call makes the root again
             self.agreement.model.abandon()
             roots.discard(self)
             for unit in units:
@@ -103,7 +103,7 @@ class Root:
 
     @property
     def top(self) -> Unit | None:
-        """The unit that the module above all others belongs to."""
+        """The unit of the outermost module."""
         return self._units[0]()
 
     def units(self) -> list[Unit]:
@@ -115,7 +115,7 @@ class Root:
         ]
 
     def compute_as(self, full_precision: bool) -> None:
-        """Gather weights as they are stored from now on, or in their compute dtypes. No call may be under way."""
+        """From now on gather weights in their storage dtypes, or in their compute dtypes. No call may run."""
         if self.full_precision != full_precision:
             try:
                 for unit in self.units():
@@ -127,7 +127,7 @@ class Root:
             self.full_precision = full_precision
 
     def _enter(self) -> None:
-        """A forward or backward begins. After a failure the ranks guess no order: each may know of other calls."""
+        """Begin a forward or backward. After a failure the ranks drop their guesses, which may differ."""
         failures = self.agreement.enter()
         if failures != self._failures:
             self._order.forget()
@@ -136,7 +136,7 @@ class Root:
     # -- forward -------------------------------------------------------------------------------------------------
 
     def begin(self, unit: Unit, module: nn.Module) -> None:
-        """The outermost call of this model begins, that of a ``module`` of ``unit``."""
+        """Begin the outermost call of this model, of a ``module`` of ``unit``."""
         with annotate("root_pre_forward"):
             self.agreement.check()
             self.recover_if_failed()
@@ -152,7 +152,7 @@ class Root:
             self.pools.begin()
 
     def forward_reaches(self, unit: Unit) -> None:
-        """A unit is about to compute: make sure that it is being gathered, and gather the next one beside it."""
+        """Gather a unit that is about to compute, unless its gather runs, and gather the next unit beside it."""
         call = self.clock.call
         if not valid_for(unit, call):
             issue(unit, call)
@@ -161,13 +161,14 @@ class Root:
                 issue(other, call)
 
     def forward_leaves(self, unit: Unit, visit: Visit | None) -> None:
-        """The last call of a unit has returned. In front of one without outputs nothing is gathered for backward."""
+        """Add a unit to the order of backward, after its last call. A unit without outputs is not prefetched in
+        backward."""
         if visit is not None and visit.returns:
             visit.place = len(visit.order)
             visit.order.append(unit.number)
 
     def end(self) -> None:
-        """The outermost call has returned: what was prefetched and not used is dropped."""
+        """End the outermost call. Drops prefetched weights that were not used."""
         caller, self.caller = self.caller, None
         assert caller is not None
         self.visits.end_call()
@@ -181,7 +182,7 @@ class Root:
         self._order.end(caller.number)
 
     def abandon(self) -> None:
-        """The outermost call has failed: nothing of it is kept, and its order is no guess for the next."""
+        """Clean up after the outermost call has failed. Its order is no guess for the next call."""
         error = sys.exc_info()[1]
         if error is not None:
             self.agreement.leave(END_FORWARD, error)
@@ -198,11 +199,11 @@ class Root:
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward that has reached this model is under way, and has not died."""
+        """Whether a backward that has reached this model runs, and has not failed."""
         return self.backward and self._task is not None and self._task() is not None
 
     def enter_backward(self) -> None:
-        """Backward has reached this model, perhaps for the first time: be called when it ends."""
+        """Backward has reached this model. At the first time, register a callback for its end."""
         self.recover_if_failed()
         if not self.backward:
             task = _Task(self)
@@ -215,7 +216,7 @@ class Root:
             self.clock.turn()
 
     def backward_reaches(self, visit: Visit) -> None:
-        """Gather beside this unit's backward the one whose backward comes next."""
+        """Gather the unit whose backward comes next, beside this unit's backward."""
         for other in self._prefetch.before(visit):
             if (
                 other.root is self
@@ -223,15 +224,15 @@ class Root:
                 and not other.weights.gathered
                 and other.settings.unshard_in_backward
             ):
-                issue(other, self.clock.call, look=False)  # its backward looks
+                issue(other, self.clock.call, look=False)  # its backward checks for edits
 
     def finish_held(self) -> None:
-        """What micro-batches have left was reduced outside of any backward: wait for it."""
+        """Wait for reductions of held gradients that began outside of a backward."""
         self.reductions.finish()
         self.reductions.arrivals.end_backward()
 
     def end_backward(self) -> None:
-        """Backward is over: reduce what is left, in one order on all ranks, and leave everything sharded."""
+        """End a backward: reduce the remaining gradients, in the same order on all ranks, and release all weights."""
         self.visits.close_all()
         for unit in reversed(self.units()):
             if unit.weights.parameters:
@@ -251,22 +252,22 @@ class Root:
         self.agreement.compare()
 
     def end_unreached_backward(self) -> None:
-        """A backward is over that may have reached this model on other ranks, and has not on this one."""
+        """End a backward that has not reached this model on this rank, but perhaps on others."""
         self._enter()
         self.agreement.agree_all(END_BACKWARD, 0)
         self.agreement.compare()
 
     def forget_task(self) -> None:
-        """The end of a backward has raised. Whoever handles that may call the model."""
+        """Drop the callback after it has raised, because code that handles the error may call the model."""
         self._task = None
 
     # -- steps of optimizers -------------------------------------------------------------------------------------
 
     def count_step(self) -> None:
-        """An optimizer has stepped parameters of this model.
+        """Count a step of an optimizer on parameters of this model.
 
-        What is stepped within a backward (by hooks of parameters) counts when that is over: gradients arrive at the
-        host of an offloaded unit at other times on other ranks.
+        Steps within a backward (by hooks of parameters) count at its end, because gradients of an offloaded unit arrive
+        at the host at different times on different ranks.
         """
         if self.in_backward:
             self._stepped_within += 1
@@ -274,19 +275,19 @@ class Root:
             self.agreement.set_age(self.agreement.age + 1)
 
     def _count_steps_within(self, stepped: bool = False) -> None:
-        """Backward is over; ``stepped``: ``sw.optim.in_backward`` has stepped units in it."""
+        """Count the steps of a backward at its end. ``stepped``: ``sw.optim.in_backward`` has stepped units in it."""
         within, self._stepped_within = self._stepped_within + stepped, 0
         self.agreement.set_age(self.agreement.age + within)
 
     # -- failures ------------------------------------------------------------------------------------------------
 
     def recover_if_failed(self) -> None:
-        """If the last backward raised, it never reached its end: drop what it left."""
+        """If the last backward raised before its end, clean up after it."""
         if self.backward and not self.in_backward:
             self.recover()
 
     def recover(self) -> None:
-        """An exception left a forward or backward unfinished: its slabs and its gradients are dropped."""
+        """Drop the slabs and gradients of a forward or backward that an exception has ended."""
         self.reductions.arrivals.recover()
         self.caller = None
         self.backward = False
@@ -299,7 +300,7 @@ class Root:
 
 
 def _end_steps(units: list[Unit]) -> bool:
-    """Step in backward what is left to step. Returns whether any unit was, now or before."""
+    """Step the remaining units in backward. Returns whether any unit was stepped, now or before."""
     units = [unit for unit in reversed(units) if unit.stepping is not None]
     for unit in units:
         step_if_due(unit)
@@ -308,7 +309,7 @@ def _end_steps(units: list[Unit]) -> bool:
 
 
 def _finish_backward(unit: Unit) -> None:
-    """Leave a unit's backward if that is still to do; reduce what came late or was held before."""
+    """Leave a unit's backward if this is not done yet. Reduce late and held gradients."""
     activity, gradients = unit.activity, unit.gradients
     if activity.visits:
         for visit in list(activity.visits):
@@ -335,7 +336,7 @@ def root_of(unit: Unit) -> Root | None:
 
 
 class _Task:
-    """Called when the backward that it was queued in ends. If that raises, the task dies with it, uncalled."""
+    """The callback at the end of a backward. If the backward raises, the callback is dropped without a call."""
 
     def __init__(self, root: Root) -> None:
         self._root = root
@@ -345,7 +346,7 @@ class _Task:
             with annotate("root_post_backward_callback"), alone(self._root.device):
                 self._root.end_backward()
         except BaseException:
-            self._root.forget_task()  # the exception keeps this alive
+            self._root.forget_task()  # the exception keeps this object alive
             raise
 
 
@@ -387,7 +388,7 @@ def attach(module: nn.Module) -> Root:
 
 
 def _check_meshes(units: list[Unit], names: list[str]) -> None:
-    """Every parameter lies on all ranks that have data of their own: nobody else would sum its gradients up."""
+    """Check that every parameter is on all ranks with different data. Otherwise some gradients would be lost."""
     owners = [(unit, name) for unit, name in zip(units, names, strict=True) if unit.parameters]
     if not owners:
         return
@@ -410,7 +411,7 @@ def _check_meshes(units: list[Unit], names: list[str]) -> None:
 
 
 def backward_failed(error: BaseException) -> None:
-    """An exception has left a backward: the ranks that go on with it hear of that."""
+    """Report to the other ranks that an exception has ended a backward on this rank."""
     for root in list(roots) if not in_backward() else ():
         if root.backward and not root.in_backward and root.caller is None:
             root.agreement.leave(END_BACKWARD, error)
@@ -418,7 +419,7 @@ def backward_failed(error: BaseException) -> None:
 
 @contextmanager
 def selecting() -> Iterator[None]:
-    """Backward runs only what leads to selected tensors, and changes no gradient of others."""
+    """A context in which backward computes only gradients of selected tensors."""
     selected = [root for root in roots if not root.selects]
     for root in selected:
         root.selects = True

@@ -1,4 +1,4 @@
-"""The calls of a model's units that are under way, and the visits that they leave in the graph."""
+"""The running calls of a model's units, and their visits in the graph."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from shardwright.engine.unit.unit import Unit
 
 
 class Visits:
-    """Those of one model.
+    """The calls and visits of one model.
 
     Attributes:
-        frames: calls of units under way, the innermost last.
-        open: visits whose backward is under way.
+        frames: running calls of units, the innermost last.
+        open: visits whose backward runs.
     """
 
     __slots__ = ("_clock", "_of_call", "_order", "frames", "open")
@@ -26,7 +26,8 @@ class Visits:
         self._of_call: dict[int, Visit] = {}  #: by unit
 
     def of(self, unit: Unit, listener: Listener, recomputing: bool) -> Visit:
-        """The visit of ``unit`` in this root call; a recomputed call is a visit of its own, outside any order."""
+        """The visit of ``unit`` in this root call. A recomputed call is a separate visit, without a place in the
+        order."""
         if recomputing:
             return Visit(unit, listener, [], self._clock.tick())
         visit = self._of_call.get(unit.number)
@@ -47,12 +48,12 @@ class Visits:
         self.open.append(visit)
 
     def close_later(self, visit: Visit) -> None:
-        """Close visits whose forward began after that of ``visit`` had ended.
+        """Close visits whose forward began after the end of the forward of ``visit``.
 
-        Autograd runs nodes in the reverse of the order in which they were made, so nothing of those is left. Where
-        no input of a unit needs a gradient, on this rank or on any, nothing else would say so before the end.
+        Autograd runs nodes in the reverse of the order in which they were made, so it has run all nodes of these
+        visits. If no input of a unit needs a gradient, no other event shows this before the end of backward.
         """
-        if len(self.open) > 1:  # it is one of them
+        if len(self.open) > 1:  # ``visit`` is one of them
             self._close_begun_after(visit.end)
 
     def leave(self, visit: Visit) -> None:
@@ -62,21 +63,21 @@ class Visits:
             self._close_begun_after(visit.begin)
 
     def close_all(self) -> None:
-        """Backward is over."""
+        """Close all visits at the end of backward."""
         self._close_begun_after(-1)
 
     def _close_begun_after(self, time: int) -> None:
-        """Close these, the latest first, whatever the order in which this rank's backward has reached them."""
+        """Close these visits, the latest first, for any order in which this rank's backward has reached them."""
         later = sorted((v for v in self.open if v.begin > time), key=lambda v: -v.begin)
         for other in later:
             other.close()
 
     def end_call(self) -> None:
-        """A root call has returned or failed; its visits are the graph's."""
+        """End a root call, which has returned or failed. Only the graph holds its visits now."""
         self._of_call = {}
 
     def forget(self) -> None:
-        """A forward or backward has failed."""
+        """Drop all visits after a failed forward or backward."""
         self.frames.clear()
         self.open.clear()
         self._of_call = {}

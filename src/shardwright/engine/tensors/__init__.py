@@ -1,1 +1,1 @@
-"""What one parameter is: its sharded and its full form, how it is cut, and over which ranks. It knows no unit."""
+"""One parameter: its sharded and its full form, its cut, and its ranks. This room knows no units."""

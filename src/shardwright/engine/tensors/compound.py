@@ -1,7 +1,7 @@
-"""Local tensors that are made of several, as codes and scales are: the state of low-bit optimizers.
+"""Local tensors that consist of several tensors, such as codes and scales: the state of low-bit optimizers.
 
-Only their class knows how long its tensors are in a part of other length. So what is done here goes by operations that
-it has, or tensor by tensor. Sharding is not known here.
+Only their class knows the lengths of these tensors in a part of another length. So this file uses operations of the
+class, or works tensor by tensor. It does not know sharding.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from shardwright._torch import is_made_of_tensors, made_of
 
-#: What classes raise for operations that they do not have, or do not have for this part.
+#: Errors that classes raise for operations that they do not support, or not for this part.
 LACKING = (NotImplementedError, TypeError, ValueError)
 
 

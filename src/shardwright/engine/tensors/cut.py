@@ -1,7 +1,7 @@
-"""How one parameter is cut over the ranks: which part of it is this rank's, and what its sharded form is.
+"""The cut of one parameter over the ranks: this rank's part, and the sharded form.
 
-Two ways: in rows along a dimension, as ``Shard`` of DTensor means, and in a range of elements wherever the end of a
-rank's part happens to fall. The rest of the engine asks a :class:`Cut` and does not know which.
+There are two kinds: rows along a dimension, as with DTensor's ``Shard``, and a range of elements with any ends. The
+rest of the engine uses a :class:`Cut` of either kind.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwright.memory import Slab
 
 
 class Cut(Protocol):
-    spec: TensorSpec  #: of what is cut: of a tensor-parallel parameter this rank's part
+    spec: TensorSpec  #: of the tensor that is cut: for tensor parallelism this rank's part
     parallel: TensorParallel | None
     shape: torch.Size  #: of the whole parameter
 
@@ -33,7 +33,8 @@ class Cut(Protocol):
         """``local`` as the sharded tensor of the parameter's ``shape``, without any communication."""
 
     def part_of(self, source: torch.Tensor) -> torch.Tensor:
-        """This rank's part of ``source``, whole or sharded. Communicates only for one that is sharded otherwise."""
+        """This rank's part of ``source``, whole or sharded. Communicates only if ``source`` is sharded in another
+        way."""
 
     def of_full(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor that is full on this rank, as a view."""
@@ -42,21 +43,21 @@ class Cut(Protocol):
         """This rank's part as a view of its flat shard, whose segment begins at ``offset``."""
 
     def packed_view(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
-        """The same as a view of what is gathered or was reduced, where its segment begins at ``offset``."""
+        """The same part as a view of gathered or reduced memory, in which its segment begins at ``offset``."""
 
     @property
     def repacks(self) -> bool:
-        """Whether elements lie in another order in the shard than in what is gathered and reduced."""
+        """Whether the shard has another order of elements than gathered and reduced memory."""
 
     def full_view(self, slab: Slab, run: Run) -> torch.Tensor:
         """The full parameter as a view of the slab."""
 
     def pieces(self, local: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-        """This rank's part as boxes of the whole: where each begins, and its memory as a view of ``local``."""
+        """This rank's part as boxes of the whole: the start of each box, and its memory as a view of ``local``."""
 
 
 class RowCut:
-    """Rows of one dimension, as ``torch.chunk`` cuts; a 0-d parameter whole on every rank. Its form is a DTensor."""
+    """Cuts rows of one dimension as ``torch.chunk`` does; a 0-d parameter stays whole. The form is a DTensor."""
 
     def __init__(
         self, ranks: Ranks, spec: TensorSpec, parallel: TensorParallel | None, segment: Segment
@@ -125,7 +126,7 @@ class RowCut:
 
 
 class RaggedCut:
-    """A range of elements in memory order. Its form is a RaggedTensor."""
+    """Cuts a range of elements in memory order. The form is a RaggedTensor."""
 
     def __init__(
         self,
@@ -198,13 +199,13 @@ def make_cut(
     if isinstance(segment, RaggedSegment):
         offset = member.offset
         return RaggedCut(ranks, spec, parallel, chunk, offset, segment.slab_offset + offset)
-    if len(ranks.axes) > 1:  # no DTensor says that the inner axis cuts first
+    if len(ranks.axes) > 1:  # no DTensor can express that the inner axis cuts first
         return RaggedCut(ranks, spec, parallel, chunk, 0, segment.slab_offset)
     return RowCut(ranks, spec, parallel, segment)
 
 
 def cut_alone(ranks: Ranks, spec: TensorSpec, parallel: TensorParallel | None, like: Cut) -> Cut:
-    """A cut in the manner of ``like`` for a parameter of another shape or dtype, until its unit is made anew."""
+    """A cut of the same kind as ``like`` for another shape or dtype, until the memory of the unit is made again."""
     if isinstance(like, RaggedCut):
         numel = math.prod(spec.shape)
         return RaggedCut(ranks, spec, parallel, max(-(-numel // ranks.parts), 1), 0, 0)

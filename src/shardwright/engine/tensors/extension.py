@@ -1,8 +1,8 @@
-"""Tensor subclasses that decide what is gathered of them: the protocol of ``fsdp_pre_all_gather``.
+"""Tensor subclasses that define their own all-gather: the protocol of ``fsdp_pre_all_gather``.
 
-A parameter whose tensor has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` (float8 weights, quantised bases)
-sends what the first returns and shows what the second makes of everybody's. Its memory is its own: it lies in no
-segment of the unit's slab. The protocol is torch's (torch.distributed.fsdp, 2.13), both signatures of it.
+Such a tensor has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` (float8 weights, quantised bases). The first
+returns the tensors to send, the second makes the full parameter from the received ones. The parameter has separate
+memory, outside the unit's slab. The protocol is torch's (torch.distributed.fsdp, 2.13), with both signatures.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwright.memory import Owner, Slab
 
 
 def is_extended(tensor: torch.Tensor) -> bool:
-    """Whether the tensor takes part in the protocol; half of it is an error."""
+    """Whether the tensor has the protocol. Raises if it has only one of the two methods."""
     pre, post = hasattr(tensor, "fsdp_pre_all_gather"), hasattr(tensor, "fsdp_post_all_gather")
     if pre != post:
         there, lacking = ("pre", "post") if pre else ("post", "pre")
@@ -37,17 +37,17 @@ _PRE = "fsdp_pre_all_gather"
 
 
 def is_attached(tensor: torch.Tensor) -> bool:
-    """Whether the protocol was attached to this one object, and its class does not have it."""
+    """Whether this object has the protocol and its class does not."""
     return _PRE in tensor.__dict__ and not hasattr(type(tensor), _PRE)
 
 
 def any_attached(attributes: list[dict[str, Any]]) -> bool:
-    """Whether the protocol is among the attributes of any of these objects."""
+    """Whether any of these objects has the protocol among its attributes."""
     return any(attributes) and any(_PRE in each for each in attributes)
 
 
 class Extension:
-    """What one extended parameter sends and receives in each gather of its unit."""
+    """The tensors that one extended parameter sends and receives in each gather of its unit."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Extension:
         self._full: torch.Tensor | None = None
 
     def begin(self, local: Any, compared: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Ask ``local`` what to send; returns bytes to receive into and bytes to send.
+        """Call ``fsdp_pre_all_gather`` of ``local``. Returns bytes to receive into and bytes to send.
 
         ``compared``: whether the ranks compare sizes before the gather, so that all of them refuse unequal ones.
         """
@@ -114,7 +114,7 @@ class Extension:
 
     @torch.inference_mode(False)
     def _make_outputs(self, kinds: list[tuple[int, torch.dtype]], device: torch.device) -> None:
-        """One storage object per received tensor, for as long as their sizes stay: saved tensors refer to it."""
+        """Make one storage object per received tensor. It stays while sizes stay, because saved tensors refer to it."""
         if kinds == self._kinds:
             return
         n = self._mesh.size()
@@ -127,7 +127,7 @@ class Extension:
 
     @torch.no_grad()
     def finish(self, local: Any, shown: nn.Parameter) -> torch.Tensor | None:
-        """The gather is done: fill ``shown``, or return the tensor that a new full parameter is to be made of."""
+        """After the gather: fill ``shown``, or return the tensor for a new full parameter."""
         outputs = tuple(t.view(-1, *size[1:]) for t, size in zip(self._outputs, self._sizes, strict=True))
         metadata, self._metadata = self._metadata, None
         if self._full is not None:

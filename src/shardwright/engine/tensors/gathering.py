@@ -1,4 +1,4 @@
-"""The whole of a sharded tensor, by plain all-gathers along its mesh.
+"""Gathers a whole sharded tensor with plain all-gathers along its mesh.
 
 torch's ``DTensor.full_tensor`` gathers with an operation whose name has more than 15 characters. On gloo such names
 race with one another and corrupt the heap (see ``comm/collectives.py``), so the engine gathers its tensors itself.
@@ -17,7 +17,7 @@ from shardwright._torch import all_gather_single, dtensor_of, local_of
 
 
 def gathers_plainly(tensor: DTensor) -> bool:
-    """Whether :func:`whole` can gather this tensor: it has memory where its groups communicate, and no partial sums."""
+    """Whether :func:`whole` can gather this tensor: its memory is on its groups' device, and it has no partial sums."""
     local = local_of(tensor)
     return (
         type(local) is torch.Tensor
@@ -28,21 +28,21 @@ def gathers_plainly(tensor: DTensor) -> bool:
 
 
 def whole(tensor: DTensor) -> torch.Tensor:
-    """All of a tensor that :func:`gathers_plainly` allows, with graph. Every rank of its mesh must call it."""
+    """The whole tensor, with graph, if :func:`gathers_plainly` allows it. Every rank of its mesh must call it."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         return _Whole.apply(tensor)  # type: ignore[no-any-return]
     return _gather(tensor)
 
 
 def full_of(tensor: Any) -> torch.Tensor:
-    """``tensor.full_tensor()`` of any sharded tensor, gathered plainly where that can be."""
+    """``tensor.full_tensor()`` of any sharded tensor, with plain all-gathers if possible."""
     if isinstance(tensor, DTensor) and gathers_plainly(tensor):
         return whole(tensor)
     return tensor.full_tensor()  # type: ignore[no-any-return]
 
 
 def replicated(tensor: DTensor) -> DTensor:
-    """The same as a DTensor that each rank has whole, without graph."""
+    """The whole tensor as a replicated DTensor, without graph."""
     mesh, full = tensor.device_mesh, _gather(tensor)
     return dtensor_of(full, mesh, (Replicate(),) * mesh.ndim, tensor.shape, full.stride())
 
@@ -57,7 +57,7 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:  # type: ignore[override]
         mesh: DeviceMesh = ctx.mesh
         everywhere = (Replicate(),) * mesh.ndim
-        # Each rank cuts its part off. Nothing is communicated.
+        # Each rank takes its part, without communication.
         return DTensor.from_local(gradient, mesh, everywhere, run_check=False).redistribute(
             placements=ctx.placements
         )
@@ -78,7 +78,7 @@ def _gather(tensor: DTensor) -> torch.Tensor:
 
 
 def _sizes_before(tensor: DTensor, coordinate: Sequence[int]) -> list[int]:
-    """For each mesh axis, how large its sharded dimension is on this rank once the axes on its left have cut it."""
+    """For each mesh axis: the size of its sharded dimension on this rank after the axes on its left have cut it."""
     shape, sizes = list(tensor.shape), []
     for axis, placement in enumerate(tensor.placements):
         if not isinstance(placement, Shard):
@@ -93,7 +93,7 @@ def _sizes_before(tensor: DTensor, coordinate: Sequence[int]) -> list[int]:
 
 
 def _gather_axis(local: torch.Tensor, dim: int, size: int, mesh: DeviceMesh, axis: int) -> torch.Tensor:
-    """Join the ranks' parts along ``dim``, of which torch.chunk made them."""
+    """Join the ranks' parts, which torch.chunk made along ``dim``."""
     ranks = mesh.size(axis)
     if ranks == 1:
         return local

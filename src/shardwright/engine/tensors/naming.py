@@ -1,4 +1,4 @@
-"""Which parameter a tensor is, for messages. Nothing here keeps a tensor, a parameter or a unit alive."""
+"""Finds the parameter of a tensor, for messages. Nothing here keeps a tensor, a parameter or a unit alive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNITS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def remember(unit: Any, sharded: Any) -> None:
-    """Note a sharded parameter of ``unit``."""
+    """Register a sharded parameter of ``unit``."""
     for key in _keys(sharded):
         _UNITS[id(key)] = unit
 

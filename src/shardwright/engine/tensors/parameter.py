@@ -1,7 +1,6 @@
 """One managed parameter in its two forms: sharded (what optimizers and checkpoints see) and full (what forward sees).
 
-Both objects are made once per unit layout. Which of them a module shows is decided by the unit; collectives are not
-known here.
+Both objects are made once per unit layout. The unit decides which form a module shows. This file knows no collectives.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from shardwright.engine.tensors.unset import unmark
 TAKEN = "_shardwright_taken_by"
 #: Set on a sharded parameter: a weak reference to its unit.
 UNIT_OF = "_shardwright_unit_of"
-#: Set on a full parameter: what to call when its ``.data`` is handed out.
+#: Set on a full parameter: the function to call when user code gets its ``.data``.
 ON_DATA = "_shardwright_on_data"
-#: Set on a full parameter: the sharded one in whose place it is shown.
+#: Set on a full parameter: the sharded parameter that it replaces in modules.
 STANDS_FOR = "_shardwright_stands_for"
-#: True on classes of tensors whose values are computed later (``shardwright.init``), which have a hash ``origin``.
+#: True on classes of deferred tensors (``shardwright.init``). These have a hash ``origin``.
 DEFERRED = "_shardwright_deferred"
 _NOT_COPIED = {
     UNIT_OF,
@@ -51,17 +50,17 @@ _NOT_COPIED = {
 
 
 class Taken(NamedTuple):
-    """What the parameter became, and a name for messages."""
+    """The sharded parameter that replaced a parameter, and a name for messages."""
 
     label: str
     sharded: nn.Parameter
 
 
 class Managed(torch.Tensor):
-    """A sharded parameter, which knows its unit, so that what is done through ``.data`` is not lost."""
+    """A sharded parameter. It knows its unit, so that assignments to ``.data`` reach the unit."""
 
     __slots__ = ()
-    _copy: Callable[[], torch.Tensor]  #: without graph and without a unit
+    _copy: Callable[[], torch.Tensor]  #: makes an alias without graph and without a unit
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -82,7 +81,7 @@ class Managed(torch.Tensor):
     def detach(self) -> torch.Tensor:
         alias = super().detach()
         if not torch.compiler.is_compiling() and called_by_parameter():
-            alias.__class__ = type(self)  # which it asks for. It is of no unit until one takes it over.
+            alias.__class__ = type(self)  # as expected; it has no unit until one adopts it
         return alias
 
     def view_as(self, other: torch.Tensor) -> torch.Tensor:
@@ -135,8 +134,8 @@ class RaggedParameter(Managed, RaggedTensor):  # type: ignore[misc]
 
 
 def become(sharded: Any, new: Any) -> None:
-    """Make ``sharded``, the same object, what ``new`` is, which is sharded in the same manner."""
-    # A parameter that was made of a view of another one has its own local tensor from now on.
+    """Give the object ``sharded`` the content of ``new``, which is sharded in the same way."""
+    # From now on a parameter that was made from a view of another one has a separate local tensor.
     sharded.__dict__.pop(EDITED, None)
     if isinstance(new, RaggedTensor):
         sharded.become(new)
@@ -146,19 +145,20 @@ def become(sharded: Any, new: Any) -> None:
         rebind(sharded, new)
 
 
-# torch's stager of asynchronous checkpoints copies what a class itself names in its slots, and nothing else.
+# torch's stager of asynchronous checkpoints copies only attributes in the class's own slots.
 for _cls in (ShardedTensor, ShardedCopy, ShardedParameter):
     _cls.__slots__ = DTensor.__slots__  # type: ignore[assignment]
 
 
 class Full(torch.Tensor):
-    """A full parameter that tells its unit of edits through ``.data``, which move no version counter."""
+    """A full parameter that reports reads of ``.data`` to its unit, because edits through it move no version
+    counter."""
 
     __slots__ = ()
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        if not called_by_compiler():  # which looks at it once, and changes nothing
+        if not called_by_compiler():  # the compiler reads it once and changes nothing
             self.__dict__[ON_DATA](self)
         alias: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
         if isinstance(self, DTensor):
@@ -174,9 +174,7 @@ class Full(torch.Tensor):
                 "parameter between steps."
             )
         with torch.no_grad():
-            self.copy_(
-                value
-            )  # its memory is the slab's, which graphs made before view, too, and must now refuse
+            self.copy_(value)  # earlier graphs view the same memory in the slab, and must now raise an error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -189,36 +187,36 @@ class Full(torch.Tensor):
 
 
 class FullParameter(Full, nn.Parameter):
-    """That of a parameter that lies on data-parallel ranks alone: all of it."""
+    """The full form of a parameter that is only data-parallel: all of it."""
 
     __slots__ = ()
 
 
 class FullDTensor(Full, DTensor):
-    """That of a tensor-parallel one: this rank's part of it is full."""
+    """The full form of a tensor-parallel parameter: all of this rank's tensor-parallel part."""
 
     __slots__ = ()
 
     @staticmethod
     def __tensor_unflatten__(*parts: Any) -> DTensor:
-        """As torch.compile traces with it, which expects tensors of this class again when the graph runs."""
+        """For torch.compile, which expects tensors of this class again when the graph runs."""
         result = DTensor.__tensor_unflatten__(*parts)
         result.__class__ = FullDTensor
         return result
 
 
 def plain_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that has the memory: of a DTensor the local one."""
+    """The tensor that has the memory: for a DTensor the local tensor."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def has_no_values(tensor: torch.Tensor) -> bool:
-    """Whether it is on the meta device, or deferred: a shape, whose values come later."""
+    """Whether it is deferred or on the meta device, so that its values come later."""
     return tensor.is_meta or getattr(type(plain_of(tensor)), DEFERRED, False)
 
 
 def refuse_while_deferring(doing: str) -> None:
-    """Raise RuntimeError where tensors that are made now would be deferred ones."""
+    """Raise RuntimeError inside ``deferred_init``, where new tensors are deferred."""
     if getattr(type(torch.empty(0, device="cpu")), DEFERRED, False):
         raise RuntimeError(
             f"{doing} was called inside deferred_init, which records operations and does not run them. Call it after "
@@ -234,7 +232,7 @@ def unit_of(parameter: torch.Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Slot:
-    """A name under which a module holds the parameter; tied weights have several."""
+    """A module and the name under which it holds the parameter. Tied weights have several slots."""
 
     module: weakref.ref[nn.Module]
     name: str
@@ -247,12 +245,12 @@ class Slot:
         return cls(weakref.ref(module), name, module._parameters if plain else None)
 
     def parameter_there(self) -> nn.Parameter | None:
-        """What the module has there now; None also if it is gone."""
+        """The module's present value under this name. None also if the module no longer exists."""
         module = self.module()
         return None if module is None else module._parameters.get(self.name)
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether the module still has this parameter, or is gone."""
+        """Whether the module still has this parameter, or no longer exists."""
         if self.registry is not None:
             return self.registry.get(self.name) is parameter
         module = self.module()
@@ -276,7 +274,7 @@ class ManagedParameter:
         full: ``nn.Parameter`` in the compute dtype; views the unit's slab, readable only while that is leased. Of a
             tensor-parallel one a DTensor.
         view: the plain tensor behind ``full``.
-        slots: where modules hold it; other units may add some that borrow it.
+        slots: the places where modules hold it; other units may add slots that borrow it.
     """
 
     __slots__ = ("cut", "extension", "full", "lent_over", "local", "name", "sharded", "slots", "spec", "view")
@@ -298,7 +296,7 @@ class ManagedParameter:
         self.full = full
         self.view = plain_of(full)
         self.extension: Extension | None = None
-        self.lent_over = False  #: a tensor that is no parameter stands in its place for now
+        self.lent_over = False  #: whether a tensor that is no parameter replaces it now
 
     def show(self, form: nn.Parameter) -> None:
         for slot in self.slots:
@@ -306,7 +304,7 @@ class ManagedParameter:
                 slot.show(form)
 
     def stand_in(self) -> torch.Tensor | None:
-        """A tensor in this one's place that is no parameter."""
+        """A tensor that is no parameter and that replaces this one in its module."""
         tensors = (slot.parameter_there() for slot in self.slots)
         return next((t for t in tensors if t is not None and not isinstance(t, nn.Parameter)), None)
 
@@ -325,7 +323,7 @@ class ManagedParameter:
         unmark(self.local)
 
     def adopt_full(self, tensor: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
-        """An extended parameter was gathered for the first time: this is its full form from now on."""
+        """Set the full form of an extended parameter after its first gather."""
         self.full = self.view = listen(nn.Parameter(tensor), on_gradient, self.sharded.requires_grad)
         self.full.__dict__[STANDS_FOR] = self.sharded
 
@@ -335,9 +333,10 @@ class ManagedParameter:
         return (self.full,) if self.view is self.full else (self.full, self.view)
 
     def write_back(self, gathered: torch.Tensor | None = None) -> None:
-        """The full form may have been changed in place while it was shown: keep what is new in this rank's part.
+        """Write edits of the full form into this rank's shard.
 
-        What is as it was ``gathered`` (default: the shard, cast) stays as it is, since the gather may have rounded it.
+        Elements that equal ``gathered`` (default: the shard, cast) are not written, since the gather may have rounded
+        them.
         """
         if self.extension is not None:
             raise RuntimeError(
@@ -363,9 +362,9 @@ def build(
     on_gradient: Callable[[torch.Tensor], None],
     on_data: Callable[[torch.Tensor], None],
 ) -> ManagedParameter:
-    """Make both forms, keep the original's attributes, and let ``on_gradient`` hear of every full gradient.
+    """Make both forms, keep the original's attributes, and call ``on_gradient`` with every full gradient.
 
-    A parameter that is sharded already stays the same object, since optimizers may hold it.
+    A parameter that is already sharded stays the same object, since optimizers may hold it.
     """
     sharded: Any = nn.Parameter(cut.wrap(local), requires_grad=original.requires_grad)
     kind = RaggedParameter if isinstance(sharded, RaggedTensor) else ShardedParameter
@@ -375,7 +374,7 @@ def build(
         become(original, sharded)
         sharded = original
     else:
-        forget_cut(original)  # which made gradients as this one was sharded
+        forget_cut(original)  # it cut gradients as the old form was sharded
         share_gradient_hooks(original, sharded)
     sharded.__class__ = kind
     if is_extended(local):  # this object, or its class, of which making a parameter takes an alias
@@ -397,7 +396,7 @@ def build(
 def listen(
     full: nn.Parameter, on_gradient: Callable[[torch.Tensor], None], requires_grad: bool
 ) -> nn.Parameter:
-    full.requires_grad_(True)  # a hook needs it once; requires_grad follows the sharded form
+    full.requires_grad_(True)  # a hook needs this once; later it follows the sharded form
     full.register_post_accumulate_grad_hook(on_gradient)
     full.requires_grad_(requires_grad)
     return full

@@ -1,7 +1,7 @@
 """The sharded tensor of ragged layouts: global shape outside, a flat range of its elements on each rank.
 
-What may be done with one is the table of ``ragged_ops.py``; all else raises. Units, slabs and optimizers are not known
-here. A wrong answer made from the local piece alone is the one thing that must never come out of these files.
+The table of ``ragged_ops.py`` has the supported operations; all others raise an error. An operation must never return a
+result for only the local part. This file knows no units, slabs or optimizers.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-#: What may be done with a ragged tensor, see ``ragged_ops.py``.
+#: The supported operations, see ``ragged_ops.py``.
 HANDLERS: dict[Any, Handler] = {}
 
 
 class RaggedTensor(torch.Tensor):
-    """A tensor of global shape of which this rank holds a contiguous range, possibly none, possibly all.
+    """A tensor of global shape. This rank holds a contiguous range of its elements, possibly none or all.
 
     Element-wise operations among tensors of equal spec, 0-d tensors and numbers run on the local tensors without
     communication. Norms, ``sum``, ``mean``, ``max``, ``min``, ``any``, ``all`` and ``equal`` are global: one
-    all-reduce, so every rank must call them. ``copy_`` takes its part of a whole tensor, and of one sharded
-    otherwise, for which every rank must call it. All else raises NotImplementedError.
+    all-reduce, so every rank must call them. ``copy_`` copies this rank's part of a whole tensor. If its source is
+    sharded in another way, every rank must call it. Other operations raise NotImplementedError.
     """
 
     __slots__ = ("_local_tensor", "spec")
@@ -58,14 +58,14 @@ class RaggedTensor(torch.Tensor):
         return self  # type: ignore[no-any-return]
 
     def __init_subclass__(cls) -> None:
-        # torch's stager of asynchronous checkpoints copies what ``__slots__`` names on the class itself, and would
-        # write uninitialised memory for a subclass that names none.
+        # torch's stager of asynchronous checkpoints copies only attributes in the ``__slots__`` of the class itself.
+        # For a subclass without slots it would write uninitialised memory.
         cls.__slots__ = RaggedTensor.__slots__
 
     __torch_function__ = disabled_torch_function
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[RaggedSpec, bool]]:
-        """What torch.compile computes with: the local tensor."""
+        """The tensor with which torch.compile computes: the local tensor."""
         return ["_local_tensor"], (self.spec, self.requires_grad)
 
     @staticmethod
@@ -93,7 +93,7 @@ class RaggedTensor(torch.Tensor):
     def from_full(cls, source: torch.Tensor, spec: RaggedSpec) -> RaggedTensor:
         """A copy of this rank's part of ``source``, which is whole, a DTensor or a RaggedTensor.
 
-        Communicates, on every rank, only for one that is sharded and not as ``spec`` says.
+        If ``source`` is sharded, and not as in ``spec``, all ranks communicate.
         """
         return cls(copied(part_of(source, spec)), spec)
 
@@ -105,7 +105,7 @@ class RaggedTensor(torch.Tensor):
         return self.spec.mesh
 
     def to_local(self) -> torch.Tensor:
-        """This rank's elements: the very tensor, so what is written to it is written to this one."""
+        """This rank's elements. Not a copy: writes into them change this tensor."""
         return self._local_tensor
 
     @torch.no_grad()
@@ -173,7 +173,7 @@ class RaggedTensor(torch.Tensor):
     def as_dtensor(self) -> RaggedDTensor:
         """This tensor in a state dict: a DTensor that torch's state-dict functions gather and load. Not a copy."""
         placements = (Replicate(),) * self.spec.mesh.ndim
-        with torch.inference_mode(self.is_inference()):  # what is loaded into later must not become one
+        with torch.inference_mode(self.is_inference()):  # not an inference tensor, for later loads
             result: Any = dtensor_of(self.detach(), self.spec.mesh, placements, self.shape, self.stride())
         result.__class__ = RaggedDTensor
         return result  # type: ignore[no-any-return]
@@ -192,7 +192,7 @@ class RaggedTensor(torch.Tensor):
         self.become(value)
 
     def become(self, other: RaggedTensor) -> None:
-        """Make this object what ``other`` is: shape, dtype, local tensor and spec."""
+        """Give this object the shape, dtype, local tensor and spec of ``other``."""
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # this is the outside only
         self._local_tensor, self.spec = other._local_tensor, other.spec
 
@@ -222,7 +222,7 @@ class RaggedTensor(torch.Tensor):
     # -- ways around the dispatcher ------------------------------------------------------------------------------------
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        # Gathering would hang where only rank 0 saves, which is how torch.save is mostly called.
+        # Mostly only rank 0 calls torch.save, so gathering would hang.
         raise NotImplementedError(
             f"pickle and torch.save cannot save {described(self)}: this rank has only a part of it. Save "
             ".full_tensor(), called on every rank, or the state dict with torch.distributed.checkpoint, or shard "
@@ -239,20 +239,18 @@ class RaggedTensor(torch.Tensor):
         refuse("tolist", self)
 
     def share_memory_(self) -> NoReturn:
-        refuse(
-            "share_memory_", self
-        )  # there is no memory behind the wrapper: torch's own crashes the process
+        refuse("share_memory_", self)  # the wrapper has no memory, and torch's own version crashes
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
         refuse("__dlpack__", self)
 
     # -- torch.distributed.checkpoint: this rank's rectangles ----------------------------------------------------------
-    # Imported by whoever calls these. Imported above, its 80 modules would be most of what this package loads.
+    # Imported here, since its 80 modules would otherwise be most of the package's imports.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         parallel = self.spec.parallel
         if parallel is not None and not parallel.is_first_copy:
-            return []  # ranks with other parts of other parameters may cut this one elsewhere: chunks would overlap
+            return []  # other ranks may have other cuts, so chunks would overlap
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -285,11 +283,11 @@ class RaggedTensor(torch.Tensor):
 
 
 class RaggedDTensor(DTensor):
-    """A ragged tensor in a state dict: a DTensor, replicated, whose local tensor is the ragged one.
+    """A ragged tensor in a state dict: a replicated DTensor whose local tensor is the ragged one.
 
-    ``torch.distributed.checkpoint.state_dict`` knows sharded tensors by ``isinstance(value, DTensor)`` alone. What
-    it then calls does the right thing here: ``redistribute`` and ``full_tensor`` gather, ``to_local().copy_(whole)``
-    takes this rank's part, and saving and loading go by the ragged tensor's rectangles.
+    ``torch.distributed.checkpoint.state_dict`` recognises sharded tensors only by ``isinstance(value, DTensor)``. Its
+    calls are right here: ``redistribute`` and ``full_tensor`` gather, ``to_local().copy_(whole)`` copies this rank's
+    part, and saving and loading use the ragged tensor's rectangles.
     """
 
     __slots__ = ()
@@ -306,7 +304,8 @@ class RaggedDTensor(DTensor):
         return self.ragged.full_tensor()
 
     def _refuse_on_every_rank(self) -> None:
-        """Raise where any rank's part cannot be gathered: optimizers choose the class of their state part by part."""
+        """Raise on all ranks if any rank's part cannot be gathered, since parts of optimizer state may differ in
+        class."""
         ragged = self.ragged
         local, spec = ragged._local_tensor, ragged.spec
         if spec.world_size == 1 or local.is_meta or parameter_of(local) or is_traced(local):
@@ -326,7 +325,7 @@ class RaggedDTensor(DTensor):
         self._refuse_on_every_rank()
         return self.ragged.redistribute(device_mesh, placements)
 
-    # Torch's own would give a plain DTensor, which says it is replicated and gathers no more.
+    # torch's own version would make a plain replicated DTensor, which does not gather.
 
     def to(self, *args: Any, **kwargs: Any) -> RaggedDTensor:  # type: ignore[override]
         moved = self.ragged.to(*args, **kwargs)
@@ -365,7 +364,7 @@ def part_of(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
     """This rank's part of ``source``, in its local shape; may be a view. See :meth:`RaggedTensor.from_full`."""
     rank = spec.rank
     if isinstance(source, DTensor) and isinstance(source._local_tensor, RaggedTensor):
-        source = source._local_tensor  # of a state dict, or a result of arithmetic with its values
+        source = source._local_tensor  # from a state dict, or a result of arithmetic with its values
     if source.shape != spec.global_shape:
         source = _expanded(source, spec)
     if isinstance(source, RaggedTensor):
@@ -389,9 +388,7 @@ def part_of(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
     if spec.parallel is not None:
         source = spec.parallel.part_of(source)
     start, _ = spec.ranges[rank]
-    if source.numel() and not any(
-        source.stride()
-    ):  # one number everywhere, of which flattening would make a copy
+    if source.numel() and not any(source.stride()):  # one number everywhere; flattening would copy it
         return source.detach().as_strided((), ()).expand(spec.local_shape(rank))
     part = part_as(source.detach(), start, spec.local_shape(rank))
     return part if part is not None else refuse_to_cut(source, spec, spec.local_shape(rank))
@@ -407,7 +404,7 @@ def _expanded(source: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
 
 
 def _ranges_by_rows(spec: RaggedSpec) -> list[tuple[int, int]]:
-    """The flat ranges of ``Shard(0)``, which cuts as torch.chunk does."""
+    """The flat ranges of ``Shard(0)``, which cuts like torch.chunk."""
     width = -(-spec.shape[0] // spec.world_size) * math.prod(spec.shape[1:])
     return [(min(r * width, spec.numel), min((r + 1) * width, spec.numel)) for r in range(spec.world_size)]
 
@@ -415,7 +412,7 @@ def _ranges_by_rows(spec: RaggedSpec) -> list[tuple[int, int]]:
 def _exchange(
     local: torch.Tensor, spec: RaggedSpec, have: list[tuple[int, int]], want: list[tuple[int, int]]
 ) -> torch.Tensor:
-    """Flat ranges of one cut into those of another over ``spec``'s group: one all-to-all, each element once at most."""
+    """Move the flat ranges of one cut to those of another over ``spec``'s group, with one all-to-all."""
     refuse_traced(local)
     if not has_other_lengths(local):
         refuse_to_join(RaggedTensor(local, spec))
@@ -425,7 +422,7 @@ def _exchange(
     receive = [size * _overlap(target, other) for other in have]
     device = device_of(spec, local)
     result = flat.new_empty(target[1] - target[0], device=device)
-    source = flat.to(device).view(torch.uint8)  # all of it is wanted somewhere: both cut the whole tensor
+    source = flat.to(device).view(torch.uint8)  # both cuts contain the whole tensor, so all of it is needed
     dist.all_to_all_single(result.view(torch.uint8), source, receive, send, group=spec.group)
     return result.to(local.device)
 
@@ -435,13 +432,13 @@ def _overlap(a: tuple[int, int], b: tuple[int, int]) -> int:
 
 
 def device_of(spec: RaggedSpec, local: torch.Tensor) -> torch.device:
-    """Where the group communicates: tensors that were offloaded go there and back."""
+    """The device on which the group communicates. Offloaded tensors move there and back."""
     kind = spec.mesh.device_type
     return local.device if local.device.type == kind else torch.device(kind)
 
 
 def refuse_traced(local: torch.Tensor) -> None:
-    """Raise if torch.compile is following: the collectives here would be carried out now, and not by the graph."""
+    """Raise if torch.compile traces, because the collectives here would run now and not in the graph."""
     if is_traced(local):
         raise NotImplementedError(
             "A compiled function gathers a ragged tensor, or copies one to a tensor that is cut differently. "
@@ -451,7 +448,7 @@ def refuse_traced(local: torch.Tensor) -> None:
 
 
 def described(tensor: RaggedTensor) -> str:
-    """For messages: which parameter it is, or which it is cut like."""
+    """The tensor in messages: the name of its parameter, or of a parameter with the same cut."""
     shape = tuple(tensor.shape)
     if parameter := parameter_of(tensor._local_tensor):
         return f"a ragged tensor (parameter {parameter}, of shape {shape})"
@@ -460,7 +457,7 @@ def described(tensor: RaggedTensor) -> str:
 
 
 def refuse(name: Any, arguments: Any) -> NoReturn:
-    """Raise for an operation on ``arguments``, among which a ragged tensor is."""
+    """Raise for an operation on ``arguments``, which contain a ragged tensor."""
     tensors = [each for each in tree_leaves(arguments) if isinstance(each, RaggedTensor)]
     label = described(tensors[0]) if tensors else "a ragged tensor"
     raise NotImplementedError(
@@ -473,7 +470,7 @@ def refuse(name: Any, arguments: Any) -> NoReturn:
 
 
 def refuse_to_join(tensor: RaggedTensor, where: str = "this rank") -> NoReturn:
-    """Raise for a tensor whose part there is of a class that makes no tensors of other lengths."""
+    """Raise for a tensor whose part has a class that cannot make tensors of other lengths."""
     local = tensor._local_tensor
     kind = "" if has_other_lengths(local) else f" ({type(local).__name__})"
     raise NotImplementedError(
@@ -499,7 +496,7 @@ def refuse_to_cut(source: torch.Tensor, spec: RaggedSpec, shape: Sequence[int]) 
 
 
 def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # In inference mode operations arrive that are made of others.
+    # In inference mode composite operations arrive.
     with torch.no_grad():
         result = func.decompose(*args, **kwargs)
     return result if result is not NotImplemented else refuse(func, (args, kwargs))

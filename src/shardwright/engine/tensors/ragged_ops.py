@@ -1,6 +1,7 @@
-"""The operations that are allowed on a ragged tensor: a table from torch's operators to what each does.
+"""The operations of ragged tensors: a table from torch's operators to our functions.
 
-Element-wise ones run on the local tensors, reductions end in one all-reduce, and what is in no row raises.
+Element-wise operations run on local tensors. Reductions end in one all-reduce. Operations without an entry raise an
+error.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _pointwise_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In place, or into ``out``."""
+    """Element-wise in place, or into ``out``."""
     target = kwargs.get("out", args[0])
     if not isinstance(target, RaggedTensor):
         other = _first_ragged(args)
@@ -108,7 +109,7 @@ def _pointwise_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _add(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Addition and subtraction. A plain loss and a ragged tensor without dimensions give a plain loss."""
+    """Addition and subtraction. A plain loss plus a ragged tensor without dimensions is a plain loss."""
     traced = any(is_traced(t._local_tensor) for t in args if isinstance(t, RaggedTensor))
     if not traced and joins_loss(func, args):
         return func(*[_number_of(t) if isinstance(t, RaggedTensor) else t for t in args], **kwargs)
@@ -121,7 +122,7 @@ def _number_of(tensor: RaggedTensor) -> torch.Tensor:
 
 
 def _edited(targets: Sequence[Any]) -> None:
-    """Move the counters of local tensors: here, below autograd, no operation does."""
+    """Increase the version counters of local tensors, because operations below autograd do not."""
     locals_ = [t._local_tensor for t in targets if isinstance(t, RaggedTensor)]
     increment_version([t for t in locals_ if not t.is_inference()])
 
@@ -131,7 +132,7 @@ def _first_ragged(args: Sequence[Any]) -> RaggedTensor:
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Lists, of which plain tensors may be a part, and the fused steps of optimizers."""
+    """Operations on lists, which may contain plain tensors, and the fused steps of optimizers."""
     lists = next(arg for arg in args if isinstance(arg, (list, tuple)))
     specs = [t.spec if isinstance(t, RaggedTensor) else None for t in lists]
 
@@ -143,7 +144,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return [_unwrap(func, spec, a) for a, spec in zip(arg, specs, strict=True)]
 
     result = func(*[unwrap(arg) for arg in args], **{key: unwrap(arg) for key, arg in kwargs.items()})
-    if result is None:  # in place, of which no counter of a wrapper tells
+    if result is None:  # in place, which increases no counter of a wrapper
         increment_version([t for t in lists if isinstance(t, RaggedTensor) and not t.is_inference()])
         _edited(lists)
         return None
@@ -181,7 +182,7 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``new_zeros`` and its kin: of this tensor's shape cut like it, of another shape plain."""
+    """``new_zeros`` and similar: with this tensor's shape the result is cut like it, with another shape plain."""
     tensor, size = args[0], args[1]
     if list(size) != list(tensor.shape):
         return func(tensor._local_tensor, *args[1:], **kwargs)
@@ -191,7 +192,7 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _masked_assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``tensor[mask] = number``, as Rprop has it, which is element-wise."""
+    """``tensor[mask] = number``, which Rprop uses; it is element-wise."""
     target, indices, values = args[0], args[1], args[2]
     one = len(indices) == 1 and isinstance(indices[0], RaggedTensor) and indices[0].dtype == torch.bool
     if not one or not isinstance(target, RaggedTensor) or values.dim() or args[3:] or kwargs:
@@ -202,7 +203,7 @@ def _masked_assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _by_position(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In place, with arguments that say where in the whole tensor."""
+    """In-place operations whose arguments are positions in the whole tensor."""
     if not isinstance(args[0], RaggedTensor) or "out" in kwargs:
         refuse(func, (args, kwargs))
     edit(args[0], (), func, args, kwargs)
@@ -210,7 +211,7 @@ def _by_position(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A question about memory, answered for the local tensor."""
+    """A query about memory, which the local tensor answers."""
     return func(args[0]._local_tensor, *args[1:], **kwargs)
 
 
@@ -230,7 +231,7 @@ def _reduce(value: torch.Tensor, op: Any, spec: RaggedSpec) -> torch.Tensor:
 
 
 def _everything(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
-    """The tensor of a reduction that is over all dimensions."""
+    """The tensor of a reduction over all dimensions."""
     tensor: RaggedTensor = args[0]
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
     if (
@@ -243,7 +244,7 @@ def _everything(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rag
 
 
 def _cut_again(spec: RaggedSpec, gradient: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the gradient of a tensor that was summed up or added to a plain loss."""
+    """This rank's part of the gradient of a tensor that was summed or added to a plain loss."""
     if isinstance(gradient, RaggedTensor):
         return gradient
     if torch.is_grad_enabled() and gradient.requires_grad:
@@ -302,7 +303,8 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
 
 
 def _extremes(values: torch.Tensor, largest: bool, spec: RaggedSpec) -> torch.Tensor:
-    """All-reduce to the largest or smallest; not a number where any is, which the collectives' own would drop."""
+    """All-reduce to the largest or smallest value. The result is NaN if any is NaN, unlike with the collectives'
+    own."""
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN
     if not values.dtype.is_floating_point:
         return _reduce(values, op, spec)
@@ -340,12 +342,13 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 
 def _norms(tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """The global norm of each, by one all-reduce for all that are cut alike; of plain tensors among them their own."""
+    """The global norm of each tensor, with one all-reduce for tensors that are cut alike. Plain tensors have their
+    own."""
     local_tensors = [t._local_tensor if isinstance(t, RaggedTensor) else t for t in tensors]
     wide = functools.reduce(torch.promote_types, {t.dtype for t in local_tensors}, torch.float32)
     filled = [t for t in local_tensors if t.numel()]
     filled_norms = iter(foreach_norm(filled, order, wide) if filled else ())
-    empty = math.inf if order == -math.inf else 0.0  # torch has no extreme of nothing
+    empty = math.inf if order == -math.inf else 0.0  # torch has no maximum of an empty tensor
     norms = [
         next(filled_norms).double() if t.numel() else t.new_full((), empty, dtype=torch.float64)
         for t in local_tensors
@@ -381,14 +384,15 @@ def _weight_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """GradScaler: what one rank finds not to be finite, all ranks must know."""
+    """GradScaler's check: if one rank finds a value that is not finite, all ranks must know it."""
     tensors, found_inf, scale = args
     func([_unwrap(func, t.spec, t) if isinstance(t, RaggedTensor) else t for t in tensors], found_inf, scale)
     for spec in {t.spec.groups: t.spec for t in tensors if isinstance(t, RaggedTensor)}.values():
         found_inf.copy_(_reduce(found_inf, dist.ReduceOp.MAX, spec))
 
 
-#: Each element of the result depends on that element of the arguments alone; so do the in-place and multi-tensor forms.
+#: Each element of the result depends only on the same element of the arguments, also in in-place and multi-tensor
+#: forms.
 _ELEMENTWISE = """
     abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil
     clamp clamp_max clamp_min copysign cos cosh deg2rad div eq erf erfc erfinv exp exp2 expm1 fill floor floor_divide

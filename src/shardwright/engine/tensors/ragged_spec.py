@@ -1,4 +1,4 @@
-"""Where a ragged tensor lies: which range of its elements each rank owns, and that range as rectangles."""
+"""The spec of a ragged tensor: the range of elements that each rank owns, and this range as rectangles."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from shardwright.engine.tensors.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class RaggedSpec:
-    """Where a tensor of ``shape`` lies: whole from element ``offset`` of a segment cut every ``chunk`` elements.
+    """The place of a tensor of ``shape``: from element ``offset`` of a segment that is cut every ``chunk`` elements.
 
-    Rank r along the mesh dimension ``axes`` owns ``[r * chunk, (r + 1) * chunk)`` of the segment; along the others the
-    tensor is replicated. Of several axes the first counts most; without any it is whole on every rank. ``granule``
-    elements, counted from the tensor's first, are never cut. With ``parallel`` all this, and ``shape``, is of this
-    rank's part of a tensor of ``global_shape``.
+    Rank r along the mesh dimension ``axes`` owns ``[r * chunk, (r + 1) * chunk)`` of the segment. Along the other
+    dimensions the tensor is replicated. Of several axes the first is the most significant. Without axes the tensor is
+    whole on every rank. ``granule`` elements, counted from the tensor's first, are never cut. With ``parallel`` all
+    values, also ``shape``, describe this rank's part of a tensor of ``global_shape``.
 
     Raises:
         ValueError: the tensor has no dimension, does not fit the segment, or a granule is cut.
@@ -58,7 +58,7 @@ class RaggedSpec:
             )
 
     def stable_hash(self) -> str:
-        """The same in every process that has this rank's part of this cut, and in no other."""
+        """A hash that is equal exactly in processes with this part of this cut."""
         cut = (tuple(self.shape), self.offset, self.chunk, self.granule, self.axes, tuple(self.global_shape))
         return hashlib.sha256(repr((cut, self.mesh.mesh.tolist(), self.rank)).encode()).hexdigest()
 
@@ -72,7 +72,7 @@ class RaggedSpec:
 
     @functools.cached_property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Those over which the parts make up the whole, one after another; each element is in each just once."""
+        """The groups over which parts are gathered, one after another. Each group has each element just once."""
         own = (self.group,) if self.group is not None and self.world_size > 1 else ()
         return (*own, *(self.parallel.groups if self.parallel is not None else ()))
 
@@ -96,7 +96,7 @@ class RaggedSpec:
 
     @functools.cached_property
     def order(self) -> list[int]:
-        """Which rank, in the sense of this class, each rank of ``group`` is."""
+        """The rank number of this class for each rank of ``group``."""
         if len(self.axes) < 2:
             return list(range(self.world_size))
         places = {
@@ -114,7 +114,7 @@ class RaggedSpec:
 
     @property
     def cuts_last(self) -> bool:
-        """Whether it is the last mesh dimension alone that cuts, and nothing else."""
+        """Whether only the last mesh dimension cuts."""
         return (
             self.parallel is None
             and len(self.axes) == 1
@@ -127,7 +127,8 @@ class RaggedSpec:
         return min(max(start, 0), self.numel), min(max(stop, 0), self.numel)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """``(rows, last dimension)`` where no rank cuts a row, else ``(elements,)``; as many dimensions everywhere."""
+        """``(rows, last dimension)`` if no rank cuts a row, else ``(elements,)``. Equal on all ranks in its
+        dimensions."""
         start, stop = self.range_of(rank)
         if not self.shape:
             return ()
@@ -142,7 +143,7 @@ class RaggedSpec:
         return len(self.shape) > 1 and self.numel > 0 and self._cuts_are_multiples_of(self.shape[-1])
 
     def _cuts_are_multiples_of(self, granule: int) -> bool:
-        first = self.chunk - self.offset % self.chunk  # the cuts are here and every chunk from here
+        first = self.chunk - self.offset % self.chunk  # the first cut is here, then every chunk
         if first >= self.numel:
             return True
         return first % granule == 0 and (first + self.chunk >= self.numel or self.chunk % granule == 0)
@@ -150,9 +151,7 @@ class RaggedSpec:
     @functools.cached_property
     def boxes(self) -> list[tuple[torch.Size, torch.Size]]:
         """This rank's range as rectangles (offsets, sizes) of the global tensor, in memory order."""
-        if not math.prod(
-            self.global_shape
-        ):  # one empty rectangle, or checkpoints would not know of the tensor
+        if not math.prod(self.global_shape):  # one empty rectangle, so that checkpoints have the tensor
             return [(torch.Size([0] * len(self.shape)), self.shape)]
         own_boxes = boxes_of(tuple(self.shape), *self.ranges[self.rank])
         start = self.parallel.box[0] if self.parallel is not None else (0,) * len(self.shape)
@@ -169,7 +168,7 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakr
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """A group of all ranks of a mesh of several dimensions, made when first needed; all of them come here together."""
+    """A group of all ranks of a mesh of several dimensions, made when first needed. All ranks must call it together."""
     whole_group = mesh.get_group(0)
     if whole_group not in _groups:
         ranks = sorted(mesh.mesh.flatten().tolist())

@@ -1,8 +1,8 @@
-"""A strategy on a mesh: which ranks cut a parameter, and over which of them each collective of a step runs.
+"""A strategy on a mesh: the ranks that cut a parameter, and the ranks of each collective of a step.
 
-The shards of a parameter are numbered so that every gather fills a contiguous piece: axes whose parameters are sharded
-count most, then those that shard gradients, then those that shard the optimizer state alone. Gathers run from the last
-of these to the first, reductions from the first to the last; then the axes that replicate everything are summed over.
+The numbers of a parameter's shards let every gather fill a contiguous piece. Axes that shard parameters are the most
+significant, then axes that shard gradients, then axes that shard only the optimizer state. Gathers run from the last of
+these axes to the first, reductions from the first to the last. Then sums run over axes that replicate everything.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ MakeCommunicator = Callable[[int | None], Communicator]
 
 
 class Ranks:
-    """What a unit knows of its ranks.
+    """The ranks of a unit.
 
     Attributes:
-        mesh: the data-parallel one.
-        spmd: the whole mesh on which every parameter lies already, where that was said.
-        parts, part: into how many shards its parameters are cut, and which of them is this rank's.
+        mesh: the data-parallel mesh.
+        spmd: the whole mesh of all parameters, if ``dp_mesh_dims`` was passed.
+        parts, part: the number of shards of a parameter, and the number of this rank's shard.
         size: number of data-parallel ranks, by which gradients are divided.
         once: communicators of the gathers that fill a copy kept until the weights change, in their order.
-        gathers: those of every use.
-        scatters: those that reduce-scatter the gradients of every backward, in their order.
-        late: those that reduce-scatter in the last backward of a step.
-        replicas: those that all-reduce in the last backward.
-        every: one for each axis of more than one rank, the innermost first.
+        gathers: communicators of the gathers of every use.
+        scatters: communicators that reduce-scatter the gradients of every backward, in their order.
+        late: communicators that reduce-scatter in the last backward of a step.
+        replicas: communicators that all-reduce in the last backward.
+        every: one for each axis with several ranks, the innermost first.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Ranks:
         sharded = sorted(
             (axis for axis in axes if stages[axis]), key=lambda axis: (-stages[axis], -axis)
         )  # the first counts most
-        #: Mesh axes that cut parameters, the one that counts most first.
+        #: Mesh axes that cut parameters, the most significant first.
         self.axes = tuple(sharded)
         self.parts = math.prod(shape[axis] for axis in sharded)
         self.part = 0
@@ -70,9 +70,9 @@ class Ranks:
         self.scatters = [comms[axis] for axis in sharded if stages[axis] > 1]
         self.late = [comms[axis] for axis in sharded if stages[axis] == 1]
         self.replicas = [comms[axis] for axis in reversed(axes) if not stages[axis]]
-        #: Whether full parameters stay gathered until the weights change, since no use of them is gathered anew.
+        #: Whether full parameters stay gathered until the weights change.
         self.keeps_full = not self.gathers and bool(self.once)
-        #: Whether the strategy says so, whatever the sizes of the mesh.
+        #: Whether the strategy keeps them so, for any sizes of the mesh.
         self.replicates_parameters = 3 not in stages and any(stages)
         #: Whether whole gradients wait for the last backward of a step.
         self.waits = not self.scatters and bool(self.late or self.replicas)
@@ -81,29 +81,29 @@ class Ranks:
 
     @property
     def comm(self) -> Communicator:
-        """That of the gather which fills the slab."""
+        """The communicator of the gather that fills the slab."""
         return (self.gathers or self.once or [self.local])[-1]
 
     def with_scatters(self, communicator: Callable[[Communicator], Communicator]) -> Ranks:
-        """The same, but reduce-scatters run over what ``communicator`` gives for each of theirs."""
+        """A copy whose reduce-scatters use ``communicator`` of each of the present communicators."""
         other = copy.copy(self)
         other.scatters = [communicator(comm) for comm in self.scatters]
         other.late = [communicator(comm) for comm in self.late]
         return other
 
     def placements(self, dim: int | None) -> tuple[Placement, ...]:
-        """Of a parameter cut along ``dim`` (None: not at all), on the mesh."""
+        """The placements of a parameter that is cut along ``dim`` (None: not cut), on the mesh."""
         cut = [a for a in range(self.mesh.ndim) if self.strategy.stages[a]]
         return tuple(
             Shard(dim) if dim is not None and axis in cut else Replicate() for axis in range(self.mesh.ndim)
         )
 
     def same(self, other: Ranks) -> bool:
-        """Whether they are those of one mesh."""
+        """Whether both are the ranks of one mesh."""
         return self.mesh == other.mesh
 
     def shard_mesh(self, name: str) -> DeviceMesh:
-        """The 1-D mesh along which parameters are cut, for the parameter ``name`` that gathers itself."""
+        """The 1-D mesh along which parameters are cut, for the extended parameter ``name``."""
         axes = [axis for axis, stage in enumerate(self.strategy.stages) if stage]
         if len(axes) != 1:
             raise NotImplementedError(

@@ -1,6 +1,6 @@
-"""Before ranks read what is sharded between steps: all of them come, or an error says what they do instead.
+"""Before ranks read sharded values between steps: if not all ranks read, an error says what the others do.
 
-``norm().item()``, ``max() > 3`` and ``unsharded`` look like calls of one rank. Tensors and units are not known here.
+``norm().item()``, ``max() > 3`` and ``unsharded`` look like calls of one rank. This file knows no tensors and units.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from shardwright.comm import Communicator, Unreached
 
-#: How long a rank waits for the others. Ranks leave a backward together, so it is longer than they can be apart.
+#: How long a rank waits for the others. Ranks leave a backward together, so they come within this time.
 LIMIT = timedelta(seconds=30)
-#: What a rank that reads shows the others in the place of the event. Those of ``model/divergence.py`` are smaller.
+#: The event in the record of a rank that reads. Events of ``model/divergence.py`` are smaller numbers.
 READ = 7
-#: What is read, in the place of a unit's number: a number of a tensor, or the full parameters of a model.
+#: The kind of read, in place of a unit's number: a number of a tensor, or the full parameters of a model.
 NUMBER, FULL = range(2)
-#: How long a rank waits for the others where it shows full parameters: one of them may have saved or evaluated before.
+#: How long a rank waits for the others in ``unsharded``. A rank may save or evaluate alone before.
 LIMIT_OF_FULL = timedelta(minutes=2)
 _TEXTS = (
     (
@@ -30,28 +30,27 @@ _TEXTS = (
     ("the full parameters (sw.unsharded) of a model that is sharded", "Enter unsharded on every rank."),
 )
 
-#: Called where some ranks read and others do not, to raise in the words of who knows what these do
-#: (``model/divergence.py``).
+#: Called if only some ranks read. It raises an error that says what the others do (``model/divergence.py``).
 refuse_divergence: list[Callable[[Communicator, list[list[int]]], None]] = []
 
 
 def agree_to_read(groups: Iterable[dist.ProcessGroup], device: torch.device, what: str) -> None:
-    """Come together with the ranks over which a tensor is about to be summed up or gathered, on gloo.
+    """Meet the ranks over which a tensor is about to be summed or gathered, on gloo.
 
     Args:
-        groups: those over which it is, one after another.
-        device: where they communicate.
-        what: stands for the kind of tensor; the same on every rank.
+        groups: the process groups of the sum or gather, one after another.
+        device: the device of their communication.
+        what: a number for the kind of tensor, equal on every rank.
 
     Raises:
-        RuntimeError: another rank is about to do something else, has ended, or does not come in time.
+        RuntimeError: another rank does something else, has ended, or does not come in time.
     """
     for group in groups:
         agree_to_read_over(Communicator(group, device), NUMBER, what)
 
 
 def agree_to_read_over(comm: Communicator, kind: int, what: str = "") -> None:
-    """Come together with the ranks of ``comm`` to read a NUMBER or FULL parameters. Raises as :func:`agree_to_read`."""
+    """Meet the ranks of ``comm`` to read a NUMBER or FULL parameters. Raises as :func:`agree_to_read`."""
     if not comm.exchanges:
         return
     try:
@@ -78,7 +77,7 @@ def agree_to_read_over(comm: Communicator, kind: int, what: str = "") -> None:
 
 
 def way_out(kind: int) -> str:
-    """What a user can do where a rank has waited in vain."""
+    """Advice for users after a rank has waited without success."""
     return (
         f"{_TEXTS[kind][1]} If one rank may come more than {_limit(kind).total_seconds():.0f} s after another, as "
         "after work on one rank alone, call torch.distributed.barrier() before."

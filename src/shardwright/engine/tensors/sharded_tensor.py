@@ -1,6 +1,6 @@
-"""The sharded tensor of layouts that cut rows: a DTensor of which every edit is noticed, and every number global.
+"""The sharded tensor of layouts that cut rows: a DTensor whose edits are noticed and whose numbers are global.
 
-Units and modules are not known here.
+This file knows no units and modules.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from shardwright.engine.tensors.through_whole import (
 )
 from shardwright.engine.tensors.unset import begin_edit, mark_of, unmark
 
-#: Set on a view of a sharded parameter: the local tensor whose counter moves with edits of it.
+#: Set on a view of a sharded parameter: the local tensor whose counter increases with edits of the view.
 EDITED = "_edited"
 _aten = torch.ops.aten
 _detach = _aten.detach.default
 _RANDOM = torch.Tag.nondeterministic_seeded
-#: They have no result for a rank whose part is empty. In its place stands an element that changes no other rank's.
+#: They have no result for an empty part. A rank with an empty part uses a neutral element.
 _EXTREMES = {
     _aten.max.default: -math.inf, _aten.amax.default: -math.inf, _aten.argmax.default: -math.inf,
     _aten.min.default: math.inf, _aten.amin.default: math.inf, _aten.argmin.default: math.inf,
 }  # fmt: skip
 _NORMS = {_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar}
-#: They leave a number Partial, to be summed up later. All others of a Partial number communicate.
+#: They keep a number Partial, to be summed later. Other operations on a Partial number communicate.
 _LINEAR = {
     _aten.clone, _aten.detach, _aten.alias, _aten._to_copy, _aten.neg, _aten.stack, _aten.cat,
     _aten.view, _aten.unsqueeze, _aten.squeeze, _aten.expand, _aten.zeros_like, _aten.empty_like, _aten.ones_like,
@@ -60,12 +60,12 @@ _LINEAR = {
 }  # fmt: skip
 
 _SUMS = {_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.sub_.Tensor}
-#: Autograd makes their gradients of a number, which is the same on every rank.
+#: Autograd makes their gradients from a number, which is equal on every rank.
 _SUMMED = {_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim}
-#: Torch sums up what each rank has of norms and extremes that were not reduced yet, as if those added up.
+#: torch would add the ranks' parts of norms and extremes that are not reduced yet, which is wrong.
 _LINEAR_BY_TORCH = _SUMMED | {_aten.nansum.default}
 _JOINS = {_aten.stack.default, _aten.cat.default}
-#: They compute with a rank's own data. Torch takes a plain tensor of one element for the same on every rank.
+#: They compute with a rank's own data. torch would treat a plain tensor of one element as equal on every rank.
 _ON_DATA = {
     _aten.embedding.default, _aten._embedding_bag.default, _aten.mm.default, _aten.addmm.default,
     _aten.convolution.default,
@@ -74,7 +74,7 @@ _READS_BY_POSITION = {_aten.index, _aten.index_select, _aten.gather, _aten.take,
 
 
 class _EqualsDTensor(type(DTensor)):  # type: ignore[misc]
-    """Torch's modes that count collectives or memory ask ``kind == DTensor``, and would pass over a subclass."""
+    """torch's modes that count collectives or memory check ``kind == DTensor``, which would skip a subclass."""
 
     def __eq__(cls, other: object) -> bool:
         return other is DTensor or cls is other
@@ -83,15 +83,15 @@ class _EqualsDTensor(type(DTensor)):  # type: ignore[misc]
 
 
 class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
-    """A sharded parameter, a gradient, a view of one or its ``.data``, or what operations make of them.
+    """A sharded parameter, a gradient, a view of one or its ``.data``, or a result of operations on them.
 
-    Every edit moves the local tensor's counter: below autograd, where a DTensor's operations run on local tensors, none
-    moves by itself. ``item``, ``float``, ``bool`` and ``tolist`` give the number of the whole tensor, for which every
-    rank must call them. Sums and norms stay Partial until then. Pickles of it are those of plain DTensors.
+    Every edit increases the local tensor's version counter. A DTensor's operations run on local tensors below autograd,
+    so nothing else increases it. ``item``, ``float``, ``bool`` and ``tolist`` return the number of the whole tensor, so
+    every rank must call them. Sums and norms stay Partial until then. Pickles are pickles of plain DTensors.
     """
 
     __slots__ = ()
-    _edited: torch.Tensor  #: the parameter's local tensor, where this is a view of it
+    _edited: torch.Tensor  #: the parameter's local tensor, if this is a view of the parameter
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -140,7 +140,7 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
             result = DTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[arg-type]
         except (RuntimeError, NotImplementedError) as error:
             is_real = args and isinstance(args[0], ShardedTensor) and _real(args[0])
-            # As of parts of different sizes, or with plain tensors of the whole shape beside it.
+            # For example with parts of different sizes, or with plain tensors of the whole shape.
             if is_real and (func.is_view or func.overloadpacket in _READS_BY_POSITION):
                 result = _of_whole(func, args, kwargs)
             elif is_real and func._schema.is_mutable and not kwargs.get("out") and can_edit(func):
@@ -153,7 +153,7 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
             many = isinstance(args[0], (list, tuple))
             edits = [t for t in (args[0] if many else args[:1]) if isinstance(t, ShardedTensor)]
             counters = [t.__dict__.get(EDITED, local_of(t)) for t in edits]
-            # Operations on one tensor move the counter of its wrapper, those on many do not.
+            # Operations on one tensor increase the counter of its wrapper; operations on lists do not.
             counters += edits if many else []
             increment_version([t for t in counters if not t.is_inference()])
             return result
@@ -165,11 +165,11 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
 
     @staticmethod
     def __tensor_unflatten__(*parts: Any) -> DTensor:
-        """As torch.compile traces with it, which expects tensors of this class again when the graph runs."""
+        """For torch.compile, which expects tensors of this class again when the graph runs."""
         return as_sharded(DTensor.__tensor_unflatten__(*parts))
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole tensor on every rank, with graph, as of a DTensor. Every rank of the mesh must call it."""
+        """The whole tensor on every rank, with graph, as with a DTensor. Every rank of the mesh must call it."""
         if grad_placements is None and gathers_plainly(self):
             return whole(self)
         return super().full_tensor(grad_placements=grad_placements)
@@ -212,10 +212,10 @@ class ShardedTensor(DTensor, metaclass=_EqualsDTensor):
 
 
 class ShardedCopy(ShardedTensor):  # type: ignore[metaclass]
-    """A view of a sharded tensor for which elements had to be gathered, so it has memory of its own.
+    """A view of a sharded tensor with gathered elements, so it has separate memory.
 
-    What is done to it in place is done to the tensor that it is a view of. If that was changed since, the elements are
-    gathered again where they are read, for which every rank must come, as for the view itself.
+    An in-place operation on it also changes its base. If the base has changed, a read gathers the elements again, so
+    every rank must read, as every rank must take the view.
     """
 
     __slots__ = ()
@@ -263,7 +263,7 @@ def _version(base: ShardedTensor) -> int:
 
 
 def _written(view: ShardedCopy) -> ShardedCopy:
-    """Say that the base of a view was changed."""
+    """Note that the base of a view was changed."""
     base = view._viewed
     counter = _counter(base)
     if counter is not local_of(base) and not counter.is_inference():
@@ -279,7 +279,7 @@ def _written(view: ShardedCopy) -> ShardedCopy:
 
 
 def _refresh(arguments: Any) -> None:
-    """Gather the elements of views again whose base was changed since."""
+    """Gather the elements of views again if their base has changed."""
     for view in tree_leaves(arguments):
         if isinstance(view, ShardedCopy) and view._seen != _version(view._viewed):
             fresh: Any = views(view._viewed, view._steps)
@@ -288,13 +288,13 @@ def _refresh(arguments: Any) -> None:
 
 
 def _detached(number: DTensor) -> DTensor:
-    """A Partial tensor without its graph. Torch 2.15 would reduce a norm for that, as autograd does to keep it."""
+    """A Partial tensor without its graph. ``detach`` of torch 2.15 would reduce a norm."""
     local = local_of(number).detach()
     return as_sharded(dtensor_of(local, number.device_mesh, number.placements, number.shape, number.stride()))
 
 
 def _as_views(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """The results of a view as such: of the same memory, or with what is to be done when they are changed."""
+    """The results of a view operation as views: over the same memory, or with the steps to repeat edits on the base."""
     base: Any = args[0]
     viewed = local_of(base)
     many = isinstance(result, (list, tuple))
@@ -307,7 +307,7 @@ def _as_views(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         if type(base) is not ShardedCopy and (not _real(made) or _shares_order(made, base)):
             made.__class__ = ShardedTensor
             if func is _detach:
-                made._local_tensor = viewed  # the very same: below autograd counters are not shared
+                made._local_tensor = viewed  # the same object, since below autograd counters are not shared
             continue
         made.__class__ = ShardedCopy
         step = Step(func, tuple(args[1:]), kwargs, number if many else None)
@@ -320,7 +320,7 @@ def _as_views(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
 
 
 def _alias(tensor: ShardedTensor) -> ShardedTensor:
-    """Another tensor over the same memory, as ``detach`` gives it."""
+    """Another tensor over the same memory, as from ``detach``."""
     alias: Any = tensor._as_dtensor()
     alias.__class__ = ShardedTensor
     alias._local_tensor = local_of(tensor)
@@ -329,9 +329,9 @@ def _alias(tensor: ShardedTensor) -> ShardedTensor:
 
 
 def _shares_order(view: DTensor, base: DTensor) -> bool:
-    """Whether a view has the memory of what it is a view of, and this rank's part of it is one run of elements.
+    """Whether a view shares memory with its base, and this rank's part of it is one range of elements.
 
-    Newer versions of torch flatten a tensor that is cut along an inner dimension into one that is cut in stripes.
+    Newer versions of torch flatten a tensor that is cut along an inner dimension into a tensor that is cut in stripes.
     """
     if any(isinstance(p, StridedShard) and p not in base.placements for p in view.placements):
         return False
@@ -339,14 +339,14 @@ def _shares_order(view: DTensor, base: DTensor) -> bool:
 
 
 def _real(tensor: Any) -> bool:
-    """Whether it is sharded and holds values: not while a compiler traces."""
+    """Whether it is sharded and holds values. False while a compiler traces."""
     return (
         isinstance(tensor, DTensor) and type(waited(local_of(tensor))) is torch.Tensor and not tensor.is_meta
     )
 
 
 def _cut_again(mesh: DeviceMesh, placements: Sequence[Placement], gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient of a tensor of these placements that was summed up or added to a plain loss."""
+    """The gradient of a tensor with these placements that was summed or added to a plain loss."""
     if not isinstance(gradient, DTensor):
         gradient = DTensor.from_local(gradient, mesh, (Replicate(),) * mesh.ndim, run_check=False)
     if any(p.is_partial() for p in placements):
@@ -359,14 +359,14 @@ def _cut_gradient(tensor: DTensor) -> None:
 
 
 def _number_of(tensor: ShardedTensor) -> torch.Tensor:
-    """The number as a plain one, which autograd takes for the tensor's own."""
+    """The number as a plain tensor, with the graph of the sharded one."""
     _cut_gradient(tensor)
     return _whole(tensor)
 
 
 @torch.no_grad()
 def _of_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """A view or an index that DTensor cannot take of the parts: of the whole, on every rank."""
+    """A view or an index that DTensor cannot compute from parts: computed from the whole, on every rank."""
     base: DTensor = args[0]
     mesh, placements = base.device_mesh, (Replicate(),) * base.device_mesh.ndim
 
@@ -403,10 +403,11 @@ def as_class(kind: type[Any], tensor: Any) -> Any:
 
 
 def as_sharded(tensor: DTensor) -> DTensor:
-    """The same tensor, of which numbers are global and edits are noticed.
+    """The same tensor as a ``ShardedTensor``, with global numbers and noticed edits.
 
-    On torch 2.11, which asks no subclass of DTensor about operations on it, it stays what it is: there numbers are
-    those of DTensors, and ``detach`` gives no subclass, so that none could become a parameter.
+    torch 2.11 does not call subclasses of DTensor for operations, so there the tensor is returned unchanged. Its
+    numbers are then those of DTensors. ``detach`` would also return no subclass, so no subclass could become a
+    parameter.
     """
     if subclasses_dispatch and type(tensor) is DTensor:
         tensor.__class__ = ShardedTensor
@@ -422,16 +423,16 @@ def _plain(result: Any) -> Iterator[Any]:
 
 @torch.no_grad()
 def _whole(tensor: ShardedTensor) -> torch.Tensor:
-    """The whole of a tensor of which a number is read. Every rank must come."""
+    """The whole tensor, of which a number is read. Every rank must call it."""
     _agree(tensor)
     there = torch.device(tensor.device_mesh.device_type)
-    local = local_of(tensor).detach().to(there)  # it may have been offloaded, and communicates on the device
+    local = local_of(tensor).detach().to(there)  # it may be offloaded, but communication needs the device
     plain = dtensor_of(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
     return full_of(plain)
 
 
 def _agree(tensor: DTensor) -> None:
-    """All ranks are about to communicate for a number of this tensor."""
+    """Meet all ranks, because they are about to communicate for a number of this tensor."""
     mesh = tensor.device_mesh
     if _real(tensor):
         axes = [a for a, p in enumerate(tensor.placements) if not p.is_replicate() and mesh.size(a) > 1]
@@ -445,7 +446,7 @@ def _adds_up(placement: Placement) -> bool:
 
 @torch.no_grad()
 def _reduced(tensor: Any, keeps: Callable[[Placement], bool] = _adds_up) -> Any:
-    """The tensor, reduced over the ranks where it is Partial, but for those placements that ``keeps`` keeps."""
+    """The tensor, reduced over the ranks where it is Partial, except placements for which ``keeps`` returns True."""
     if not isinstance(tensor, DTensor):
         return tensor
     placements = [Replicate() if p.is_partial() and not keeps(p) else p for p in tensor.placements]
@@ -456,13 +457,13 @@ def _reduced(tensor: Any, keeps: Callable[[Placement], bool] = _adds_up) -> Any:
 
 
 def _alike(tensors: Sequence[Any]) -> Sequence[Any]:
-    """Tensors to be joined: reduced, if they are Partial in different ways, from which torch finds no common one."""
+    """Tensors before a join: reduced if they are Partial in different ways, because torch finds no common placement."""
     kinds = {p for t in tensors if isinstance(t, DTensor) for p in t.placements if p.is_partial()}
     return tensors if len(kinds) < 2 else [_reduced(t, lambda p: False) for t in tensors]
 
 
 def _with_neutral(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments, with an element that does not count where this rank has none."""
+    """The arguments, with a neutral element if this rank has none."""
     value: float | None = _EXTREMES.get(func)
     if value is None:
         order = args[1] if len(args) > 1 else 2
@@ -488,7 +489,7 @@ def _filled(tensor: Any, value: float) -> Any:
 
 
 def _refuse_mixed(func: Any, arguments: Iterable[Any], error: RuntimeError) -> NoReturn:
-    """A sharded parameter met a plain tensor: mostly a module was called outside the forward of its unit."""
+    """Raise for a sharded parameter beside a plain tensor. Mostly a module was called outside its unit's forward."""
     tensor = next(t for t in arguments if isinstance(t, ShardedTensor))
     name = parameter_of(tensor.__dict__.get(EDITED, local_of(tensor)))
     label = f"Parameter {name}" if name else "A sharded parameter"
@@ -503,9 +504,9 @@ def _refuse_mixed(func: Any, arguments: Iterable[Any], error: RuntimeError) -> N
 
 
 def _draw_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Fill this rank's part with what a whole tensor would have been filled with, there.
+    """Fill this rank's part with the random numbers that the whole tensor would get there.
 
-    Ranks that are seeded alike agree. DTensor's own would give every rank the same numbers on the CPU.
+    Ranks with equal seeds agree. DTensor's own version gives every rank the same numbers on the CPU.
     """
     target = args[0]
     whole = torch.empty(target.shape, dtype=target.dtype, device=local_of(target).device)

@@ -1,7 +1,7 @@
-"""Gradients of sharded tensors that were summed up or added to a plain loss: autograd makes them plain or whole.
+"""Gradients of sharded tensors that were summed or added to a plain loss. Autograd makes them plain or whole.
 
-Here they are cut again, so that a parameter's gradient is sharded as the parameter is. Units and optimizers are not
-known here.
+This file cuts them again, so that a parameter's gradient is sharded like the parameter. It knows no units and
+optimizers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
 class CutGradient:
-    """A gradient hook of a tensor that was summed up or added to a plain loss."""
+    """A gradient hook of a tensor that was summed or added to a plain loss."""
 
     def __init__(self, cut: Cut) -> None:
         self.cut = cut
@@ -27,15 +27,15 @@ class CutGradient:
 
 
 def cut_gradient(tensor: torch.Tensor, cut: Cut) -> None:
-    """Let ``cut`` make this rank's part of the gradient of ``tensor``, which is about to be summed up or added.
+    """Let ``cut`` make this rank's part of the gradient of ``tensor``, which is about to be summed or added.
 
-    ``cut`` may not refer to the tensor, and leaves a gradient as it is that is cut already.
+    ``cut`` must not refer to the tensor. It returns a gradient that is already cut unchanged.
     """
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return
     for hook in (gradient_hooks(tensor) or {}).values():
         if type(hook) is CutGradient:
-            hook.cut = cut  # a parameter may have been cut in another way since
+            hook.cut = cut  # the cut of the parameter may have changed
             return
     tensor.register_hook(CutGradient(cut))
 

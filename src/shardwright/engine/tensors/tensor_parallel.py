@@ -1,7 +1,8 @@
-"""Parameters that lie on other mesh axes already when they are sharded: those of tensor and of expert parallelism.
+"""Parameters that are already on other mesh axes when they are sharded, by tensor or expert parallelism.
 
-Only the local part of such a parameter is cut over the data-parallel ranks. A :class:`TensorParallel` says what the
-module sees of it while its unit is gathered, and what it is between steps. Units, slabs and layouts are not known here.
+Only the local part of such a parameter is cut over the data-parallel ranks. A :class:`TensorParallel` defines the form
+that the module sees while its unit is gathered, and the form between steps. This file knows no units, slabs and
+layouts.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def cut_dim(placement: Placement) -> int | None:
-    """The dimension that a placement cuts, which ``is_shard`` does not say of a strided one; None if it cuts none."""
+    """The dimension that a placement cuts, also a strided placement, unlike ``is_shard``. None if it cuts none."""
     return placement.dim if isinstance(placement, (Shard, StridedShard)) else None
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Where a parameter of ``shape`` and ``stride`` lies but for data parallelism.
+    """The placement of a parameter of ``shape`` and ``stride`` on the axes that are not data-parallel.
 
     Attributes:
-        mesh, placements: those of the DTensor that the module sees while the parameter is full.
-        data: axes of ``mesh`` that are data-parallel, on which it is replicated; mostly none.
-        rest: the mesh of what it is between steps.
+        mesh, placements: of the DTensor that the module sees while the parameter is full.
+        data: data-parallel axes of ``mesh``, on which it is replicated; mostly none.
+        rest: the mesh of its form between steps.
         places: for each axis of ``rest``, the axis of the data-parallel mesh that it is, or -1 - the axis of ``mesh``.
     """
 
@@ -67,7 +68,7 @@ class TensorParallel:
 
     @functools.cached_property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Those over which the parts make up the whole."""
+        """The groups over which parts are gathered."""
         return tuple(
             self.mesh.get_group(axis)
             for axis, placement in enumerate(self.placements)
@@ -76,16 +77,16 @@ class TensorParallel:
 
     @functools.cached_property
     def is_first_copy(self) -> bool:
-        """Whether this rank is the first of those that have the same part of it."""
+        """Whether this rank is the first of the ranks with the same part."""
         here = self.mesh.get_coordinate()
         assert here is not None
         copies = (a for a, p in enumerate(self.placements) if cut_dim(p) is None and a not in self.data)
         return not any(here[axis] for axis in copies)
 
     def at_rest(self, data: Sequence[Placement]) -> tuple[Placement, ...]:
-        """Placements on ``rest`` of what lies like ``data`` on the data-parallel mesh.
+        """The placements on ``rest`` for a tensor with placements ``data`` on the data-parallel mesh.
 
-        An axis that cuts what an axis further right has cut before is strided, as FSDP2 has it.
+        If an axis further right has cut the same dimension before, the placement is strided, as in FSDP2.
         """
         placements = [data[p] if p >= 0 else self.placements[-1 - p] for p in self.places]
         for axis, place in enumerate(self.places):
@@ -100,13 +101,13 @@ class TensorParallel:
         return tuple(placements)
 
     def wrap(self, local: torch.Tensor) -> DTensor:
-        """What the module sees, over this rank's part. No communication."""
+        """The form that the module sees, over this rank's part. No communication."""
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
 
     def part_of(self, source: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor, whole or a DTensor; of the latter a view if it lies like this one."""
+        """This rank's part of a tensor, whole or a DTensor. A view if it is a DTensor with equal placements."""
         if isinstance(source, DTensor):
             if source.device_mesh == self.mesh and (
                 source.placements == self.placements or not gathers_plainly(source)
@@ -118,7 +119,7 @@ class TensorParallel:
         return source
 
     def gradient(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's part of a gradient, summed where it is a partial sum, in ``dtype``; else in its own."""
+        """This rank's part of a gradient. A partial sum is summed in ``dtype``; else the gradient keeps its dtype."""
         if not isinstance(gradient, DTensor):
             raise RuntimeError(
                 f"A tensor-parallel parameter of shape {tuple(self.shape)} got a gradient that is a plain tensor of "
@@ -137,13 +138,13 @@ class TensorParallel:
         )
         if placements != gradient.placements:
             own_dtype = gradient.dtype
-            # A sum is rounded once, to what the gradient of the whole batch would be, not at each addition.
+            # A sum is rounded once, like the gradient of the whole batch, and not at each addition.
             wide: DTensor = gradient.to(torch.promote_types(own_dtype, dtype))  # type: ignore[assignment]
             return waited(local_of(wide.redistribute(placements=placements))).to(own_dtype)
         return waited(local_of(gradient))
 
 
-#: The meshes on which parameters lie between steps, and the data-parallel one and the other that they are made of.
+#: The meshes of parameters between steps, each with the data-parallel mesh and the other mesh that form it.
 _meshes: dict[DeviceMesh, tuple[DeviceMesh, DeviceMesh]] = {}
 
 
@@ -162,13 +163,13 @@ def both_meshes(data: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
         both = concatenated(data, other)
     except RuntimeError as error:
         raise ValueError(f"{data} and {other} are not separate parts of one mesh ({error})") from None
-    _meshes.pop(both, None)  # equal, and of process groups that are gone
+    _meshes.pop(both, None)  # an equal mesh whose process groups no longer exist
     _meshes[both] = data, other
     return both
 
 
 def _is_of(both: DeviceMesh, *parts: DeviceMesh) -> bool:
-    """Whether it has the process groups of these, which equal meshes need not have after a new init_process_group."""
+    """Whether it has the process groups of these meshes. After a new init_process_group equal meshes may not."""
     try:
         groups = [both.get_group(axis) for axis in range(both.ndim)]
     except (KeyError, RuntimeError, ValueError):
@@ -179,11 +180,11 @@ def _is_of(both: DeviceMesh, *parts: DeviceMesh) -> bool:
 
 @dataclass(frozen=True)
 class Spmd:
-    """A mesh on which every parameter is a DTensor before some of its axes, the data-parallel ones, cut it.
+    """A mesh on which every parameter is already a DTensor, before its data-parallel axes cut the parameter.
 
     Attributes:
         mesh, data: the mesh, and its data-parallel axes.
-        rest, places: as those of :class:`TensorParallel`.
+        rest, places: as in :class:`TensorParallel`.
     """
 
     mesh: DeviceMesh
@@ -223,7 +224,7 @@ def data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceM
     axes = tuple(axis for axis, place in enumerate(places) if place >= 0)
     if len(shard) < 2:
         return data, Spmd(mesh, axes, mesh, tuple(places))
-    # Several axes that shard lie between steps as one, as FSDP2 has them: where the first of them was.
+    # Between steps several axes that shard become one axis at the place of the first, as in FSDP2.
     rest: list[DeviceMesh] = []
     places = []
     for axis, name in enumerate(names_of_mesh):
@@ -237,10 +238,10 @@ def data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceM
 
 
 def parallel_of(name: str, p: DTensor, data: DeviceMesh, spmd: Spmd | None) -> TensorParallel | None:
-    """How a parameter, sharded by us or not, lies but for the data-parallel mesh; None if it lies on no other.
+    """The placement of a parameter, sharded or not, on other axes than the data-parallel ones. None if it has none.
 
     Raises:
-        NotImplementedError: it lies in a way that cannot be sharded over that mesh.
+        NotImplementedError: its placement cannot be sharded over that mesh.
         ValueError: it is not on the mesh of ``spmd``.
     """
     mesh, placements = p.device_mesh, p.placements
@@ -256,7 +257,7 @@ def parallel_of(name: str, p: DTensor, data: DeviceMesh, spmd: Spmd | None) -> T
         mesh, rest, places, axes = spmd.mesh, spmd.rest, spmd.places, spmd.data
     elif mesh == data:
         return None
-    elif mesh in _meshes and _meshes[mesh][0] == data:  # loaded or put in place as it is between steps
+    elif mesh in _meshes and _meshes[mesh][0] == data:  # its form of between steps was loaded or assigned
         rest, mesh, placements = mesh, _meshes[mesh][1], placements[data.ndim :]
     else:
         try:

@@ -1,7 +1,8 @@
-"""Edits of sharded tensors by position: done on a whole tensor in which this rank's part is, which is then taken back.
+"""Edits of sharded tensors by position. They run on a whole tensor that contains this rank's part, which is copied
+back.
 
-Right for operations that give each element a value from that element and the other arguments alone, whatever else is in
-the whole tensor. So nothing is communicated, except for arguments that are sharded themselves. All else is refused.
+This is right if each element's new value depends only on that element and the other arguments. So nothing is
+communicated, except arguments that are sharded themselves. Other operations raise an error.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shardwright.engine.tensors.naming import parameter_of
 from shardwright.engine.tensors.ragged import RaggedTensor
 
 _aten = torch.ops.aten
-#: In place, with arguments that say where: DTensor would take places in a rank's part for those in the whole.
+#: In-place operations with positions as arguments. DTensor would use the positions in a rank's part instead.
 BY_POSITION = {
     _aten.index_put_, _aten._index_put_impl_, _aten.index_fill_, _aten.index_copy_, _aten.index_add_,
     _aten.index_reduce_, _aten.scatter_, _aten.scatter_add_, _aten.scatter_reduce_, _aten.masked_scatter_, _aten.put_,
@@ -29,7 +30,7 @@ _BY_ELEMENT = {_aten.fill_, _aten.zero_, _aten.copy_, _aten.masked_fill_, _aten.
 
 
 class Step(NamedTuple):
-    """One view of another: the operation, its arguments after the tensor, and which of several results."""
+    """One view operation: its function, its arguments after the tensor, and the index of the result."""
 
     func: Any
     args: tuple[Any, ...]
@@ -48,7 +49,7 @@ def views(tensor: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
 
 
 def can_edit(func: Any) -> bool:
-    """Whether the operation, in place, gives each element a value by itself."""
+    """Whether the in-place operation computes each element separately."""
     packet, tags = func.overloadpacket, func.tags
     if torch.Tag.inplace_view in tags:
         return False
@@ -58,7 +59,7 @@ def can_edit(func: Any) -> bool:
 
 @torch.no_grad()
 def edit(base: Any, steps: Sequence[Step], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Carry out ``func``, in place, on a view of ``base``, a DTensor or a RaggedTensor, for its first argument."""
+    """Run the in-place ``func`` with a view of ``base``, a DTensor or a RaggedTensor, as its first argument."""
     local = local_of(base)
     whole, own = _with_part(base, func)
     own.copy_(local)
@@ -70,7 +71,7 @@ def edit(base: Any, steps: Sequence[Step], func: Any, args: tuple[Any, ...], kwa
 
 @torch.no_grad()
 def make_into(target: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Carry out ``func``, all of whose arguments are whole, with ``out=target``."""
+    """Run ``func``, whose arguments are all whole, with ``out=target``."""
     local = local_of(target)
     whole, own = _with_part(target, func)
     func(*args, **{**kwargs, "out": whole})
@@ -80,7 +81,7 @@ def make_into(target: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _with_part(base: Any, func: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A whole tensor, and as a view of it this rank's part."""
+    """A whole tensor, and this rank's part as a view of it."""
     local = local_of(base)
     whole = local.new_empty_strided(base.shape, base.stride()).zero_()
     if isinstance(base, RaggedTensor):
@@ -91,7 +92,7 @@ def _with_part(base: Any, func: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return whole, whole.view(-1)[start:stop].view(local.shape)
     own, mesh = whole, base.device_mesh
     here = mesh.get_coordinate()
-    # A strided placement cuts what dimensions of the mesh further right have cut before.
+    # A strided placement cuts after the mesh dimensions further right.
     axes = sorted(range(mesh.ndim), key=lambda axis: isinstance(base.placements[axis], StridedShard))
     for axis in axes:
         placement = base.placements[axis]
@@ -110,7 +111,7 @@ def _with_part(base: Any, func: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def whole_of(value: Any) -> Any:
-    """The whole of a sharded tensor; anything else as it is."""
+    """The whole of a sharded tensor. Other values are returned unchanged."""
     return value.full_tensor() if isinstance(value, (DTensor, RaggedTensor)) else value
 
 

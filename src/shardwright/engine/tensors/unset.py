@@ -1,7 +1,7 @@
-"""Sharded parameters that hold no values yet: what may be done to them in place, and what gives them values.
+"""Sharded parameters without values: the allowed in-place operations, and the operations that give values.
 
-An operation that writes every element gives values. One that reads what is not there, or leaves some of it in its
-place, is refused before it runs. Which unit a parameter belongs to is not known here.
+An operation that writes every element gives values. An operation that reads missing values, or writes only some
+elements, raises an error before it runs. This file does not know the units of parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Unset:
         name: for messages.
         numel: of the whole parameter.
         in_parts: whether views of it were filled, so that some of its elements may have values.
-        version: of the local tensor when it was marked.
+        version: the version of the local tensor at the mark.
     """
 
     __slots__ = ("__weakref__", "in_parts", "name", "numel", "version")
@@ -47,14 +47,14 @@ class Unset:
 
 
 def mark(local: torch.Tensor, unset: Unset) -> None:
-    """``local`` is, from now on, the local tensor of a parameter without values."""
+    """Mark ``local`` as the local tensor of a parameter without values."""
     unset.version = local._version
     local.__dict__[_MARK] = unset
 
 
 @torch.no_grad()
 def blank(local: torch.Tensor) -> None:
-    """Fill a local tensor without values with what nobody takes for a value, so that later values show."""
+    """Fill a local tensor without values with NaN or the like, so that later values can be recognised."""
     if not local.is_meta and local.dtype != torch.bool:
         local.fill_(_blank_of(local.dtype))
 
@@ -68,21 +68,21 @@ def mark_of(local: torch.Tensor) -> Unset | None:
 
 
 def unmark(local: torch.Tensor) -> None:
-    """It has values now."""
+    """Remove the mark, because the parameter has values now."""
     local.__dict__.pop(_MARK, None)
 
 
 def carry_mark(old: torch.Tensor, new: torch.Tensor) -> None:
-    """``new`` takes the place of the local tensor ``old``, and has values only if that has."""
+    """Move the mark of the local tensor ``old``, if it has one, to ``new``, which replaces it."""
     if (unset := mark_of(old)) is not None:
         mark(new, unset)
 
 
 def has_values(local: torch.Tensor) -> bool | None:
-    """Whether a marked local tensor, which :func:`blank` has filled, was given values. None: it does not show.
+    """Whether a marked local tensor, which :func:`blank` has filled, has got values. None: this cannot be seen.
 
-    Collectives into a local tensor move no version counter, so its elements are looked at. What was there before and
-    was edited, as by ``mul_``, is NaN still.
+    Collectives into a local tensor increase no version counter, so this looks at the elements. Elements that were only
+    edited, as by ``mul_``, are still NaN.
     """
     if local.is_meta or not local.numel() or local.dtype == torch.bool:
         return None
@@ -91,21 +91,21 @@ def has_values(local: torch.Tensor) -> bool | None:
     unset = mark_of(local)
     if unset is not None and unset.in_parts:
         return not local.isnan().any().item()
-    # Mostly the first element tells.
+    # Mostly the first element is enough.
     return not (local[(0,) * local.ndim].isnan().item() and local.isnan().all().item())
 
 
 def _received_values(local: torch.Tensor, unset: Unset) -> bool:
-    """Whether a marked local tensor was given values past its parameter, as through ``to_local()``."""
+    """Whether a marked local tensor got values without its parameter, as through ``to_local()``."""
     filled = has_values(local)
     return local._version != unset.version if filled is None else filled
 
 
 def begin_edit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Before an operation in place or with ``out=`` on sharded tensors: those local tensors that it gives values to.
+    """Before an operation in place or with ``out=`` on sharded tensors: the local tensors that get values from it.
 
     Raises:
-        RuntimeError: it reads a parameter without values, or changes a part of its elements alone.
+        RuntimeError: it reads a parameter without values, or changes only some of its elements.
     """
     if not _marks or torch.Tag.inplace_view in func.tags:
         return []

@@ -1,1 +1,1 @@
-"""One ``fully_shard`` call: its weights, its gradients, and what users do to its modules."""
+"""One ``fully_shard`` call: its weights, its gradients, and changes that users make to its modules."""

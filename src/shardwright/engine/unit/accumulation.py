@@ -1,4 +1,4 @@
-"""A unit's gradients: what of them is held, and the reductions that were planned for them."""
+"""A unit's gradients: held gradients, and the planned reductions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwright.layout import GradientDtypes, Packing, plan_packing
 
 
 def ranks_of_scatters(ranks: Ranks, transport: Transport) -> Ranks:
-    """Over which ranks, and by what, gradients are reduced."""
+    """The ranks of gradient reductions, with the user's collective or the separate group."""
     if transport.separate:
         ranks = ranks.with_scatters(separate)
     if transport.scatter is not None:
@@ -29,16 +29,16 @@ def ranks_of_scatters(ranks: Ranks, transport: Transport) -> Ranks:
 
 
 class Gradients:
-    """Those of one build of a unit's memory.
+    """The gradients of one build of a unit's memory.
 
     Attributes:
-        dtypes: of each parameter.
-        chooses_dtype: whether the user has asked for a dtype of ``.grad``.
-        ranks: over which they are reduced.
-        reductions: one for each packing, and those of an earlier ``requires_grad`` while they hold sums.
-        held: of earlier micro-batches.
+        dtypes: the gradient dtypes of each parameter.
+        chooses_dtype: whether the user has set a dtype for ``.grad``.
+        ranks: the ranks of the reductions.
+        reductions: one for each packing; also those of an earlier ``requires_grad`` while they hold sums.
+        held: which gradients of earlier micro-batches are held.
         arriving: whether gradients are on their way to the CPU's memory.
-        overdue: whether they are those of a backward that is over.
+        overdue: whether these are of a backward that has ended.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Gradients:
         self.ranks = ranks
         self.reductions: list[Reduction] = []
         self.held = Held.NOTHING
-        self._held_before = Held.NOTHING  #: when the reduction under way began
+        self._held_before = Held.NOTHING  #: at the begin of the running reduction
         self._trainable: tuple[bool, ...] | None = None
         self.arriving = False
         self.overdue = False
@@ -59,24 +59,24 @@ class Gradients:
     # -- plan ----------------------------------------------------------------------------------------------------
 
     def follow_requires_grad(self, settings: Settings) -> bool:
-        """Take over ``requires_grad`` from the sharded parameters. Returns whether it had changed."""
+        """Copy ``requires_grad`` from the sharded parameters. Returns whether it had changed."""
         with quick_attributes():
             trainable = tuple([p.requires_grad for p in self._weights.forms.shardeds])
         if trainable == self._trainable:
             return False
         self.finish(settings)
-        # What micro-batches before the change have left is reduced beside the new gradients.
+        # Held gradients from before the change are reduced beside the new ones.
         earlier = self.reductions if self.held else []
         for reduction in earlier:
             reduction.retired = True
         for p, flag in zip(self._weights.parameters, trainable, strict=True):
             p.full.requires_grad_(flag)
         self.reductions = [*self._plan(trainable, settings.transport), *earlier]
-        self._trainable = trainable  # last: what has failed before is done again
+        self._trainable = trainable  # set last, so that a failure above is repeated
         return True
 
     def plan_again(self, ranks: Ranks, settings: Settings) -> None:
-        """Between steps: the transport was changed."""
+        """Plan the reductions again after a change of the transport, between steps."""
         self.ranks = ranks
         self._trainable = None
         self.reductions = []
@@ -89,7 +89,7 @@ class Gradients:
 
     def _reduction(self, packing: Packing, transport: Transport) -> Reduction:
         weights = self._weights
-        # A hook keeps what it knows by the names of units, which the model gives.
+        # A hook stores its state by names of units, which only the model has.
         hook = transport.hook if weights.place is not None else None
         return Reduction(
             packing,
@@ -135,11 +135,11 @@ class Gradients:
         return True
 
     def has_gradients(self) -> bool:
-        """Whether a full gradient waits."""
+        """Whether a parameter has a full gradient."""
         return any(r.has_gradients() for r in self.reductions)
 
     def go_on(self, label: str) -> bool:
-        """Issue what follows the reduce-scatter. Returns whether that was anything."""
+        """Issue the collectives after the reduce-scatter. Returns whether there were any."""
         if not any(reduction.goes_on for reduction in self.reductions):
             return False
         with annotate("all_reduce", label):
@@ -148,14 +148,14 @@ class Gradients:
         return True
 
     def finish(self, settings: Settings) -> None:
-        """Wait for what is under way, and hand it over."""
+        """Wait for the running reduction, and deliver it."""
         for reduction in self.reductions:
             reduction.finish(settings.all_reduce_hook)
         self._held_before = Held.NOTHING
         self._drop_retired()
 
     def discard(self) -> None:
-        """A backward has failed: forget it, and hold again what was held before."""
+        """Drop a failed backward, and hold the earlier gradients again."""
         self.arriving = self.overdue = False
         for reduction in self.reductions:
             reduction.discard()
@@ -165,7 +165,7 @@ class Gradients:
     # -- what is held --------------------------------------------------------------------------------------------
 
     def _drop_retired(self) -> None:
-        """If nothing is held any more, reductions planned for an earlier requires_grad have done their part."""
+        """Drop reductions of an earlier requires_grad if nothing is held any more."""
         if not self.held and any(r.retired for r in self.reductions):
             self.reductions = [r for r in self.reductions if not r.retired]
 
@@ -179,7 +179,7 @@ class Gradients:
         self.release_unused()
 
     def take_held(self, others: list[Reduction], transport: Transport) -> None:
-        """Hold what the reductions of the memory before this one held, for the same parameters."""
+        """Take the held gradients of the earlier memory, for the same parameters."""
         self.held = Held.WHOLE
         self.reductions = [r for r in self.reductions if not r.retired]
         packings = {r.packing: r for r in self.reductions}
@@ -208,7 +208,7 @@ class Gradients:
         return all(r.arrived for r in self.reductions)
 
     def land(self) -> None:
-        """The host waits for the gradients."""
+        """Let the host wait for the gradients."""
         self.arriving = self.overdue = False
         for reduction in self.reductions:
             reduction.land()

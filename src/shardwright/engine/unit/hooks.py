@@ -1,7 +1,7 @@
-"""How the engine listens to a model: tensors found in inputs and outputs, and marks in the autograd graph.
+"""Hooks into a model: this file finds tensors in inputs and outputs, and puts marks into the autograd graph.
 
-What happens when a hook fires is the unit's business. Graph hooks hold their visit strongly, so a graph that outlives
-its model still finds its weights; nothing here refers to a module.
+The unit acts when a hook runs. Graph hooks hold their visit, so a graph that outlives its model still finds its
+weights. Nothing here refers to a module.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ TensorMap = Callable[[torch.Tensor], torch.Tensor]
 def map_tensors(function: TensorMap, tree: Any, mutable: bool = True) -> Any:
     """``tree`` with ``function`` applied to every tensor in tuples, named tuples, lists, dicts and dataclasses.
 
-    Returns the same object where nothing changed, so a caller's containers keep their identity. With ``mutable``
-    False lists and mappings are left as they are: what is put into them must reach the caller.
+    Returns the same object if nothing changed, so a caller's containers keep their identity. With ``mutable`` False
+    lists and mappings are not replaced, because the caller must see later changes of them.
     """
     if isinstance(tree, torch.Tensor):
         return function(tree)
@@ -73,13 +73,13 @@ def _copy_mapping(tree: Mapping[Any, Any]) -> Any:
 
 
 class _AfterBackward(torch.autograd.Function):
-    """The identity on a unit's inputs; its backward runs when the unit's own backward has produced their gradients."""
+    """The identity on a unit's inputs. Its backward runs after the unit's backward has produced their gradients."""
 
     @staticmethod
     def forward(ctx: Any, visit: Visit, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.visit = visit
-        # torch.compile would take one that is still communicated for one without a graph.
+        # torch.compile would treat a tensor that is still being communicated as one without a graph.
         return tuple(map(waited, inputs))
 
     @staticmethod
@@ -89,18 +89,18 @@ class _AfterBackward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, visit: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        # Views, as the outputs are of the inputs.
+        # Views, because the outputs are views of the inputs.
         return tuple([None if t is None else t.view_as(t) for t in tangents])
 
 
 def mark_inputs(visit: Visit, args: Any, kwargs: Any) -> tuple[Any, Any, bool, int]:
-    """Let ``visit`` hear when the gradients of these inputs are there.
+    """Let ``visit`` hear when the gradients of these inputs exist.
 
     Also returns whether any input needs a gradient, and the number of the first autograd node of the call. One marked
-    input is enough, since its node runs after all that the call makes; so lists and dicts, to which the call may add,
-    are left alone.
+    input is enough, since its node runs after all nodes of the call. So lists and dicts, which the call may extend, are
+    not changed.
     """
-    tensors: dict[int, torch.Tensor] = {}  # a tensor that comes twice stays one tensor
+    tensors: dict[int, torch.Tensor] = {}  # a tensor that occurs twice stays one tensor
 
     def find(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
@@ -144,10 +144,10 @@ def mark_outputs(visit: Visit, output: Any, entry: int) -> bool:
     nodes: list[Any] = []
 
     def find(tensor: torch.Tensor) -> torch.Tensor:
-        # What is handed through or kept from an earlier call was made before this one, and is none of its business.
+        # Tensors from before this call, such as inputs that it returns, are not marked.
         if tensor.grad_fn is not None and sequence_number(tensor) >= entry:
             nodes.append(tensor.grad_fn)
-            # An in-place operation on a view rebuilds the view's node and drops hooks on it, not those on its base.
+            # An in-place operation on a view makes a new node and loses the view's hooks, but not those of its base.
             base = tensor._base if tensor._is_view() else None
             if base is not None and base.grad_fn is not None and sequence_number(base) > entry:
                 nodes.append(base.grad_fn)
@@ -180,13 +180,13 @@ def opaque_objects(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-#: What no tensor of a graph is inside of, or where looking for one leads out of the output.
+#: Classes that contain no tensor of a graph, or that refer to objects outside the output.
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, type),
     *(torch.Tensor, torch.dtype, torch.device, torch.Size, torch.layout, torch.Generator),
     *(nn.Module, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, weakref.ref, enum.Enum),
 )
-_DEPTH = 8  #: how far hidden tensors are looked for
+_DEPTH = 8  #: depth of the search for hidden tensors
 
 
 def hidden_tensors(output: Any) -> Iterator[torch.Tensor]:
@@ -228,7 +228,7 @@ class StashedTensors:
         self._attributes: list[tuple[int, tuple[str, ...]]] = [(-1, ())] * len(modules)
 
     def find(self, containers: list[Any]) -> list[torch.Tensor]:
-        """All of them, and those in ``containers`` that a call was given."""
+        """All such tensors, and tensors in ``containers`` among a call's inputs."""
         tensors: list[torch.Tensor] = (
             list(hidden_tensors([_Box(c) for c in containers])) if containers else []
         )
@@ -260,30 +260,28 @@ class StashedTensors:
 
 
 def mark_made(visit: Visit, tensors: list[torch.Tensor], entry: int) -> bool:
-    """Mark those of the tensors that the call has made, by their number. Returns whether there were any."""
+    """Mark the tensors that the call has made, which their node numbers show. Returns whether there were any."""
     return bool(tensors) and mark_outputs(visit, tensors, entry)
 
 
 class _Box:
-    """Makes a container opaque, so that it is looked into at any depth."""
+    """Makes a container opaque, so that the search looks into it at any depth."""
 
     def __init__(self, content: Any) -> None:
         self.content = content
 
 
-#: What attributes of modules mostly are; asked first, since isinstance takes longer.
+#: Frequent classes of modules' attributes. They are compared first, since isinstance takes longer.
 _NO_CONTAINER = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device})
-_LONGEST = (
-    1000  #: containers with more items are tables, not losses, and would be looked through in every forward
-)
+_LONGEST = 1000  #: longer containers are tables, not losses; a search in each forward would be slow
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"_shardwright_unit", *SHARDED_MARKS}
 
 
 def refuse_opaque(output: Any, where: str) -> None:
-    """Raise if ``output``, in which no graph was found, may hide one in an object that cannot be looked into."""
+    """Raise if ``output`` has no tensor with a graph, but has an object that may hide one."""
     for item in opaque_objects(output):
         if type(item).__module__ == "numpy" or any(True for _ in hidden_tensors(item)):
-            continue  # numbers, or tensors of which none has a graph
+            continue  # numbers, or tensors without a graph
         raise TypeError(
             f"The output of {where} must be tensors, in tuples, lists, dicts or dataclasses, so that backward can "
             f"be followed; found a {type(item).__name__}. Return its tensors, or make it a dataclass."

@@ -1,4 +1,4 @@
-"""Giving a unit its parameters: at ``fully_shard``, after users replaced some, and in copies of a model."""
+"""Gives a unit its parameters: at ``fully_shard``, after users replaced some, and in copies of a model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def own_parameters(unit: Unit, unit_parameters: UnitParameters) -> None:
 
 
 def borrow_parameters(unit: Unit, unit_parameters: UnitParameters) -> None:
-    """Put the sharded parameters of other units under the names that this unit's modules have for them."""
+    """Put the sharded parameters of other units into this unit's modules, under the names that they have there."""
     watch = unit.watch
     watch.lenders, watch.borrowed = [], unit_parameters.borrowed
     watch.look()
@@ -71,7 +71,8 @@ def borrow_parameters(unit: Unit, unit_parameters: UnitParameters) -> None:
 
 
 def take_over(units: list[Unit], parameters_of_units: list[UnitParameters]) -> None:
-    """Let a unit and its siblings own what was found for each, and the first have what the others own."""
+    """Let a unit and its siblings own the parameters that were found for each. The first borrows those of the
+    others."""
     main, *siblings = units
     borrowed = []
     for unit, unit_parameters in zip(siblings, parameters_of_units[1:], strict=True):
@@ -91,7 +92,7 @@ def take_over(units: list[Unit], parameters_of_units: list[UnitParameters]) -> N
 
 
 def settle(unit: Unit) -> None:
-    """Take over parameters that users replaced, unless the unit is in use."""
+    """Adopt parameters that users replaced, unless the unit is in use."""
     if not unit.weights.forms.full_shown and not unit.activity.busy:
         if unit.site.reads is not None:
             complete(unit)
@@ -100,10 +101,10 @@ def settle(unit: Unit) -> None:
 
 
 def settle_now(unit: Unit) -> None:
-    """Take over what users put in the place of the unit's parameters, by making its memory anew.
+    """Adopt parameters that users put in place of the unit's parameters. This makes the unit's memory again.
 
-    The old parameters keep their values, for whoever still has them and may put them back. A tensor that is no
-    parameter is left in its place: ``torch.func.functional_call`` lends it to the module for one call.
+    The old parameters keep their values, because users may still have them and put them back. A tensor that is no
+    parameter stays: ``torch.func.functional_call`` lends it to the module for one call.
     """
     watch, forms = unit.watch, unit.weights.forms
     if watch.paused or watch.unsharded:
@@ -123,12 +124,12 @@ def settle_now(unit: Unit) -> None:
 
 
 def shows_full(unit: Unit) -> bool:
-    """Whether full parameters stand in modules in the place of some of the unit's."""
+    """Whether modules show full parameters for some of the unit's parameters."""
     return unit.weights.forms.full_shown or bool(unit.watch.unsharded)
 
 
 def refuse_sharded_stand_ins(unit: Unit) -> None:
-    """Raise if a module is about to compute with a sharded tensor that stands in the place of a parameter."""
+    """Raise if a module is about to compute with a sharded tensor that replaces a parameter."""
     for p in unit.parameters:
         stand_in = p.stand_in() if p.lent_over else None
         if stand_in is not None and is_cut(plain := untransformed(stand_in), p.cut.parallel):
@@ -139,7 +140,7 @@ def refuse_sharded_stand_ins(unit: Unit) -> None:
             )
 
 
-@torch.inference_mode(False)  # the next step writes to what is made here
+@torch.inference_mode(False)  # the next step writes to these tensors
 def remake(unit: Unit) -> None:
     """Make the unit's memory again from the parameters that its modules hold now."""
     unit.release()
@@ -165,7 +166,7 @@ def remake(unit: Unit) -> None:
     reductions = unit.gradients.reductions if unit.gradients.held else []
     sharded_ids = {id(p.sharded) for p in before}
     if not any(id(owned.parameter) in sharded_ids for owned in unit_parameters.owned):
-        reductions = []  # it belongs to parameters that are the model's no more, as a plain parameter's .grad would
+        reductions = []  # it belongs to replaced parameters, like a plain parameter's .grad
     if reductions and not _same_parameters(before, unit_parameters):
         raise RuntimeError(
             f"Parameters of unit {unit.name!r} were replaced while gradients of earlier micro-batches are held. "
@@ -190,13 +191,13 @@ def remake(unit: Unit) -> None:
     finally:
         current_ids = {id(p.sharded) for p in unit.parameters}
         for p in before:
-            # It is nobody's now, and a module that was tied to it may still have it.
+            # No unit owns it now, and a module that was tied to it may still have it.
             if id(p.sharded) not in current_ids and unit_of(p.sharded) is unit:
                 p.sharded.__dict__.pop(UNIT_OF, None)
 
 
 def _retire(unit: Unit) -> None:
-    """Before the unit's memory is made again: give the old one back."""
+    """Release the old memory before the unit's memory is made again."""
     unit.release()
     unit.gradients.finish(unit.settings)
     complete(unit)
@@ -206,7 +207,7 @@ def _retire(unit: Unit) -> None:
 
 
 def _same_parameters(before: list[ManagedParameter], unit_parameters: UnitParameters) -> bool:
-    """Whether the very same parameters are there, whatever their values."""
+    """Whether these are the same parameter objects, with any values."""
     return len(before) == len(unit_parameters.owned) and all(
         p.sharded is owned.parameter
         and owned.parameter.shape == p.cut.shape

@@ -1,6 +1,6 @@
 """A unit: the parameters that one ``fully_shard`` call owns. It composes their weights and their gradients.
 
-What is done with it is in ``uses.py``. When, is decided in the room ``model``. docs/architecture.md has the whole.
+``uses.py`` has the actions on a unit. The room ``model`` decides when they happen. See docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ _serials = itertools.count()
 
 
 class Unit:
-    """One ``fully_shard`` call. There may be no parameters: then nothing is ever issued for this unit.
+    """One ``fully_shard`` call. Without parameters it issues no collectives.
 
     Attributes:
-        serial: in the order of the ``fully_shard`` calls.
-        site: where its memory is.
-        arguments: what the call was given.
-        settings: by the user; :meth:`change` replaces them.
+        serial: its number in the order of the ``fully_shard`` calls.
+        site: the place of its memory.
+        arguments: the arguments of the call.
+        settings: the user's settings; :meth:`change` replaces them.
         options: of the model whose root this unit is.
-        state_host: where an optimizer that steps the unit on the device keeps its state, if that is not the device.
+        state_host: the host that stores the optimizer's state if the unit is stepped on the device; else None.
         watch: its modules.
-        values: what is known of the values of its parameters.
-        weights, gradients: of the parameters, as their memory was made last.
-        activity: calls and backwards under way.
-        stepping: where optimizers step it in backward.
+        values: which of its parameters have values.
+        weights, gradients: of the parameters, in the last build of their memory.
+        activity: running calls and backwards.
+        stepping: the optimizers that step it in backward; else None.
         siblings: units of other meshes that own parameters of the same modules.
-        main: of such a unit the one that has it as a sibling.
+        main: for a sibling, the unit whose sibling it is.
         root: its model, after the first call.
         number: in the model.
     """
@@ -106,7 +106,7 @@ class Unit:
         self.gradients = Gradients(weights, gradient_dtypes, scatters, self.host)
 
     def own(self, built: Built) -> None:
-        """Take parameters and their memory; gradients begin again."""
+        """Adopt parameters and their memory. The gradients begin empty."""
         before = self.weights
         weights = Weights(
             self.site,
@@ -125,7 +125,7 @@ class Unit:
         self.gradients.follow_requires_grad(self.settings)
 
     def remake_later(self, reductions: list[Reduction]) -> None:
-        """Making the memory has failed half-way: let the next use do it again, and hold what was held."""
+        """After a failure while the memory was made: let the next use make it again. Held gradients stay held."""
         self.watch.look_again_later()
         if reductions:
             self.gradients.held = Held.WHOLE
@@ -147,12 +147,12 @@ class Unit:
 
     @property
     def comm(self) -> Communicator:
-        """That of the gather which fills the slab."""
+        """The communicator of the gather that fills the slab."""
         return self.site.ranks.comm
 
     @property
     def host(self) -> Host | None:
-        """Where the shards lie, if not on the device."""
+        """The host that has the shards; None if they are on the device."""
         return self.site.reads.host if self.site.reads is not None else None
 
     @property
@@ -169,11 +169,11 @@ class Unit:
         return next((p for p in self.weights.parameters if p.sharded is sharded), None)
 
     def without_values(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Sharded parameters that nobody has given values yet, and what each was before it was sharded."""
+        """Sharded parameters without values, and for each its original from before sharding."""
         return self.values.missing(self.weights.parameters)
 
     def communicators(self) -> list[Communicator]:
-        """All over which it gathers and reduces."""
+        """All communicators of its gathers and reductions."""
         ranks, scatters, near = self.site.ranks, self.gradients.ranks, self.site.neighbours
         communicators = [*ranks.once, *ranks.gathers, *scatters.scatters, *scatters.late, *scatters.replicas]
         return communicators if near is None else [*communicators, near]
@@ -194,7 +194,7 @@ class Unit:
                 self.gradients.plan_again(self.gradients.ranks, self.settings)
 
     def rejoin(self) -> None:
-        """After the unit's memory was made, or its gathers: compute as the model does."""
+        """After the unit's memory or gathers were made again: use the precision of the model."""
         if self.root is not None:
             self.weights.compute_as(self.root.full_precision)
 
@@ -214,19 +214,20 @@ class Unit:
             )
 
     def release(self) -> None:
-        """Show the sharded parameters and give the slab's memory back."""
+        """Show the sharded parameters and release the slab's memory."""
         self.weights.release()
 
     def drop_kept(self) -> None:
-        """The weights are about to change: keep no copy of them, and let no gather go on reading them."""
+        """Drop kept copies of the weights and wait for gathers that read them, because the weights are about to
+        change."""
         self.weights.drop_kept()
 
     def on_data_handed_out(self, full: torch.Tensor) -> None:
-        """The ``.data`` of a full parameter is handed out."""
+        """Note that user code gets the ``.data`` of a full parameter."""
         self.weights.on_data_handed_out(full)
 
     def assign_data(self, sharded: nn.Parameter, value: torch.Tensor) -> None:
-        """``sharded.data = value``. The shard follows when the unit is next used; what aliased the old one keeps it."""
+        """``sharded.data = value``. The unit's next use changes the shard. Aliases of the old shard keep it."""
         p = self.managed(sharded)
         assert p is not None
         if self.activity.busy:
@@ -235,14 +236,14 @@ class Unit:
         cut = p.cut if value.shape == p.cut.shape else cut_for(p, value, self.site, self.arguments)
         before = local_of(sharded)
         become(sharded, cut.wrap(cut.part_of(value)))
-        # Else it has values; ``to_empty`` of a module within gives these.
+        # A plain tensor has values. A sharded one, as from ``to_empty`` of an inner module, may have none.
         if isinstance(value, (DTensor, RaggedTensor)):
             carry_mark(before, local_of(sharded))
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def on_gradient(self, full: torch.Tensor) -> None:
-        """A parameter's full gradient is complete, though backward has reached no output of the unit.
+        """A parameter's full gradient is complete, but backward has reached no output of the unit.
 
         Raises:
             RuntimeError: it read the weights when they were not gathered.
@@ -276,7 +277,7 @@ def _gradient_listener(unit: Unit) -> Callable[[torch.Tensor], None]:
 
 
 def _data_listener(unit: Unit) -> Callable[[torch.Tensor], None]:
-    """Called with a full parameter whose ``.data`` is handed out."""
+    """Called with a full parameter when user code gets its ``.data``."""
     ref = weakref.ref(unit)
 
     def on_data_handed_out(full: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
-"""What is done with a unit: its weights are gathered, kept and released, its gradients reduced and stepped.
+"""The actions on a unit: gather, keep and release its weights, reduce its gradients, step it.
 
-When, is decided in ``model/calls.py``, ``model/backward.py`` and ``model/root.py``.
+``model/calls.py``, ``model/backward.py`` and ``model/root.py`` decide when.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def valid_for(unit: Unit, call: int) -> bool:
 
 
 def issue(unit: Unit, call: int, look: bool = True) -> None:
-    """See :meth:`Weights.issue`. Gradients of an earlier backward are waited for before."""
+    """See :meth:`Weights.issue`. First waits for gradients of an earlier backward."""
     if unit.gradients.overdue:
         complete(unit)
     if unit.values.unset:
@@ -57,7 +57,7 @@ def _refuse_without_values(unit: Unit) -> None:
 
 
 def leave_forward(unit: Unit) -> None:
-    """The last call of a forward has returned: keep the weights or release them."""
+    """Keep or release the weights, after the last call of a forward has returned."""
     unit.activity.to_run.clear()
     weights = unit.weights
     if _keeps_after_forward(unit):
@@ -80,41 +80,41 @@ def _keeps_after_forward(unit: Unit) -> bool:
     reshard = unit.settings.reshard_after_forward
     if torch.is_grad_enabled():
         return not (unit.number != 0 if reshard is None else bool(reshard))
-    # Asked for, so kept for the next evaluation step too, until weights change.
+    # The user asked to keep them, so they are kept for the next evaluation step, too, until weights change.
     weights.kept = reshard is False
     return weights.kept
 
 
 def fills(unit: Unit) -> bool:
-    """Whether this backward gives unused parameters gradients of zero. One to selected tensors does not."""
+    """Whether this backward gives unused parameters gradients of zero. A backward to selected tensors does not."""
     return unit.settings.fills_unused and not (unit.root is not None and unit.root.selects)
 
 
 def reduces_now(unit: Unit) -> bool:
-    """Whether a backward leaves reduced gradients, nothing held."""
+    """Whether a backward reduces its gradients and holds none."""
     return unit.settings.sync and _reduces_all(unit)
 
 
 def _reduces_all(unit: Unit) -> bool:
-    """Whether the backward under way leaves nothing for the last of its step."""
+    """Whether the running backward leaves no reduction for the last one of its step."""
     root, ranks = unit.root, unit.site.ranks
     assert root is not None
     return (root.is_last_backward and unit.settings.all_reduce) or not (ranks.finishes_late or ranks.waits)
 
 
 def reduce(unit: Unit, needed: bool = False) -> None:
-    """Reduce the gradients, zeros where there are none, or hold them while communication is switched off.
+    """Reduce the gradients, with zeros for missing ones, or hold them while communication is switched off.
 
     Whether to reduce depends only on which units ran, never on which gradients this rank has: the ranks must
-    issue the same reductions in the same order. ``needed``: no backward has come here since, but what is held is
-    needed.
+    issue the same reductions in the same order. ``needed``: no backward has reached the unit, but its held gradients
+    are needed.
     """
     root, settings, stepping, place = unit.root, unit.settings, unit.stepping, unit.weights.place
     assert root is not None
     assert place is not None
     if stepping is not None:
         forget_stepped(unit.weights.forms.shardeds)
-        stepping.due = False  # a reduction under way is stepped together with what comes now
+        stepping.due = False  # the running reduction is stepped together with this one
     begun = unit.gradients.reduce(place, settings, needed, _reduces_all(unit), fills(unit))
     if not begun:
         return
@@ -125,7 +125,7 @@ def reduce(unit: Unit, needed: bool = False) -> None:
 
 
 def continue_reduction(unit: Unit) -> bool:
-    """Issue what follows the reduce-scatter. Returns whether that was anything."""
+    """Issue the collectives after the reduce-scatter. Returns whether there were any."""
     place = unit.weights.place
     return unit.gradients.go_on(place.label if place is not None else "")
 
@@ -134,20 +134,20 @@ def finish_reduction(unit: Unit) -> None:
     unit.gradients.finish(unit.settings)
     if unit.site.reads is not None and unit.root is not None:
         unit.root.reductions.arrivals.add(unit)
-    # While other calls wait for their backward, more gradients may come: then the end of backward steps it.
+    # While other calls wait for their backward, more gradients may come. Then the end of backward steps the unit.
     if not unit.activity.unfinished:
         step_if_due(unit)
 
 
 def step_if_due(unit: Unit) -> None:
-    """No more gradients come in this backward. A call of the unit under way still reads the weights."""
+    """Step the unit if it is due, because no more gradients come in this backward, and no running call reads it."""
     stepping = unit.stepping
     if stepping is not None and stepping.due and not unit.activity.calls and not unit.gradients.arriving:
         stepping.run(unit)
 
 
 def land(unit: Unit) -> None:
-    """The host waits for the gradients, and steps the unit if no more can come in this backward."""
+    """Let the host wait for the gradients, and step the unit if no more can come in this backward."""
     if unit.stepping is not None:
         forget_stepped(unit.weights.forms.shardeds)
     unit.gradients.land()
@@ -159,19 +159,19 @@ def complete(unit: Unit) -> None:
     """Wait for gradients of an earlier backward that are still on their way to the host, and step them."""
     if unit.gradients.overdue:
         land(unit)
-        if unit.stepping is not None and unit.stepping.due:  # its backward is over, and its next use waits
+        if unit.stepping is not None and unit.stepping.due:  # its backward has ended, and its next use waits
             unit.stepping.run(unit)
 
 
 def follow_requires_grad(unit: Unit) -> None:
-    """Take over ``requires_grad`` from the sharded parameters, which users may have changed since."""
+    """Copy ``requires_grad`` from the sharded parameters, because users may have changed it."""
     if unit.gradients.overdue:
         complete(unit)
     unit.gradients.follow_requires_grad(unit.settings)
 
 
 def recover(unit: Unit) -> None:
-    """Drop what an interrupted forward or backward left behind."""
+    """Drop the weights and gradients of an interrupted forward or backward."""
     unit.activity.forget()
     if unit.stepping is not None:
         unit.stepping.due = False
@@ -195,7 +195,7 @@ def reduce_by(unit: Unit, **changes: Any) -> None:
 
     Raises:
         RuntimeError: gradients of earlier micro-batches are held.
-        ValueError: two would reduce gradients.
+        ValueError: there would be both a gradient hook and a custom reduce-scatter.
     """
     transport = replace(unit.settings.transport, **changes)
     _refuse_to_reduce_by(unit, transport)

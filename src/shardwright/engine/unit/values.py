@@ -1,4 +1,4 @@
-"""What is known of the values of a unit's parameters: which were never given any, and whether ranks were compared."""
+"""The values of a unit's parameters: which parameters have none yet, and whether ranks were compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwright.engine.tensors.unset import Unset, blank, has_values, mark, mar
 
 
 class Values:
-    """Of one unit.
+    """The values of one unit.
 
     Attributes:
         synced: whether the ranks' values were made the same before they were cut.
@@ -25,26 +25,26 @@ class Values:
     def __init__(self) -> None:
         self.synced = False
         self.checked = False
-        #: Parameters without values: what each was before it was sharded, and counts of edits since.
+        #: Parameters without values: the original of each, and counts of edits since.
         self.unset: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
 
     def expect(self, p: ManagedParameter, source: torch.Tensor, unit: str) -> None:
-        """The shard holds no values of ``p`` until somebody writes them; ``source`` is what was sharded.
+        """Note that the shard has no values of ``p`` until user code writes them. ``source`` is the original.
 
-        It is filled with NaN: whoever reads it before must not take it for values. Edits of it are refused.
+        The shard is filled with NaN, so that early reads do not look like values. Edits of it raise an error.
         """
         blank(p.local)
         mark(p.local, Unset(f"parameter {p.name!r} of unit {unit!r}", p.sharded.numel()))
         self.unset[p.sharded] = source, p.sharded._version + p.local._version
 
     def missing(self, parameters: Sequence[ManagedParameter]) -> dict[nn.Parameter, torch.Tensor]:
-        """Sharded parameters that nobody has given values yet, and what each was before it was sharded."""
+        """Sharded parameters without values, and for each its original from before sharding."""
         if self.unset:
             by_sharded = {p.sharded: p for p in parameters}
             for sharded, (_, version) in list(self.unset.items()):
                 if sharded not in by_sharded:
                     continue
-                local = local_of(sharded)  # another one than the unit's since it was assigned to ``.data``
+                local = local_of(sharded)  # differs from the unit's if ``.data`` was assigned
                 if mark_of(local) is not None:
                     filled = has_values(local)
                     if filled is None:  # then any edit counts

@@ -1,4 +1,4 @@
-"""What users do to a unit's modules: parameters and modules that they put there, take away or replace."""
+"""Notices changes that users make to a unit's modules: added, removed or replaced parameters and modules."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Watch:
     """A unit's modules.
 
     Attributes:
-        references: to them.
+        references: weak references to them.
         unsharded: sharded parameters in whose place ``unsharded`` shows full tensors, on this rank or on another; its
             options.
         paused: while stand-ins are initialised in the place of the parameters.
-        borrowed: parameters of other units that these modules hold, too, and where.
-        lenders: these units.
+        borrowed: parameters of other units that these modules also hold, and their slots.
+        lenders: the other units.
         stash: tensors that the modules keep in attributes.
     """
 
@@ -60,11 +60,11 @@ class Watch:
         self.look()
 
     def modules(self) -> list[nn.Module]:
-        """Those that still live."""
+        """The modules that still exist."""
         return [m for ref in self.references if (m := ref()) is not None]
 
     def ignored(self) -> list[nn.Parameter]:
-        """Parameters that are not the unit's, those that ignored modules hold now among them."""
+        """Parameters that the unit ignores, including all present parameters of ignored modules."""
         parameters = [p for ref in self._ignored if (p := ref()) is not None]
         return [*parameters, *parameters_of(self.ignored_modules())]
 
@@ -72,7 +72,7 @@ class Watch:
         return [m for ref in self._ignored_modules if (m := ref()) is not None]
 
     def look(self) -> None:
-        """Remember which modules there are and how many parameters they have."""
+        """Record the present modules and their numbers of parameters."""
         modules = [m for top in self.modules() for _, m in own_modules(top)]
         self._registries = [m._parameters for m in modules]
         self._children = [m._modules for m in modules]
@@ -84,16 +84,16 @@ class Watch:
         self.stash = StashedTensors(modules)
 
     def look_again_later(self) -> None:
-        """Making the unit's memory has failed half-way: the next look finds a change."""
-        self._child_count = -1  # as no number of modules is
+        """After a failure while the unit's memory was made: let the next check find a change."""
+        self._child_count = -1  # impossible as a number of modules
 
     def _ids_of_children(self) -> list[int]:
         return [id(child) for children in self._parents for child in children.values()]
 
     def changed(self, shows: Callable[[Any], bool]) -> bool:
-        """Whether there are other parameters or other modules, or one that is borrowed was replaced.
+        """Whether parameters or modules have changed, or a borrowed parameter was replaced.
 
-        ``shows`` says of another unit whether it shows full parameters now.
+        ``shows`` returns whether another unit shows full parameters now.
         """
         if (
             sum(map(len, self._registries)) != self._slot_count

@@ -1,1 +1,1 @@
-"""A unit's weights: fill, show and empty their memory. It is not decided here when."""
+"""A unit's weights: fill, show and release their memory. The room ``model`` decides when."""

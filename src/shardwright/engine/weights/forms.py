@@ -1,4 +1,4 @@
-"""Which form of a unit's parameters its modules hold: the sharded ones, the full ones, or copies of the full ones."""
+"""Puts one form of a unit's parameters into its modules: sharded ones, full ones, or copies of the full ones."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shardwright.engine.weights.lasting import Lasting
 
 
 class Forms:
-    """Those of one build of a unit's memory.
+    """The forms of one build of a unit's memory.
 
     Attributes:
         full_shown: whether modules hold the full parameters.
         ever_shown: whether any call or backward has ever used the unit.
-        lends_over: whether tensors that are no parameters stand in the place of some.
-        lasting: copies shown in the place of the full parameters.
+        lends_over: whether tensors that are no parameters replace some parameters.
+        lasting: copies that modules show instead of the full parameters.
         shardeds: the sharded parameters.
     """
 
@@ -43,7 +43,7 @@ class Forms:
         self.index()
 
     def index(self) -> None:
-        """Remember where modules hold the parameters, for the loops of every forward and backward."""
+        """Record the places of parameters in modules, for the loops of every forward and backward."""
         parameters = self._parameters
         self._plain_slots = [
             (slot.registry, slot.name, p.sharded, p.full)
@@ -58,7 +58,7 @@ class Forms:
         self._local_attributes = [p.local.__dict__ for p in parameters if p.extension is None]
 
     def untouched(self) -> bool:
-        """Whether the modules hold the sharded parameters, over their shards, as far as is seen at once."""
+        """Whether the modules hold the sharded parameters, over their shards. A quick check."""
         return not (
             self._other_slots
             or any([registry.get(name) is not sharded for registry, name, sharded, _ in self._plain_slots])
@@ -67,10 +67,11 @@ class Forms:
         )
 
     def show_full(self) -> None:
-        """Where a module holds something else than the sharded parameter, the user has put it there: it stays."""
+        """Show the full parameters. If a module holds another object than the sharded parameter, the user's object
+        stays."""
         if self.full_shown:
             return
-        self.full_shown = self.ever_shown = True  # first: a loop that is interrupted is undone as a whole
+        self.full_shown = self.ever_shown = True  # set first, so that an interrupted loop is undone
         for registry, name, sharded, full in self._plain_slots:
             if registry.get(name) is sharded:
                 registry[name] = full
@@ -78,7 +79,7 @@ class Forms:
             p.show(p.full)
 
     def show_sharded(self) -> None:
-        """As :meth:`show_full`."""
+        """Show the sharded parameters. Objects of the user stay, as in :meth:`show_full`."""
         for registry, name, sharded, full in self._plain_slots:
             if registry.get(name) is full:
                 registry[name] = sharded
@@ -87,7 +88,7 @@ class Forms:
         self.full_shown = False
 
     def hide_lasting(self) -> None:
-        """Show the full parameters again in the place of copies, which are shown."""
+        """Show the full parameters again, in place of the copies."""
         assert self.lasting is not None
         self.lasting.hide()
         self.lasting = None

@@ -1,4 +1,4 @@
-"""Edits of full weights, which the shards must get: in place, through ``.data``, and under a codec's rounding."""
+"""Writes edits of full weights into the shards: edits in place, through ``.data``, and with a codec's rounding."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from shardwright.memory import Owner
 
 
 class FullEdits:
-    """Those of one build of a unit's memory.
+    """The edits in one build of a unit's memory.
 
     Attributes:
-        handed_out: full parameters whose ``.data`` was handed out: edits may come unseen.
+        handed_out: full parameters whose ``.data`` user code has got, so that edits may be unnoticed.
     """
 
     __slots__ = ("_copies", "_decoded", "_owner", "_parameters", "handed_out")
@@ -22,38 +22,36 @@ class FullEdits:
         self._parameters = parameters
         self._copies = copies
         self._owner = owner
-        self.handed_out: set[int] = (
-            set()
-        )  #: full parameters whose ``.data`` was handed out: edits may come unseen
-        self._decoded: dict[int, torch.Tensor] = {}  #: of those, this rank's part as a codec has left it
+        self.handed_out: set[int] = set()  #: full parameters whose ``.data`` user code has got
+        self._decoded: dict[int, torch.Tensor] = {}  #: for those, this rank's part after the codec
 
     def give(self, full: torch.Tensor, there: bool) -> None:
-        """The ``.data`` of a full parameter is handed out; ``there``: its weights are in the slab."""
+        """Note that user code gets the ``.data`` of a full parameter. ``there``: its weights are in the slab."""
         self.handed_out.add(id(full))
         if there:
             self._remember(full)
 
     def arrive(self) -> None:
-        """Weights were gathered."""
+        """After weights were gathered."""
         self._decoded.clear()
         for full in self._copies.current.counters.tensors:
             if id(full) in self.handed_out:
                 self._remember(full)
 
     def leave(self) -> None:
-        """The weights are released."""
+        """After the weights are released."""
         self._decoded.clear()
 
     def expected(self) -> bool:
-        """Whether there may be any."""
+        """Whether there may be edits."""
         return bool(self.handed_out) or self._copies.current.counters.moved()
 
     def write_back(self, there: bool, newer: set[int]) -> bool:
-        """Write edits into the shards, as they would be without us. Returns whether there may have been any.
+        """Write edits into the shards, as in a plain model. Returns whether there may have been any.
 
         Args:
             there: whether the weights are in the slab.
-            newer: places of parameters whose shards were edited after they were gathered.
+            newer: indices of parameters whose shards were edited after the gather.
 
         Raises:
             RuntimeError: the full form and the shard of one parameter were edited.
@@ -74,7 +72,7 @@ class FullEdits:
         return True
 
     def _remember(self, full: torch.Tensor) -> None:
-        """An edit cannot be told from a codec's rounding by the shard: keep what came, unless it was edited."""
+        """Store the gathered values, because with a codec the shard alone cannot show an edit."""
         key = id(full)
         if self._copies.transport.codec is None or key in self._decoded:
             return
@@ -83,7 +81,7 @@ class FullEdits:
             self._decoded[key] = p.cut.of_full(p.view.detach()).clone()
 
     def _gathered_part(self, p: ManagedParameter) -> torch.Tensor | None:
-        """What was gathered of this rank's part; None: the shard, in the dtype of computation."""
+        """The gathered values of this rank's part; None: they equal the shard in the compute dtype."""
         codec = self._copies.transport.codec
         if codec is None:
             return None

@@ -1,4 +1,4 @@
-"""A unit's full weights: in the dtypes of computation, as they are stored, and what neighbours keep of them."""
+"""A unit's full weights: in compute dtypes, in storage dtypes, and the part that neighbours keep."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Copy:
 
     Attributes:
         slab: their memory.
-        gather: what fills it.
-        counters: of edits of the full parameters.
-        forms: of each parameter the full form and what of it is plain, as they were when the copy was last in use.
+        gather: the gather that fills it.
+        counters: count edits of the full parameters.
+        forms: each parameter's full form and its plain tensor, from the last use of this copy.
     """
 
     __slots__ = ("counters", "forms", "gather", "owner", "slab")
@@ -40,21 +40,21 @@ class Copy:
         self.counters = FullCounters([t for i in range(len(forms)) for t in self.counted(i)])
 
     def counted(self, index: int) -> tuple[torch.Tensor, ...]:
-        """As ``counters`` of a parameter, of its full form here."""
+        """Like ``counters`` of a parameter, for its full form in this copy."""
         full, view = self.forms[index]
         return (full,) if view is full else (full, view)
 
 
 class Copies:
-    """Those of one build of a unit's memory.
+    """The full weights of one build of a unit's memory.
 
     Attributes:
-        current: what is in use.
-        training: what backward reads; in the dtypes of computation.
-        stored: the weights as they are stored, once a model has asked for it.
-        secondary: what this rank keeps after forward for its neighbours.
-        transport: for which gathers are laid out.
-        extended: parameters that gather themselves.
+        current: the copy in use.
+        training: the copy that backward reads, in compute dtypes.
+        stored: the copy in storage dtypes, after its first use.
+        secondary: the part that this rank keeps after forward for its neighbours.
+        transport: the transport of the gathers.
+        extended: parameters with ``fsdp_pre_all_gather``.
     """
 
     __slots__ = (
@@ -128,17 +128,17 @@ class Copies:
 
     @property
     def extended_kinds(self) -> str:
-        """Classes of the tensors that gather themselves."""
+        """Classes of the tensors with ``fsdp_pre_all_gather``."""
         return ", ".join(dict.fromkeys(type(p.local).__name__ for p in self.extended))
 
     def each(self) -> Iterator[Copy]:
-        """Those that there are."""
+        """The existing copies."""
         yield self.training
         if self.stored is not None:
             yield self.stored
 
     def join(self, place: Place) -> None:
-        """Exchange the headers of a place in a model with each gather."""
+        """Send and receive the headers of a place in a model with each gather."""
         header, headers = place.bytes()
         for copy in self.each():
             copy.gather.address(header, headers)
@@ -147,9 +147,10 @@ class Copies:
 
     @torch.inference_mode(False)
     def use(self, full_precision: bool, place: Place | None) -> None:
-        """Gather weights as they are stored from now on, or in their compute dtypes. Nothing may be gathered."""
+        """From now on gather weights in their storage dtypes, or in their compute dtypes. No weights may be gathered
+        now."""
         if not full_precision:
-            self.current.gather.drop()  # but what training keeps until the weights change stays
+            self.current.gather.drop()  # training keeps its own until the weights change
             self._use(self.training)
             return
         stored = self.stored
@@ -157,13 +158,13 @@ class Copies:
             stored = self._plan_stored()
             if place is not None:
                 stored.gather.address(*place.bytes())
-            self.stored = stored  # whole, or not at all
+            self.stored = stored  # set only when complete
         self._use(stored)
 
     def _plan_stored(self) -> Copy:
         """The same shards and places in the slab, in other dtypes.
 
-        Leases come from outside any plan: a step has none. Backward never reads these weights.
+        Its leases are outside the plan, because a training step has none. Backward never reads these weights.
         """
         owner = Owner(f"{self._site.owner.name}, full precision")
         layout = self._layout.as_stored()
@@ -183,22 +184,22 @@ class Copies:
         copy.counters.forget()
 
     def slabs(self) -> list[Slab]:
-        """All slabs, also those of the precision that is not in use."""
+        """All slabs, also of the precision that is not in use."""
         return [slab for copy in self.each() for slab in copy.owner.slabs]
 
     def drop(self) -> None:
-        """Give back what gathers over outer axes keep until the weights change."""
+        """Free the cached outer-axis gathers."""
         self.training.gather.drop()
         if self.stored is not None:
             self.stored.gather.drop()
 
     def counters(self, places: list[int]) -> list[torch.Tensor]:
-        """The tensors whose version counters move with edits of these parameters' full forms.
+        """The tensors whose version counters increase with edits of these parameters' full forms.
 
-        Those of a copy that is not in use, too: graphs over its memory are to notice.
+        Includes a copy that is not in use, because graphs over its memory must notice the edit.
         """
         if len(places) == len(self._parameters) and self.stored is None:
-            return self.current.counters.tensors  # the rule, after an optimizer's step
+            return self.current.counters.tensors  # the usual case, after an optimizer's step
         tensors = [t for i in places for t in self._parameters[i].counters]
         if self.stored is not None:
             other = self.training if self.current is self.stored else self.stored
@@ -209,7 +210,7 @@ class Copies:
 def _forms(
     parameters: list[ManagedParameter], layout: UnitLayout, slab: Slab
 ) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """The full forms over the slab, with the attributes of those there are, and what of each is plain."""
+    """The full forms over the slab, with the attributes of the present ones, and their plain tensors."""
     runs = {m.index: run for run in layout.runs for s in run.segments for m in s.members}
     forms: list[tuple[nn.Parameter, torch.Tensor]] = []
     for index, p in enumerate(parameters):

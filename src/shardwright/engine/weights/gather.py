@@ -1,7 +1,7 @@
 """A gather: from a unit's shards to its full weights. A tuple of small stages, then one collective into the slab.
 
-Stages are made once, for a layout and a transport. A feature that a unit does not use has no stage: in one dtype on one
-mesh axis there is none at all. Codecs are the communicators' (``comm``).
+Stages are made once, for a layout and a transport. Only features that a unit uses have a stage. In one dtype on one
+mesh axis there is no stage. Communicators apply codecs (``comm``).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from shardwright.engine.weights.ledger import NEVER
 from shardwright.layout import Run, UnitLayout
 from shardwright.memory import Owner, Slab
 
-#: Whether foreach operations on sharded parameters move a version counter (``ShardedTensor``). Where they do not,
-#: nothing that was gathered serves beyond its root call.
+#: Whether foreach operations on sharded parameters increase a version counter (``ShardedTensor``). If they do not,
+#: gathered weights are used only in their root call.
 edits_are_seen = subclasses_dispatch
 
 Moves = tuple[list[torch.Tensor], list[torch.Tensor]]  #: destinations and sources
@@ -34,30 +34,30 @@ _NO_MOVES: Moves = ([], [])
 
 
 class Parcel:
-    """A gather that is being issued: what stages change, and what the collective at the end takes."""
+    """The state of a gather while it is issued: stages change it, and the last collective uses it."""
 
     __slots__ = ("casts", "epoch", "inputs", "nbytes", "outputs", "place")
 
     def __init__(self, gather: Gather, place: Place, epoch: int) -> None:
         self.place = place
-        self.epoch = epoch  #: of the weights that are gathered
+        self.epoch = epoch  #: the epoch of the gathered weights
         self.outputs = gather.outputs
         self.inputs = gather.inputs
         self.nbytes = gather.nbytes
-        self.casts = _NO_MOVES  #: to be made on the stream of the next collective, before it
+        self.casts = _NO_MOVES  #: copies before the next collective, on its stream
 
 
 class Stage(Protocol):
-    """What comes before the last collective of a gather."""
+    """A stage before the last collective of a gather."""
 
     def begin(self, parcel: Parcel) -> None: ...
 
     def end(self) -> None:
-        """The gather was waited for."""
+        """Called after the gather was waited for."""
 
 
 class Hop:
-    """A collective of an outer mesh axis, into memory of its own."""
+    """A collective of an outer mesh axis, into separate memory."""
 
     def __init__(
         self,
@@ -71,12 +71,12 @@ class Hop:
         self.inputs = inputs
         self.outputs = outputs
         self.slab = slab
-        self.kept = kept  #: whether the result serves until the weights change
-        self.epoch = NEVER  #: of the weights that are kept here
-        self._pending: Pending | None = None  #: kept until the end: its buffers live as long
+        self.kept = kept  #: whether the result is kept until the weights change
+        self.epoch = NEVER  #: the epoch of the kept weights
+        self._pending: Pending | None = None  #: kept until the end, because it holds the buffers
 
     def serves(self, epoch: int) -> bool:
-        """Whether nothing need be gathered here."""
+        """Whether the kept result is valid, so that this stage gathers nothing."""
         return self.kept and self.epoch == epoch and edits_are_seen
 
     def begin(self, parcel: Parcel) -> None:
@@ -99,19 +99,19 @@ class Hop:
             self.slab.release()
 
     def drop(self) -> None:
-        """The weights are about to change."""
+        """Free the result, because the weights are about to change."""
         self.epoch = NEVER
         self.slab.release()
 
 
 class Upload:
-    """Shards in the CPU's memory: copied to the device first."""
+    """Copies shards from the CPU's memory to the device."""
 
     def __init__(self, slab: Slab, copies: Moves, reads: HostReads, after: Hop | None) -> None:
         self._slab = slab
         self._copies = copies
         self._reads = reads
-        self._after = after  #: the first outer collective, which may have them already
+        self._after = after  #: the first outer collective; if its result is valid, no copy is needed
 
     def begin(self, parcel: Parcel) -> None:
         if self._after is None or not self._after.serves(parcel.epoch):
@@ -123,7 +123,7 @@ class Upload:
 
 
 class Cast:
-    """Shards that are gathered in another dtype or order than they are stored in."""
+    """Casts or reorders shards that are stored in another dtype or order than gathered."""
 
     def __init__(self, slab: Slab, copies: Moves) -> None:
         self._slab = slab
@@ -138,7 +138,7 @@ class Cast:
 
 
 class Extend:
-    """Parameters whose tensors decide themselves what is gathered of them (``fsdp_pre_all_gather``)."""
+    """Gathers parameters with ``fsdp_pre_all_gather``."""
 
     def __init__(
         self,
@@ -171,10 +171,10 @@ class Extend:
         parcel.inputs = [*inputs, parcel.inputs[-1]]
 
     def end(self) -> None:
-        """What was gathered is looked at in :meth:`finish`."""
+        """Does nothing; :meth:`finish` uses the gathered tensors."""
 
     def finish(self) -> None:
-        """No rank has gathered something else."""
+        """Make the full parameters, after the headers were checked."""
         for p in self._parameters:
             assert p.extension is not None
             full = p.extension.finish(p.local, p.full)
@@ -185,14 +185,14 @@ class Extend:
 
 
 class Gather:
-    """All of it.
+    """A complete gather: stages, then one collective.
 
     Attributes:
-        comm: of the collective that fills the slab.
-        hops: the collectives before it, if shards lie on several axes; they are stages, too.
-        outputs, inputs: of the last collective, the headers last.
-        nbytes: of the outputs, without headers.
-        detail: stands for the parameters that gather themselves; 0 if there are none.
+        comm: the communicator of the collective that fills the slab.
+        hops: the collectives before it, if shards are on several axes; they are stages, too.
+        outputs, inputs: of the last collective, with the headers at the end.
+        nbytes: bytes of the outputs, without headers.
+        detail: a number for the parameters with ``fsdp_pre_all_gather``; 0 if there are none.
         extend: the stage of these parameters.
     """
 
@@ -213,7 +213,7 @@ class Gather:
         self.detail = detail
         header = torch.zeros(HEADER, dtype=torch.int64, device=comm.device).view(torch.uint8)
         self.outputs = [*outputs, header]
-        self.inputs = [*inputs, header]  # until the unit has its place
+        self.inputs = [*inputs, header]  # used until the unit has its place
         self._stages = tuple(stages)
         self.extend = extend
 
@@ -222,7 +222,7 @@ class Gather:
         self.inputs[-1], self.outputs[-1] = header, headers
 
     def begin(self, place: Place, epoch: int) -> Pending:
-        """Issue it."""
+        """Issue the gather."""
         parcel = Parcel(self, place, epoch)
         for stage in self._stages:
             stage.begin(parcel)
@@ -230,29 +230,29 @@ class Gather:
         return self.comm.all_gather(parcel.outputs, parcel.inputs, parcel.casts, None, announce)
 
     def end(self) -> None:
-        """It was waited for."""
+        """Called after the gather was waited for."""
         for stage in self._stages:
             stage.end()
 
     def drop(self) -> None:
-        """Give back what of outer axes is kept until the weights change."""
+        """Free the cached outer-axis gathers."""
         for hop in self.hops:
             hop.drop()
 
     @property
     def first(self) -> Communicator:
-        """Of the first collective."""
+        """The communicator of the first collective."""
         return self.hops[0].comm if self.hops else self.comm
 
 
 class _Pieces:
-    """This rank's chunks on their way to the first collective, as bytes, and where each rank's go."""
+    """This rank's chunks for the first collective, as bytes, and the destinations of each rank's chunks."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.dtypes: list[torch.dtype] = []
-        self.offsets: list[int] = []  #: in the slab, in bytes
-        self.sizes: list[int] = []  #: of one rank's piece
+        self.offsets: list[int] = []  #: offsets in the slab, in bytes
+        self.sizes: list[int] = []  #: bytes of one rank's piece
 
 
 def plan_gather(
@@ -267,7 +267,7 @@ def plan_gather(
     extend: Extend | None,
     detail: int,
 ) -> Gather:
-    """Make, once, every view that a gather needs: of the shards (or their cast), the slab and what lies between."""
+    """Make, once, every view that a gather needs: of the shards (or their cast), the slab and memory in between."""
     pieces, upload, cast = _prepare(layout, shards, cuts, owner, ranks.device, reads is not None)
     comms = [*ranks.once, *ranks.gathers] or [ranks.local]
     comms = [with_gathers(c, transport.gather, transport.codec, pieces.dtypes) for c in comms]
@@ -304,7 +304,7 @@ def _prepare(
     device: torch.device,
     offloaded: bool,
 ) -> tuple[_Pieces, tuple[Slab, Moves] | None, tuple[Slab, Moves] | None]:
-    """What is sent, and the memory and the copies of what is uploaded and what is cast on the way."""
+    """The chunks to send, and the memory and copies of uploads and casts before."""
     repacks = {i: cut for i, cut in enumerate(cuts) if cut.repacks}
     staged = [r for r in layout.runs if r.is_cast or _repacked(r, repacks)]
     cast = _room(staged, [r.compute_dtype for r in staged], device, "cast shard", owner)
@@ -336,7 +336,7 @@ def _prepare(
                 else:
                     own = cut.local_view(payload, 0)
                     casts[0].extend([cut.packed_view(target, 0), target[own.numel() :]])
-                    casts[1].extend([own, payload[own.numel() :]])  # and the padding
+                    casts[1].extend([own, payload[own.numel() :]])  # also copy the padding
                 payload = target
             pieces.tensors.append(payload.view(torch.uint8))
             pieces.dtypes.append(run.compute_dtype)
@@ -365,12 +365,12 @@ def _room(runs: list[Run], dtypes: list[torch.dtype], device: torch.device, kind
 class SecondaryShard:
     """``reshard_after_forward=k``: one k-th of the full weights, kept after forward for the gather of backward.
 
-    That gather runs among k neighbouring ranks, say those of one host, instead of all. ZeRO++ calls what is kept the
-    secondary partition (https://arxiv.org/abs/2306.10209, section 3.2).
+    That gather runs among k neighbouring ranks, say the ranks of one host, instead of all. ZeRO++ calls the kept part
+    the secondary partition (https://arxiv.org/abs/2306.10209, section 3.2).
 
     Attributes:
-        gather: among the neighbours.
-        epoch: of the weights that are kept here.
+        gather: the gather among the neighbours.
+        epoch: the epoch of the kept weights.
         slab: memory of this rank's part.
     """
 
@@ -387,13 +387,13 @@ class SecondaryShard:
         self.epoch = NEVER
 
     def address(self, headers: torch.Tensor, ranks: list[int]) -> None:
-        """Receive the neighbours' headers each in its own place among those of ``ranks``; bytes."""
+        """Receive each neighbour's header in its place among the headers of ``ranks``; bytes."""
         comm, size = self.gather.comm, self._header.numel()
         first = ranks.index(comm.ranks[0])
         self.gather.address(self._header, headers.narrow(0, first * size, comm.world_size * size))
 
     def keep(self, epoch: int, header: torch.Tensor) -> None:
-        """Copy this rank's part of the full weights, which must be there, and what was sent with their gather."""
+        """Copy this rank's part of the full weights, which must be gathered, and the headers of their gather."""
         self.slab.lease()
         foreach_copy_([*self._parts, self._header], [*self._sources, header])
         self.epoch = epoch

@@ -1,9 +1,9 @@
-"""Weights that outlive their call: copies which a graph may keep, where its backward is not autograd's alone.
+"""Copies of the full weights that a graph keeps after the call, if not only autograd's backward reads them.
 
-A transform of torch.func runs backwards of its own, in which no hook of ours gathers anything, and may differentiate
-these once more; ``allow_mutation_on_saved_tensors`` reads saved tensors between forward and backward; make_fx keeps
-them as constants. There the modules compute with copies of the full weights. The gradients go through the copies to
-the full weights, and on from there as always.
+A transform of torch.func runs its own backwards, in which none of our hooks gathers, and may differentiate these again.
+``allow_mutation_on_saved_tensors`` reads saved tensors between forward and backward. make_fx keeps them as constants.
+In these cases the modules compute with copies of the full weights. The gradients go through the copies to the full
+weights and are then reduced as usual.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwright.engine.tensors.parameter import ON_DATA, FullDTensor, FullParam
 
 
 class _Copied(torch.autograd.Function):
-    """Copies of a unit's full weights; its backward runs once if the gradient of any of them is there."""
+    """Copies a unit's full weights. Its backward runs once if any copy has a gradient."""
 
     @staticmethod
     def forward(ctx: Any, visit: Visit, *fulls: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -36,21 +36,21 @@ class _Copied(torch.autograd.Function):
 
 
 def lasting_kind() -> type[Lasting] | None:
-    """What a call that begins now needs, by what is around it."""
-    if traced():  # make_fx, as torch.func.linearize has it: it takes no class of ours for a constant
+    """The kind of copies that a call needs now, because of active transforms and modes."""
+    if traced():  # make_fx, as in torch.func.linearize, which accepts no class of ours as a constant
         return PlainLasting
     return Lasting if transformed() or mutation_allowed() else None
 
 
 class Lasting:
-    """Copies of the full weights that modules show, in their place until :meth:`hide`.
+    """Copies of the full weights that modules show until :meth:`hide`.
 
     Make it while the full weights are shown, and outside of any transform.
     """
 
     def __init__(self, parameters: list[ManagedParameter], visit: Visit) -> None:
         self._shown = [p for p in parameters if any(slot.holds(p.full) for slot in p.slots)]
-        self._edited: set[int] = set()  #: copies whose ``.data`` was handed out
+        self._edited: set[int] = set()  #: copies whose ``.data`` user code has got
         copies: Any = _Copied.apply(visit, *[p.full for p in self._shown]) if self._shown else ()
         self._copies: list[Any] = [
             self._as_parameter(c, p.full) for c, p in zip(copies, self._shown, strict=True)
@@ -61,11 +61,11 @@ class Lasting:
 
     @property
     def has_graph(self) -> bool:
-        """Whether backward may come to the full weights through these."""
+        """Whether backward may reach the full weights through the copies."""
         return any(c.requires_grad for c in self._copies)
 
     def _as_parameter(self, made: Any, full: Any) -> Any:
-        """Let ``made`` be what modules expect of a parameter, with the attributes of ``full``."""
+        """Give ``made`` the form of a parameter that modules expect, with the attributes of ``full``."""
         for key, value in full.__dict__.items():
             made.__dict__.setdefault(key, value)
         made.__dict__["_is_param"] = True
@@ -75,7 +75,7 @@ class Lasting:
         return made
 
     def hide(self) -> None:
-        """Show the full weights again, with what was edited in the copies."""
+        """Show the full weights again, with the edits of the copies."""
         for p, made, version in zip(self._shown, self._copies, self._versions, strict=True):
             _exchange(p, made, p.full)
             if made._version != version or id(made) in self._edited:
@@ -85,14 +85,14 @@ class Lasting:
 
 
 class PlainLasting(Lasting):
-    """Constants for a tracer, which knows no class of ours and takes no parameter that is no leaf: without gradient."""
+    """Constants for a tracer, without gradient. It knows none of our classes and accepts only leaf parameters."""
 
     def _as_parameter(self, made: Any, full: Any) -> Any:
         return nn.Parameter(made.detach(), requires_grad=False)
 
 
 def _exchange(p: ManagedParameter, old: Any, new: Any) -> None:
-    """Wherever modules hold ``old`` as this parameter, let them hold ``new``."""
+    """Replace ``old`` by ``new`` in all modules that hold it as this parameter."""
     for slot in p.slots:
         if slot.module() is not None and slot.holds(old):
             slot.show(new)

@@ -1,7 +1,6 @@
-"""The states of the memory into which a unit gathers its weights, and what moves it between them.
+"""The states of the memory into which a unit gathers its weights, and the events that change them.
 
-Which parameters modules show is a value of its own (``forms.py``), and so is the age of the weights (an epoch of the
-``Ledger``).
+Other values say which parameters modules show (``forms.py``) and how old the weights are (an epoch of the ``Ledger``).
 """
 
 from __future__ import annotations
@@ -10,17 +9,17 @@ import enum
 
 
 class Residence(enum.Enum):
-    """Of a unit's full weights."""
+    """The states of the memory of a unit's full weights."""
 
     SHARDED = "no memory"
-    ISSUING = "leased; a collective that writes to it is being issued, or was interrupted while it was"
+    ISSUING = "leased; a collective that writes to it begins, or an exception interrupted its begin"
     GATHERING = "leased; a gather is under way"
     RESIDENT = "leased; the gathered weights are there"
     EMPTY = "leased; the gather failed, so it has no weights"
 
 
 class Event(enum.Enum):
-    """What happens to it."""
+    """The events that change the state."""
 
     ISSUE = "a gather begins: a forward, a backward, a prefetch or `unshard()`"
     ISSUED = "the collective is on its way"
@@ -29,8 +28,8 @@ class Event(enum.Enum):
     RELEASE = "the memory is freed; the memory of an interrupted gather stays for the next gather"
 
 
-#: What may happen in which state, and what follows. ``Weights`` moves; tests, and no code, hold moves against this.
-#: A gather that was interrupted may still write, so a release leaves ISSUING as it is.
+#: The allowed events in each state, and the next state. ``Weights`` changes states; only tests compare it with this.
+#: An interrupted gather may still write, so a release does not change ISSUING.
 ALLOWED = {
     (Residence.SHARDED, Event.ISSUE): Residence.ISSUING,
     (Residence.RESIDENT, Event.ISSUE): Residence.ISSUING,
@@ -47,7 +46,7 @@ ALLOWED = {
 
 
 def table() -> str:
-    """The states and what may happen in them, as docs/architecture.md has them."""
+    """The tables of states and events in docs/architecture.md."""
     lines = ["| state | its memory |", "|---|---|"]
     lines += [f"| {state.name} | {state.value} |" for state in Residence]
     lines += ["", "| from | event | to | action |", "|---|---|---|---|"]

@@ -1,6 +1,6 @@
-"""A unit's weights in their memory: gather, show, release, and notice edits. It is not decided here when.
+"""A unit's weights in their memory: gather, show, release, and notice edits. The room ``model`` decides when.
 
-How the memory is made is in ``assembly/build.py``, how it is filled in ``gather.py``.
+``assembly/build.py`` makes the memory, ``gather.py`` fills it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwright.engine.weights.residence import Residence
 from shardwright.layout import UnitLayout
 from shardwright.memory import Slab
 
-#: What follows what is in ``residence.ALLOWED``.
+#: ``residence.ALLOWED`` has the allowed order of states.
 SHARDED, ISSUING, GATHERING, RESIDENT, EMPTY = Residence
 
 
@@ -32,15 +32,15 @@ class Weights:
     """One build of a unit's memory.
 
     Attributes:
-        site: where it is.
-        generation: how often the unit's memory was made; graphs over earlier memory can't be run any more.
+        site: the place of the memory.
+        generation: how often the unit's memory was made; graphs over earlier memory cannot run any more.
         shards: this rank's chunks of the layout's segments, padded.
         copies: the full weights.
-        place: in a model; None before the first call.
-        label: in profiles.
+        place: the unit's place in a model; None before the first call.
+        label: the unit's name in profiles.
         call: the root call (or backward) for which the slab was filled.
         kept: whether the slab is kept beyond its root call, on purpose.
-        epoch: of the weights in the slab.
+        epoch: the epoch of the weights in the slab.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Weights:
         slab.release()
 
     def gather_by(self, transport: Transport) -> None:
-        """Between steps, released and in the precision of training: lay gathers out again."""
+        """Plan gathers again for a new transport. Only between steps, with released weights in training precision."""
         self.host_may_write()
         self.copies.plan(transport, self.copies.training.slab)
         if self.place is not None:
@@ -90,11 +90,11 @@ class Weights:
 
     @property
     def full_precision(self) -> bool:
-        """Whether weights are gathered as they are stored."""
+        """Whether weights are gathered in their storage dtypes."""
         return self.copies.current is self.copies.stored
 
     def compute_as(self, full_precision: bool) -> None:
-        """Gather weights as they are stored from now on, or in their compute dtypes."""
+        """From now on gather weights in their storage dtypes, or in their compute dtypes."""
         if self.full_precision == full_precision or not self.parameters:
             return
         self.release()
@@ -104,40 +104,41 @@ class Weights:
 
     @property
     def copy(self) -> Copy:
-        """The full weights that are in use."""
+        """The copy of the full weights in use."""
         return self.copies.current
 
     # -- edits ---------------------------------------------------------------------------------------------------
 
     def notice_edits(self) -> None:
-        """Pass changes of the sharded parameters on to the full ones' version counters.
+        """For each edit of a sharded parameter, increase the version counter of the full one.
 
-        Then autograd refuses a backward over weights that have changed since its forward, as it does without us.
+        So autograd raises an error for a backward over weights that have changed since its forward, as in a plain
+        model.
         """
         if changed := self.ledger.look():
             self.copies.current.counters.advance(self.copies.counters(changed))
 
     def _keep_edits(self) -> None:
-        """Weights may have been edited while they were full: the edits go into the shard, as they would without us."""
+        """Write edits of the full weights into the shard, as in a plain model."""
         if not self._edits.expected():
             return
         self.notice_edits()
         there = self.residence is RESIDENT
         if self._edits.write_back(there, self.ledger.edited_after(self.epoch) if there else set()):
-            # The slab has the edit, and the full parameters' counters have moved with it.
+            # The slab has the edit, and the edit has increased the full parameters' counters.
             fresh = self.is_current
             self.ledger.write()
             self.epoch = self.ledger.epoch if fresh else NEVER
 
     def on_data_handed_out(self, full: torch.Tensor) -> None:
-        """The ``.data`` of a full parameter is handed out."""
+        """Note that user code gets the ``.data`` of a full parameter."""
         self._edits.give(full, self.ready)
 
     # -- gather --------------------------------------------------------------------------------------------------
 
     @property
     def is_current(self) -> bool:
-        """Whether the slab holds the weights as they were at the last look for edits."""
+        """Whether the slab has the weights of the last check for edits."""
         return self.epoch == self.ledger.epoch
 
     @property
@@ -147,7 +148,7 @@ class Weights:
 
     @property
     def ready(self) -> bool:
-        """Whether the slab holds what was gathered."""
+        """Whether the slab has gathered weights."""
         return self.residence is RESIDENT
 
     def valid_for(self, call: int) -> bool:
@@ -158,10 +159,10 @@ class Weights:
         return self.epoch == self.ledger.epoch
 
     def issue(self, call: int, look: bool, nearby: bool) -> None:
-        """Lease the slab if it is not, and start filling it from the shards, for the given root call or backward.
+        """Lease the slab if needed, and begin to fill it from the shards, for the given root call or backward.
 
-        Without ``look`` edits that have not been noticed yet are taken for later ones: if there are any, the weights
-        are gathered once more before they are used. ``nearby``: from what neighbouring ranks have kept, if they have.
+        Without ``look`` edits that are not noticed yet count as later edits. Then the weights are gathered again before
+        their use. ``nearby``: gather from the parts that neighbouring ranks have kept, if there are any.
         """
         place = self.place
         assert place is not None
@@ -170,11 +171,11 @@ class Weights:
         if look:
             self.notice_edits()
         if self.forms.full_shown:
-            self._keep_edits()  # which this gather would undo
+            self._keep_edits()  # this gather would overwrite them
         epoch, secondary, gather = self.ledger.epoch, self.copies.secondary, self.copies.current.gather
         if nearby and secondary is not None and secondary.epoch == epoch:
             gather = secondary.gather
-        place.home.gathered.add(place.number)  # first: after an interrupt it is released with the rest
+        place.home.gathered.add(place.number)  # set first, so that it is released after an interrupt
         self.copies.current.slab.lease()
         self.call, self.epoch, self.kept = call, epoch, False
         if place.home.observer is not None:
@@ -185,14 +186,14 @@ class Weights:
                 self._flight = gather.begin(place, epoch), gather
         except (
             Exception
-        ):  # out of memory, ranks that diverge: nothing was begun. An interrupt may come later.
+        ):  # out of memory or diverged ranks: no collective has begun; an interrupt may come later
             self.residence = EMPTY
             self.epoch = NEVER
             raise
         self.residence = GATHERING
 
     def wait(self) -> None:
-        """Order the computation after the gather under way, if there is one."""
+        """Order the computation after the running gather, if there is one."""
         flight = self._flight
         if flight is None:
             return
@@ -202,7 +203,7 @@ class Weights:
             place.home.observer("wait", self)
         pending, gather = flight
         pending.wait()
-        self.residence = RESIDENT  # first: after an interrupt in between it is waited for again
+        self.residence = RESIDENT  # set first; after an interrupt it is waited for again
         self._flight = None
         gather.end()
         if gather.comm.streams.asynchronous:
@@ -213,14 +214,14 @@ class Weights:
             self._edits.arrive()
 
     def _adopt(self) -> None:
-        """Parameters that gather themselves have their full forms."""
+        """Adopt the full forms of extended parameters."""
         self.copies.current.counters = FullCounters([t for p in self.parameters for t in p.counters])
         self.forms.index()
 
     # -- show ----------------------------------------------------------------------------------------------------
 
     def show_sharded(self) -> None:
-        """Let modules hold the sharded parameters. What the full weights have of the user's edits is kept."""
+        """Let modules hold the sharded parameters. The user's edits of the full weights are kept."""
         if self.forms.full_shown:
             if self.forms.lasting is not None:
                 self.forms.hide_lasting()
@@ -230,7 +231,7 @@ class Weights:
     # -- release -------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Show the sharded parameters and give the slab's memory back."""
+        """Show the sharded parameters and release the slab's memory."""
         self.show_sharded()
         slab = self.copies.current.slab
         if slab.leased:
@@ -240,7 +241,7 @@ class Weights:
             if self._edits.handed_out:
                 self._edits.leave()
             if self.residence is ISSUING:
-                # An interrupt left a gather that may still write: the memory stays until the next one.
+                # An interrupted gather may still write, so the memory stays until the next gather.
                 return
             slab.release()
             self.residence = SHARDED
@@ -251,7 +252,7 @@ class Weights:
                 self.place.home.gathered.discard(self.place.number)
 
     def keep_secondary(self) -> None:
-        """Before the full weights are released: keep this rank's part of them for the gather of backward."""
+        """Keep this rank's part of the full weights for the gather of backward, before they are released."""
         self.show_sharded()
         if self.copies.secondary is not None and self.is_current:
             self.copies.secondary.keep(self.epoch, self.copies.current.gather.inputs[-1])
@@ -261,12 +262,13 @@ class Weights:
             self.copies.secondary.drop()
 
     def host_may_write(self) -> None:
-        """The host waits until no copy reads the shards any more."""
+        """Let the host wait until no copy reads the shards any more."""
         if self.site.reads is not None:
             self.site.reads.wait()
 
     def drop_kept(self) -> None:
-        """The weights are about to change: keep no copy of them, and let no gather go on reading them."""
+        """Drop kept copies of the weights and wait for gathers that read them, because the weights are about to
+        change."""
         if self._flight is not None:
             self.wait()
         self.host_may_write()

@@ -22,7 +22,7 @@ def model_of(shape: Shape) -> Decoder:
     )
     if missing:
         raise UserError(
-            f"model.kind: expected that Offers.model of kind {kind_of(shape).name!r} makes a Decoder with "
+            f"model.kind: expected Offers.model of kind {kind_of(shape).name!r} to return a Decoder with "
             f"{', '.join(_NEEDED)}, found a {type(model).__name__} without {', '.join(missing)}"
         )
     try:

@@ -74,7 +74,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw every weight anew from the global generator and rebuild all tables.
+        """Draw every weight again from the global generator and rebuild all tables.
 
         Raises RuntimeError on the meta device, where drawing would silently do nothing.
         """

@@ -4,7 +4,7 @@ Nothing about sharding, processes or devices may enter this file: engines work o
 Sources: "Transformers are SSMs" (Dao and Gu, 2024, Mamba-2), "Nemotron-H" (NVIDIA, 2025, the order of layers, squared
 ReLU, no position embedding), "DeepSeekMoE" (Dai et al., 2024, the shared expert) and "DeepSeek-V3" (2024, the balance
 of each sequence, multi-token prediction). Shapes in names: B sequences, S tokens, D width, E experts, F width of an
-expert, K experts of a token, T tokens of all sequences, V vocabulary; those of the scan are told in `scan`.
+expert, K experts of a token, T tokens of all sequences, V vocabulary; `scan` has the letters of the scan.
 """
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ class Hybrid(Decoder):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw every weight anew from the global generator.
+        """Draw every weight again from the global generator.
 
         Matrices are normal with standard deviation 0.02, cut at three deviations, and 0.02 / sqrt(layer + 1) where they
         lead back into the residual stream; embedding and output layer as in `Llama`. Raises RuntimeError on the meta

@@ -153,7 +153,7 @@ class Llama(Decoder):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw every weight anew from the global generator and rebuild the rotary tables.
+        """Draw every weight again from the global generator and rebuild the rotary tables.
 
         Matrices are normal with standard deviation 0.02, cut at three deviations. The projections back into
         the residual stream are smaller with depth, 0.02 / sqrt(2 (layer + 1)), so that the stream's variance

@@ -1,7 +1,7 @@
 """Parallel styles beside torch's own, for what a hybrid has and torch knows nothing of.
 
 A rank's part of a layer is a layer of the same kind, with fewer heads or hidden units: it computes as the whole one
-does, with the rank's own part of the parameters. What each layer becomes is told in `plans`. Shapes in names
+does, with the rank's own part of the parameters. `plans` has the style of each layer. Shapes in names
 as in `hybrid`; R rows, each a token on its way to one of its experts.
 """
 
