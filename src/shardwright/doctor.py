@@ -216,7 +216,7 @@ def _memory() -> dict[str, int | None]:
 def _processes_share_memory() -> str | None:
     """None if another process of this user sees memory that this one shares; else why not.
 
-    That is how ranks on gloo agree on collectives, see ``comm/pages.py``; without it they do so over the network.
+    That is how CPU ranks of one host agree on collectives and run them, see ``comm/pages.py``; without it they do so over the network.
     """
     if not hasattr(os, "memfd_create"):
         return "this system has no memfd_create"
