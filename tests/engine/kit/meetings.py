@@ -22,6 +22,7 @@ def fresh_meetings(way: str = "pages") -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meeting, "_meetings", weakref.WeakKeyDictionary())
         patch.setattr(api, "_communicators", weakref.WeakValueDictionary())
+        patch.delenv(pages.SWITCH, raising=False)
         if way == "gloo":
             patch.setattr(pages, "usable", lambda: False)
         yield

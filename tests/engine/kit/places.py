@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import zlib
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +16,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 import shardwright as sw
 from shardwright.extend.strategies import resolve, strategies
+from tests.engine.kit.meetings import fresh_meetings
 from tests.support import WorkerPools, world_mesh
 from tests.support.matrix import together
 from tests.support.pool import run_case
@@ -98,7 +101,10 @@ def on(name: str, *shapes: Shape) -> list[On]:
 
 
 def on_meshes(where: list[Any], timeout: float = 30.0) -> Callable[[Callable[..., Any]], Any]:
-    """As ``multirank``, with as many ranks as each mesh has; items of ``where`` are an `On` or begin with one."""
+    """As ``multirank``, with as many ranks as each mesh has; items of ``where`` are an `On` or begin with one.
+
+    A third of the rows runs on gloo, as ranks of different hosts do, the others through shared memory.
+    """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
         names = [n for n in inspect.signature(body).parameters if n not in ("rank", "world_size")]
@@ -113,7 +119,14 @@ def on_meshes(where: list[Any], timeout: float = 30.0) -> Callable[[Callable[...
         case.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [inspect.Parameter(n, keyword) for n in ("worker_pools", *names)]
         )
-        case.multirank_body = body  # type: ignore[attr-defined]
+
+        @functools.wraps(body)
+        def on_host(rank: int, world_size: int, **arguments: Any) -> Any:
+            row = "-".join(str(arguments[name]) for name in first)
+            with fresh_meetings("gloo") if zlib.crc32(row.encode()) % 3 == 0 else nullcontext():
+                return body(rank=rank, world_size=world_size, **arguments)
+
+        case.multirank_body = on_host  # type: ignore[attr-defined]
         values = [(w,) if isinstance(w, On) else tuple(w) for w in where]
         rows = [pytest.param(*v, id="-".join(map(str, v))) for v in values]
         return pytest.mark.multirank(pytest.mark.parametrize(tuple(first), rows)(case))
