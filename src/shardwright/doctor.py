@@ -216,7 +216,8 @@ def _memory() -> dict[str, int | None]:
 def _processes_share_memory() -> str | None:
     """None if another process of this user sees memory that this one shares; else why not.
 
-    That is how CPU ranks of one host agree on collectives and run them, see ``comm/pages.py``; without it they do so over the network.
+    CPU ranks of one host use such memory to agree on collectives and to run them, see ``comm/pages.py``. Without it
+    they do so over the network.
     """
     if not hasattr(os, "memfd_create"):
         return "this system has no memfd_create"
@@ -314,8 +315,8 @@ def _problems(report: dict[str, Any]) -> list[str]:
         )
     if processes["share_memory"]:
         problems.append(
-            f"processes share no memory ({processes['share_memory']}); ranks on gloo agree over the network, which "
-            "is slower"
+            f"processes share no memory ({processes['share_memory']}); ranks on gloo agree and communicate over the "
+            "network, which is slower"
         )
     return problems
 

@@ -146,7 +146,7 @@ def damaged(folder: Path) -> dict[str, tuple[Path, type[Exception], str]]:
         "index": (index("list", [1]), ValueError, 'expected JSON with a "weight_map"'),
         "outside": (index("up", {"weight_map": {"a": "../up.safetensors"}}), ValueError, "names of files beside it"),
         "file": (index("no", {"weight_map": {"a": "no.safetensors"}}), FileNotFoundError, "missing: no.safetensors"),
-        "key": (index("key", {"weight_map": {"x": "good.safetensors"}}), ValueError, "not in their file: x"),
+        "key": (index("key", {"weight_map": {"x": "good.safetensors"}}), ValueError, "the index names for them: x"),
     }  # fmt: skip
 
 

@@ -238,7 +238,7 @@ def test_ranks_at_different_collectives_get_an_error(rank: int, world_size: int)
         pending = comm.all_gather([everyone], [mine], announce=announced(comm))
         if rank == 0:
             with pytest.raises(
-                RuntimeError, match=r"is another one on rank 1: 4 bytes at meeting 1.*Make the"
+                RuntimeError, match=r"not the same on rank 1.*has 4 bytes and follows exchange 1,.*Make the"
             ):
                 pending.wait()
         dist.barrier()

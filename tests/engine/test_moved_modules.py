@@ -29,7 +29,8 @@ def test_a_module_that_is_called_outside_its_unit_is_named(rank: int, world_size
     model: Any = sw.fully_shard(Pair())
     if subclasses_dispatch:
         with pytest.raises(
-            RuntimeError, match=r"'a.(weight|bias)' of unit 'Pair' met a plain tensor.*apply fully_shard"
+            RuntimeError,
+            match=r"'a.(weight|bias)' of unit 'Pair' is sharded.*with a plain tensor.*apply fully_shard",
         ):
             model.a(torch.randn(2, 4))
     ragged: Any = sw.fully_shard(Pair(), layout="ragged")

@@ -244,7 +244,7 @@ def test_refusals_name_the_parameter_and_the_way_out(rank: int, world_size: int)
     refused(NotImplementedError, r"'weight'.*cannot be sharded over.*mesh_dim_names", linear(), mesh=unnamed)
     refused(
         NotImplementedError,
-        r"'weight'.*cannot be sharded over.*Take both meshes by name from one mesh",
+        r"'weight'.*cannot be sharded over.*Make both meshes named parts of one mesh",
         linear(other["x"]),
         mesh=mesh["dp"],
     )

@@ -37,7 +37,7 @@ def test_drawing_before_materialize_is_refused() -> None:
     with sw.deferred_init():
         model = nn.Linear(3, 3)
     torch.rand(1)
-    with pytest.raises(RuntimeError, match=r"drawn from the cpu generator after deferred_init"):
+    with pytest.raises(RuntimeError, match=r"drew numbers from the cpu generator between deferred_init"):
         sw.materialize(model)
     torch.manual_seed(0)  # and then it goes on
     sw.materialize(model)

@@ -120,7 +120,7 @@ def test_two_runs_in_one_folder_are_refused(tmp_path: Path, capsys: pytest.Captu
     folder.mkdir()
     with lock.claim(folder):
         assert cli.main(["train", str(config), "--run.dir", str(folder)]) == 2
-        assert f"found a running one (process {os.getpid()} on " in capsys.readouterr().err
+        assert f"found a run that uses it (process {os.getpid()} on " in capsys.readouterr().err
         with lock.share(folder), pytest.raises(UserError, match="expected a folder that no run is using"):
             lock.claim(folder)
     assert train_here(config, "--run.dir", folder, "--train.steps", "2") == 0
@@ -133,7 +133,7 @@ def test_two_runs_in_one_folder_are_refused(tmp_path: Path, capsys: pytest.Captu
     )  # fmt: skip
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
     assert cli.main(["train", "--resume", str(folder), "--train.steps", "3"]) == 2
-    assert f"found a running one (process {holder.pid} on " in capsys.readouterr().err
+    assert f"found a run that uses it (process {holder.pid} on " in capsys.readouterr().err
     assert (folder / "run.json").read_bytes() == before
     holder.send_signal(signal.SIGKILL)
     holder.communicate()

@@ -274,7 +274,9 @@ def test_all_losses_of_a_model_are_shown(folder: Path, capsys: pytest.CaptureFix
     sinks = ["--log.sinks", '["tensorboard"]']
     assert train_here(job, "--run.dir", "one", "--model.kind", "my_small:SMALL", *sinks) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^  size +loss of the model's own, which counts 0.01 times", out, re.MULTILINE)
+    assert re.search(
+        r"^  size +further loss of this model; its weight in training is 0.01", out, re.MULTILINE
+    )
     assert re.search(r"^step 1/4  loss \d\.\d+  size \d\.\d+  rows 3\.0000", out, re.MULTILINE)
     arguments = [
         "train",

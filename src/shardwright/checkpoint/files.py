@@ -123,8 +123,7 @@ def _open_index(index: Path) -> dict[str, StoredTensor]:
     absent = [key for key, name in places.items() if key not in by_file[name]]
     if absent:
         raise ValueError(
-            f"{index}: the index names a file for each tensor, and these tensors are not in their file: "
-            f"{abbreviated(absent)}"
+            f"{index}: these tensors are not in the file that the index names for them: {abbreviated(absent)}"
         )
     return {key: by_file[name][key] for key, name in places.items()}
 

@@ -274,7 +274,7 @@ def _problems_in_words(path: Path, missing: list[str], unexpected: list[str], un
             lines.append(f"{what} ({len(entries)}): {abbreviated(entries, 20)}.")
     if missing or unexpected:
         lines.append(
-            "If names differ, pass a key_map. If it is intended, pass allow_missing or allow_unexpected."
+            "If names differ, pass a key_map. If you intend this, pass allow_missing or allow_unexpected."
         )
     return "\n".join(lines)
 

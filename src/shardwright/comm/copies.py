@@ -161,9 +161,9 @@ class Exchange:
             offset, *theirs = unpacked(posts.wait_for_one(rank, ring, self.number, until))[:3]
             if theirs != (mine := [self._nbytes, self._meeting]):
                 raise RuntimeError(
-                    f"Collective {self.number} of a group is another one on rank {rank}: {theirs[0]} bytes at meeting "
-                    f"{theirs[1]}. On this rank it has {mine[0]} bytes at meeting {mine[1]}. Make the process group "
-                    "again, on all ranks."
+                    f"Collective {self.number} of a group is not the same on rank {rank} and on this rank. There it "
+                    f"has {theirs[0]} bytes and follows exchange {theirs[1]}, here {mine[0]} bytes and exchange "
+                    f"{mine[1]}. Make the process group again, on all ranks."
                 )
             places.append(Place(ring.page, offset))
         self._read(places)

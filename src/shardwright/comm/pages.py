@@ -142,8 +142,8 @@ class Page:
         offset, end = self._data_end, self._data_end + nbytes
         if end > len(self.memory):
             raise MemoryError(
-                f"The {len(self.memory) >> 30} GiB of memory that this process can share with the other ranks of its "
-                f"host are used up: a collective needs {nbytes} more bytes. Set {SWITCH}=gloo on all ranks."
+                f"This process can share {len(self.memory) >> 30} GiB of memory with the other ranks of its host. "
+                f"These are used, and a collective needs {nbytes} more bytes. Set {SWITCH}=gloo on all ranks."
             )
         self._data_end = end
         return offset

@@ -73,8 +73,8 @@ class Stream:
             untouched = torch.equal(now, fresh.get_state())
         if not untouched:
             raise RuntimeError(
-                f"Numbers were drawn from the {self.generator.device.type} generator after deferred_init recorded "
-                "random operations and before materialize ran them; a plain build would have drawn other numbers. "
+                f"The program drew numbers from the {self.generator.device.type} generator between deferred_init and "
+                "materialize. In a plain build they would be other numbers, since the model's numbers come first. "
                 "Call shardwright.materialize first, seed the generator again, or draw from a separate generator."
             )
         return entry

@@ -148,8 +148,8 @@ def _refuse_cut_blocks(name: str, p: torch.Tensor, block: int) -> None:
     if _is_cut_twice(p):
         raise ValueError(
             f"The optimizer needs blocks of {block} consecutive elements of parameter {name!r} of shape "
-            f"{tuple(p.shape)} in one piece, but tensor parallelism has cut the parameter, and the blocks of its "
-            "parts are not blocks of the whole. Use an optimizer that updates single elements for it, or do not "
+            f"{tuple(p.shape)} in one piece. Tensor parallelism has cut the parameter, and the blocks of its parts "
+            "are not blocks of the whole. Use an optimizer that updates single elements for it, or do not "
             "parallelize it."
         )
     cut = _cut_inside(p, block)
@@ -170,7 +170,7 @@ def _refuse_cut_blocks(name: str, p: torch.Tensor, block: int) -> None:
         )
     raise ValueError(
         f"The optimizer needs blocks of {block} consecutive elements of parameter {name!r} of shape {tuple(p.shape)} "
-        f"in one piece, but the layout cuts it before element {cut}, inside a block. Shard its unit with {fix}."
+        f"in one piece. The layout cuts it before element {cut}, inside a block. Shard its unit with {fix}."
     )
 
 

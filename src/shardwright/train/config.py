@@ -254,8 +254,8 @@ def stored_config(run: Path, overrides: Sequence[tuple[str, str]] = ()) -> Confi
         ways.append("Install the packages that register the names without a colon")
     reason = next(iter(missing.values()))[1].partition(". Start in")[0]
     raise UserError(
-        f"The run {run} uses values that cannot be found here: {names}. A run keeps their names, and not the files "
-        f"behind them. {'. '.join(ways)}. The first problem: {reason}"
+        f"The run {run} uses values that cannot be found here: {names}. The run's folder stores their names, but not "
+        f"the files that define them. {'. '.join(ways)}. The first problem: {reason}"
     )
 
 

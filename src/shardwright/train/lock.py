@@ -65,8 +65,8 @@ def claim(folder: Path) -> FolderLock:
         if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
             raise
         raise UserError(
-            f"{folder}: expected a folder that no run is using, found a running one ({holder}); wait until it has "
-            "ended, or stop it, or set another run.dir"
+            f"{folder}: expected a folder that no run is using, found a run that uses it ({holder}); wait until this "
+            "run has ended, or stop it, or set another run.dir"
         ) from None
     return FolderLock(folder, descriptor)
 

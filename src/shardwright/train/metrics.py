@@ -192,7 +192,9 @@ def _record(line: str, where: str) -> dict[str, Any]:
             raise UserError(f"metrics: expected a number for {column.name}, found {value!r} in {where}")
     extra = record.get("extra_losses", {})  # records of version 0.1 have none
     if not isinstance(extra, dict) or not all(isinstance(value, int | float) for value in extra.values()):
-        raise UserError(f"metrics: expected numbers by name for extra_losses, found {extra!r} in {where}")
+        raise UserError(
+            f"metrics: expected an object of numbers for extra_losses, found {extra!r} in {where}"
+        )
     if record["seconds"] <= 0:
         raise UserError(f"metrics: expected seconds > 0, found {record['seconds']} in {where}")
     return record
@@ -370,7 +372,7 @@ def explain_figures(
         "mtp": "cross-entropy of the token after the next" if "mtp" in auxiliary else "",
         "balance": "load of the experts; 1: all equal" if "balance" in auxiliary else "",
         **{
-            name: f"loss of the model's own, which counts {weight:g} times in training"
+            name: f"further loss of this model; its weight in training is {weight:g}"
             for name, weight in auxiliary.items()
             if name not in COMMON_LOSSES
         },

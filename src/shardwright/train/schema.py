@@ -86,9 +86,9 @@ class Config(Section):
         if self.train.compile != "none" and self.parallel.engine == "fsdp2" and self.parallel.tensor > 1:
             raise ValueError(
                 "train.compile: expected 'none' with parallel.engine 'fsdp2' and parallel.tensor = "
-                f"{self.parallel.tensor}, found {self.train.compile!r}; the embedding would get no gradient, since "
-                "its output is still being communicated when the first compiled block gets it, and torch then drops "
-                "its graph"
+                f"{self.parallel.tensor}, found {self.train.compile!r}; the embedding would get no gradient: the "
+                "first compiled block gets the embedding's output before its communication is over, and torch then "
+                "drops its graph"
             )
         if self.train.float8 != "none":
             self._check_float8()

@@ -405,7 +405,7 @@ class OptimizerConfig(Section):
         default=False,
         description=(
             "Step each unit in backward as soon as its gradients are reduced, and free these gradients. Needs the "
-            "engine shardwright and train.max_norm = 0, since the norm of all gradients is not known."
+            "engine shardwright and train.max_norm = 0, since the norm of all gradients is not known in backward."
         ),
     )
     options: dict[str, bool | int | float | str] = Field(

@@ -655,7 +655,7 @@ def _set_source(unit: Unit, source: Source | None) -> None:
     if source is not None and not isinstance(memory, NamedMemory):
         raise ValueError(
             f"Unit {unit.name!r} uses your allocator {type(memory).__name__}, so shardwright cannot change its "
-            'memory type. Register the memory in the allocator, or pass memory by name, such as memory="arena".'
+            'memory type. Register the memory in the allocator, or pass the name of a memory, such as memory="arena".'
         )
     unit.site.owner.source = source
     if root is not None:

@@ -168,8 +168,8 @@ def _refuse_unreduced(unit: Unit) -> None:
         )
     if unit.gradients.held or not reduces_now(unit):
         raise RuntimeError(
-            f"torch.autograd.grad got parameters of unit {unit.name!r} while gradients of micro-batches are held and "
-            "not reduced, so there is no reduced gradient to return. Switch gradient synchronisation on "
+            f"torch.autograd.grad got parameters of unit {unit.name!r}, which holds gradients of micro-batches and "
+            "does not reduce them now. So there is no reduced gradient to return. Switch gradient synchronisation on "
             "(set_requires_gradient_sync, set_requires_all_reduce, set_is_last_backward), and call it after an "
             "optimizer's step."
         )

@@ -265,8 +265,8 @@ def _restore(top: nn.Module, shown: list[Shown], options: Options) -> None:
         del each.full.__dict__[STANDS_FOR]
     if refused:
         raise ValueError(
-            f"These full parameters were changed in a way that cannot be cut: {'; '.join(refused)}. They were not "
-            "written back. Assign a new nn.Parameter instead, or change the parameter after the context."
+            f"shardwright cannot cut these changed full parameters: {'; '.join(refused)}. They were not written back. "
+            "Assign a new nn.Parameter instead, or change the parameter after the context."
         )
 
 

@@ -461,8 +461,8 @@ def refuse(name: Any, arguments: Any) -> NoReturn:
     tensors = [each for each in tree_leaves(arguments) if isinstance(each, RaggedTensor)]
     label = described(tensors[0]) if tensors else "a ragged tensor"
     raise NotImplementedError(
-        f"{name} is not supported on {label}, of which each rank has a range of elements: the result would depend on "
-        "this rank's part alone. Use .full_tensor(), called on every rank, or the full parameters inside `with "
+        f"{name} is not supported on {label}. Each rank has only a range of its elements, so the result would depend "
+        "on this rank's part alone. Use .full_tensor(), called on every rank, or the full parameters inside `with "
         'shardwright.unsharded(model):`, or shard with layout="per_parameter". If a module was called outside the '
         "forward of its unit, call it inside, or apply fully_shard to it before the outer module. To use a weight "
         "after forward, in a loss for example, call unshard() on the module of its unit before each such use."

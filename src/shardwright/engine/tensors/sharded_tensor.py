@@ -494,8 +494,8 @@ def _refuse_mixed(func: Any, arguments: Iterable[Any], error: RuntimeError) -> N
     name = parameter_of(tensor.__dict__.get(EDITED, local_of(tensor)))
     label = f"Parameter {name}" if name else "A sharded parameter"
     raise RuntimeError(
-        f"{label} met a plain tensor in {func} while it is sharded ({error}). Modules show full parameters inside "
-        "the forward of a sharded module only, also with reshard_after_forward=False. Move this use into such a "
+        f"{label} is sharded, but {func} got it together with a plain tensor ({error}). Modules show full parameters "
+        "only inside the forward of a sharded module, also with reshard_after_forward=False. Move this use into such a "
         "forward, or into a method that you register with sw.register_fsdp_forward_method(module, name). To use a "
         "weight after forward, in a loss for example, call unshard() on the module of its unit before each such use. "
         "If a module was called outside the forward of its unit, apply fully_shard to it before the outer module. Or "

@@ -264,8 +264,8 @@ def parallel_of(name: str, p: DTensor, data: DeviceMesh, spmd: Spmd | None) -> T
             rest = both_meshes(data, mesh)
         except ValueError as error:
             raise NotImplementedError(
-                f"{where} cannot be sharded over {data}: {error}. Take both meshes by name from one mesh, such as "
-                'init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp")); or shard the parameter first, or '
+                f"{where} cannot be sharded over {data}: {error}. Make both meshes named parts of one mesh, such as "
+                'init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp")). Or shard the parameter first, or '
                 "pass it in ignored_params."
             ) from None
     if spmd is None:

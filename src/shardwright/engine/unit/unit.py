@@ -254,8 +254,8 @@ class Unit:
         if not self.activity.entered and not self.weights.ready:
             raise RuntimeError(
                 f"Backward used unit {self.name!r} before its backward hook ran, so its weights are not gathered. "
-                "Return every tensor that backward starts from as an output of the unit, in tuples, lists, dicts or "
-                "dataclasses, or keep it in an attribute of one of the unit's modules."
+                "Return every tensor from which backward starts as an output of the unit. Outputs may be tensors in "
+                "tuples, lists, dicts or dataclasses. Or keep the tensor in an attribute of one of the unit's modules."
             )
 
 
