@@ -111,7 +111,7 @@ def _packed(items: Sequence[Item], units: int) -> Plan:
     return pack(items)
 
 
-OF_TORCH = NamedMemory("dynamic", "torch's allocator gives the memory of every lease.")
+OF_TORCH = NamedMemory("dynamic", "torch's allocator gives all memory.")
 
 memories: Registry[NamedMemory] = Registry(
     "memory",
@@ -120,10 +120,13 @@ memories: Registry[NamedMemory] = Registry(
     (
         OF_TORCH,
         NamedMemory(
-            "double_buffer", "Units of one size use a few slots in turn.",
+            "double_buffer", "Units of one size use a few blocks of memory in turn.",
             plan=_slots, plans="units", equal=True,
         ),
-        NamedMemory("max_pool", "Units of several sizes use a few slots in turn.", plan=_slots, plans="units"),
+        NamedMemory(
+            "max_pool", "Units of several sizes use a few blocks of memory in turn.",
+            plan=_slots, plans="units",
+        ),
         NamedMemory("arena", "One block for all memory of a step, planned from the first step.", plan=_packed),
     ),
 )  # fmt: skip

@@ -64,9 +64,9 @@ strategies: Registry[NamedStrategy] = Registry(
         NamedStrategy("zero1", (1,), "The optimizer state is sharded."),
         NamedStrategy("zero2", (2,), "Gradients and the optimizer state are sharded."),
         NamedStrategy("zero3", (3,), "Parameters, gradients and the optimizer state are sharded."),
-        NamedStrategy("hsdp", (0, 3), "zero3 inside each replica, nothing between replicas."),
+        NamedStrategy("hsdp", (0, 3), "zero3 inside each replica; replicas are equal copies."),
         NamedStrategy(
-            "hfsdp", (1, 3), "zero3 inside each replica, the optimizer state between replicas, too."
+            "hfsdp", (1, 3), "zero3 inside each replica; the optimizer state is sharded over replicas, too."
         ),
     ),
 )

@@ -66,9 +66,9 @@ def needs_of(optimizer: Optimizer, needs: Needs | None) -> Callable[[torch.Tenso
         if needs is None:
             raise ValueError(
                 f"fully_shard_optimizer does not know which pieces of a parameter {kind.__name__} needs whole. Pass "
-                'needs=1 if it updates each element from that element alone, needs="tensor" if it needs whole '
-                "tensors, needs=n if it needs blocks of n consecutive elements, or a function of the parameter that "
-                f"returns one of these. Or give {kind.__name__} a method shard_needs(self, p) that returns one."
+                "needs=1 if it updates each element from that element alone. Pass needs=n if it needs blocks of n "
+                'consecutive elements, and needs="tensor" if it needs whole tensors. Or pass a function of the '
+                f"parameter that returns one of these. Or give {kind.__name__} a method shard_needs(self, p) that returns one."
             )
     chosen = _function(needs, "needs")
     if own is None or own is needs:

@@ -151,13 +151,11 @@ def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return ("one of " if len(args) > 1 else "") + ", ".join(map(str, args))
     if origin in (Union, types.UnionType):
         return " or ".join(_in_words(arg, metadata) for arg in args if arg is not type(None))
-    if origin is tuple and any(isinstance(m, OneOf) for m in getattr(args[0], "__metadata__", ())):
-        return f"a list of values, each {_in_words(args[0])}"
+    if origin is tuple and args[-1] is ...:
+        each = _in_words(args[0])
+        return "a list of strings" if each == _WORDS[str] else f"a list of values, each {each}"
     if origin is tuple:
-        items = (
-            "strings" if args[-1] is ... else "numbers" + _range_in_words(args[0].__metadata__[0].metadata)
-        )
-        return f"a list of {items}" if args[-1] is ... else f"a list of {len(args)} {items}"
+        return f"a list of {len(args)} numbers{_range_in_words(args[0].__metadata__[0].metadata)}"
     if origin is dict or _table_of(annotation) is not None:
         return "a table"
     words = _WORDS.get(annotation)

@@ -283,6 +283,6 @@ def refuse_opaque(output: Any, where: str) -> None:
         if type(item).__module__ == "numpy" or any(True for _ in hidden_tensors(item)):
             continue  # numbers, or tensors without a graph
         raise TypeError(
-            f"The output of {where} must be tensors, in tuples, lists, dicts or dataclasses, so that backward can "
-            f"be followed; found a {type(item).__name__}. Return its tensors, or make it a dataclass."
+            f"The output of {where} must be tensors, in tuples, lists, dicts or dataclasses, so that the engine "
+            f"can follow backward; found a {type(item).__name__}. Return its tensors, or make it a dataclass."
         )
