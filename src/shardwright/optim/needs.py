@@ -68,7 +68,8 @@ def needs_of(optimizer: Optimizer, needs: Needs | None) -> Callable[[torch.Tenso
                 f"fully_shard_optimizer does not know which pieces of a parameter {kind.__name__} needs whole. Pass "
                 "needs=1 if it updates each element from that element alone. Pass needs=n if it needs blocks of n "
                 'consecutive elements, and needs="tensor" if it needs whole tensors. Or pass a function of the '
-                f"parameter that returns one of these. Or give {kind.__name__} a method shard_needs(self, p) that returns one."
+                f"parameter that returns one of these. Or give {kind.__name__} a method shard_needs(self, p) that "
+                "returns one."
             )
     chosen = _function(needs, "needs")
     if own is None or own is needs:

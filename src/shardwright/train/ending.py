@@ -116,7 +116,11 @@ def culprit(ending: Ending) -> tuple[int, str]:
     for rank, status in ending.statuses.items():
         if status < 0 and rank not in ending.killed:
             name = signal.Signals(-status).name
-            hint = " (the system's out-of-memory killer sends this signal, too)" if -status == signal.SIGKILL else ""
+            hint = (
+                " (the system's out-of-memory killer sends this signal, too)"
+                if -status == signal.SIGKILL
+                else ""
+            )
             return rank, f"was killed by {name}{hint}"
     for complaint in ending.complaints:
         if complaint.kind == "error":
