@@ -142,8 +142,8 @@ class Page:
         offset, end = self._data_end, self._data_end + nbytes
         if end > len(self.memory):
             raise MemoryError(
-                f"This process can share {len(self.memory) >> 30} GiB of memory with the other ranks of its host. "
-                f"These are used, and a collective needs {nbytes} more bytes. Set {SWITCH}=gloo on all ranks."
+                f"A collective needs {nbytes} more bytes of memory that the ranks of this host share. This process "
+                f"can share {len(self.memory) >> 30} GiB, which have no room for them. Set {SWITCH}=gloo on all ranks."
             )
         self._data_end = end
         return offset

@@ -239,7 +239,7 @@ class DataConfig(Section):
         default="pydoc",
         min_length=1,
         description=(
-            "The word pydoc (the English reference text that is part of every CPython), the path of a .txt or .jsonl "
+            "pydoc: the English reference text that is part of every CPython. Otherwise the path of a .txt or .jsonl "
             "file, or a list of such paths, read in that order."
         ),
     )

@@ -177,8 +177,9 @@ class GraphedStep:
         except RuntimeError as error:
             raise RuntimeError(
                 f"The step of {type(self._model).__name__} cannot be captured in a CUDA graph: {error}. A step in a "
-                "graph must not read values on the host (item, print, shapes that depend on data) or move tensors "
-                "from or to the CPU. It must give each parameter a gradient on every rank. Run it without GraphedStep."
+                "graph must not read values on the host (item, print, shapes that depend on data). It must not move "
+                "tensors from or to the CPU. It must give each parameter a gradient on every rank. Otherwise run it "
+                "without GraphedStep."
             ) from error
         finally:
             flag, root.agreement.flag = (
