@@ -276,7 +276,7 @@ def test_refusals_name_the_parameter_and_the_way_out(rank: int, world_size: int)
     model = sw.fully_shard(linear(), mesh=mesh["dp"])
     for optimizer, match in (
         (torch.optim.Muon(model.parameters()), r"No rank can step parameter 'weight.* whole"),
-        (sw.AdamW8bit(model.parameters(), min_size=1), "weight.*tensor parallelism has cut the parameter"),
+        (sw.AdamW8bit(model.parameters(), min_size=1), "weight.*Tensor parallelism has cut the parameter"),
     ):
         with pytest.raises(ValueError, match=match):
             sw.fully_shard_optimizer(optimizer)

@@ -351,7 +351,7 @@ def test_a_run_whose_files_are_missing(
         assert "Start in the folder that has my_small and mine, or name that folder in PYTHONPATH" in error
     # What the command line replaces is not needed.
     assert cli.main([*commands[0], "--log.sinks", "[]"]) == 2
-    assert "here: model.kind = 'my_small:SMALL'. A run" in capsys.readouterr().err
+    assert "here: model.kind = 'my_small:SMALL'. The run" in capsys.readouterr().err
 
 
 def test_the_extensions_command_lists_values_with_origin_and_options(
