@@ -216,7 +216,8 @@ def _memory() -> dict[str, int | None]:
 def _processes_share_memory() -> str | None:
     """None if another process of this user sees memory that this one shares; else why not.
 
-    That is how CPU ranks of one host agree on collectives and run them, see ``comm/pages.py``; without it they do so over the network.
+    CPU ranks of one host agree on collectives and run them by such memory, see ``comm/pages.py``. Without it they use
+    the network.
     """
     if not hasattr(os, "memfd_create"):
         return "this system has no memfd_create"
