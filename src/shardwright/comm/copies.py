@@ -10,9 +10,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
+import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ import torch
 
 from shardwright.comm.division import Division
 from shardwright.comm.hall import LEFT_AFTER_TIMEOUT, Hall, Missing, packed, unpacked
-from shardwright.comm.pages import POSTS, OtherPage, OtherRing, Page, Ring
+from shardwright.comm.pages import POSTS, OtherPage, Page
 
 _SMALLEST = 1 << 12  #: bytes of a segment
 
@@ -53,29 +53,27 @@ class _Segment:
     def __init__(self, page: Page, offset: int) -> None:
         self.page = page
         self.offset = offset
-        self.number = 0  #: of the post that it was last used for
-        self.mine: Ring | None = None
-        self.readers: list[OtherRing] = []
+        #: The post that it was last used for, with its group; one value, so that an interrupt leaves it whole.
+        self.use: tuple[int, Hall] | None = None
 
-    def is_free(self) -> bool:
-        """Whether all ranks, this one too, have read what it was used for, or have ended."""
-        assert self.mine is not None
-        if self.mine.last < self.number or self.mine.marked < self.number:
+    def is_free(self, number: int, posts: Hall) -> bool:
+        """Whether a post may use it: every rank, this one too, has read what is there, or has ended."""
+        if self.use is None:
+            return True
+        used, by = self.use
+        if by.mine is posts.mine and used == number:
+            return True  # that post was never written, or this would have the next number
+        if by.mine.last < used or by.mine.marked < used:
             return False
-        return all(ring.marked >= self.number or not ring.is_alive() for ring in self.readers)
-
-    def leave(self, number: int) -> None:
-        """Post ``number`` will not use it, if it has not been written."""
-        if self.number == number and self.mine is not None and self.mine.last < number:
-            self.number = 0
+        return all(ring.marked >= used or not ring.is_alive() for _, ring in by.others())
 
 
 class _Segments:
-    """The segments of one page, by size; the longest unused first."""
+    """The segments of one page, by size and thread: no two threads choose among the same ones."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
-        self._by_size: dict[int, deque[_Segment]] = {}
+        self._segments: dict[tuple[int, int], list[_Segment]] = {}
 
     def take(self, nbytes: int, number: int, posts: Hall) -> _Segment:
         """A segment for this post. It counts as used until all ranks have read it.
@@ -84,24 +82,13 @@ class _Segments:
             MemoryError: the page is full.
         """
         size = _rounded(nbytes)
-        segments = self._by_size.setdefault(size, deque())
-        segment = self._free(segments) or _Segment(self.page, self.page.room_for_data(size))
-        segment.number, segment.mine, segment.readers = (
-            number,
-            posts.mine,
-            [ring for _, ring in posts.others()],
-        )
-        segments.append(segment)
-        return segment
-
-    @staticmethod
-    def _free(segments: deque[_Segment]) -> _Segment | None:
-        for _ in range(len(segments)):
-            segment = segments.popleft()  # of several threads one gets it
-            if segment.is_free():
-                return segment
+        segments = self._segments.setdefault((size, threading.get_ident()), [])
+        segment = next((each for each in segments if each.is_free(number, posts)), None)
+        if segment is None:
+            segment = _Segment(self.page, self.page.room_for_data(size))
             segments.append(segment)
-        return None
+        segment.use = number, posts
+        return segment
 
 
 def _rounded(nbytes: int) -> int:
@@ -118,11 +105,12 @@ def _segments_of(page: Page) -> _Segments:
 class Exchange:
     """One collective, which every rank has begun or is about to begin. Its buffers live until it is over."""
 
-    def __init__(self, copies: Copies, segment: _Segment, sends: list[Send], read: Reader) -> None:
-        self.number = segment.number
+    def __init__(
+        self, copies: Copies, number: int, segment: _Segment, sends: list[Send], read: Reader
+    ) -> None:
+        self.number = number
         self._meeting = 0
         self._copies = copies
-        self._segment = segment
         self._place = Place(segment.page, segment.offset)
         self._sends = sends
         self._nbytes = sum(nbytes for _, _, nbytes in sends)
@@ -179,7 +167,6 @@ class Exchange:
     def __del__(self) -> None:
         if hasattr(self, "_read"):  # an interrupt may come while it is made
             self._copies.forget(self)
-            self._segment.leave(self.number)
 
 
 class Copies:
@@ -286,7 +273,7 @@ class Copies:
         number = self.posts.mine.last + 1
         if number > POSTS:
             self._make_room(number - POSTS)
-        return Exchange(self, self._segments.take(nbytes, number, self.posts), sends, read)
+        return Exchange(self, number, self._segments.take(nbytes, number, self.posts), sends, read)
 
     def _make_room(self, oldest: int) -> None:
         """Wait until all ranks have read the data of post ``oldest``, in whose place another one is written.
