@@ -260,6 +260,21 @@ def test_a_full_page_is_an_error_before_the_ranks_agree(rank: int, world_size: i
         dist.barrier()
 
 
+@multirank(2)
+def test_a_rank_whose_page_has_no_room_for_data_keeps_all_on_gloo(rank: int, world_size: int) -> None:
+    """As under ``ulimit -v``. Their meetings go by pages."""
+    with fresh_meetings(), pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(pages, "_SIZES", pages._SIZES[1:])
+            patch.setattr(pages, "_own", None)
+        comm = communicator()
+        assert comm.copies is None and comm.meeting is not None and comm.meeting._way.hall is not None
+        value = torch.ones(3)
+        comm.all_reduce(value, Division(), announced(comm)).wait()
+        assert value.tolist() == [2, 2, 2]
+        dist.barrier()
+
+
 def test_sizes_of_segments_waste_a_quarter_at_most() -> None:
     for nbytes in (1, 4096, 4097, 100_000, 1_000_001, 123_456_789):
         assert nbytes <= copies._rounded(nbytes) <= max(4096, 1.25 * nbytes + 4096)

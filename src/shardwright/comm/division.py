@@ -35,7 +35,10 @@ class Division:
             self.finish([output])
 
     def sum_parts(self, parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-        """:meth:`sum_rows` of rows that lie apart, with the same result and without a copy of them."""
+        """:meth:`sum_rows` of rows that lie apart, without a copy of them.
+
+        Narrow numbers, and wider ones of at most four rows, have the same sums. More rows are added in another order.
+        """
         if len(parts) > 2 and output.element_size() < 4:
             self.sum_rows(torch.stack(tuple(parts)), output)
             return

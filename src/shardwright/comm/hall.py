@@ -46,6 +46,10 @@ class Hall(NamedTuple):
     def others(self) -> list[tuple[int, OtherRing]]:
         return [(rank, ring) for rank, ring in self.rings if ring is not None]
 
+    def has_room_for_data(self) -> bool:
+        """Whether the pages of all ranks have; every rank finds the same."""
+        return all((ring or self.mine).page.has_room_for_data for _, ring in self.rings)
+
     def is_flagged(self, number: int) -> bool:
         """Whether any rank has written its record of this number, which all have read, with a flag."""
         return self.mine.flag(number) or any(ring.flag(number) for _, ring in self.others())

@@ -65,7 +65,7 @@ class Address(NamedTuple):
 NOWHERE = Address(0, 0, 0, 0)
 
 
-def carry_data() -> bool:
+def data_comes_first() -> bool:
     """Whether others see data before a record that was written after it. Other processors may reorder the two."""
     return platform.machine() == "x86_64"
 
@@ -132,6 +132,10 @@ class Page:
             return 0
         self._end = end
         return offset
+
+    @property
+    def has_room_for_data(self) -> bool:
+        return len(self.memory) > _DATA
 
     def room_for_data(self, nbytes: int) -> int:
         """The offset of room that nobody has used.
@@ -285,6 +289,10 @@ class OtherPage:
             os.close(self.file)
             raise FileNotFoundError(path)
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    @property
+    def has_room_for_data(self) -> bool:
+        return len(self.memory) > _DATA
 
     def is_alive(self) -> bool:
         asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
