@@ -195,9 +195,9 @@ class Way:
     @property
     def copies(self) -> Copies | None:
         """The ranks' collectives, once they meet on pages; None: they go by gloo."""
-        if self._copies is None and self.hall is not None and self._device.type == "cpu":
-            if pages.data_comes_first() and self.hall.has_room_for_data():
-                self._copies = Copies(self.hall.posts(), timeout_of(self._backend))
+        hall = self.hall if self._device.type == "cpu" and pages.data_comes_first() else None
+        if self._copies is None and hall is not None and hall.has_room_for_data():
+            self._copies = Copies(hall.posts(), timeout_of(self._backend))
         return self._copies
 
     def new_round(self, record: bytes) -> Round:
