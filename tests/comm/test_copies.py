@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.comm import Communicator, Division, Pending, Unreached, copies, pages
-from shardwright.comm.copies import Copies
+from shardwright.comm.copies import Copies, Exchange
 from shardwright.comm.pages import POSTS
 from tests.engine.kit.meetings import Interrupt, fresh_meetings
 from tests.support import multirank
@@ -172,7 +172,7 @@ def test_one_that_never_began_leaves_its_number_to_the_next(rank: int, world_siz
 def test_interrupts_at_any_time_leave_the_ranks_together(rank: int, world_size: int) -> None:
     """In the beginning of a collective or in its wait, which is repeated."""
     with fresh_meetings():
-        comm, _ = ready()
+        comm, made = ready()
         announce = announced(comm)
         inputs = torch.ones(400_000)
         output = torch.empty(200_000)
@@ -180,17 +180,131 @@ def test_interrupts_at_any_time_leave_the_ranks_together(rank: int, world_size: 
         end = pages._own._data_end  # type: ignore[union-attr]
         for number in range(200):
             output.zero_()
-            while output[0] == 0:
+            before = made.posts.mine.last
+            while made.posts.mine.last == before:
                 try:
                     with interrupt_after(2e-5 * (1 + (number + interrupted) % 60) if rank else 3600):
                         comm.reduce_scatter([output], [inputs], Division(), announce).wait()
+                        assert output.min() == output.max() == 2
                 except Interrupt:
                     interrupted += 1
                     assert comm.meeting is not None and comm.meeting.agreed()
                     comm.meeting.settle()
-            assert output.min() == output.max() == 2
         assert interrupted > 10 or rank == 0
+        comm.reduce_scatter([output], [inputs], Division(), announce).wait()
+        assert output.min() == output.max() == 2
+        gc.collect()
+        assert not made.unread
         assert pages._own._data_end < end + 8 * inputs.nbytes  # type: ignore[union-attr]
+        dist.barrier()
+
+
+@multirank(2)
+def test_settling_writes_to_no_memory(rank: int, world_size: int) -> None:
+    """The memory of a forgotten collective may have another use by then. One that is waited for later is whole."""
+    with fresh_meetings():
+        comm, made = ready()
+        announce = announced(comm)
+        memory, mine = torch.zeros(8, dtype=torch.uint8), torch.full((4,), rank, dtype=torch.uint8)
+        comm.all_gather([memory], [mine], announce=announce)
+        other = torch.zeros(8, dtype=torch.uint8)
+        pending = comm.all_gather([other], [mine], announce=announce)
+        memory.fill_(77)
+        assert comm.meeting is not None
+        comm.meeting.settle()
+        assert memory.tolist() == [77] * 8
+        pending.wait()
+        assert other.tolist() == [0] * 4 + [1] * 4
+        assert not made.unread
+
+
+@multirank(2)
+def test_an_interrupt_while_one_is_forgotten_keeps_no_segment(rank: int, world_size: int) -> None:
+    """Python drops what ``__del__`` raises."""
+    with fresh_meetings(), pytest.MonkeyPatch.context() as patch:
+        comm, made = ready()
+        announce = announced(comm)
+        memory, mine = torch.zeros(8, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)
+        comm.all_gather([memory], [mine], announce=announce)
+        with patch.context() as inner:
+            inner.setattr(Exchange, "__del__", lambda self: None)
+            comm.exchange((6,))
+            assert comm.meeting is not None
+            comm.meeting.begun.clear()
+            gc.collect()
+        assert [each() for each in made.unread.values()] == [None]
+        comm.all_gather([memory], [mine], announce=announce).wait()
+        assert not made.unread and made.posts.mine.marked == 2
+        dist.barrier()
+
+
+@multirank(2)
+def test_a_forked_process_leaves_its_parents_page_alone(rank: int, world_size: int) -> None:
+    """As a worker of a DataLoader that collects a model of its parent's."""
+    with fresh_meetings():
+        comm, made = ready()
+        memory, mine = torch.zeros(8, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)
+        pending = comm.all_gather([memory], [mine], announce=announced(comm))
+        process = os.fork()
+        if not process:
+            assert comm.meeting is not None
+            comm.meeting.begun.clear()
+            del pending
+            gc.collect()
+            os._exit(0)
+        os.waitpid(process, 0)
+        assert list(made.unread) == [1] and made.posts.mine.marked == 0
+        pending.wait()
+        assert memory.tolist() == [1] * 8
+        dist.barrier()
+
+
+@multirank(2)
+def test_what_was_announced_in_vain_begins_never(rank: int, world_size: int) -> None:
+    """One rank's announcement raises before the ranks meet. A later meeting has the number of that one."""
+    with fresh_meetings():
+        comm, made = ready()
+        assert comm.meeting is not None
+        memory, mine = torch.zeros(8, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)
+
+        def fails() -> None:
+            raise ValueError("bad")
+
+        if rank == 0:
+            with pytest.raises(ValueError, match="bad"):
+                comm.all_gather([memory], [mine], announce=fails)
+        assert comm.exchange((9,)) is None
+        assert comm.meeting.agreed()
+        assert made.posts.mine.last == 0
+        dist.barrier()
+
+
+@multirank(2)
+def test_an_unfinished_round_by_gloo_may_be_the_last_one(rank: int, world_size: int) -> None:
+    """A rank that did not see its end chooses as the others do."""
+    with fresh_meetings():
+        comm = Communicator(dist.group.WORLD, CPU)
+        assert comm.exchange((1,)) is None
+        if rank == 0:
+            with pytest.raises(Unreached):
+                comm.exchange((2,), timedelta(seconds=0.2))
+        else:
+            time.sleep(0.6)
+            assert comm.exchange((2,)) is None
+        memory, mine = torch.zeros(8, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)
+        comm.all_gather([memory], [mine], announce=announced(comm)).wait()
+        assert memory.tolist() == [1] * 8 and comm.copies is not None
+        dist.barrier()
+
+
+@multirank(2)
+def test_tensors_that_do_not_fit_are_an_error(rank: int, world_size: int) -> None:
+    with fresh_meetings():
+        comm, _ = ready()
+        mine = torch.ones(4, dtype=torch.uint8)
+        for wrong in (torch.zeros(7, dtype=torch.uint8), torch.zeros(8, 2, dtype=torch.uint8)[:, 0]):
+            with pytest.raises(ValueError, match="contiguous"):
+                comm.all_gather([wrong], [mine], announce=announced(comm))
         dist.barrier()
 
 

@@ -124,7 +124,7 @@ class Communicator:
     @property
     def copies(self) -> Copies | None:
         """Collectives through memory that all ranks of the group share; None: they go by the group's backend."""
-        return self.meeting.copies if self.meeting is not None and self.streams.asynchronous else None
+        return self.meeting.copies() if self.meeting is not None and self.streams.asynchronous else None
 
     def begin(self, announce: Callable[[], None] | None, collective: Callable[[], Any]) -> Any:
         """Call ``announce``, if there is one, and begin a collective. Returns the work to wait for."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
+import os
 import threading
 import time
 import weakref
@@ -102,8 +103,15 @@ def _segments_of(page: Page) -> _Segments:
     return _Segments(page)
 
 
+def _none() -> None:
+    """A reference to nothing."""
+
+
 class Exchange:
     """One collective, which every rank has begun or is about to begin. Its buffers live until it is over."""
+
+    #: Nothing is written to the results before :meth:`wait`, so nobody has to wait before their memory is used again.
+    in_background = False
 
     def __init__(
         self, copies: Copies, number: int, segment: _Segment, sends: list[Send], read: Reader
@@ -169,6 +177,16 @@ class Exchange:
             self._copies.forget(self)
 
 
+def _check(pieces: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], ranks: int) -> None:
+    """Their memory is read and written without torch, which would check it."""
+    for piece, whole in zip(pieces, wholes, strict=True):
+        if not (piece.is_contiguous() and whole.is_contiguous() and whole.nbytes == ranks * piece.nbytes):
+            raise ValueError(
+                f"A collective of {ranks} ranks got tensors of {tuple(piece.shape)} and {tuple(whole.shape)}; the "
+                f"second must have {ranks} times the bytes of the first, and both must be contiguous."
+            )
+
+
 class Copies:
     """Collectives of one group. Tensors are flat and contiguous.
 
@@ -198,14 +216,19 @@ class Copies:
 
     def forget(self, exchange: Exchange) -> None:
         """This rank reads no data of it any more. If it never began, its number may be another one's."""
+        if self.posts.mine.page.process != os.getpid():
+            return  # a forked process has the objects of its parent, and must not write to the parent's page
         reference = self.unread.get(exchange.number)
         if reference is None or reference() not in (exchange, None):
             return
-        del self.unread[exchange.number]
+        for number, each in list(self.unread.items()):
+            if number == exchange.number or each() is None:  # an interrupt in ``__del__`` leaves dead ones
+                self.unread.pop(number, None)
         self.posts.mine.mark(min(self.unread, default=self.posts.mine.last + 1) - 1)
 
     def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Exchange:
         """``outputs[i]`` will hold every rank's ``inputs[i]``, rank after rank."""
+        _check(inputs, outputs, self._ranks)
         sends: list[Send] = []
         end = 0
         for piece in inputs:
@@ -228,6 +251,7 @@ class Copies:
         An input is its pieces, rank after rank.
         """
         n, mine = self._ranks, self._rank
+        _check(outputs, inputs, n)
         row = sum(tensor.nbytes for tensor in inputs) // n
         sends: list[Send] = []
         end = 0
@@ -281,7 +305,8 @@ class Copies:
         This rank reads its own first: ranks that have begun that many collectives would wait for each other.
         """
         for number in sorted(self.unread):
-            exchange = self.unread[number]()
+            exchange = (self.unread.get(number) or _none)()
             if number <= oldest and exchange is not None:
                 exchange.wait()
+                self.forget(exchange)
         self.posts.wait_for_marks(oldest, self.until(None))

@@ -98,8 +98,9 @@ class Hall(NamedTuple):
         """Until all ranks have read the data of this post. Raises as :meth:`wait_for`."""
         for rank, ring in self.others():
             while ring.marked < number:
-                if not ring.is_alive():
-                    raise Missing(rank, "its process has ended", late=False)
+                if ring.is_closed or not ring.is_alive():
+                    reason = LEFT_AFTER_TIMEOUT if ring.is_closed else "its process has ended"
+                    raise Missing(rank, reason, late=False)
                 if time.monotonic() > until:
                     raise Missing(rank, "timed out", late=True)
                 time.sleep(TICK / 100)

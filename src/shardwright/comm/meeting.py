@@ -69,6 +69,12 @@ class Begun:
                 raise Unreached(text) from error.__cause__
         self._meeting.begun.discard(self)
 
+    def settle(self) -> None:
+        """Wait until nothing writes to its memory."""
+        for work in self._waits():
+            if getattr(work, "in_background", True):
+                self._meeting.wait_for(work)
+
     def is_over(self) -> bool:
         return all(getattr(work, "is_completed", bool)() for work in self._waits())
 
@@ -193,9 +199,14 @@ class Meeting:
         self.failure = min(failures, default=1 << 62 | zlib.crc32(name.encode()))
         _known_failures.extend(failures or [self.failure])
 
-    @property
     def copies(self) -> Copies | None:
-        """The collectives of ranks of one host, once all have found each other's pages; the same on every rank."""
+        """The collectives through shared memory, once all ranks have opened each other's pages; the same on every rank.
+
+        Raises:
+            Unreached: a round by gloo was interrupted, and another rank does not come to it.
+        """
+        if isinstance(self._round, ByGloo):
+            self._leave_round(None)  # its records may say that the ranks use pages from now on
         return self._way.copies
 
     def begin(self, announce: Callable[[], None], collective: Callable[[], Any]) -> Begun:
@@ -222,7 +233,9 @@ class Meeting:
         except BaseException:
             if not promise.calls and self.agreed() and promise.calls:
                 with suppress(Exception):
-                    promise.begun.wait()
+                    promise.begun.settle()
+            if self._round is None and not promise.calls:
+                self._promise = None  # the ranks never met for it
             raise
         self._promise = None
         return promise.begun
@@ -269,7 +282,7 @@ class Meeting:
         """Wait for collectives that have begun and may be forgotten, before their memory is used again."""
         for begun in list(self.begun):
             with suppress(Exception):
-                begun.wait()
+                begun.settle()
             self.begun.discard(begun)
 
     def leave(self, failure: int, record: Sequence[int]) -> None:
@@ -279,6 +292,7 @@ class Meeting:
             failure: the number of the failure.
             record: the rest of the record, after the failure's number.
         """
+        self._promise = None
         if self.left_by == failure:
             return
         self.left_by = failure

@@ -17,6 +17,7 @@ import platform
 import secrets
 import struct
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -123,6 +124,7 @@ class Page:
         _HEADER.pack_into(self.memory, 0, _MAGIC, self.token)
         self._end = _ROOM
         self._data_end = _DATA
+        self._choosing = threading.Lock()
 
     def room(self) -> int:
         """The offset of new rings, or 0 if the page is full. Offsets are not reused, since late readers may read
@@ -143,14 +145,15 @@ class Page:
         Raises:
             MemoryError: the page is full.
         """
-        offset, end = self._data_end, self._data_end + nbytes
-        if end > len(self.memory):
-            raise MemoryError(
-                f"A collective needs {nbytes} more bytes of memory that the ranks of this host share. This process "
-                f"can share {len(self.memory) >> 30} GiB, which have no room for them. Set {SWITCH}=gloo on all ranks."
-            )
-        self._data_end = end
-        return offset
+        with self._choosing:
+            offset, end = self._data_end, self._data_end + nbytes
+            if end <= len(self.memory):
+                self._data_end = end
+                return offset
+        raise MemoryError(
+            f"A collective needs {nbytes} more bytes of memory that the ranks of this host share. This process "
+            f"can share {len(self.memory) >> 30} GiB, which have no room for them. Set {SWITCH}=gloo on all ranks."
+        )
 
 
 def _mapped(file: int) -> mmap.mmap:
