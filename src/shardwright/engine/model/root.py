@@ -126,15 +126,12 @@ class Root:
                 raise
             self.full_precision = full_precision
 
-    def _enter(self) -> bool:
-        """Begin a forward or backward. Returns whether there was a failure before: then the ranks drop their guesses,
-        which may differ."""
+    def _enter(self) -> None:
+        """Begin a forward or backward. After a failure the ranks drop their guesses, which may differ."""
         failures = self.agreement.enter()
-        if failures == self._failures:
-            return False
-        self._order.forget()
-        self._failures = failures
-        return True
+        if failures != self._failures:
+            self._order.forget()
+            self._failures = failures
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -145,9 +142,7 @@ class Root:
             self.recover_if_failed()
             if self.full_precision_in_eval:
                 self.compute_as(uses_full_precision(module))
-            if self._enter():
-                for each in self.units():
-                    each.release()  # one rank may have lost full weights that others keep until they change
+            self._enter()
             self.clock.begin_call()
             self.caller = unit
             self.visits.frames.clear()
