@@ -231,7 +231,8 @@ def test_gradients_that_are_held_cannot_be_returned(rank: int, world_size: int) 
     model.set_requires_gradient_sync(False)
     loss = model(batch(rank)).mean()
     with pytest.raises(
-        RuntimeError, match=r"autograd\.grad got parameters of unit 'layers\.0' which holds gradients of micro-batches"
+        RuntimeError,
+        match=r"autograd\.grad got parameters of unit 'layers\.0', which holds gradients of micro-batches",
     ):
         torch.autograd.grad(loss, names["layers.0.weight"])
     chosen = [names["layers.0.weight"], names["head.bias"]]
