@@ -137,7 +137,7 @@ def test_installed_wheel_runs(built: tuple[Path, Path], tmp_path: Path) -> None:
     python = environment / "bin" / "python"
     (packages,) = environment.glob("lib/python3*/site-packages")
     # Found after the environment's own packages. Not through site.addsitedir(), which would also obey .pth files there,
-    # such as that of an editable install of this source tree.
+    # for example an editable install of this source tree.
     others = [*site.getsitepackages(), site.getusersitepackages()]
     (packages / "others.pth").write_text("\n".join(path for path in others if Path(path).is_dir()))
     run(

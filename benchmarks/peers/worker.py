@@ -1,4 +1,4 @@
-"""One process of a contender: it builds the step when it is first needed and answers questions until it is told to end.
+"""One process of a contender. It builds the step at the first question, and answers questions until one is None.
 
 The answer to every question is ``(True, value)`` or ``(False, reason)``. Output goes to a file.
 """

@@ -43,7 +43,7 @@ DPI = 120
 
 
 class Block(NamedTuple):
-    """One lease: what it is of, and where it lies in ticks and scaled bytes."""
+    """One lease: its owner, and its place in ticks and scaled bytes."""
 
     unit: str
     kind: str
