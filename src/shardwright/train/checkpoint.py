@@ -29,7 +29,6 @@ from shardwright.checkpoint.folders import METADATA, files_of
 from shardwright.checkpoint.metadata import Damaged
 from shardwright.train.errors import UserError
 from shardwright.train.patience import patience
-from shardwright.train.runs import unwritable
 from shardwright.train.stored import (
     POSITION_FILE,
     Position,
@@ -41,6 +40,7 @@ from shardwright.train.stored import (
     step_folder,
     what_is_missing,
 )
+from shardwright.train.writing import unwritable
 
 __all__ = [
     "Position",

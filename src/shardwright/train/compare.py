@@ -22,7 +22,8 @@ from rich.text import Text
 from shardwright.train import metrics, report
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
-from shardwright.train.runs import RunFolder, differences, open_for_writing, write_json, writing
+from shardwright.train.runs import RunFolder, differences, open_for_writing
+from shardwright.train.writing import write_json, writing
 
 MOST_IN_PAIRS = 4
 """Up to this number of runs the terminal shows every pair. With more runs only compare.json has the pairs."""

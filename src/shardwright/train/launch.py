@@ -37,8 +37,9 @@ from shardwright.train.environment import (
     under_launcher,
 )
 from shardwright.train.errors import UserError
-from shardwright.train.runs import RunFolder, discard_if_unused, now, open_folder, writing
+from shardwright.train.runs import RunFolder, discard_if_unused, now, open_folder
 from shardwright.train.starting import START
+from shardwright.train.writing import writing
 
 GRACE_SECONDS = 4.0
 """From the first failure to the killing of the other ranks: long enough for them to say what they saw of it."""

@@ -31,7 +31,7 @@ from rich.text import Text
 
 from shardwright.extend.registry import in_words
 from shardwright.train.errors import UserError
-from shardwright.train.runs import writing
+from shardwright.train.writing import writing
 
 PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500e12),

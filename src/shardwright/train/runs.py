@@ -12,7 +12,6 @@ import platform
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
@@ -25,6 +24,7 @@ from shardwright.train.config import Config, stored_config
 from shardwright.train.errors import UserError
 from shardwright.train.lock import FolderLock, claim
 from shardwright.train.models.kinds import kind_named
+from shardwright.train.writing import unwritable, write_json, write_text, writing
 
 RUNS = Path("runs")
 """The parent folder of runs without `run.dir`."""
@@ -129,32 +129,6 @@ def _damaged_key(record: Mapping[str, Any]) -> str | None:
         "results": isinstance(results, dict) and type(results.get("peak_memory", 0)) is int,
     }
     return next((key for key, is_sound in sound.items() if not is_sound), None)
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raise a UserError if a write below `path` fails (disk full, read-only, no permission)."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(unwritable(path, error)) from error
-
-
-def unwritable(path: Path, error: BaseException) -> str:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-    return f"{path}: cannot write: {reason}; earlier files are unchanged. Free some space, or choose another folder"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace the file at `path`. Readers see the old text or the new text, never a part."""
-    with writing(path):
-        temporary = path.with_name(path.name + ".new")
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def open_for_writing(folder: Path, what: str) -> None:

@@ -1,0 +1,38 @@
+"""Writes to files of a run: a file is replaced whole, and a write that fails is one clear error."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shardwright.train.errors import UserError
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise a UserError if a write below `path` fails (disk full, read-only, no permission)."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(unwritable(path, error)) from error
+
+
+def unwritable(path: Path, error: BaseException) -> str:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+    return f"{path}: cannot write: {reason}; earlier files are unchanged. Free some space, or choose another folder"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the file at `path`. Readers see the old text or the new text, never a part."""
+    with writing(path):
+        temporary = path.with_name(path.name + ".new")
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(value, indent=2) + "\n")
