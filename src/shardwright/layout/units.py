@@ -31,6 +31,9 @@ class Run:
     slab_numel: int
     slab_bytes: int
     extended: bool = False
+    in_place: bool = (
+        False  #: whether the full parameters are the shard itself, so that the slab has no place for them
+    )
 
     @property
     def is_cast(self) -> bool:
@@ -46,16 +49,27 @@ class UnitLayout:
     specs: tuple[TensorSpec, ...]
     runs: tuple[Run, ...]
     slab_nbytes: int
+    in_place: bool = False
 
     def as_stored(self) -> UnitLayout:
         """The same places in a slab that has the parameters in their storage dtypes."""
         runs: list[Run] = []
         slab_bytes = 0
         for run in self.runs:
-            runs.append(replace(run, compute_dtype=run.storage_dtype, slab_bytes=slab_bytes))
-            slab_bytes = round_up(slab_bytes + run.slab_numel * run.storage_dtype.itemsize, ALIGNMENT)
+            in_place = self.in_place and not run.extended
+            slab = 0 if in_place else run.slab_numel
+            runs.append(
+                replace(
+                    run,
+                    compute_dtype=run.storage_dtype,
+                    slab_numel=slab,
+                    slab_bytes=slab_bytes,
+                    in_place=in_place,
+                )
+            )
+            slab_bytes = round_up(slab_bytes + slab * run.storage_dtype.itemsize, ALIGNMENT)
         specs = tuple(replace(spec, compute_dtype=spec.storage_dtype) for spec in self.specs)
-        return UnitLayout(self.world_size, specs, tuple(runs), slab_bytes)
+        return UnitLayout(self.world_size, specs, tuple(runs), slab_bytes, self.in_place)
 
 
 def plan_unit(
@@ -63,6 +77,7 @@ def plan_unit(
     world_size: int,
     ragged: Ragged | None = None,
     groups: Sequence[object] | None = None,
+    in_place: bool = False,
 ) -> UnitLayout:
     """Lay out parameters, each whole and contiguous in the slab, for ``world_size`` shards.
 
@@ -75,12 +90,16 @@ def plan_unit(
         world_size: ranks among which every parameter is divided.
         ragged: how parameters share segments; None: each has its own segment.
         groups: one for each parameter, anything hashable.
+        in_place: parameters that are not cast have no place in the slab. The one rank that has all of them computes
+            with its shards.
 
     Raises:
-        ValueError: ``world_size`` is less than 1.
+        ValueError: ``world_size`` is less than 1, or it is more than 1 and ``in_place`` is True.
     """
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}, expected at least 1")
+    if in_place and world_size > 1:
+        raise ValueError(f"in_place is True with world_size {world_size}, so no rank has all of a parameter")
     order: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
     for i, spec in enumerate(specs):
         order.setdefault((spec.storage_dtype, spec.compute_dtype, spec.extended), []).append(i)
@@ -101,9 +120,12 @@ def plan_unit(
             segments, shard, slab = _numbered(shared.segments, indices), shared.shard_numel, shared.numel
         if extended:
             shard = slab = 0
-        runs.append(Run(storage, compute, tuple(segments), shard, slab, slab_bytes, extended))
+        stays = in_place and storage == compute and not extended
+        if stays:
+            slab = 0
+        runs.append(Run(storage, compute, tuple(segments), shard, slab, slab_bytes, extended, stays))
         slab_bytes = round_up(slab_bytes + slab * compute.itemsize, ALIGNMENT)
-    return UnitLayout(world_size, tuple(specs), tuple(runs), slab_bytes)
+    return UnitLayout(world_size, tuple(specs), tuple(runs), slab_bytes, in_place)
 
 
 def _in_rows(

@@ -20,7 +20,13 @@ from shardwright.engine.base.precision import PrecisionPolicy, gradient_dtypes, 
 from shardwright.engine.base.site import Site
 from shardwright.engine.tensors.cut import Cut, cut_alone, make_cut
 from shardwright.engine.tensors.extension import Extension, is_attached, is_extended
-from shardwright.engine.tensors.parameter import Managed, ManagedParameter, build, has_no_values
+from shardwright.engine.tensors.parameter import (
+    Managed,
+    ManagedParameter,
+    build,
+    has_no_values,
+    in_place_view,
+)
 from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.tensors.tensor_parallel import TensorParallel
 from shardwright.layout import GradientDtypes, Ragged, TensorSpec, UnitLayout, plan_unit
@@ -124,7 +130,8 @@ def build_memory(owned: list[Owned], site: Site, arguments: Arguments) -> Built:
     policies = [policy_for(arguments.policy, each.name, each.parameter) for each in owned]
     dtypes = [gradient_dtypes(own, s.compute_dtype) for own, s in zip(policies, specs, strict=True)]
     trainable = [each.parameter.requires_grad for each in owned]
-    layout = plan_unit(specs, ranks.parts, arguments.layout, trainable)
+    in_place = ranks.parts == 1 and reads is None
+    layout = plan_unit(specs, ranks.parts, arguments.layout, trainable, in_place)
     slab = Slab(layout.slab_nbytes, device, "parameters", site.owner)
     slab.lease()  # views need existing memory
     managed: list[ManagedParameter | None] = [None] * len(owned)
@@ -152,7 +159,7 @@ def build_memory(owned: list[Owned], site: Site, arguments: Arguments) -> Built:
                         local = cut.local_view(shards[-1], 0).data
                         if not has_no_values(original):
                             local.copy_(cut.part_of(original))
-                        full = cut.full_view(slab, run)
+                        full = in_place_view(local, cut) if run.in_place else cut.full_view(slab, run)
                     p = managed[member.index] = build(
                         original,
                         cut,

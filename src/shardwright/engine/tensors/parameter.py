@@ -19,6 +19,7 @@ from shardwright._torch import (
     called_by_compiler,
     called_by_parameter,
     called_by_split_backward,
+    increment_version,
     local_of,
     rebind,
     share_gradient_hooks,
@@ -210,6 +211,11 @@ def plain_of(tensor: torch.Tensor) -> torch.Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
+def in_place_view(local: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """The full parameter as a view of its shard, which is all of it. Edits of one move no counter of the other."""
+    return local.data.view(cut.spec.shape)
+
+
 def has_no_values(tensor: torch.Tensor) -> bool:
     """Whether it is deferred or on the meta device, so that its values come later."""
     return tensor.is_meta or getattr(type(plain_of(tensor)), DEFERRED, False)
@@ -328,6 +334,11 @@ class ManagedParameter:
         self.full.__dict__[STANDS_FOR] = self.sharded
 
     @property
+    def in_place(self) -> bool:
+        """Whether the full form is the shard itself, because one rank has all of it in this dtype."""
+        return self.view.untyped_storage()._cdata == self.local.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+    @property
     def counters(self) -> tuple[torch.Tensor, ...]:
         """The tensors whose version counters move with edits of the full form."""
         return (self.full,) if self.view is self.full else (self.full, self.view)
@@ -343,6 +354,9 @@ class ManagedParameter:
                 f"Parameter {self.name!r} was changed in place while it was full, but {type(self.local).__name__} "
                 "defines its own all-gather, so the change cannot be written to the shard. Change it between steps."
             )
+        if self.in_place:
+            increment_version((self.local,))  # the edit is there, and graphs over the shard must notice it
+            return
         full = self.cut.of_full(self.view.detach())
         local = self.local.to(full.device)
         same = full == (local.to(full.dtype) if gathered is None else gathered)

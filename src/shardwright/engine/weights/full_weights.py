@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -11,7 +12,7 @@ from torch import nn
 from shardwright.engine.base.home import Place
 from shardwright.engine.base.settings import Transport
 from shardwright.engine.base.site import Site
-from shardwright.engine.tensors.parameter import ManagedParameter, plain_of
+from shardwright.engine.tensors.parameter import ManagedParameter, in_place_view, plain_of
 from shardwright.engine.weights.gather import Extend, Gather, SecondaryShard, plan_gather
 from shardwright.engine.weights.ledger import FullCounters
 from shardwright.layout import UnitLayout
@@ -28,16 +29,35 @@ class Copy:
         forms: each parameter's full form and its plain tensor, from the last use of this copy.
     """
 
-    __slots__ = ("counters", "forms", "gather", "owner", "slab")
+    __slots__ = ("_ends", "_starts", "counters", "forms", "gather", "owner", "slab")
 
     def __init__(
-        self, owner: Owner, slab: Slab, gather: Gather, forms: list[tuple[nn.Parameter, torch.Tensor]]
+        self,
+        owner: Owner,
+        slab: Slab,
+        gather: Gather,
+        forms: list[tuple[nn.Parameter, torch.Tensor]],
+        in_place: list[torch.Tensor],
     ) -> None:
+        """``in_place``: shards that are full parameters themselves."""
         self.owner = owner
         self.slab = slab
         self.gather = gather
         self.forms = forms
         self.counters = FullCounters([t for i in range(len(forms)) for t in self.counted(i)])
+        #: First and last addresses of these shards.
+        self._starts, self._ends = [], []
+        for start, nbytes in sorted((shard.data_ptr(), shard.nbytes) for shard in in_place):
+            self._starts.append(start)
+            self._ends.append(start + nbytes)
+
+    def has(self, address: int) -> bool:
+        """Whether the full weights have a byte at this address."""
+        start = self.slab.address
+        if start <= address < start + self.slab.nbytes:
+            return True
+        shard = bisect.bisect(self._starts, address) - 1
+        return shard >= 0 and address < self._ends[shard]
 
     def counted(self, index: int) -> tuple[torch.Tensor, ...]:
         """Like ``counters`` of a parameter, for its full form in this copy."""
@@ -95,9 +115,8 @@ class Copies:
         self.transport = transport
         site = self._site
         gather = self._plan_gather(self._layout, slab, site.owner)
-        self.training = self.current = Copy(
-            site.owner, slab, gather, [(p.full, p.view) for p in self._parameters]
-        )
+        forms = [(p.full, p.view) for p in self._parameters]
+        self.training = self.current = Copy(site.owner, slab, gather, forms, self._in_place(self._layout))
         self.stored: Copy | None = None
         full = gather.outputs[:-1]
         self.secondary = (
@@ -173,7 +192,12 @@ class Copies:
         gather = self._plan_gather(layout, slab, owner)
         forms = _forms(self._parameters, layout, slab)
         slab.release()
-        return Copy(owner, slab, gather, forms)
+        return Copy(owner, slab, gather, forms, self._in_place(layout))
+
+    def _in_place(self, layout: UnitLayout) -> list[torch.Tensor]:
+        """The shards that are full parameters themselves."""
+        stays = [run.in_place for run in layout.runs for _ in run.segments]
+        return [shard for shard, here in zip(self._shards, stays, strict=True) if here]
 
     def _use(self, copy: Copy) -> None:
         self.current.forms = [(p.full, p.view) for p in self._parameters]
@@ -214,7 +238,10 @@ def _forms(
     runs = {m.index: run for run in layout.runs for s in run.segments for m in s.members}
     forms: list[tuple[nn.Parameter, torch.Tensor]] = []
     for index, p in enumerate(parameters):
-        view = p.cut.full_view(slab, runs[index])
+        if runs[index].in_place and p.in_place:
+            forms.append((p.full, p.view))
+            continue
+        view = in_place_view(p.local, p.cut) if runs[index].in_place else p.cut.full_view(slab, runs[index])
         shown = view if p.cut.parallel is None else p.cut.parallel.wrap(view)
         full = nn.Parameter(shown, requires_grad=p.full.requires_grad)
         for key, value in p.full.__dict__.items():

@@ -216,6 +216,8 @@ class Gather:
         self.inputs = [*inputs, header]  # used until the unit has its place
         self._stages = tuple(stages)
         self.extend = extend
+        #: Whether the shards of this rank alone are the full weights, so that nothing is copied.
+        self._in_place = comm.group is None and not outputs and not self._stages
 
     def address(self, header: torch.Tensor, headers: torch.Tensor) -> None:
         """Send ``header`` with each gather, and receive all ranks' in ``headers``; bytes of both."""
@@ -223,6 +225,8 @@ class Gather:
 
     def begin(self, place: Place, epoch: int) -> Pending:
         """Issue the gather."""
+        if self._in_place:
+            return Pending(self.comm.streams, None, None)
         parcel = Parcel(self, place, epoch)
         for stage in self._stages:
             stage.begin(parcel)
@@ -306,7 +310,7 @@ def _prepare(
 ) -> tuple[_Pieces, tuple[Slab, Moves] | None, tuple[Slab, Moves] | None]:
     """The chunks to send, and the memory and copies of uploads and casts before."""
     repacks = {i: cut for i, cut in enumerate(cuts) if cut.repacks}
-    staged = [r for r in layout.runs if r.is_cast or _repacked(r, repacks)]
+    staged = [r for r in layout.runs if r.is_cast or (_repacked(r, repacks) and not r.in_place)]
     cast = _room(staged, [r.compute_dtype for r in staged], device, "cast shard", owner)
     uploaded = [r for r in layout.runs if offloaded and not r.extended]
     upload = _room(uploaded, [r.storage_dtype for r in uploaded], device, "uploaded shard", owner)
@@ -319,7 +323,7 @@ def _prepare(
         size = run.compute_dtype.itemsize
         for s in run.segments:
             payload = next(payloads)
-            if run.extended or not s.chunk:
+            if run.extended or run.in_place or not s.chunk:
                 continue
             if offloaded:
                 offset = upload_bytes // run.storage_dtype.itemsize + s.shard_offset

@@ -9,7 +9,7 @@ import weakref
 
 import torch
 
-from shardwright._torch import annotate
+from shardwright._torch import address_of, annotate
 from shardwright.comm import Pending
 from shardwright.engine.base.home import Place
 from shardwright.engine.base.settings import Transport
@@ -135,6 +135,10 @@ class Weights:
         self._edits.give(full, self.ready)
 
     # -- gather --------------------------------------------------------------------------------------------------
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a plain tensor is a view of the full weights."""
+        return self.copies.current.has(address_of(tensor))
 
     @property
     def is_current(self) -> bool:
