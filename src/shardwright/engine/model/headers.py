@@ -15,19 +15,16 @@ class Headers:
         """``comms``: the communicators of each unit's gathers."""
         self._streams = streams
         rows = [[number, 0] for number in range(len(comms))]
-        places = [
-            torch.tensor(row * comm.world_size, dtype=torch.int64, device="cpu")
-            for row, comm in zip(rows, comms, strict=True)
-        ]
+        received = [word for row, comm in zip(rows, comms, strict=True) for word in row * comm.world_size]
         own: list[int] = []  # indices of this rank's own words
         for comm in comms:
             start = len(own) + HEADER * comm.rank
             own += [start + word for word in range(HEADER)] * comm.world_size
         with streams.fork("gather"):  # only this stream reads, writes and releases these tensors
             self._sent = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
-            self._received = torch.cat(places).to(device)
+            self._received = torch.tensor(received, dtype=torch.int64, device="cpu").to(device)
             self._own = torch.tensor(own, dtype=torch.int64, device="cpu").to(device)
-        self._places = self._received.split([len(place) for place in places])
+        self._places = self._received.split([HEADER * comm.world_size for comm in comms])
 
     def of(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The header that is sent with each gather of a unit, and the memory for the headers of all ranks."""
