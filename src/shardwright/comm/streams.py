@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 
-from shardwright._torch import override_stale_capture_streams
+from shardwright._torch import NOTHING, override_stale_capture_streams
 
 
 class Streams(Protocol):
@@ -69,13 +69,12 @@ class HostStreams:
 
     asynchronous = True
     captures = capturing = False
-    _nothing: AbstractContextManager[None] = nullcontext()
 
     def fork(self, name: str) -> AbstractContextManager[None]:
-        return self._nothing
+        return NOTHING
 
     def beside(self, name: str, after: Any = None) -> AbstractContextManager[None]:
-        return self._nothing
+        return NOTHING
 
     def mark(self, name: str) -> None:
         return None

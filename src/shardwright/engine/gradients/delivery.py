@@ -176,8 +176,8 @@ class OnDevice:
             start = self._packer.packing.flags
             used = [flag != 0 for flag in output[start : start + len(self._packer.parameters)].tolist()]
         with quick_attributes():
-            hooked = any([gradient_hooks(p) for p in self._packer.shardeds])
-            listeners = [post_accumulate_grad_hooks(p) for p in self._packer.shardeds]
+            hooked = any(map(gradient_hooks, self._packer.shardeds))
+            listeners = list(map(post_accumulate_grad_hooks, self._packer.shardeds))
         if hooked and not all(only_cut(gradient_hooks(p)) for p in self._packer.shardeds):
             self._add_one_by_one(output, used)
         elif result.fresh and self._has_no_gradients():
@@ -189,7 +189,7 @@ class OnDevice:
                 flat[: span.stop - span.start].add_(output[span.start : span.stop])
         else:
             self._add_one_by_one(output, used)
-        for i, posts in enumerate(listeners):
+        for i, posts in enumerate(listeners) if any(listeners) else ():
             if posts and (used is None or used[i]):
                 for post in list(posts.values()):
                     post(self._packer.shardeds[i])

@@ -68,8 +68,8 @@ class Visits:
 
     def _close_begun_after(self, time: int) -> None:
         """Close these visits, the latest first, for any order in which this rank's backward has reached them."""
-        later = sorted((v for v in self.open if v.begin > time), key=lambda v: -v.begin)
-        for other in later:
+        later = [v for v in self.open if v.begin > time]
+        for other in sorted(later, key=lambda v: -v.begin) if later else ():
             other.close()
 
     def end_call(self) -> None:

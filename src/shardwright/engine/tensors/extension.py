@@ -43,7 +43,7 @@ def is_attached(tensor: torch.Tensor) -> bool:
 
 def any_attached(attributes: list[dict[str, Any]]) -> bool:
     """Whether any of these objects has the protocol among its attributes."""
-    return any(attributes) and any(_PRE in each for each in attributes)
+    return any(attributes) and any([_PRE in each for each in attributes])
 
 
 class Extension:

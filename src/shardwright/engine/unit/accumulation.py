@@ -136,11 +136,11 @@ class Gradients:
 
     def has_gradients(self) -> bool:
         """Whether a parameter has a full gradient."""
-        return any(r.has_gradients() for r in self.reductions)
+        return any([r.has_gradients() for r in self.reductions])
 
     def go_on(self, label: str) -> bool:
         """Issue the collectives after the reduce-scatter. Returns whether there were any."""
-        if not any(reduction.goes_on for reduction in self.reductions):
+        if not any([reduction.goes_on for reduction in self.reductions]):
             return False
         with annotate("all_reduce", label):
             for reduction in self.reductions:
@@ -166,7 +166,7 @@ class Gradients:
 
     def _drop_retired(self) -> None:
         """Drop reductions of an earlier requires_grad if nothing is held any more."""
-        if not self.held and any(r.retired for r in self.reductions):
+        if not self.held and any([r.retired for r in self.reductions]):
             self.reductions = [r for r in self.reductions if not r.retired]
 
     def forget(self, among: set[int] | None = None) -> None:

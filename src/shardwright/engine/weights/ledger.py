@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,6 +11,12 @@ from shardwright._torch import increment_version, quick_attributes
 from shardwright.engine.tensors.parameter import ManagedParameter
 
 NEVER = -1  #: the epoch of memory without weights
+_version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+
+
+def _versions_of(tensors: list[torch.Tensor]) -> list[int]:
+    with quick_attributes():
+        return list(map(_version_of, tensors))
 
 
 class Ledger:
@@ -24,21 +31,23 @@ class Ledger:
 
     def __init__(self, parameters: Sequence[ManagedParameter]) -> None:
         #: An edit increases a parameter's own counter, or the counter of its local tensor.
-        self._watched = [(p.sharded, p.local) for p in parameters]
-        self._versions = [p._version + q._version for p, q in self._watched]
-        self._edited = [0] * len(self._watched)  #: by parameter, the epoch of its last edit
+        self._watched: list[torch.Tensor] = [t for p in parameters for t in (p.sharded, p.local)]
+        self._versions = _versions_of(self._watched)
+        self._edited = [0] * len(parameters)  #: by parameter, the epoch of its last edit
         self.epoch = 0
 
     def look(self) -> list[int]:
         """The indices of parameters that were edited since the last check."""
-        with quick_attributes():
-            versions = [p._version + q._version for p, q in self._watched]
-        earlier = self._versions
+        versions, earlier = _versions_of(self._watched), self._versions
         if versions == earlier:
             return []
         self._versions = versions
         self.epoch += 1
-        changed = [i for i, (new, old) in enumerate(zip(versions, earlier, strict=True)) if new != old]
+        changed = list(
+            dict.fromkeys(
+                i // 2 for i, (new, old) in enumerate(zip(versions, earlier, strict=True)) if new != old
+            )
+        )
         for i in changed:
             self._edited[i] = self.epoch
         return changed
@@ -49,7 +58,7 @@ class Ledger:
 
     def write(self) -> None:
         """Count the engine's own write to the shards, so that later changes are the user's edits."""
-        self._versions = [p._version + q._version for p, q in self._watched]
+        self._versions = _versions_of(self._watched)
         self.epoch += 1
 
 
@@ -60,28 +69,29 @@ class FullCounters:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
-        self._versions = [t._version for t in tensors]
+        self._versions = self._read()
 
     def forget(self) -> None:
         """Ignore all edits until now."""
-        self._versions = [t._version for t in self.tensors]
+        self._versions = self._read()
+
+    def _read(self) -> list[int]:
+        return _versions_of(self.tensors)
 
     def advance(self, tensors: Sequence[torch.Tensor]) -> None:
         """Increase these tensors' counters without an edit. Edits that no check has found yet still count."""
-        unseen = [t._version - version for t, version in zip(self.tensors, self._versions, strict=True)]
+        before = self._read()
         increment_version(tensors)
-        self._versions = [t._version - edits for t, edits in zip(self.tensors, unseen, strict=True)]
+        seen = zip(self._versions, before, self._read(), strict=True)
+        self._versions = [version + after - earlier for version, earlier, after in seen]
 
     def moved(self) -> bool:
         """Whether any was edited since the last check."""
-        with quick_attributes():
-            return [t._version for t in self.tensors] != self._versions
+        return self._read() != self._versions
 
     def look(self) -> set[int]:
         """The ids of the tensors that were edited since the last check."""
-        with quick_attributes():
-            versions = [t._version for t in self.tensors]
-        earlier = self._versions
+        versions, earlier = self._read(), self._versions
         if versions == earlier:
             return set()
         self._versions = versions
