@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from shardwright.train.checkpoint import load_weights, saved_steps
 from shardwright.train.config import OptimizerConfig, load_config
 from shardwright.train.data import batch, load_corpus
-from shardwright.train.metrics import peak_flops
 from shardwright.train.models.build import build_model
+from shardwright.train.peaks import peak_flops
 from shardwright.train.runs import RunFolder
 from shardwright.train.trainer import learning_rate
 from tests.train.jobs import config_file, losses, records, train_here

@@ -10,16 +10,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwright._torch import compiled_graphs, set_activation_memory_budget
-from shardwright.train.config import ActivationConfig, Config
 from shardwright.train.errors import UserError
 from shardwright.train.models.decoder import Decoder
 from shardwright.train.models.hybrid import Hybrid
+
+if TYPE_CHECKING:  # pydantic is not there where only the benchmarks run
+    from shardwright.train.config import Config
 
 #: Results that "ops" keeps, by name: what a block mostly works for, matrix products and attention.
 SAVED_OPS = frozenset(
@@ -46,30 +48,37 @@ def prepare_blocks(model: Decoder, config: Config) -> None:
 
     Raises UserError where torch cannot compile the model.
     """
+    settings = config.activations
     if config.train.compile == "none":
-        _checkpoint(model, config.activations)
+        checkpoint_blocks(model, settings.checkpoint, settings.every)
         return
     _check_compilable(model, config)
-    if config.activations.checkpoint == "budget":
-        set_activation_memory_budget(config.activations.budget)
+    if settings.checkpoint == "budget":
+        set_activation_memory_budget(settings.budget)
     # torch compiles a block with its checkpoint, and so computes again only what backward reads. Not where layers are
     # cut over tensor-parallel ranks: of blocks that keep nothing it takes the mesh for a tensor to keep.
-    apart = config.parallel.tensor > 1 and config.activations.checkpoint != "ops"
+    apart = config.parallel.tensor > 1 and settings.checkpoint != "ops"
     if not apart:
-        _checkpoint(model, config.activations)
-    for block in model.blocks():
-        block.forward = torch.compile(block.forward, backend=config.train.compile, fullgraph=True)
+        checkpoint_blocks(model, settings.checkpoint, settings.every)
+    compile_blocks(model, config.train.compile)
     if apart:
-        _checkpoint(model, config.activations)
+        checkpoint_blocks(model, settings.checkpoint, settings.every)
 
 
-def _checkpoint(model: Decoder, settings: ActivationConfig) -> None:
+def compile_blocks(model: Decoder, backend: str) -> None:
+    """Compile the forward of each block with a backend of torch.compile."""
+    for block in model.blocks():
+        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+
+
+def checkpoint_blocks(model: Decoder, kind: str, every: int = 1) -> None:
+    """Checkpoint the activations of blocks. `kind` and `every` are `checkpoint` and `every` of `[activations]`."""
     # None of the models here draws numbers in forward, so no state of a generator is kept for backward.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if settings.checkpoint == "ops":
+    if kind == "ops":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for number, block in enumerate(model.blocks()):
-        if _is_checkpointed(number, settings):
+        if kind in ("full", "ops") or (kind == "layers" and number % every == 0):
             block.forward = functools.partial(checkpoint, block.forward, **options)
 
 
@@ -82,12 +91,6 @@ def _check_compilable(model: Decoder, config: Config) -> None:
                 f"{config.train.compile!r}; torch compiles grouped matrix products only in bfloat16: set "
                 "parallel.param_dtype to bfloat16"
             )
-
-
-def _is_checkpointed(number: int, settings: ActivationConfig) -> bool:
-    if settings.checkpoint == "layers":
-        return number % settings.every == 0
-    return settings.checkpoint in ("full", "ops")
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

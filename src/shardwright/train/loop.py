@@ -23,6 +23,7 @@ from shardwright.train.config import Config
 from shardwright.train.data import Corpus
 from shardwright.train.errors import UserError
 from shardwright.train.models.kinds import sizes_of
+from shardwright.train.peaks import peak_flops
 from shardwright.train.resuming import changes_in_words, resume_command
 from shardwright.train.runs import (
     RunFolder,
@@ -183,7 +184,7 @@ def step_record(
     config, world, position = trainer.config, trainer.world, trainer.position
     tokens_per_second = config.train.global_batch * config.train.seq_len / seconds
     flops_per_second = tokens_per_second * trainer.flops_per_token / world.size
-    peak = metrics.peak_flops(metrics.device_name(world.device), config.parallel.param_dtype)
+    peak = peak_flops(metrics.device_name(world.device), config.parallel.param_dtype)
     return metrics.StepRecord(
         step=position.step,
         loss=result.loss,
@@ -262,7 +263,7 @@ def figures_in_words(trainer: Trainer) -> str:
     config, world = trainer.config, trainer.world
     return metrics.explain_figures(
         world.device,
-        mfu=metrics.peak_flops(metrics.device_name(world.device), config.parallel.param_dtype) is not None,
+        mfu=peak_flops(metrics.device_name(world.device), config.parallel.param_dtype) is not None,
         norm=not config.optimizer.in_backward,
         auxiliary=trainer.auxiliary,
         validation=config.validation.every > 0,

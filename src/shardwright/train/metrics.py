@@ -6,7 +6,6 @@ This file formats records, measures this process's memory, and writes. It never 
 from __future__ import annotations
 
 import json
-import re
 import resource
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,35 +31,6 @@ from rich.text import Text
 from shardwright.extend.registry import in_words
 from shardwright.train.errors import UserError
 from shardwright.train.writing import writing
-
-PEAK_FLOPS: tuple[tuple[str, float], ...] = (
-    ("GB200", 2500e12),
-    ("B200", 2250e12),
-    ("GH200", 989e12),
-    ("H200 NVL", 835e12),
-    ("H200", 989e12),
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989e12),
-    ("A100", 312e12),
-    ("A30", 165e12),
-    ("A10G", 70e12),
-    ("L40S", 362e12),
-    ("L40", 181e12),
-    ("L4", 121e12),
-    ("MI325X", 1307e12),
-    ("MI300X", 1307e12),
-    ("MI250X", 191.5e12),  # of one of its two dies; torch calls each die a device
-)
-"""Dense bf16 FLOP/s by words of the device's name, from the makers' data sheets. The first row that matches counts."""
-
-
-def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Dense FLOP/s of a device that computes in `dtype`. None if the table lacks it: it has bfloat16 on some GPUs."""
-    if dtype != "bfloat16":
-        return None
-    # Whole words: an L4 is no L40, an A30 no A3000.
-    return next((peak for name, peak in PEAK_FLOPS if re.search(rf"\b{name}\b", device_name, re.I)), None)
 
 
 def device_name(device: torch.device) -> str:
