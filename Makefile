@@ -7,6 +7,7 @@
 # make house                             import circles, the largest classes and files; ARGS="--times FILE" test times
 # make defects ARGS="ledger"             breaks a copy of the engine in known ways and shows which test finds each
 # make gpu                               the tests that need a GPU, and Llama 150M beside FSDP2; installs nothing
+# make bench-gpu                         time, MFU and memory of steps on a GPU beside FSDP2, in nine minutes; installs nothing
 # make bench                             every engine's step beside FSDP2's on two CPU ranks, in under 20 minutes
 # make bench ARGS="--shapes deep --only FSDP"   fewer; benchmarks/README.md says how to add DeepSpeed and Megatron-FSDP
 # make test  WORKERS=0                   in one process; default: 3, each with a part of the files and ranks of its own
@@ -19,7 +20,7 @@ NPROC ?= $(shell $(PY) -c "import torch; print(torch.cuda.device_count() or 2)")
 WORKERS ?= 3
 ARGS ?=
 
-.PHONY: setup train test quick guard house defects gpu bench check lint types contract format clean
+.PHONY: setup train test quick guard house defects gpu bench-gpu bench check lint types contract format clean
 
 setup: $(STAMP)
 
@@ -54,8 +55,13 @@ defects: $(STAMP)
 	$(PY) -m tests.defects $(ARGS)
 
 # With any Python that has torch: a machine with a GPU may have no network to make .venv from.
+ANY_PYTHON = $$([ -x $(PY) ] && echo $(PY) || echo "$${PYTHON:-python3}")
+
 gpu:
-	@python=$$([ -x $(PY) ] && echo $(PY) || echo "$${PYTHON:-python3}"); "$$python" tools/gpu.py $(ARGS)
+	@"$(ANY_PYTHON)" tools/gpu.py $(ARGS)
+
+bench-gpu:
+	@"$(ANY_PYTHON)" benchmarks/gpu.py $(ARGS)
 
 bench: $(STAMP)
 	PYTHONPATH=src $(PY) -m benchmarks.peers $(ARGS)

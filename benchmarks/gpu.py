@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Training steps on a GPU in under nine minutes: plain torch, torch's FSDP2 and shardwright, in the same run.
+"""Training steps on a GPU in nine minutes at most: plain torch, torch's FSDP2 and shardwright, in the same run.
 
     PYTHONPATH=src python benchmarks/gpu.py                 # all rows on all GPUs of this machine
     PYTHONPATH=src python benchmarks/gpu.py --only 3B       # rows with "3B" in their names; --list shows the names
@@ -32,6 +32,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -68,6 +69,8 @@ def reason_to_skip(row: Row, variant: Variant, device: str, swappable: bool) -> 
             return "torch.compile needs Triton, which is not installed"
         if not any(name and shutil.which(name) for name in compilers):
             return "torch.compile needs a C compiler, and there is none on PATH"
+        if not Path(sysconfig.get_path("include"), "Python.h").exists():
+            return "torch.compile needs Python.h, and this Python has no headers"
     return ""
 
 

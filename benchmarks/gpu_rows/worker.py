@@ -120,6 +120,7 @@ class Rank:
         left = self.active_bytes()
         begun = time.monotonic()
         training = Training(self.row, variant, self.device, self.order["backend"])
+        self.forget()  # full weights, which were there before they were sharded
         for _ in range(WARM_UP):
             training.step()
         wait_for(self.device)
@@ -168,10 +169,11 @@ class Rank:
         from torch.profiler import ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
-        with profile(activities=activities) as seen:
-            for _ in range(PROFILED_STEPS):
-                training.step()
-            wait_for(self.device)
+        for steps in (1, PROFILED_STEPS):  # the first profile of a process has the profiler's own start in it
+            with profile(activities=activities) as seen:
+                for _ in range(steps):
+                    training.step()
+                wait_for(self.device)
         device: dict[str, float] = {}
         host: dict[str, float] = {}
         for event in seen.key_averages():
@@ -194,7 +196,7 @@ class Rank:
         return True
 
     def forget(self) -> None:
-        """Give back what the last variant had."""
+        """Give back memory that no tensor has any more."""
         gc.collect()
         if self.cuda:
             wait_for(self.device)
