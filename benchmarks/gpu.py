@@ -30,6 +30,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -110,7 +111,7 @@ def profile_of_gap(
         return about | {"error": "left out: no time"}
     short = replace(row, variants=(base, variant), turns=1, steps=2)
     result = measure(short, args, min(seconds, row.seconds), profile=True)
-    return about | {"variants": result["variants"]}
+    return about | {key: result[key] for key in ("variants", "error") if key in result}
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -202,7 +203,7 @@ def main(arguments: Sequence[str] | None = None, rows: Sequence[Row] = ROWS) -> 
     if args.work:
         from benchmarks.gpu_rows.worker import work
 
-        return work(Path(args.work[0]), int(args.work[1]))
+        work(Path(args.work[0]), int(args.work[1]))
     parts = [part.strip().lower() for part in args.only.split(",")]
     rows = [row for row in rows if any(part in row.name.lower() for part in parts)]
     if args.list or not rows:
@@ -222,4 +223,6 @@ def main(arguments: Sequence[str] | None = None, rows: Sequence[Row] = ROWS) -> 
 
 
 if __name__ == "__main__":
+    # The processes of a row are in sessions of their own: nobody else ends them when this one is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

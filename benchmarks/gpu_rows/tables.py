@@ -40,16 +40,19 @@ def notes(result: Found) -> list[str]:
     """What a row's table does not say: failures, what was left out, numbers that disagree, memory that was left."""
     lines = []
     for name, found in result["variants"].items():
+        reason = reason_of(found)
         if "error" in found:
             lines.append(f"{name} failed: {found['error']}")
-        elif reason := reason_of(found):
-            lines.append(f"{name}: {reason if reason.startswith('left out') else 'skipped: ' + reason}")
+        elif "skipped" in found:
+            lines.append(f"{name}: skipped: {reason}")
+        elif reason:
+            lines.append(f"{name}: {reason}")
         elif "late" in found:
             lines.append(f"{name}: {len(found['turns_ms'])} turn, no time for another")
         if found.get("left_bytes", 0) > 0.01 * found.get("active_bytes", 0) > 0:
             lines.append(f"{name}: {found['left_bytes'] / GB:.3f} GB of variants before it were still active")
     if "error" in result and not any("error" in found for found in result["variants"].values()):
-        lines.append(f"the row did not end well: {result['error']}")
+        lines.append(f"the row failed: {result['error']}")
     return lines + [f"DISAGREE: {each}" for each in result["disagree"]]
 
 
@@ -77,7 +80,7 @@ def profile_lines(profile: Found) -> list[str]:
     both = [profile["variants"][profile[key]] for key in ("variant", "base")]
     if any("profile" not in found for found in both):
         reasons = [found.get("error") or reason_of(found) for found in both]
-        return [*lines, *[reason for reason in reasons if reason]]
+        return [*lines, *filter(None, reasons)]
     names = (profile["variant"], profile["base"])
     for key, what in (
         ("device_ms", "kernels, ms of a step"),

@@ -47,7 +47,7 @@ def summary(row: Row, measured: Found, peak: float | None) -> Found:
             variants[name] |= _figures(lines, peak)
     for name, found in variants.items():
         if not found:
-            found["error" if error else "late"] = error or True
+            found["row_failed" if error else "late"] = True
         for base, key in ((PLAIN, "of_plain"), (FSDP2, "of_fsdp2")):
             if name != base and turns[name] and turns.get(base):
                 count = min(len(turns[name]), len(turns[base]))
@@ -166,7 +166,9 @@ def reason_of(found: Found) -> str:
     """Why a variant has no figure; nothing if it has one."""
     if "ms" in found:
         return ""
-    return found.get("skipped") or ("it failed" if "error" in found else "left out: no time")
+    if "error" in found or "row_failed" in found:
+        return "it failed" if "error" in found else "its row failed"
+    return found.get("skipped") or "left out: no time"
 
 
 def problems(results: dict[str, Found]) -> list[str]:

@@ -6,7 +6,6 @@ still has the turns that it finished.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import itertools
 import json
@@ -16,7 +15,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -49,7 +48,6 @@ class Rank:
         store = f"file://{self.folder}/store"
         backend = "nccl" if self.cuda else "gloo"
         dist.init_process_group(backend, rank=self.rank, world_size=self.ranks, init_method=store)
-        atexit.register(dist.destroy_process_group)
 
     def write(self, line: dict[str, Any]) -> None:
         with (self.folder / f"rank{self.rank}.jsonl").open("a") as stream:
@@ -216,15 +214,18 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:1500]}{place}"
 
 
-def work(folder: Path, rank: int) -> int:
+def work(folder: Path, rank: int) -> NoReturn:
+    """Run the row as one of its ranks. Does not return: process groups and compilers may take forever to end."""
     order = json.loads((folder / "order.json").read_text())
     process = Rank(order, rank, folder)
+    status = 0
     try:
         process.run()
+        process.everywhere(True)  # no rank ends while another one still communicates with it
     except Exception as error:
         traceback.print_exc()
         process.write({"error": described(error)})
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # leaving a process group in which other ranks still wait may take forever
-    return 0
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
