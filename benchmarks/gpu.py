@@ -158,12 +158,12 @@ def measure_all(rows: Sequence[Row], args: argparse.Namespace) -> dict[str, Any]
     results |= {"precision": verdicts.PRECISION, "rows": {}, "left_out": [], "targets": [], "profile": None}
     reserve = FOR_PROFILE * args.seconds if args.profile else 0.0
 
-    def finish_row(say: str) -> None:
+    def record(progress: str) -> None:
         results["seconds"] = round(time.monotonic() - begun, 1)
         results["targets"] = verdicts.targets(rows, results["rows"], args.ranks, args.device == "cuda")
         results["problems"] = verdicts.problems(results["rows"])
         write(results, args.out)
-        print(f"[{results['seconds']:5.0f} s] {say}", file=sys.stderr, flush=True)
+        print(f"[{results['seconds']:5.0f} s] {progress}", file=sys.stderr, flush=True)
 
     for row in rows:
         left = args.seconds - reserve - (time.monotonic() - begun)
@@ -172,11 +172,11 @@ def measure_all(rows: Sequence[Row], args: argparse.Namespace) -> dict[str, Any]
             continue
         result = measure(row, args, min(left, row.seconds))
         results["rows"][row.name] = result
-        finish_row(f"{row.name}: {row.title}")
+        record(f"{row.name}: {row.title}")
     if args.profile:
         left = args.seconds - (time.monotonic() - begun)
         results["profile"] = profile_of_gap(rows, results, args, left)
-    finish_row("done")
+    record("done")
     return results
 
 
