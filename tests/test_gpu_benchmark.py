@@ -144,9 +144,20 @@ def test_rows_are_measured_although_others_fail(
     assert "another engine failed: KeyError" in text and "shardwright arena: skipped: memory='arena'" in text
 
 
-def test_after_the_deadline_rows_are_left_out_and_named(tmp_path: Path) -> None:
+def test_after_the_deadline_rows_are_left_out_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock moves only while a row runs, so that the machine's load does not decide."""
+    now = [0.0]
+
+    def run_late(row: Row, program: Path, order: Any, environment: Any, seconds: float) -> dict[str, Any]:
+        now[0] += seconds
+        return {"lines": [], "error": "not done after 9 s", "late": True, "seconds": seconds}
+
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(gpu, "run_row", run_late)
     rows = [Row(name, "1B", 4096, ENGINES) for name in ("first", "second")]
-    assert gpu.main(["--device", "cpu", "--seconds", "2", "--out", str(tmp_path)], rows) == 0
+    assert gpu.main(["--device", "cpu", "--seconds", "10", "--out", str(tmp_path)], rows) == 0
     text = next(tmp_path.glob("*.txt")).read_text()
     assert "FSDP2: left out: no time" in text  # the first row was ended within its own limit
     assert "left out: no time: second" in text
