@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -403,6 +403,22 @@ def test_orders_are_forgotten_on_all_ranks_wherever_they_hear_of_a_failure(
         loss_of(model, rank)
     model._modules["2"] = unit
     check_step(model, plain, rank, world_size)
+
+
+@multirank(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_kept_weights_that_one_rank_has_lost_cost_one_step(rank: int, world_size: int, strategy: str) -> None:
+    """No optimizer step comes between, so nothing else makes the ranks gather. They have not met in that forward."""
+    plain = three_layers()
+    model = shard_layers(plain, strategy=strategy)
+    check_step(model, plain, rank, world_size)
+    for module in (model[0], model[4]):
+        if rank == 1:
+            with failing(module, "forward", ValueError("bad")), pytest.raises(ValueError, match="bad"):
+                loss_of(model, rank)
+        with suppress(RuntimeError):  # this rank's forward has met the other's next one
+            loss_of(model, rank).backward()
+        check_step(model, plain, rank, world_size, module)
 
 
 @multirank(2)

@@ -178,7 +178,7 @@ class Root:
                 leave_forward(unit)
             elif unit.number not in used and not unit.weights.kept:
                 unit.release()
-        self.agreement.agree_all(END_FORWARD, caller.number)
+        self._agree_at_end(END_FORWARD, caller.number)
         self._order.end(caller.number)
 
     def abandon(self) -> None:
@@ -248,14 +248,28 @@ class Root:
         if stepped:
             self.pools.step()
         self._count_steps_within(stepped)
-        self.agreement.agree_all(END_BACKWARD, 0)
+        self._agree_at_end(END_BACKWARD, 0)
         self.agreement.compare()
 
     def end_unreached_backward(self) -> None:
         """End a backward that has not reached this model on this rank, but perhaps on others."""
         self._enter()
-        self.agreement.agree_all(END_BACKWARD, 0)
+        self._agree_at_end(END_BACKWARD, 0)
         self.agreement.compare()
+
+    def _agree_at_end(self, event: int, number: int) -> None:
+        """Agree with all ranks at the end of a forward or backward.
+
+        If another rank has failed, it has released its weights. So this rank releases its own, kept ones too. Otherwise
+        the others would gather in the next forward, and this rank would not.
+        """
+        try:
+            self.agreement.agree_all(event, number)
+        except BaseException:
+            for unit in self._gathered_units():
+                if not unit.activity.busy:
+                    unit.release()
+            raise
 
     def forget_task(self) -> None:
         """Drop the callback after it has raised, because code that handles the error may call the model."""
