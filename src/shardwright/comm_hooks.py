@@ -3,6 +3,28 @@
 For ``FSDPModule.set_gradient_comm_hook`` and ``FSDPModule.set_all_gather_codec``.
 """
 
-from shardwright.comm import Cast, Codec, Compressed, GradientHook, Int8Blocks, PowerSGD, Site
+from shardwright.comm import (
+    MXFP8,
+    BlockCodec,
+    BlockwiseFP8,
+    Cast,
+    Codec,
+    Compressed,
+    GradientHook,
+    Int8Blocks,
+    PowerSGD,
+    Site,
+)
 
-__all__ = ["Cast", "Codec", "Compressed", "GradientHook", "Int8Blocks", "PowerSGD", "Site"]
+__all__ = [
+    "MXFP8",
+    "BlockCodec",
+    "BlockwiseFP8",
+    "Cast",
+    "Codec",
+    "Compressed",
+    "GradientHook",
+    "Int8Blocks",
+    "PowerSGD",
+    "Site",
+]

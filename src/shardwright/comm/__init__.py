@@ -1,6 +1,8 @@
 """Collectives over bytes, division and compression of gradients, streams and events. This package knows no units."""
 
+from shardwright.comm.block_codecs import MXFP8, BlockCodec, BlockwiseFP8, is_block_codec
 from shardwright.comm.codecs import Cast, Codec, Int8Blocks
+from shardwright.comm.coding import BlockCoding, RowCoding
 from shardwright.comm.collectives import Communicator, Pending, neighbours, separate
 from shardwright.comm.custom import with_gathers, with_scatters
 from shardwright.comm.division import Division, plan_division
@@ -12,6 +14,10 @@ from shardwright.comm.streams import DeviceStreams, HostStreams, Streams
 
 __all__ = [
     "LEFT",
+    "MXFP8",
+    "BlockCodec",
+    "BlockCoding",
+    "BlockwiseFP8",
     "Cast",
     "Codec",
     "Communicator",
@@ -25,10 +31,12 @@ __all__ = [
     "Pending",
     "PowerSGD",
     "RegisteredMemory",
+    "RowCoding",
     "Site",
     "Streams",
     "SymmetricMemory",
     "Unreached",
+    "is_block_codec",
     "neighbours",
     "new_failure",
     "plan_division",

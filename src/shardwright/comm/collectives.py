@@ -311,7 +311,7 @@ class Communicator:
         work = self.begin(announce, way.collective)
         if self.streams.asynchronous:
             return Pending(
-                self.streams, work, None, way.keep, functools.partial(_in_turn, way.finish, on_done)
+                self.streams, work, None, way.keep, functools.partial(in_turn, way.finish, on_done)
             )
         way.finish()
         return Pending(self.streams, None, self.streams.mark(stream), way.keep, on_done)
@@ -339,7 +339,7 @@ class Communicator:
         if not watched:
             return Pending(self.streams, work, None, finish=on_done)
         way = watched[0]
-        return Pending(self.streams, work, None, way.keep, functools.partial(_in_turn, way.finish, on_done))
+        return Pending(self.streams, work, None, way.keep, functools.partial(in_turn, way.finish, on_done))
 
 
 class _OnGloo(NamedTuple):
@@ -350,7 +350,8 @@ class _OnGloo(NamedTuple):
     keep: Any  #: its memory
 
 
-def _in_turn(first: Callable[[], None], second: Callable[[], None] | None) -> None:
+def in_turn(first: Callable[[], None], second: Callable[[], None] | None) -> None:
+    """Call both functions."""
     first()
     if second is not None:
         second()

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwright._torch import foreach_copy_
-from shardwright.comm.codecs import Codec
-from shardwright.comm.collectives import Communicator, Pending
+from shardwright.comm.coding import copy_rows
+from shardwright.comm.collectives import Communicator, Pending, in_turn
 from shardwright.comm.division import Division
 
 
@@ -31,13 +31,13 @@ class FlatGathers(Communicator):
 
     Attributes:
         custom: the user's collective, or None.
-        codec, dtypes: the codec, and the dtype of each input. Inputs with dtype None, or beyond ``dtypes``, are not
-            encoded.
+        encode: makes the flat uint8 tensors to send of the inputs. None: the inputs are sent.
+        decode: fills the outputs from uint8 [ranks, bytes]. None: they are copied.
     """
 
     custom: Any
-    codec: Codec | None
-    dtypes: Sequence[torch.dtype]
+    encode: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None
+    decode: Callable[[torch.Tensor, list[torch.Tensor]], None] | None
 
     def all_gather(
         self,
@@ -47,39 +47,34 @@ class FlatGathers(Communicator):
         on_done: Callable[[], None] | None = None,
         announce: Callable[[], None] | None = None,
     ) -> Pending:
-        assert self.group is not None
         with self.streams.fork("gather"):
             if casts[0]:
                 foreach_copy_(*casts)
-            kinds = [*self.dtypes, *[None] * (len(inputs) - len(self.dtypes))]
-            coded = [self._encoded(t, kind) for t, kind in zip(inputs, kinds, strict=True)]
+            coded = inputs if self.encode is None else self.encode(inputs)
             numel = sum(t.numel() for t in coded)
-            flat, gathered = self._memory(numel), self._memory(self.world_size * numel)
+            flat = self._memory(numel)
             torch.cat(coded, out=flat)
-            gather = (
-                functools.partial(self.group._allgather_base, gathered, flat, self._gather_options)
-                if self.custom is None
-                else functools.partial(
-                    self.custom, gathered, flat, self.group, async_op=self.streams.asynchronous
-                )
-            )
-            work = self.begin(announce, gather)
+            gathered, work = flat, None  # all that one rank needs
+            if self.group is not None:
+                gathered = self._memory(self.world_size * numel)
+                work = self.begin(announce, self._collective(gathered, flat))
 
-            def decode() -> None:
-                rows = gathered.view(self.world_size, -1).split([t.numel() for t in coded], dim=1)
-                for output, row, kind in zip(outputs, rows, kinds, strict=True):
-                    self._decode(row, output.view(self.world_size, -1), kind)
+            def finish() -> None:
+                (self.decode or copy_rows)(gathered.view(self.world_size, -1), outputs)
 
+            keep = flat, gathered
             if self.streams.asynchronous:
+                both = functools.partial(in_turn, finish, on_done)
+                return Pending(self.streams, work, None, keep=keep, finish=both)
+            finish()
+        return Pending(self.streams, work, self.streams.mark("gather"), keep=keep, finish=on_done)
 
-                def finish() -> None:
-                    decode()
-                    if on_done is not None:
-                        on_done()
-
-                return Pending(self.streams, work, None, keep=(flat, gathered), finish=finish)
-            decode()
-        return Pending(self.streams, work, self.streams.mark("gather"), keep=(flat, gathered), finish=on_done)
+    def _collective(self, gathered: torch.Tensor, flat: torch.Tensor) -> Callable[[], Any]:
+        if self.custom is not None:
+            asynchronous = self.streams.asynchronous
+            return functools.partial(self.custom, gathered, flat, self.group, async_op=asynchronous)
+        assert self.group is not None
+        return functools.partial(self.group._allgather_base, gathered, flat, self._gather_options)
 
     def _memory(self, numel: int) -> torch.Tensor:
         if self.custom is None:
@@ -87,35 +82,23 @@ class FlatGathers(Communicator):
         memory: torch.Tensor = self.custom.allocate((numel,), dtype=torch.uint8, device=self.device)
         return memory
 
-    def _is_coded(self, nbytes: int, dtype: torch.dtype | None) -> bool:
-        """Whether the codec makes the input smaller."""
-        if self.codec is None or dtype is None or not dtype.is_floating_point:
-            return False
-        return self.codec.nbytes(nbytes // dtype.itemsize) < nbytes
-
-    def _encoded(self, piece: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        if not self._is_coded(piece.numel(), dtype):
-            return piece
-        assert self.codec is not None and dtype is not None
-        return self.codec.encode(piece.view(dtype).unsqueeze(0))[0]
-
-    def _decode(self, rows: torch.Tensor, output: torch.Tensor, dtype: torch.dtype | None) -> None:
-        if not self._is_coded(output.shape[1], dtype):
-            output.copy_(rows)
-            return
-        assert self.codec is not None and dtype is not None
-        typed = output.view(dtype)
-        typed.copy_(self.codec.decode(rows, typed.shape[1]))
-
 
 def with_gathers(
-    comm: Communicator, custom: Any = None, codec: Codec | None = None, dtypes: Sequence[torch.dtype] = ()
+    comm: Communicator,
+    custom: Any = None,
+    encode: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None,
+    decode: Callable[[torch.Tensor, list[torch.Tensor]], None] | None = None,
 ) -> Communicator:
-    """A communicator of the same ranks that gathers with ``custom``, or encodes with ``codec``."""
-    if comm.group is None or (custom is None and codec is None):
+    """A communicator of the same ranks that gathers with ``custom``, or encodes inputs and decodes outputs.
+
+    One rank gathers nothing, so it never uses ``custom``.
+    """
+    if comm.group is None:
+        custom = None
+    if custom is None and encode is None and decode is None:
         return comm
     made: FlatGathers = _copy_of(comm, FlatGathers)
-    made.custom, made.codec, made.dtypes = custom, codec, dtypes
+    made.custom, made.encode, made.decode = custom, encode, decode
     return made
 
 

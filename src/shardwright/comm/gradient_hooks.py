@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwright._torch import all_gather_single, local_of
+from shardwright.comm.block_codecs import is_block_codec
 from shardwright.comm.codecs import Codec
 
 Steps = Generator[Any, None, torch.Tensor]
@@ -160,10 +161,18 @@ class Compressed(_WithErrors):
     Args:
         codec: :class:`Cast` or :class:`Int8Blocks`, or another :class:`Codec`.
         error_feedback: add the rounding error of one step to the gradients of the next.
+
+    Raises:
+        TypeError: a codec of blocks, such as :class:`MXFP8`.
     """
 
     def __init__(self, codec: Codec, *, error_feedback: bool = False) -> None:
         super().__init__(error_feedback)
+        if is_block_codec(codec):
+            raise TypeError(
+                f"{codec!r} encodes matrices of weights, but gradients travel as flat rows without shapes. Use Cast or "
+                "Int8Blocks, or another codec of rows."
+            )
         self.codec = codec
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwright.comm import Codec, GradientHook
+from shardwright.comm import BlockCodec, Codec, GradientHook
 from shardwright.extend.memories import OF_TORCH, NamedMemory
 from shardwright.memory import Allocator
 
@@ -28,7 +28,7 @@ class Transport:
         separate: whether reduce-scatters run in separate process groups.
     """
 
-    codec: Codec | None = None
+    codec: Codec | BlockCodec | None = None
     gather: Any = None
     scatter: Any = None
     hook: GradientHook | None = None

@@ -25,7 +25,14 @@ from shardwright._torch import (
     local_of,
     storage_key,
 )
-from shardwright.comm import Codec, GradientHook, RegisteredMemory, SymmetricMemory
+from shardwright.comm import (
+    BlockCodec,
+    Codec,
+    GradientHook,
+    RegisteredMemory,
+    SymmetricMemory,
+    is_block_codec,
+)
 from shardwright.engine.assembly.find import UNIT, own_modules
 from shardwright.engine.assembly.ties import load_of
 from shardwright.engine.base.precision import restore_buffers
@@ -40,6 +47,7 @@ from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.unit.owning import settle, units_of
 from shardwright.engine.unit.unit import Unit
 from shardwright.engine.unit.uses import (
+    check_codec,
     complete,
     follow_requires_grad,
     gather_by,
@@ -409,23 +417,32 @@ class FSDPModule(TorchFSDPModule):
         for unit in self._fsdp_units(recurse):
             reduce_by(unit, hook=hook)
 
-    def set_all_gather_codec(self, codec: Codec | None, *, recurse: bool = True) -> None:
-        """Encode weights for gathers, say with ``Int8Blocks()``: a quarter to half the bytes. None: no encoding.
+    def set_all_gather_codec(self, codec: Codec | BlockCodec | None, *, recurse: bool = True) -> None:
+        """Encode weights for gathers, say with ``MXFP8()``: a quarter to half the bytes. None: no encoding.
 
         Every rank computes with the same decoded weights. Shards, optimizer and checkpoints keep the exact weights. A
         parameter that the codec does not make smaller is sent without encoding, and so is a parameter with
-        ``fsdp_pre_all_gather``. On one rank nothing is gathered or encoded. ZeRO++ calls this quantised weight
-        communication. Do not call this while units are gathered.
+        ``fsdp_pre_all_gather``. ZeRO++ calls this quantised weight communication. Do not call this while units are
+        gathered.
+
+        A codec of blocks (``MXFP8``, ``BlockwiseFP8``) encodes parameters of two and more dimensions. The decoded
+        weights are those of the whole parameter, encoded and decoded. They depend neither on the number of ranks nor on
+        the strategy: one rank and replicated parameters are rounded, too. Other codecs encode each rank's chunk as one
+        flat row, and nothing on one rank.
 
         Args:
-            codec: turns floating-point rows into rows of uint8 and back, see :class:`shardwright.comm_hooks.Codec`.
+            codec: turns floating-point rows or matrices into rows of uint8 and back, see
+                :class:`shardwright.comm_hooks.Codec` and :class:`shardwright.comm_hooks.BlockCodec`.
 
         Raises:
             TypeError: not a codec.
+            ValueError: the layout of a unit cuts blocks of the codec. No unit has changed then.
         """
-        if codec is not None and not all(hasattr(codec, name) for name in ("nbytes", "encode", "decode")):
-            raise TypeError(f"expected a codec (nbytes, encode, decode) or None, got {codec!r}")
-        for unit in self._fsdp_units(recurse):
+        _refuse_no_codec(codec)
+        units = self._fsdp_units(recurse)
+        for unit in units:
+            check_codec(unit, codec)
+        for unit in units:
             gather_by(unit, codec=codec)
 
     def set_custom_all_gather(self, comm: Any) -> None:
@@ -734,6 +751,19 @@ def _checked_comm(comm: Any, kind: str) -> Any:
     if comm is not None and not (callable(comm) and hasattr(comm, "allocate")):
         raise TypeError(f"expected torch's {kind} for FSDP2 (allocate and __call__) or None, got {comm!r}")
     return comm
+
+
+def _refuse_no_codec(codec: object) -> None:
+    if codec is not None and not all(hasattr(codec, name) for name in ("nbytes", "encode", "decode")):
+        raise TypeError(f"expected a codec (nbytes, encode, decode) or None, got {codec!r}")
+    if is_block_codec(codec):
+        block = codec.block_shape
+        if not (
+            isinstance(block, tuple) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+        ):
+            raise TypeError(
+                f"block_shape of the codec {codec!r} is {block!r}, expected its rows and columns: two positive integers"
+            )
 
 
 def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:

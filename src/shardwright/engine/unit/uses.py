@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from shardwright.comm import BlockCodec, Codec
 from shardwright.engine.base.settings import Transport
 from shardwright.engine.gradients.stepping import forget_stepped
 from shardwright.engine.unit.accumulation import ranks_of_scatters
 from shardwright.engine.unit.unit import Unit
+from shardwright.engine.weights.coding import refuse_codec
 
 
 def valid_for(unit: Unit, call: int) -> bool:
@@ -179,6 +181,12 @@ def recover(unit: Unit) -> None:
     if unit.parameters:
         unit.weights.release()
         unit.weights.drop_secondary()
+
+
+def check_codec(unit: Unit, codec: Codec | BlockCodec | None) -> None:
+    """Raise ValueError if the unit's layout cuts blocks of the codec."""
+    weights = unit.weights
+    refuse_codec(weights.layout, [p.cut for p in weights.parameters], codec, weights.site.owner)
 
 
 def gather_by(unit: Unit, **changes: Any) -> None:

@@ -14,13 +14,14 @@ from typing import Protocol
 import torch
 
 from shardwright._torch import foreach_copy_, subclasses_dispatch
-from shardwright.comm import Communicator, Pending, with_gathers
+from shardwright.comm import Communicator, Pending
 from shardwright.engine.base.home import HEADER, Place
 from shardwright.engine.base.offload import HostReads
 from shardwright.engine.base.settings import Transport
 from shardwright.engine.tensors.cut import Cut
 from shardwright.engine.tensors.parameter import ManagedParameter
 from shardwright.engine.tensors.ranks import Ranks
+from shardwright.engine.weights.coding import encoding_gathers
 from shardwright.engine.weights.ledger import NEVER
 from shardwright.layout import Run, UnitLayout
 from shardwright.memory import Owner, Slab
@@ -254,7 +255,6 @@ class _Pieces:
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.dtypes: list[torch.dtype] = []
         self.offsets: list[int] = []  #: offsets in the slab, in bytes
         self.sizes: list[int] = []  #: bytes of one rank's piece
 
@@ -274,9 +274,9 @@ def plan_gather(
     """Make, once, every view that a gather needs: of the shards (or their cast), the slab and memory in between."""
     pieces, upload, cast = _prepare(layout, shards, cuts, owner, ranks.device, reads is not None)
     comms = [*ranks.once, *ranks.gathers] or [ranks.local]
-    comms = [with_gathers(c, transport.gather, transport.codec, pieces.dtypes) for c in comms]
+    comms, encoded = encoding_gathers(comms, layout, cuts, ranks, transport, owner)
     hops: list[Hop] = []
-    inputs, sizes = pieces.tensors, pieces.sizes
+    inputs, sizes = pieces.tensors, pieces.sizes if encoded is None else [encoded]
     for i, comm in enumerate(comms[:-1]):
         sizes = [nbytes * comm.world_size for nbytes in sizes]
         between = Slab(sum(sizes), ranks.device, "outer gather", owner)
@@ -286,8 +286,7 @@ def plan_gather(
         between.release()
         hops.append(Hop(comm, inputs, outputs, between, kept=i == len(ranks.once) - 1))
         inputs = outputs
-    last = comms[-1]
-    sizes = [nbytes * last.world_size for nbytes in sizes]
+    sizes = [nbytes * layout.world_size for nbytes in pieces.sizes]
     outputs = [slab.byte_view(*place) for place in zip(pieces.offsets, sizes, strict=True)]
     stages: list[Stage] = []
     if upload is not None and reads is not None:
@@ -297,7 +296,7 @@ def plan_gather(
     stages += hops
     if extend is not None:
         stages.append(extend)
-    return Gather(last, outputs, inputs, slab.nbytes, stages, hops, detail, extend)
+    return Gather(comms[-1], outputs, inputs, slab.nbytes, stages, hops, detail, extend)
 
 
 def _prepare(
@@ -343,7 +342,6 @@ def _prepare(
                     casts[1].extend([own, payload[own.numel() :]])  # also copy the padding
                 payload = target
             pieces.tensors.append(payload.view(torch.uint8))
-            pieces.dtypes.append(run.compute_dtype)
             pieces.offsets.append(run.slab_bytes + s.slab_offset * size)
             pieces.sizes.append(s.chunk * size)
         if run in staged:
