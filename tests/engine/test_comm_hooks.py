@@ -18,7 +18,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.comm import Communicator
-from shardwright.comm_hooks import Cast, Compressed, Int8Blocks, PowerSGD
+from shardwright.comm_hooks import MXFP8, Cast, Compressed, Int8Blocks, PowerSGD
 from tests.engine.custom import Gathers, Scatters
 from tests.engine.kit.hooks import Exact
 from tests.engine.kit.models import Reference, build, full, loss_of, shard, tokens
@@ -367,8 +367,11 @@ class Touched(nn.Linear):
 
 
 @multirank(2)
+@pytest.mark.parametrize("codec", [Int8Blocks(16), MXFP8()], ids=repr)
 @pytest.mark.parametrize("layout", ["per_parameter", "ragged"])
-def test_a_codecs_rounding_is_not_taken_for_an_edit(rank: int, world_size: int, layout: str) -> None:
+def test_a_codecs_rounding_is_not_taken_for_an_edit(
+    rank: int, world_size: int, layout: str, codec: Any
+) -> None:
     """Weights whose ``.data`` is read are what they were; edits stay, and they alone."""
     for how in ("read", "write"):
         torch.manual_seed(0)
@@ -376,7 +379,7 @@ def test_a_codecs_rounding_is_not_taken_for_an_edit(rank: int, world_size: int, 
         model.how = how
         plain = model.weight.detach().clone()
         sw.fully_shard(model, layout=layout)
-        model.set_all_gather_codec(Int8Blocks(16))
+        model.set_all_gather_codec(codec)
         for _ in range(3):
             model(torch.randn(4, 32)).sum().backward()
         found = full(model.weight)
@@ -384,6 +387,6 @@ def test_a_codecs_rounding_is_not_taken_for_an_edit(rank: int, world_size: int, 
         assert torch.equal(found[first:], plain[first:])
         assert how == "read" or torch.equal(found[:2, 0], torch.tensor([0.25, 0.5]))
     model = sw.fully_shard(Touched(32, 32), layout=layout)
-    model.set_all_gather_codec(Int8Blocks(16))
+    model.set_all_gather_codec(codec)
     with pytest.raises(RuntimeError, match=r"'weight' of unit .* the change cannot be separated from it"):
         model(torch.randn(4, 32))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright.comm_hooks import Compressed, Int8Blocks, PowerSGD
+from shardwright.comm_hooks import MXFP8, Compressed, Int8Blocks, PowerSGD
 from tests.engine.custom import Gathers, Scatters
 from tests.engine.kit.models import Model, build, full, loss_of, shard, tokens
 from tests.support import multirank
@@ -38,6 +38,7 @@ def own_collectives(model: Any) -> None:
 
 SETTINGS: dict[str, Callable[[Any], None]] = {
     "codec": lambda model: model.set_all_gather_codec(Int8Blocks(32)),
+    "codec of blocks": lambda model: model.set_all_gather_codec(MXFP8()),
     "compressed": lambda model: model.set_gradient_comm_hook(Compressed(Int8Blocks(32), error_feedback=True)),
     "powersgd": lambda model: model.set_gradient_comm_hook(PowerSGD(1)),
     "own collectives": own_collectives,

@@ -318,6 +318,50 @@ def test_training(
 
 
 @multirank(2)
+def test_compiled_blocks(rank: int, world_size: int) -> None:
+    """The bits of the same blocks without a compiler."""
+
+    def results(compiled: bool) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        model: Any = build(dim=40, hidden=72)
+        for block in model.blocks:
+            if compiled:
+                block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+            sw.fully_shard(block, layout=sw.Ragged(16))
+        sw.fully_shard(model, layout=sw.Ragged(16))
+        model.set_all_gather_codec(SMALL)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found: list[torch.Tensor] = []
+        for step in range(2):
+            loss = loss_of(model(tokens(step, 0, rank)), tokens(step, 0, rank))
+            loss.backward()
+            found += [loss.detach(), *(full(p.grad).clone() for p in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    assert all(map(torch.equal, results(True), results(False)))
+
+
+@multirank(2)
+def test_evaluation_in_full_precision(rank: int, world_size: int) -> None:
+    """The codec gets the weights in the dtype in which they are gathered."""
+    torch.manual_seed(0)
+    plain, x = nn.Linear(40, 64), torch.randn(3, 40)
+    whole = plain.weight.detach().clone()
+    policy = sw.PrecisionPolicy(param_dtype=BF16, full_precision_in_eval=True)
+    model: Any = sw.fully_shard(plain, mp_policy=policy)
+    model.set_all_gather_codec(MX)
+    with torch.no_grad():
+        bias = full(model.bias.detach())
+        for training, dtype in ((True, BF16), (False, FP32), (True, BF16)):
+            model.train(training)
+            weight = decoded(whole, MX, dtype)
+            expected = nn.functional.linear(x.to(dtype), weight, bias.to(dtype))
+            assert torch.equal(model(x), expected)
+
+
+@multirank(2)
 def test_state_dicts_are_exact(rank: int, world_size: int) -> None:
     plain = shapes()
     model: Any = sw.fully_shard(shapes(), layout=sw.Ragged(128))
