@@ -149,3 +149,13 @@ def test_many_ranks_are_few_holdings() -> None:
         specs = specs_of([(128 * 4096, 64), (128 * 1024, 64), (999, 64)])
         unit = plan_unit(specs, 1024, layout)
         assert len(plan_holdings(unit, [0, 1, 2])) <= 8
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 12), (2, 2, 5, 12)])
+def test_a_cut_inside_a_matrix_of_a_stack(shape: tuple[int, ...]) -> None:
+    """Ranks begin with the end of a matrix, whose blocks are not counted on into the next matrix."""
+    layout = plan_unit(specs_of([shape]), 2, Ragged(4))
+    assert cut_in_a_block(layout, [0], (2, 2)) is None
+    starts = {part.own_shape for holding in plan_holdings(layout, [0]) for part in holding.parts}
+    assert (1, 3, 12) in starts
+    check(layout, [0], BlockwiseFP8(2), two_hops=False)
