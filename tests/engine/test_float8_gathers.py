@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import shardwright as sw
 from shardwright._torch import memory_can_be_swapped
 from shardwright.comm_hooks import MXFP8, BlockwiseFP8
+from tests.engine.custom import Gathers
 from tests.engine.kit.counting import counted
 from tests.engine.kit.float8 import Sent, decoded
 from tests.engine.kit.models import build, full, loss_of, tokens
@@ -452,6 +453,17 @@ def test_columns_that_are_cut_inside_a_block(rank: int, world_size: int) -> None
         model.set_all_gather_codec(MX)
     with pytest.raises(ValueError, match=r"Pass layout=shardwright\.Ragged\(128\) to fully_shard"):
         sw.fully_shard(nn.Linear(8, 200)).set_all_gather_codec(TILES)
+
+
+@on_meshes([(at,) for at in (*on("zero3", (1,), (2,)), *on("hfsdp", (2, 2)))])
+def test_custom_gathers_of_encoded_weights(rank: int, world_size: int, at: On) -> None:
+    whole = {name: p.detach().clone() for name, p in shapes().named_parameters()}
+    model: Any = sw.fully_shard(shapes(), mesh=at.mesh, strategy=at.strategy, layout=sw.Ragged(128))
+    gathers = Gathers()
+    model.set_custom_all_gather(gathers)
+    model.set_all_gather_codec(TILES)
+    check(model, whole, TILES, FP32)
+    assert gathers.calls == (0 if world_size == 1 else len(at.shape))
 
 
 class Halves:
