@@ -44,7 +44,8 @@ def encoding_gathers(
         rows = None if codec is None else RowCoding(cast(Codec, codec), dtypes)
         return [_with_rows(comm, custom, rows) for comm in comms], None
     coded = _coded(layout, cuts, codec)
-    if not any(math.prod(layout.specs[i].shape) for i in coded):  # tensor parallelism may leave this rank nothing
+    # Tensor parallelism may leave nothing of them on this rank.
+    if not any(math.prod(layout.specs[i].shape) for i in coded):
         return [with_gathers(comm, custom) for comm in comms], None
     _refuse_cut_blocks(layout, cuts, coded, codec, owner)
     coding = BlockCoding(codec, plan_holdings(layout, coded), dtypes, ranks.part)
