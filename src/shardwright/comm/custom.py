@@ -47,17 +47,15 @@ class FlatGathers(Communicator):
         on_done: Callable[[], None] | None = None,
         announce: Callable[[], None] | None = None,
     ) -> Pending:
+        assert self.group is not None
         with self.streams.fork("gather"):
             if casts[0]:
                 foreach_copy_(*casts)
             coded = inputs if self.encode is None else self.encode(inputs)
             numel = sum(t.numel() for t in coded)
-            flat = self._memory(numel)
+            flat, gathered = self._memory(numel), self._memory(self.world_size * numel)
             torch.cat(coded, out=flat)
-            gathered, work = flat, None  # all that one rank needs
-            if self.group is not None:
-                gathered = self._memory(self.world_size * numel)
-                work = self.begin(announce, self._collective(gathered, flat))
+            work = self.begin(announce, self._collective(gathered, flat))
 
             def finish() -> None:
                 (self.decode or copy_rows)(gathered.view(self.world_size, -1), outputs)
@@ -89,12 +87,7 @@ def with_gathers(
     encode: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None,
     decode: Callable[[torch.Tensor, list[torch.Tensor]], None] | None = None,
 ) -> Communicator:
-    """A communicator of the same ranks that gathers with ``custom``, or encodes inputs and decodes outputs.
-
-    One rank gathers nothing, so it never uses ``custom``.
-    """
-    if comm.group is None:
-        custom = None
+    """A communicator of the same ranks that gathers with ``custom``, or encodes inputs and decodes outputs."""
     if custom is None and encode is None and decode is None:
         return comm
     made: FlatGathers = _copy_of(comm, FlatGathers)

@@ -33,11 +33,14 @@ def encoding_gathers(
 ) -> tuple[list[Communicator], int | None]:
     """The communicators of a gather with the codec and the user's collective of ``transport``.
 
-    Also returns the bytes that each rank sends for all pieces together, if only the last communicator decodes.
+    Also returns the bytes that each rank sends for all pieces together, if only the last communicator decodes. One rank
+    gathers nothing, so it uses neither codec nor collective.
 
     Raises:
         ValueError: the codec scales blocks that the layout cuts.
     """
+    if comms[0].group is None:
+        return comms, None
     codec, custom = transport.codec, transport.gather
     dtypes = [run.compute_dtype for run in layout.runs if not run.extended for s in run.segments if s.chunk]
     if not is_block_codec(codec):
@@ -58,7 +61,7 @@ def encoding_gathers(
 
 
 def _with_rows(comm: Communicator, custom: object, coding: RowCoding | None) -> Communicator:
-    if coding is None or comm.group is None:
+    if coding is None:
         return with_gathers(comm, custom)
     return with_gathers(comm, custom, coding.encode, coding.decode)
 
