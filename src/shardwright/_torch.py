@@ -641,6 +641,16 @@ def set_post_accumulate_grad_hooks(parameter: torch.Tensor, hooks: dict[int, Any
     parameter._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]
 
 
+def muon_functions() -> tuple[Callable[..., torch.Tensor], Callable[..., Any]] | None:
+    """Of torch's Muon: the orthogonalized matrix of a direction, and the learning rate for a shape.
+
+    None if this torch does not have them under these names.
+    """
+    module = getattr(torch.optim, "_muon", None)
+    functions = [getattr(module, name, None) for name in ("_zeropower_via_newtonschulz", "_adjust_lr")]
+    return None if None in functions else tuple(functions)  # type: ignore[return-value]
+
+
 def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[[Any], Any]:
     """The original step of an optimizer class. torch wraps it, for hooks, when it makes the first instance."""
     step: Any = kind.step

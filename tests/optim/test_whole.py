@@ -91,12 +91,27 @@ def test_each_matrix_is_stepped_once_in_the_world(rank: int, world_size: int, st
 
 @multirank(4)
 @pytest.mark.parametrize("strategy", ["zero3", "ddp", "hsdp", "hfsdp"])
-def test_bytes_moved(rank: int, world_size: int, strategy: str) -> None:
-    """As docs/optimizers.md has them, of matrices that divide evenly; and nobody sends to itself."""
+@pytest.mark.parametrize(
+    ("kind", "dtype", "to_owner", "back"),
+    [
+        (torch.optim.Muon, torch.float32, 4, 2),  # the gradient; the update in bfloat16
+        (sw.Muon, torch.float64, 8, 2),
+        (torch.optim.Muon, torch.bfloat16, 2 + 2, 2),  # stepped whole: gradient and values; values
+        (torch.optim.Adafactor, torch.float32, 4 + 4, 4),
+    ],
+)
+def test_bytes_moved(
+    rank: int, world_size: int, kind: Any, dtype: torch.dtype, to_owner: int, back: int, strategy: str
+) -> None:
+    """As docs/optimizers.md has them, of matrices that divide evenly; and nobody sends to itself.
+
+    Fewer are impossible: the owner needs each gradient that it does not have once, each other rank its part once.
+    """
     shape, name = STRATEGIES[strategy]
-    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(4)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(4))).to(dtype)
     sw.fully_shard(model, mesh=world_mesh(*shape(world_size)), strategy=name)
-    optimizer = sw.fully_shard_optimizer(torch.optim.Muon(model.parameters()))
+    parameters = model.named_parameters() if kind is sw.Muon else model.parameters()
+    optimizer = sw.fully_shard_optimizer(kind(parameters))
     sent = []
 
     def spy(into: Any, out: Any, receive: Any, send: Any, **options: Any) -> Any:
@@ -109,8 +124,7 @@ def test_bytes_moved(rank: int, world_size: int, strategy: str) -> None:
     with patch.object(torch.distributed, "all_to_all_single", spy):
         optimizer.step()
     shards = {"zero3": 4, "ddp": 1, "hsdp": 2, "hfsdp": 4}[strategy]
-    bytes_of_all = 4 * 4 * 256
-    expected = 2 * bytes_of_all * (shards - 1) // shards + bytes_of_all * (world_size - 1) // shards
+    expected = 4 * 256 * (to_owner * (shards - 1) + back * (world_size - 1)) // shards
     assert sum(sum(part) for part in gathered(sent, world_size)) == expected
 
 

@@ -5,5 +5,6 @@ from shardwright.optim.clip import clip_grad_norm_
 from shardwright.optim.in_backward import in_backward
 from shardwright.optim.muon import Muon
 from shardwright.optim.sharded import fully_shard_optimizer
+from shardwright.optim.updates import Updates
 
-__all__ = ["AdamW8bit", "Muon", "clip_grad_norm_", "fully_shard_optimizer", "in_backward"]
+__all__ = ["AdamW8bit", "Muon", "Updates", "clip_grad_norm_", "fully_shard_optimizer", "in_backward"]

@@ -20,6 +20,7 @@ from shardwright.optim.host_state import HostState
 from shardwright.optim.needs import Need
 from shardwright.optim.owners import Owners
 from shardwright.optim.stand_ins import StandIn
+from shardwright.optim.updates import Updates
 
 
 @dataclass
@@ -44,6 +45,7 @@ class ShardedCompanion(Companion):
 
     Attributes:
         needs: the piece of a parameter that the optimizer needs whole.
+        updates: how the step on a parameter is divided, if it is.
         owners: the owners of parameters that it needs whole, by mesh.
         whole: the parameters that it needs whole.
         host_state: brings state from the host to the device and back. None: all state is where its parameter is.
@@ -53,9 +55,15 @@ class ShardedCompanion(Companion):
         backward: how the optimizer steps in backward, once ``in_backward`` was called.
     """
 
-    def __init__(self, needs: Callable[[torch.Tensor], Need], stepped: bool) -> None:
+    def __init__(
+        self,
+        needs: Callable[[torch.Tensor], Need],
+        updates: Callable[[torch.Tensor], Updates | None],
+        stepped: bool,
+    ) -> None:
         super().__init__(stepped)
         self.needs = needs
+        self.updates = updates
         self.owners: dict[DeviceMesh, Owners] = {}
         self.whole: set[torch.Tensor] = set()
         self.host_state: HostState | None = None

@@ -21,7 +21,7 @@ from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.engine.tensors.ragged_spec import RaggedSpec
 from shardwright.engine.tensors.tensor_parallel import cut_dim
 
-#: Bytes of gradients and parameters that an owner has whole in one round, unless a single tensor has more.
+#: Bytes of gradients and of values or updates that an owner has whole in one round, unless one tensor has more.
 LARGEST_ROUND, SMALLEST_ROUND = 32 * 2**20, 2**20
 #: Rounds that an owner's tensors are cut into if sizes allow, so that moves have something to overlap with.
 ROUNDS = 6
@@ -128,15 +128,16 @@ def _number(place: Sequence[int], axes: Sequence[int], shape: Sequence[int]) -> 
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor to step: the ranks of its parts, its owner, and the dtypes that move to the owner."""
+    """A tensor to step: the ranks of its parts, its owner, and the dtypes that move to the owner and back."""
 
     key: int
     owner: int
     cost: float  #: of a step, in any unit
     parts: Parts
     shape: torch.Size
-    dtype: torch.dtype
+    dtype: torch.dtype  #: of the new values that the owner sends, or of the update
     gradient_dtype: torch.dtype
+    sends_update: bool = False  #: the owner gets no values, and sends an update
 
     @property
     def nbytes(self) -> int:
@@ -155,7 +156,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an item that moves between this rank and another: of its gradient, then of its values."""
+    """A part of an item that moves between this rank and another: of its gradient, of its values or its update."""
 
     item: Item
     part: int
@@ -180,7 +181,7 @@ class Round:
         leg = _empty(world)
         at = {number: i for i, number in enumerate(world.order)}
         for item in self.items:
-            parts, dtypes = item.parts, (item.gradient_dtype, item.dtype)
+            parts, dtypes = item.parts, (item.gradient_dtype, *(() if item.sends_update else (item.dtype,)))
             if item.owner == world.rank:
                 for rank in range(world.size):
                     if item.sends_to_owner(rank):
@@ -270,13 +271,17 @@ class Mover:
 
         If the targets are on the host, the host must still wait for the copies.
         """
-        if moving is None:
-            return
-        moving.work.wait()
-        if targets:
-            places = zip(self.receives, targets, strict=True)
-            sources = [_typed(moving.into, offset, dtype, t.shape) for (*_, dtype, offset), t in places]
+        sources = self.arrived(moving, [target.shape for target in targets])
+        if sources:
             foreach_copy_(targets, sources, True)
+
+    def arrived(self, moving: Moving | None, shapes: list[torch.Size]) -> list[torch.Tensor]:
+        """Wait, and return the received pieces in these shapes, as views of the buffer. Empty if nothing moved."""
+        if moving is None:
+            return []
+        moving.work.wait()
+        places = zip(self.receives, shapes, strict=True)
+        return [_typed(moving.into, offset, dtype, shape) for (*_, dtype, offset), shape in places]
 
 
 @dataclass

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from shardwright._torch import step_without_hooks
 from shardwright.optim.needs import Need, newton_schulz_cost
+from shardwright.optim.updates import Updates, muon_updates
 
 #: Names of output layers. Modules with a number in their path are not output layers, since they are in repeated blocks.
 _OUTPUTS = {
@@ -145,6 +146,10 @@ class Muon(Optimizer):
             if any(p is q for group in self.param_groups if group["muon"] for q in group["params"])
             else 1
         )
+
+    def shard_updates(self, p: torch.Tensor) -> Updates | None:
+        """How the step on a matrix is divided, so that only its update travels. None: it is stepped whole."""
+        return muon_updates(p) if self.shard_needs(p) == "tensor" else None
 
     def shard_cost(self, p: torch.Tensor) -> float:
         """The cost of a step on a matrix, in any unit."""

@@ -16,6 +16,7 @@ from shardwright.engine.tensors.ragged import RaggedTensor
 from shardwright.optim import whole_state
 from shardwright.optim.host_state import host_of_whole
 from shardwright.optim.moves import World
+from shardwright.optim.updates import Updates
 
 
 class Owned:
@@ -23,6 +24,7 @@ class Owned:
 
     Attributes:
         owner: number of the rank in its mesh that steps it.
+        updates: how its step is divided. None: it is stepped whole, by the optimizer's own code.
         host: stores its state between steps. None: its state stays on the device on which it is stepped.
         on_host: whether the parameter and its gradient are stored there, too.
         state: on the owner the state for the optimizer's own code; on other ranks empty.
@@ -33,14 +35,25 @@ class Owned:
 
     __slots__ = (
         *("cost", "description", "host", "index", "name", "on_host", "owner", "p", "seen", "shown_leaves"),
-        "state",
+        *("state", "updates"),
     )
 
-    def __init__(self, index: int, name: str, p: DTensor | RaggedTensor, cost: float, owner: int) -> None:
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        p: DTensor | RaggedTensor,
+        cost: float,
+        updates: Updates | None,
+        owner: int,
+    ) -> None:
         self.index, self.name, self.p, self.cost, self.owner = index, name, p, cost, owner
         unit = unit_of(p)
         self.host = host_of_whole(p)
         self.on_host = unit is not None and unit.host is not None
+        # Values on the host travel to the owner's device. An update would be applied on the CPU, which may round
+        # differently.
+        self.updates = None if self.on_host else updates
         self.state: dict[str, Any] = {}
         self.description: dict[str, Any] = {}
         self.seen: list[Any] = []

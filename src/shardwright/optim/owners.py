@@ -1,8 +1,8 @@
-"""Steps on whole tensors: one rank, the owner, steps each tensor with the optimizer's own code.
+"""Steps on whole tensors: one rank, the owner, steps each tensor with the optimizer's own code, or computes its update.
 
-``moves`` plans the moves of tensors, ``rounds`` runs them. ``reports`` has the messages between ranks, ``owned`` a
-parameter's state. This file makes a step of them, in rounds. Rounds bound the memory of whole tensors. The moves of one
-round overlap with the arithmetic of another.
+``moves`` plans the moves of tensors, ``rounds`` runs them. ``updates`` has the optimizers that compute updates,
+``reports`` the messages between ranks, ``owned`` a parameter's state. This file makes a step of them, in rounds. Rounds
+bound the memory of whole tensors. The moves of one round overlap with the arithmetic of another.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from shardwright.optim.moves import Item, Moving, Parts, World, balance, in_roun
 from shardwright.optim.owned import Owned
 from shardwright.optim.reports import agree, report
 from shardwright.optim.rounds import Locals, RankRound
+from shardwright.optim.updates import Updates
+
+#: A parameter's name, the parameter, the cost of its step, and how its step is divided, if it is.
+Entry = tuple[str, DTensor | RaggedTensor, float, Updates | None]
 
 
 class Owners:
@@ -37,21 +41,21 @@ class Owners:
         self._plans: dict[Any, tuple[Any, list[RankRound]]] = {}
         self._comm: Communicator | None = None
 
-    def check(self, entries: list[tuple[str, DTensor | RaggedTensor, float]]) -> None:
+    def check(self, entries: list[Entry]) -> None:
         """Raise ValueError for parameters that are sharded over several mesh axes or are partial sums."""
-        for name, p, _ in entries:
+        for name, p, *_ in entries:
             try:
                 Parts(p, self.world)
             except ValueError as error:
                 raise ValueError(f"No rank can step parameter {name!r} whole. {error}") from None
 
-    def add(self, entries: list[tuple[str, DTensor | RaggedTensor, float]]) -> None:
-        """Choose owners for more parameters: tuples of name, parameter and cost of a step. Earlier owners stay."""
-        owners = balance([cost for _, _, cost in entries], self._loads)
+    def add(self, entries: list[Entry]) -> None:
+        """Choose owners for more parameters. Earlier owners stay."""
+        owners = balance([cost for _, _, cost, _ in entries], self._loads)
         first = len(self.owned)
         self.owned += [
-            Owned(first + i, name, p, cost, owner)
-            for i, ((name, p, cost), owner) in enumerate(zip(entries, owners, strict=True))
+            Owned(first + i, *entry, owner)
+            for i, (entry, owner) in enumerate(zip(entries, owners, strict=True))
         ]
 
     def settle(self, outer: Any) -> None:
@@ -85,6 +89,15 @@ class Owners:
                 self._send_state(rounds[0], host_state)
         except Exception as error:  # others wait for what this rank has to send
             calls.failed(error, -1)
+
+        def apply(index: int, local: torch.Tensor, update: torch.Tensor) -> None:
+            owned = self.owned[index]
+            assert owned.updates is not None
+            try:
+                owned.updates.apply(local, update, calls.optimizer.param_groups[groups[index]], owned.p.shape)
+            except Exception as error:  # others wait for what this rank has to send
+                calls.failed(error, -1)
+
         going: tuple[RankRound, Moving | None] | None = None
         for number, one in enumerate(rounds):
             whole = one.assemble(coming, locals_, device)
@@ -94,11 +107,11 @@ class Owners:
                 coming = following.send_gradients(locals_, device)
             self._call(one, whole, calls, groups, host_state, following)
             if going is not None:
-                going[0].receive(going[1], locals_)
-            going = one, one.send_back(whole, locals_, device)
+                going[0].receive(going[1], locals_, apply)
+            going = one, one.send_back(whole, locals_, device, apply)
             whole = {}
         if going is not None:
-            going[0].receive(going[1], locals_)
+            going[0].receive(going[1], locals_, apply)
         self._land(active, host_state)
         return report(self.owned, calls.failed_at, self.world, outer, device)
 
@@ -122,7 +135,12 @@ class Owners:
         key = tuple((o.index, id(cut), *both) for o, cut, both in zip(active, cuts, dtypes, strict=True))
         if key not in self._plans:
             items = [
-                Item(o.index, o.owner, o.cost, Parts(o.p, self.world), o.p.shape, dtype, gradient_dtype)
+                Item(
+                    *(o.index, o.owner, o.cost, Parts(o.p, self.world), o.p.shape),
+                    dtype=dtype if o.updates is None else o.updates.dtype,
+                    gradient_dtype=gradient_dtype,
+                    sends_update=o.updates is not None,
+                )
                 for o, (dtype, gradient_dtype) in zip(active, dtypes, strict=True)
             ]
             if len(self._plans) >= 8:  # parameters that have a gradient only in some steps
@@ -139,34 +157,60 @@ class Owners:
         host_state: HostState | None,
         following: RankRound | None,
     ) -> None:
-        """Step this rank's whole tensors of a round."""
+        """Step this rank's whole tensors of a round. Updates replace gradients in ``whole``."""
         if not whole:
             return
-        params: list[list[torch.Tensor]] = [[] for _ in calls.optimizer.param_groups]
+        tensors = dict(whole)
         state: Any = defaultdict(dict)
-        for index, full in whole.items():
-            params[groups[index]].append(full)
+        for index, full in tensors.items():
             if self.owned[index].state:
                 state[full] = self.owned[index].state
-        hosts = {full: host for index, full in whole.items() if (host := self.owned[index].host) is not None}
+        hosts = {
+            full: host for index, full in tensors.items() if (host := self.owned[index].host) is not None
+        }
         at = 1 + one.mine[0].key
         if host_state is None or not hosts:
-            calls(params, state, at)
+            self._step_or_update(whole, state, calls, groups, at)
         else:
             before = dict(state)
             try:
                 state.update(host_state.take(one, next(iter(hosts.values())), part_of_state(state, hosts)))
                 if following is not None:
                     self._send_state(following, host_state)
-                calls(params, state, at)
+                self._step_or_update(whole, state, calls, groups, at)
                 state.update(host_state.give_back(part_of_state(state, hosts)))
             except Exception as error:  # others wait for what this rank has to send
                 calls.failed(error, at)
                 state = before  # the taken state is in memory that is released
-        for index, full in whole.items():
+        for index, full in tensors.items():
             if full in state:
                 self.owned[index].state = state[full]
             full.grad = None
+            updates = self.owned[index].updates
+            if updates is not None and whole[index] is full:  # a failure; others wait for an update
+                whole[index] = torch.zeros_like(full, dtype=updates.dtype)
+
+    def _step_or_update(
+        self, whole: Locals, state: Any, calls: Calls, groups: dict[int, int], at: int
+    ) -> None:
+        """Run the optimizer's own code on tensors without updates, and compute the updates of the others."""
+        params: list[list[torch.Tensor]] = [[] for _ in calls.optimizer.param_groups]
+        for index, full in whole.items():
+            if self.owned[index].updates is None:
+                params[groups[index]].append(full)
+        if any(params):
+            calls(params, state, at)
+        for index, gradient in whole.items():
+            updates = self.owned[index].updates
+            if updates is None or calls.failure is not None:
+                continue
+            try:
+                update = updates.compute(
+                    gradient, state[gradient], calls.optimizer.param_groups[groups[index]]
+                )
+                whole[index] = _checked(update, gradient.shape, updates.dtype)
+            except Exception as error:  # others wait for what this rank has to send
+                calls.failed(error, 1 + index)
 
     def _send_state(self, one: RankRound, host_state: HostState) -> None:
         """Begin to copy the state of a round's tensors to the device."""
@@ -174,3 +218,13 @@ class Owners:
         if mine:
             assert mine[0].host is not None
             host_state.send(one, mine[0].host, [owned.state for owned in mine])
+
+
+def _checked(update: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """The update in contiguous memory."""
+    if update.shape != shape or update.dtype != dtype:
+        raise ValueError(
+            f"An optimizer's update is expected to have the gradient's shape {tuple(shape)} and the dtype {dtype} of "
+            f"its Updates, found {tuple(update.shape)} and {update.dtype}."
+        )
+    return update.contiguous()

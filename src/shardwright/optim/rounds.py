@@ -1,19 +1,23 @@
-"""One round of a step on whole tensors: it collects parts on owners and sends new values back.
+"""One round of a step on whole tensors: it collects parts on owners and sends new values or updates back.
 
 ``moves`` plans the moves. ``owners`` makes the step and has its state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from shardwright.optim.moves import Mover, Moving, Round, World
+from shardwright._torch import foreach_copy_
+from shardwright.optim.moves import Item, Mover, Moving, Round, World
 from shardwright.optim.owned import Owned
 
 Locals = dict[int, torch.Tensor]  #: local tensors with their gradients, by the parameter's index
+Apply = Callable[
+    [int, torch.Tensor, torch.Tensor], None
+]  #: applies to index and local tensor a part of the update
 
 
 class RankRound:
@@ -32,7 +36,7 @@ class RankRound:
         self._back = Mover(one.back(world), world, moves=world.size > 1)
 
     def send_gradients(self, locals_: Locals, device: torch.device) -> Moving | None:
-        """Begin to send gradients and values to owners."""
+        """Begin to send gradients to owners, and the values that they need."""
         pieces: list[Any] = []
         for piece, which, *_ in self._there.sends:
             local = locals_[piece.item.key]
@@ -40,43 +44,56 @@ class RankRound:
         return self._there.start(pieces, device)
 
     def assemble(self, coming: Moving | None, locals_: Locals, device: torch.device) -> Locals:
-        """The whole tensors of this rank with their gradients, by index."""
-        whole: Locals = {}
+        """The whole tensors of this rank with their gradients, by index. Of items that send updates: the gradients."""
+        gradients: Locals = {}
+        values: Locals = {}
         for item in self.mine:
-            local = locals_[item.key]
-            gradient: Any = local.grad
-            in_place = item.key in self._in_place
-            if in_place:
-                full = local.contiguous().view(item.shape)
-            else:
-                full = torch.empty(item.shape, dtype=local.dtype, device=device)
-            if gradient.dtype != full.dtype:
-                full.grad_dtype = gradient.dtype
-            if in_place:
-                full.grad = gradient.contiguous().view(item.shape)
-            else:
-                full.grad = torch.empty(item.shape, dtype=gradient.dtype, device=device)
-                part = item.parts.of[self._rank]
-                item.parts.view(full, part).copy_(local, non_blocking=True)
-                item.parts.view(full.grad, part).copy_(gradient, non_blocking=True)
-            whole[item.key] = full
+            local: Any = locals_[item.key]
+            gradients[item.key] = self._with_own_part(item, local.grad, device)
+            if not item.sends_update:
+                values[item.key] = self._with_own_part(item, local, device)
         targets = []
         for piece, which, *_ in self._there.receives:
-            full = whole[piece.item.key]
-            target: Any = full if which else full.grad
-            targets.append(piece.item.parts.view(target, piece.part))
+            full = (values if which else gradients)[piece.item.key]
+            targets.append(piece.item.parts.view(full, piece.part))
         self._there.finish(coming, targets)
-        return whole
+        for index, full in values.items():
+            if gradients[index].dtype != full.dtype:
+                full.grad_dtype = gradients[index].dtype
+            full.grad = gradients[index]
+        return gradients | values
 
-    def send_back(self, whole: Locals, locals_: Locals, device: torch.device) -> Moving | None:
-        """Begin to send the new values to the other ranks, and write this rank's part."""
+    def _with_own_part(self, item: Item, local: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The whole tensor with this rank's part: ``local`` itself if it is whole, else new memory."""
+        if item.key in self._in_place:
+            return local.contiguous().view(item.shape)
+        full = torch.empty(item.shape, dtype=local.dtype, device=device)
+        item.parts.view(full, item.parts.of[self._rank]).copy_(local, non_blocking=True)
+        return full
+
+    def send_back(self, whole: Locals, locals_: Locals, device: torch.device, apply: Apply) -> Moving | None:
+        """Begin to send the new values or updates to the other ranks, and write this rank's part."""
+        pieces = [piece.item.parts.view(whole[piece.item.key], piece.part) for piece, *_ in self._back.sends]
+        moving = self._back.start(pieces, device)
         for item in self.mine:
             local, full = locals_[item.key], whole[item.key]
-            if full.data_ptr() != local.data_ptr():  # else it was stepped in place
-                local.copy_(item.parts.view(full, item.parts.of[self._rank]), non_blocking=True)
-        pieces = [piece.item.parts.view(whole[piece.item.key], piece.part) for piece, *_ in self._back.sends]
-        return self._back.start(pieces, device)
+            part = item.parts.view(full, item.parts.of[self._rank])
+            if item.sends_update:
+                apply(item.key, local, part)
+            elif full.data_ptr() != local.data_ptr():  # else it was stepped in place
+                local.copy_(part, non_blocking=True)
+        return moving
 
-    def receive(self, moving: Moving | None, locals_: Locals) -> None:
-        """Write the new values from other owners."""
-        self._back.finish(moving, [locals_[piece.item.key] for piece, *_ in self._back.receives])
+    def receive(self, moving: Moving | None, locals_: Locals, apply: Apply) -> None:
+        """Write the new values from other owners, or apply their updates."""
+        items = [piece.item for piece, *_ in self._back.receives]
+        locals_of_items = [locals_[item.key] for item in items]
+        arrived = self._back.arrived(moving, [local.shape for local in locals_of_items])
+        new_values = []
+        for item, local, source in zip(items, locals_of_items, arrived, strict=True):
+            if item.sends_update:
+                apply(item.key, local, source)
+            else:
+                new_values.append((local, source))
+        if new_values:
+            foreach_copy_([local for local, _ in new_values], [source for _, source in new_values], True)

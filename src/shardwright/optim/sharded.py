@@ -43,6 +43,7 @@ from shardwright.optim.in_calls import step_in_calls
 from shardwright.optim.needs import Need, Needs, check, cost_of, needs_of
 from shardwright.optim.owners import Owners
 from shardwright.optim.stand_ins import SHARDED, StandIn, ragged_spec
+from shardwright.optim.updates import updates_of
 from shardwright.optim.whole_state import mapped
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
@@ -86,7 +87,9 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
     if sharded_already:
         companion = sharded_companion(optimizer)
     else:
-        companion = ShardedCompanion(needs_of(optimizer, needs), companion_of(optimizer).stepped)
+        companion = ShardedCompanion(
+            needs_of(optimizer, needs), updates_of(optimizer), companion_of(optimizer).stepped
+        )
     if "step" in vars(optimizer) and not sharded_already and not only_schedulers_wrap(optimizer):
         raise ValueError(
             f"{getattr(vars(optimizer)['step'], '__qualname__', vars(optimizer)['step'])} has already replaced the "
@@ -97,8 +100,8 @@ def fully_shard_optimizer(optimizer: O, *, needs: Needs | None = None) -> O:
     groups = [[became.get(p, p) for p in group["params"]] for group in optimizer.param_groups]
     with _parameters_in_groups(optimizer, groups):
         needs_of_parameters = check(optimizer.param_groups, companion.needs)
-    _check_state_per_block(optimizer, needs_of_parameters)
-    _choose_owners(companion, needs_of_parameters, cost_of(optimizer))
+        _check_state_per_block(optimizer, needs_of_parameters)
+        _choose_owners(companion, needs_of_parameters, cost_of(optimizer))
     _choose_places(companion, needs_of_parameters)
     _follow(optimizer, groups, became, companion.whole)
     _move_to_host(optimizer, companion)
@@ -132,7 +135,8 @@ def _became(optimizer: Optimizer) -> dict[torch.Tensor, torch.Tensor]:
 
 @contextmanager
 def _parameters_in_groups(optimizer: Optimizer, groups: list[list[torch.Tensor]]) -> Iterator[None]:
-    """A context with these parameters in the groups, because some classes' ``shard_needs`` looks there."""
+    """A context with these parameters in the groups, because some classes' ``shard_needs`` and ``shard_updates``
+    look there."""
     before = [group["params"] for group in optimizer.param_groups]
     try:
         for group, params in zip(optimizer.param_groups, groups, strict=True):
@@ -194,7 +198,7 @@ def _choose_owners(
     for name, p, need in needs_of_parameters:
         # A second owner would step the parameter again, with the gradient that the first owner has moved.
         if need == "tensor" and isinstance(p, SHARDED) and p not in companion.whole:
-            by_mesh.setdefault(p.device_mesh, []).append((name, p, cost(p)))
+            by_mesh.setdefault(p.device_mesh, []).append((name, p, cost(p), companion.updates(p)))
     owners_by_mesh = companion.owners
     chosen = {mesh: owners_by_mesh.get(mesh) or Owners(mesh) for mesh in by_mesh}
     for mesh, entries in by_mesh.items():
@@ -202,7 +206,7 @@ def _choose_owners(
     owners_by_mesh.update(chosen)
     for mesh, entries in by_mesh.items():
         owners_by_mesh[mesh].add(entries)
-        companion.whole.update(p for _, p, _ in entries)
+        companion.whole.update(p for _, p, *_ in entries)
 
 
 def _choose_places(
