@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""A Muon step on gloo ranks: each matrix stepped once by its owner, against every matrix stepped on every rank.
+"""A Muon step on gloo ranks: each matrix once, by its owner, against every matrix on every rank.
 
     python benchmarks/muon_step.py [--ranks 2] [--layers 6] [--dim 512] [--layout ragged] [--rounds 9]
 
 The peer is what is done with torch's FSDP2 today: gather every gradient (``DTensor.full_tensor``), let torch's Muon
 step whole matrices on every rank, and keep one's own part; it runs on the very same processes and matrices, in turns.
-One intra-op thread per rank. Prints the machine, the versions, the median step of each and the ratio, which is what to
-compare, and whether both have the same bits.
+"values" is shardwright with an optimizer that it steps whole, without updates: gradients and values move to the owners,
+and new values back. One intra-op thread per rank. Prints the machine, the versions, the median step of each and the
+ratios, which are what to compare, the bytes that owners' steps send, and whether all have the same bits.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ def build(args: argparse.Namespace) -> nn.Module:
     )
 
 
+class MuonOfValues(torch.optim.Muon):
+    """Torch's Muon. Of a subclass shardwright does not know updates, so values move."""
+
+
 class GatheredMuon:
     """Torch's Muon over whole copies of DTensors, on every rank alike."""
 
@@ -64,25 +69,47 @@ class GatheredMuon:
 def steps(args: argparse.Namespace) -> tuple[dict[str, Callable[[], None]], dict[str, nn.Module]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     models, functions = {}, {}
-    for name in ("shardwright", "gathered"):
+    for name in ("shardwright", "values", "gathered"):
         model = build(args)
-        library, options = (sw, {"layout": args.layout}) if name == "shardwright" else (fsdp2, {})
+        library, options = (fsdp2, {}) if name == "gathered" else (sw, {"layout": args.layout})
         for block in model:
             library.fully_shard(block, mesh=mesh, **options)
         generator = torch.Generator().manual_seed(1)
         for p in model.parameters():
             whole = torch.randn(p.shape, generator=generator)
             p.grad = torch.empty_like(p)
-            if name == "shardwright":
+            if name != "gathered":
                 p.grad.copy_(whole)
             else:
                 p.grad.to_local().copy_(whole.chunk(dist.get_world_size())[dist.get_rank()])
         if name == "shardwright":
             optimizer = sw.fully_shard_optimizer(torch.optim.Muon(model.parameters(), **OPTIONS))
+        elif name == "values":
+            optimizer = sw.fully_shard_optimizer(MuonOfValues(model.parameters(), **OPTIONS), needs="tensor")
         else:
             optimizer = GatheredMuon(model)
         models[name], functions[name] = model, optimizer.step
     return functions, models
+
+
+def bytes_sent(step: Callable[[], None]) -> float:
+    """MiB that all ranks together send in all-to-alls."""
+    sent = 0
+    all_to_all = dist.all_to_all_single
+
+    def counting(into: torch.Tensor, out: torch.Tensor, *args: object, **options: object) -> object:
+        nonlocal sent
+        sent += out.nbytes
+        return all_to_all(into, out, *args, **options)
+
+    dist.all_to_all_single = counting
+    try:
+        step()
+    finally:
+        dist.all_to_all_single = all_to_all
+    total = torch.tensor(sent)
+    dist.all_reduce(total)
+    return total.item() / 2**20
 
 
 def run(rank: int, args: argparse.Namespace, folder: str) -> None:
@@ -102,20 +129,28 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
                 times[name].append(time.perf_counter() - started)
     same = all(
         torch.equal(p.full_tensor(), q.full_tensor())
-        for p, q in zip(models["shardwright"].parameters(), models["gathered"].parameters(), strict=True)
+        for name in ("values", "gathered")
+        for p, q in zip(models["shardwright"].parameters(), models[name].parameters(), strict=True)
     )
+    sent = {name: bytes_sent(functions[name]) for name in ("shardwright", "values")}
     if rank == 0:
-        ours, theirs = (statistics.median(times[name]) for name in ("shardwright", "gathered"))
+        medians = {name: statistics.median(each) for name, each in times.items()}
         matrices = sum(1 for _ in models["gathered"].parameters())
         numel = sum(p.numel() for p in models["gathered"].parameters())
         print(
             f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}"
         )
         print(f"{args.ranks} ranks, {matrices} matrices of {numel:,} elements in all, layout {args.layout}")
+        for name, median in medians.items():
+            ratio = median / medians["gathered"]
+            print(
+                f"  {name:12s} {1e3 * median:8.1f} ms   ratio {ratio:.2f}"
+                + (f"   {sent[name]:.1f} MiB sent" if name in sent else "")
+            )
+        ratios = [a / b for a, b in zip(times["shardwright"], times["values"], strict=True)]
         print(
-            f"shardwright, each matrix once: {1e3 * ours:.1f} ms    gathered, on every rank: {1e3 * theirs:.1f} ms"
+            f"shardwright to values, median of the rounds {statistics.median(ratios):.2f}; equal bits: {same}"
         )
-        print(f"ratio {ours / theirs:.2f}; equal bits: {same}")
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 @multirank(2)
 def test_examples_of_the_optimizers_page_run(rank: int, world_size: int) -> None:
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(examples) == 7
+    assert len(examples) == 8
     names = {"sw": sw, "torch": torch, "nn": nn, "mesh": world_mesh(world_size)}
     for example in examples:
         exec(compile(example, str(PAGE), "exec"), names)
