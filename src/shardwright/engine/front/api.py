@@ -375,7 +375,7 @@ def _ranks(mesh: DeviceMesh, dims: Any, strategy: str | NamedStrategy | Strategy
     return Ranks(
         mesh,
         resolve(strategy, mesh.ndim),
-        lambda axis: _communicator(mesh.get_group(axis) if axis is not None else None, device),
+        lambda group: _communicator(group, device),
         spmd,
     )
 

@@ -92,7 +92,7 @@ class RaggedSpec:
             return None
         if len(self.axes) == 1:
             return self.mesh.get_group(self.axes[0] % self.mesh.ndim)
-        return _group_of(self.mesh)
+        return group_of(self.mesh)
 
     @functools.cached_property
     def order(self) -> list[int]:
@@ -164,17 +164,20 @@ class RaggedSpec:
         return self
 
 
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+#: Groups of whole meshes by the group of the first dimension, which several meshes may share, and by their ranks.
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     """A group of all ranks of a mesh of several dimensions, made when first needed. All ranks must call it together."""
-    whole_group = mesh.get_group(0)
-    if whole_group not in _groups:
-        ranks = sorted(mesh.mesh.flatten().tolist())
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    groups = _groups.setdefault(mesh.get_group(0), {})
+    if ranks not in groups:
         local = len(ranks) < dist.get_world_size()
-        _groups[whole_group] = dist.new_group(ranks, use_local_synchronization=local)
-    return _groups[whole_group]
+        groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=local)
+    return groups[ranks]
 
 
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[tuple[list[int], list[int]]]:

@@ -2,7 +2,7 @@
 
 The numbers of a parameter's shards let every gather fill a contiguous piece. Axes that shard parameters are the most
 significant, then axes that shard gradients, then axes that shard only the optimizer state. Gathers run from the last of
-these axes to the first, reductions from the first to the last. Then sums run over axes that replicate everything.
+these axes to the first, reductions from the first to the last. Then one sum runs over axes that replicate everything.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardwright.comm import Communicator
+from shardwright.engine.tensors.ragged_spec import group_of
 from shardwright.engine.tensors.tensor_parallel import Spmd
 from shardwright.layout import Strategy
 
-MakeCommunicator = Callable[[int | None], Communicator]
+MakeCommunicator = Callable[[dist.ProcessGroup | None], Communicator]
 
 
 class Ranks:
@@ -34,7 +36,7 @@ class Ranks:
         gathers: communicators of the gathers of every use.
         scatters: communicators that reduce-scatter the gradients of every backward, in their order.
         late: communicators that reduce-scatter in the last backward of a step.
-        replicas: communicators that all-reduce in the last backward.
+        replicas: the communicator that all-reduces in the last backward, if there is one.
         every: one for each axis with several ranks, the innermost first.
     """
 
@@ -53,7 +55,7 @@ class Ranks:
         shape, here = mesh.shape, mesh.get_coordinate()
         assert here is not None
         axes = [axis for axis in range(mesh.ndim) if shape[axis] > 1]
-        comms = {axis: communicator(axis) for axis in axes}
+        comms = {axis: communicator(mesh.get_group(axis)) for axis in axes}
         self.local = communicator(None)
         self.every = [comms[axis] for axis in reversed(axes)]
         sharded = sorted(
@@ -69,7 +71,9 @@ class Ranks:
         self.gathers = [comms[axis] for axis in reversed(sharded) if stages[axis] == 3]
         self.scatters = [comms[axis] for axis in sharded if stages[axis] > 1]
         self.late = [comms[axis] for axis in sharded if stages[axis] == 1]
-        self.replicas = [comms[axis] for axis in reversed(axes) if not stages[axis]]
+        self.replicas = [comms[axis] for axis in axes if not stages[axis]]
+        if len(self.replicas) > 1:  # one sum over all ranks sends less than one for each axis
+            self.replicas = [communicator(group_of(mesh))]
         #: Whether full parameters stay gathered until the weights change.
         self.keeps_full = not self.gathers and bool(self.once)
         #: Whether the strategy keeps them so, for any sizes of the mesh.
