@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from shardwright._torch import foreach_mul_, foreach_norm, local_of
 from shardwright.engine.model.divergence import CLIP
@@ -54,20 +55,21 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
     parameters = list(parameters)
-    stepping = next((p for p in parameters if _steps_in_backward(p)), None)
-    if stepping is not None:
-        raise RuntimeError(
-            f"clip_grad_norm_ got a parameter of unit {unit_of(stepping).name!r}, whose optimizer steps in backward: "
-            "it uses and frees the gradient before the norm of all gradients is known. Use fully_shard_optimizer "
-            "without in_backward, or clip each gradient by value with in_backward(clip_value=)."
-        )
+    units = dict.fromkeys(unit for p in parameters if (unit := unit_of(p)) is not None)
+    for unit in units:
+        if unit.stepping is not None:
+            raise RuntimeError(
+                f"clip_grad_norm_ got a parameter of unit {unit.name!r}, whose optimizer steps in backward: it uses "
+                "and frees the gradient before the norm of all gradients is known. Use fully_shard_optimizer without "
+                "in_backward, or clip each gradient by value with in_backward(clip_value=)."
+            )
     reduce_held(parameters)
     plain: list[torch.Tensor] = []
     sharded: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}  # by the groups that cut them
     kinds: dict[Any, str] = {}  # the device on which they communicate
-    unit = None
+    mesh = placements = None
+    alike = plain  #: the gradients that are cut by ``mesh`` and ``placements``
     for p in parameters:
-        unit = unit or unit_of(p)
         gradient = p.grad
         if gradient is None:
             continue
@@ -76,27 +78,19 @@ def clip_grad_norm_(
             (sharded.setdefault(groups, []) if groups else plain).append(local_of(gradient))
             kinds[groups] = gradient.spec.mesh.device_type
         elif isinstance(gradient, DTensor):
-            local = local_of(gradient)
-            if any(p.is_partial() for p in gradient.placements):
-                raise ValueError(
-                    "clip_grad_norm_ got a gradient that is a partial sum on each rank; reduce it first"
-                )
-            mesh = gradient.device_mesh
-            axes = [
-                axis for axis, placement in enumerate(gradient.placements) if cut_dim(placement) is not None
-            ]
-            if axes:
-                groups = tuple(mesh.get_group(axis) for axis in axes)
+            # Mostly they are those of the gradient before, and a model has thousands.
+            if gradient.device_mesh is not mesh or gradient.placements != placements:
+                mesh, placements = gradient.device_mesh, gradient.placements
+                groups = _groups_of(mesh, placements)
+                alike = sharded.setdefault(groups, []) if groups else plain
                 kinds[groups] = mesh.device_type
-                sharded.setdefault(groups, []).append(local)
-            else:
-                plain.append(local)
+            alike.append(local_of(gradient))
         else:
             plain.append(gradient)
     everything = [*plain, *(t for tensors in sharded.values() for t in tensors)]
     if not everything:
         return torch.tensor(0.0)
-    if unit is not None and (root := root_of(unit)) is not None:
+    if units and (root := root_of(next(iter(units)))) is not None:
         root.agreement.agree_all(CLIP, 0)
     device = everything[0].device
     largest = math.isinf(norm_type)
@@ -127,9 +121,13 @@ def clip_grad_norm_(
     return norm
 
 
-def _steps_in_backward(p: torch.Tensor) -> bool:
-    unit = unit_of(p)
-    return unit is not None and unit.stepping is not None
+def _groups_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of the mesh axes that cut a DTensor with these placements."""
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError("clip_grad_norm_ got a gradient that is a partial sum on each rank; reduce it first")
+    return tuple(
+        mesh.get_group(axis) for axis, placement in enumerate(placements) if cut_dim(placement) is not None
+    )
 
 
 def _norms(tensors: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor | None:
@@ -137,8 +135,11 @@ def _norms(tensors: list[torch.Tensor], norm_type: float, device: torch.device) 
     if not tensors:
         return None
     filled = [t for t in tensors if t.numel()]  # torch has no maximum of an empty tensor
-    norms = iter(foreach_norm(filled, norm_type) if filled else ())
+    norms = [norm.to(device) for norm in foreach_norm(filled, norm_type)] if filled else []
     dtype = functools.reduce(torch.promote_types, {t.dtype for t in tensors}, torch.float32)
-    zero = (filled or tensors)[0].new_zeros(()).to(device)
-    stacked = torch.stack([next(norms).to(device) if t.numel() else zero for t in tensors])
+    if len(filled) < len(tensors):
+        zero = (filled or tensors)[0].new_zeros(()).to(device)
+        rest = iter(norms)
+        norms = [next(rest) if t.numel() else zero for t in tensors]
+    stacked = torch.stack(norms)
     return stacked.to(dtype.to_real())  # equal on every rank, also if it has no element of the widest dtype

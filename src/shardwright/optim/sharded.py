@@ -286,14 +286,14 @@ class _ShardedStep:
                 if stand_in is None or stand_in.local is not local:
                     stand_in = stand_ins[p] = StandIn(local, p)
                 locals_[-1].append(local)
-                if p in whole:
+                if whole and p in whole:  # a tensor's hash is a call of Python code
                     continue
                 state = outer.get(p)
                 if state:
                     stand_in.refresh(state, p, self)  # type: ignore[arg-type]
                     inner[local] = stand_in.inner
                 else:
-                    stand_in.inner, stand_in.seen = {}, {}
+                    stand_in.clear()
         pairs = [pair for both in zip(groups, locals_, strict=True) for pair in zip(*both, strict=True)]
         try:
             for p, local in pairs:
@@ -326,10 +326,10 @@ class _ShardedStep:
                     continue
                 stand_in = stand_ins[p]
                 stand_in.local.grad = None
-                state = None if p in whole else inner.get(stand_in.local)
+                state = None if whole and p in whole else inner.get(stand_in.local)
                 if state is not None:
                     stand_in.inner = state
-                    stand_in.publish(outer[p], p, self)  # type: ignore[arg-type]
+                    stand_in.publish(outer, p, self)  # type: ignore[arg-type]
         if whole:
             # Owners got their state first, but gathering a state dict follows its order, which must be equal on all
             # ranks.

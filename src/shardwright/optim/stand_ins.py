@@ -25,16 +25,21 @@ class StandIn:
 
     Attributes:
         inner: the state for the optimizer's own code.
-        seen: by key, the outer value that belongs to ``inner[key]``.
+        seen: by key, the outer value that belongs to ``shown[key]``.
+        shown: the values of ``inner`` that the outer form shows.
     """
 
-    __slots__ = ("inner", "local", "seen")
+    __slots__ = ("inner", "local", "seen", "shown")
 
     def __init__(self, local: torch.Tensor, p: DTensor | RaggedTensor) -> None:
         self.local = local
         local.whole_shape = p.shape  # type: ignore[attr-defined]  # for optimizers that go by the size of the whole
         self.inner: dict[str, Any] = {}
         self.seen: dict[str, Any] = {}
+        self.shown: dict[str, Any] = {}
+
+    def clear(self) -> None:
+        self.inner, self.seen, self.shown = {}, {}, {}
 
     def refresh(self, state: dict[str, Any], p: DTensor | RaggedTensor, optimizer: Optimizer) -> None:
         """Adopt outer state that was loaded or changed since the last step."""
@@ -46,17 +51,15 @@ class StandIn:
             else:
                 return
         self.inner = {key: _local_state(key, value, p, optimizer) for key, value in state.items()}
-        self.seen = dict(state)
+        self.seen, self.shown = dict(state), dict(self.inner)
 
-    def publish(self, state: dict[str, Any], p: DTensor | RaggedTensor, optimizer: Optimizer) -> None:
-        """Put new state into the outer form.
+    def publish(self, outer: Any, p: DTensor | RaggedTensor, optimizer: Optimizer) -> None:
+        """Put new state into the outer form, ``outer[p]``.
 
         A tensor with one element per element or block of the parameter is sharded like the parameter.
         """
-        seen = self.seen
         for key, value in self.inner.items():
-            earlier = seen.get(key)
-            if earlier is value or (isinstance(earlier, SHARDED) and local_of(earlier) is value):
+            if key in self.shown and self.shown[key] is value:
                 continue
             shown: Any = value
             if isinstance(value, torch.Tensor) and value.ndim:
@@ -67,7 +70,8 @@ class StandIn:
                     shown = as_sharded(dtensor_of(value, p.device_mesh, p.placements, p.shape, p.stride()))
                 if shown is not value:
                     self.inner[key] = local_of(shown)
-            state[key] = seen[key] = shown
+            outer[p][key] = self.seen[key] = shown
+            self.shown[key] = self.inner[key]
 
 
 def _local_state(key: str, value: Any, p: DTensor | RaggedTensor, optimizer: Optimizer) -> Any:
