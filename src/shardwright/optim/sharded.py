@@ -263,73 +263,79 @@ class _ShardedStep:
     state: Any
 
     @torch.no_grad()
-    def _enter(self) -> tuple[list[list[Any]], Any]:
-        """Put local stand-ins into the groups and the state. Returns the old values. Changes all or nothing."""
+    def _enter(self) -> tuple[list[list[Any]], Any, list[tuple[Any, StandIn | None]]]:
+        """Put local stand-ins into the groups and the state. Changes all or nothing.
+
+        Returns the old values, and each parameter with its stand-in, if it has one. A model has thousands of
+        parameters, so they are looked at once.
+        """
         companion = sharded_companion(self)
         stand_ins, whole = companion.stand_ins, companion.whole
         outer = self.__dict__.get("state", companion.hidden_state)
         inner: Any = defaultdict(dict)
         groups = [group["params"] for group in self.param_groups]
         locals_: list[list[torch.Tensor]] = []
+        entered: list[tuple[Any, StandIn | None]] = []
         for owners in companion.owners.values():
             owners.settle(outer)
-        for params in groups:
-            locals_.append([])
-            for p in params:
-                if not isinstance(p, SHARDED):
-                    locals_[-1].append(p)
-                    if p in outer:
-                        inner[p] = outer[p]
-                    continue
-                local = local_of(p)
-                stand_in = stand_ins.get(p)
-                if stand_in is None or stand_in.local is not local:
-                    stand_in = stand_ins[p] = StandIn(local, p)
-                locals_[-1].append(local)
-                if whole and p in whole:  # a tensor's hash is a call of Python code
-                    continue
-                state = outer.get(p)
-                if state:
-                    stand_in.refresh(state, p, self)  # type: ignore[arg-type]
-                    inner[local] = stand_in.inner
-                else:
-                    stand_in.clear()
-        pairs = [pair for both in zip(groups, locals_, strict=True) for pair in zip(*both, strict=True)]
         try:
-            for p, local in pairs:
-                if local is not p:
+            for params in groups:
+                locals_.append([])
+                for p in params:
+                    stand_in = stand_ins.get(p)
+                    if stand_in is None and not isinstance(p, SHARDED):
+                        entered.append((p, None))
+                        locals_[-1].append(p)
+                        if p in outer:
+                            inner[p] = outer[p]
+                        continue
+                    local = local_of(p)
+                    if stand_in is None or stand_in.local is not local:
+                        stand_in = stand_ins[p] = StandIn(local, p)
+                    entered.append((p, stand_in))
+                    locals_[-1].append(local)
                     gradient = p.grad
-                    if gradient is not None and gradient.dtype != local.dtype:
-                        local.grad_dtype = gradient.dtype
-                    local.grad = local_of(gradient) if isinstance(gradient, SHARDED) else gradient
-        except BaseException:  # a stand-in has another shape or dtype; nothing has changed yet
-            for p, local in pairs:
-                if local is not p:
-                    local.grad = None
+                    if gradient is not None:
+                        if gradient.dtype != local.dtype:
+                            local.grad_dtype = gradient.dtype
+                        local.grad = local_of(gradient) if isinstance(gradient, SHARDED) else gradient
+                    else:
+                        local.grad = None
+                    if whole and p in whole:  # a tensor's hash is a call of Python code
+                        continue
+                    state = outer.get(p)
+                    if state:
+                        stand_in.refresh(state, p, self)  # type: ignore[arg-type]
+                        inner[local] = stand_in.inner
+                    else:
+                        stand_in.clear()
+        except BaseException:  # a stand-in has another shape or dtype, or state of another form
+            for _, stand_in in entered:
+                if stand_in is not None:
+                    stand_in.local.grad = None
             raise
         for group, params in zip(self.param_groups, locals_, strict=True):
             group["params"] = params
         self.state = inner
-        return groups, outer
+        return groups, outer, entered
 
     @torch.no_grad()
-    def _leave(self, groups: list[list[Any]], outer: Any) -> None:
+    def _leave(self, groups: list[list[Any]], outer: Any, entered: list[tuple[Any, StandIn | None]]) -> None:
         companion = sharded_companion(self)
-        stand_ins, whole = companion.stand_ins, companion.whole
+        whole = companion.whole
         inner, self.state = self.state, outer
         for group, params in zip(self.param_groups, groups, strict=True):
             group["params"] = params
-            for p in params:
-                if not isinstance(p, SHARDED):
-                    if p in inner:
-                        outer[p] = inner[p]
-                    continue
-                stand_in = stand_ins[p]
-                stand_in.local.grad = None
-                state = None if whole and p in whole else inner.get(stand_in.local)
-                if state is not None:
-                    stand_in.inner = state
-                    stand_in.publish(outer, p, self)  # type: ignore[arg-type]
+        for p, stand_in in entered:
+            if stand_in is None:
+                if p in inner:
+                    outer[p] = inner[p]
+                continue
+            stand_in.local.grad = None
+            state = None if whole and p in whole else inner.get(stand_in.local)
+            if state is not None:
+                stand_in.inner = state
+                stand_in.publish(outer, p, self)  # type: ignore[arg-type]
         if whole:
             # Owners got their state first, but gathering a state dict follows its order, which must be equal on all
             # ranks.
@@ -396,7 +402,7 @@ class _ShardedStep:
                 loss = closure()
         roots = before_optimizer_step(self)  # type: ignore[arg-type]
         companion = sharded_companion(self)
-        groups, outer = self._enter()
+        groups, outer, entered = self._enter()
         try:
             if companion.whole or companion.host_state is not None:
                 # Hooks of the step run once, although the optimizer's own code runs several times.
@@ -406,7 +412,7 @@ class _ShardedStep:
             else:
                 super().step()  # type: ignore[misc]
         finally:
-            self._leave(groups, outer)
+            self._leave(groups, outer, entered)
         count_step(roots)
         return loss
 
