@@ -1,6 +1,7 @@
 """Memory that the engine leases during a step. This package knows bytes and devices, but no parameters or ranks."""
 
-from shardwright.memory.plan import Item, Plan, pack, peak, slots
+from shardwright.memory.packing import pack
+from shardwright.memory.plan import Item, Plan, peak, slots
 from shardwright.memory.planned import Planned
 from shardwright.memory.slab import DYNAMIC, Allocator, Dynamic, Owner, Slab, Source
 from shardwright.memory.trace import Recorder

@@ -6,7 +6,6 @@ time must not overlap. An item has one offset for all of its intervals.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -127,60 +126,6 @@ def overlap(one: Item, two: Item) -> bool:
         else:
             j += 1
     return False
-
-
-ROUNDS = 12  #: how often items above the bound move forward in each order
-
-
-def pack(items: Sequence[Item]) -> Plan:
-    """Choose an offset for each item so that the block is small. The best of several orders counts.
-
-    Each order places its items one after another, each as low as possible. This kind of packing is NP-hard. In traces
-    of training steps equal units follow one another, so one order mostly reaches the lower bound, and the search ends.
-    If none does, items above the bound move half-way to the front of their order, and all items are placed again.
-    """
-    bound = peak(items)
-    length = {id(item): sum(stop - start for start, stop in item.spans) for item in items}
-    keys = (
-        lambda item: (-item.size, item.spans[0]),
-        lambda item: (-length[id(item)], -item.size),
-        lambda item: (-item.size * length[id(item)],),
-        lambda item: (item.spans[0], -item.size),
-    )
-    orders = [sorted(range(len(items)), key=lambda i: key(items[i])) for key in keys]
-    best: tuple[int, list[int]] | None = None
-    for _ in range(ROUNDS):
-        for order in orders:
-            offsets = _place(items, order)
-            ends = [offset + item.size for offset, item in zip(offsets, items, strict=True)]
-            height = max(ends, default=0)
-            if best is None or height < best[0]:
-                best = height, offsets
-            if height == bound:
-                return Plan(tuple(items), tuple(offsets), height, bound)
-            for i in [i for i in order if ends[i] > bound]:
-                place = order.index(i)
-                order.insert(place // 2, order.pop(place))
-    assert best is not None
-    return Plan(tuple(items), tuple(best[1]), best[0], bound)
-
-
-def _place(items: Sequence[Item], order: Sequence[int]) -> list[int]:
-    """Place each item into the lowest gap between placed items that are leased at the same time."""
-    offsets = [0] * len(items)
-    placed: list[int] = []
-    for i in order:
-        occupied_ranges = sorted(
-            (offsets[j], offsets[j] + items[j].size) for j in placed if overlap(items[i], items[j])
-        )
-        offset = 0
-        for start, stop in occupied_ranges:
-            if start - offset >= items[i].size:
-                break
-            offset = max(offset, stop)
-        offsets[i] = offset
-        bisect.insort(placed, i)
-    return offsets
 
 
 def fitting(items: Sequence[Item], count: int) -> list[int]:
