@@ -13,7 +13,7 @@ ALIKE = 0.002  #: relative difference up to which sizes count as equal: a reduct
 CLOSE = 0.001  #: relative excess over the lower bound at which the search ends
 FAR = 0.02  #: relative excess above which the search takes three times as long
 EFFORT = 8_000_000  #: pairs of items leased together that the search looks at, at most
-ORDERS = 300  #: orders that it tries, at most
+ORDERS = 1000  #: orders that it tries, at most
 TRIES = 5  #: changes of an order in a row that do not help, before the search takes the next order
 
 Group = list[int]  #: numbers of items that are alike, in the order of their first lease
@@ -25,7 +25,8 @@ def pack(items: Sequence[Item]) -> Plan:
     This kind of packing is NP-hard. A step has a structure that helps: a model has few kinds of units, and units of a
     kind take turns. So the search does not order items, it orders groups of items that are alike.
 
-    * Items that are leased until the end, such as gradients, are piled up at the bottom, in the order of their leases.
+    * Items that are leased until after the last lease, such as gradients, hang from the top, in the order of their
+      leases. They are called the pile.
     * The groups follow one after another, and the items of a group in the order of their first lease. An item is placed
       into the lowest or the highest gap below the bound, whichever is nearer to its end of the block. So the free
       bytes in the middle stay in one piece.
@@ -57,8 +58,8 @@ class _Search:
         self._items = items
         self._sizes = [item.size for item in items]
         self._rounded = _rounded(self._sizes)
-        end = max((item.spans[-1][1] for item in items), default=0)
-        piled = [i for i, item in enumerate(items) if len(item.spans) == 1 and item.spans[0][1] == end]
+        last = max((item.spans[-1][0] for item in items), default=0)
+        piled = [i for i, item in enumerate(items) if len(item.spans) == 1 and item.spans[0][1] > last]
         self._piled = sorted(piled, key=lambda i: items[i].spans)
         self._others = sorted(set(range(len(items))).difference(piled), key=lambda i: items[i].spans)
         #: For each item the height of the pile at the end of its last lease.

@@ -7,7 +7,7 @@ time must not overlap. An item has one offset for all of its intervals.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,15 +136,29 @@ def fitting(items: Sequence[Item], count: int) -> list[int]:
     length = [sum(stop - start for start, stop in item.spans) for item in items]
     chosen = sorted(range(len(items)), key=lambda i: items[i].spans[0])
     while True:
+        slots_of_items = (chosen[slot::count] for slot in range(count))
         meet = [
-            max(i, j, key=lambda k: length[k])
-            for slot in range(count)
-            for i, j in itertools.combinations(chosen[slot::count], 2)
-            if overlap(items[i], items[j])
+            max(pair, key=lambda k: (length[k], k))
+            for slot in slots_of_items
+            for pair in _meeting(items, slot)
         ]
         if not meet:
             return sorted(chosen)
-        chosen.remove(max(meet, key=lambda k: length[k]))
+        chosen.remove(max(meet, key=lambda k: (length[k], k)))
+
+
+def _meeting(items: Sequence[Item], chosen: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The pairs of chosen items that are leased at once. A pair may come more than once."""
+    events = sorted(
+        event for i in chosen for start, stop in items[i].spans for event in ((start, 1, i), (stop, 0, i))
+    )
+    leased: set[int] = set()
+    for _, begins, i in events:
+        if begins:
+            yield from ((j, i) for j in leased)
+            leased.add(i)
+        else:
+            leased.discard(i)
 
 
 def slots(items: Sequence[Item], count: int) -> Plan:

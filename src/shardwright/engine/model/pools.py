@@ -118,7 +118,8 @@ class Pools:
 
     def _make_plan(self, items: list[Item], slabs: list[Slab]) -> None:
         if self._named.plans == "units":
-            chosen = [i for i, slab in enumerate(slabs) if self._in_pool(slab)]
+            pooled = {id(unit.weights.copies.training.slab) for unit in self._pooled()}
+            chosen = [i for i, slab in enumerate(slabs) if id(slab) in pooled]
             items, slabs = [items[i] for i in chosen], [slabs[i] for i in chosen]
             fit = fitting(items, min(self._slots, most_at_once(items)))
             self._outside = {id(slab) for i, slab in enumerate(slabs) if i not in fit}
