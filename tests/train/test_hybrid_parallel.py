@@ -308,4 +308,4 @@ def test_units_of_different_sizes_refuse_two_buffers(rank: int, world_size: int)
     with pytest.raises(
         UserError, match=r"parallel.memory: found 'double_buffer', which does not work with this model"
     ):
-        trainer(job(memory="double_buffer"), rank, world_size)
+        trainer(job(memory="double_buffer", param_dtype="bfloat16"), rank, world_size)

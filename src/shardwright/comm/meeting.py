@@ -190,6 +190,12 @@ class Meeting:
             self._way.learn(current)
         self._round = None
 
+    def enter(self) -> None:
+        """Begin a forward or backward: forget how this rank has left, and a round in which the ranks did not agree."""
+        self.left_by = 0
+        if self.disagreed():
+            self._leave_round(None)
+
     def _note_failure(self, failures: set[int]) -> None:
         """The ranks do not agree. If no rank has failed, it is a failure of all ranks, with one number on all of
         them."""

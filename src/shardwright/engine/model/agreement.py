@@ -133,7 +133,7 @@ class Agreement:
         if any(comm.exchanges for comm in self.model.every):
             self._meeting_numbers = {meeting: meeting.number for meeting in self._meetings()}
             for meeting in self._meeting_numbers:
-                meeting.left_by = 0
+                meeting.enter()
         return sum(meeting.failures for meeting in self._meeting_numbers)
 
     def leave(self, event: int, error: BaseException) -> None:
