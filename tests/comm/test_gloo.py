@@ -47,7 +47,9 @@ def test_groups_of_the_trainer_have_one_worker_thread_and_end_with_failures() ->
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)
 def test_programs_destroy_their_groups_also_after_failures(program: Path) -> None:
     text = program.read_text()
-    assert any(each in text for each in ("atexit.register(dist.destroy_process_group)", '"fake"', "os._exit("))
+    assert any(
+        each in text for each in ("atexit.register(dist.destroy_process_group)", '"fake"', "os._exit(")
+    )
 
 
 EXITS = """

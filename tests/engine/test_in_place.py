@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
 from shardwright._torch import storage_key
+from shardwright.comm_hooks import Int8Blocks
 from shardwright.engine.assembly.find import UNIT
 from tests.engine.kit.models import shard_layers, three_layers
 from tests.engine.kit.training import units_of
@@ -154,3 +155,65 @@ def test_values_through_the_shard_are_seen_at_once(rank: int, world_size: int) -
     model[4].bias.data = torch.full_like(model[4].bias.full_tensor(), 4.0)
     assert (model(x) == 4.0).all()
     assert all(in_place(model))
+
+
+class TwoReads(nn.Module):
+    """Reads its scale at the begin and at the end of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.ones(6)), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x * self.scale) * self.scale
+
+
+@multirank(2)
+def test_an_edit_of_the_shard_inside_backward_raises_as_in_a_plain_model(rank: int, world_size: int) -> None:
+    model: Any = TwoReads()
+    sw.fully_shard(model.inner, strategy="ddp")
+    sw.fully_shard(model, strategy="ddp")
+    out = model(torch.randn(2, 6, requires_grad=True))
+
+    def edit(gradient: torch.Tensor) -> None:
+        with torch.no_grad():
+            shard.mul_(100.0)
+
+    shard = model.scale.to_local().detach()
+    model.inner.weight.register_hook(edit)
+    edit(out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@multirank(1)
+def test_a_module_may_keep_aliases_of_its_shard(rank: int, world_size: int) -> None:
+    model = sw.fully_shard(nn.Linear(6, 6))
+    model.kept = [model.weight, model.bias.to_local().detach()]
+    model.whole = model.weight.full_tensor().detach()
+    model(torch.randn(2, 6, requires_grad=True)).sum().backward()
+    assert torch.equal(model.bias.grad.full_tensor(), torch.full((6,), 2.0))
+
+
+class Logs(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.norm = float(self.weight.data.norm())
+        return super().forward(x)
+
+
+@multirank(1)
+def test_reading_data_is_no_edit(rank: int, world_size: int) -> None:
+    model = sw.fully_shard(Logs(6, 6))
+    for _ in range(2):
+        penalty = model.weight.to_local().square().sum() + model.weight.full_tensor().square().sum()
+        (model(torch.randn(2, 6)).sum() + penalty).backward()
+
+
+@multirank(1)
+def test_an_edit_in_forward_with_a_codec(rank: int, world_size: int) -> None:
+    """No weight travels, so the codec has rounded none."""
+    model: Any = sw.fully_shard(Halves())
+    model.set_all_gather_codec(Int8Blocks(4))
+    for number in range(1, 3):
+        model(torch.ones(2, 6))
+        assert (model.weight.full_tensor() == 0.5**number).all()

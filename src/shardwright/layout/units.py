@@ -21,7 +21,8 @@ from shardwright.layout.segments import ALIGNMENT, Segment, TensorSpec, alignmen
 class Run:
     """Segments of one storage dtype and one compute dtype, which one call casts; or segments of extended parameters.
 
-    Element offsets count from the start of the run, which lies at ``slab_bytes`` in the slab.
+    Element offsets count from the start of the run, which lies at ``slab_bytes`` in the slab. A run that is
+    ``in_place`` has no place there, because its full parameters are the shard itself.
     """
 
     storage_dtype: torch.dtype
@@ -31,9 +32,7 @@ class Run:
     slab_numel: int
     slab_bytes: int
     extended: bool = False
-    in_place: bool = (
-        False  #: whether the full parameters are the shard itself, so that the slab has no place for them
-    )
+    in_place: bool = False
 
     @property
     def is_cast(self) -> bool:
@@ -43,7 +42,10 @@ class Run:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """The layout of one unit: its runs, and the bytes of its slab."""
+    """The layout of one unit: its runs, and the bytes of its slab.
+
+    ``in_place``: whether runs without a cast are in place.
+    """
 
     world_size: int
     specs: tuple[TensorSpec, ...]

@@ -426,9 +426,8 @@ class FSDPModule(TorchFSDPModule):
         gathered.
 
         A codec of blocks (``MXFP8``, ``BlockwiseFP8``) encodes parameters of two and more dimensions. The decoded
-        weights are those of the whole parameter, encoded and decoded. They depend neither on the number of ranks nor on
-        the strategy: one rank and replicated parameters are rounded, too. Other codecs encode each rank's chunk as one
-        flat row, and nothing on one rank.
+        weights are those of the whole parameter, encoded and decoded, on any number of ranks. Other codecs encode each
+        rank's chunk as one flat row. Where one rank has all of a parameter, nothing is sent, and weights are exact.
 
         Args:
             codec: turns floating-point rows or matrices into rows of uint8 and back, see

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright._torch import alone, annotate, in_backward, next_sequence_number
+from shardwright._torch import address_of, alone, annotate, in_backward, next_sequence_number
 from shardwright.engine.base.visit import Frame, Visit
 from shardwright.engine.model.backward import BACKWARD
 from shardwright.engine.model.root import Root, attach, root_of
@@ -285,7 +285,7 @@ def _leave_failed(root: Root, depth: int) -> None:
 
 
 def _copy_weights(unit: Unit, output: Any) -> Any:
-    """Clone outputs that are views of the unit's weights, because their memory is released soon."""
+    """Clone outputs that are views of the unit's weights: their memory may be released soon, or edited."""
     weights = unit.weights
 
     def check(tensor: torch.Tensor) -> torch.Tensor:
@@ -299,9 +299,11 @@ def _copy_weights(unit: Unit, output: Any) -> Any:
 
 def _refuse_weights(unit: Unit, tensors: list[torch.Tensor], module: nn.Module) -> None:
     """Raise if a view of the unit's weights is stored where a copy cannot replace it."""
+    slab = unit.weights.copy.slab
+    start, end = slab.address, slab.address + slab.nbytes
     for tensor in tensors:
         plain = plain_of(tensor)
-        if type(plain) is torch.Tensor and unit.weights.has(plain):
+        if type(plain) is torch.Tensor and start <= address_of(plain) < end:
             raise RuntimeError(
                 f"Unit {unit.name!r} ({type(module).__name__}) keeps a view of its weights, of shape "
                 f"{tuple(tensor.shape)}, in an attribute or an object, but their memory is released after forward. "

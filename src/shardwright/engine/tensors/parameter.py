@@ -19,10 +19,10 @@ from shardwright._torch import (
     called_by_compiler,
     called_by_parameter,
     called_by_split_backward,
-    increment_version,
     local_of,
     rebind,
     share_gradient_hooks,
+    storage_key,
 )
 from shardwright.engine.tensors.cut import Cut
 from shardwright.engine.tensors.extension import Extension, is_attached, is_extended
@@ -212,8 +212,8 @@ def plain_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_place_view(local: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """The full parameter as a view of its shard, which is all of it. Edits of one move no counter of the other."""
-    return local.data.view(cut.spec.shape)
+    """The full parameter as an alias of its shard, which is all of it. Both have one version counter."""
+    return local.detach().view(cut.spec.shape)
 
 
 def has_no_values(tensor: torch.Tensor) -> bool:
@@ -277,8 +277,8 @@ class ManagedParameter:
         sharded: ``nn.Parameter`` over a DTensor or RaggedTensor in the storage dtype; views the unit's shard.
         cut: how it is cut.
         local: the plain local tensor behind ``sharded``.
-        full: ``nn.Parameter`` in the compute dtype; views the unit's slab, readable only while that is leased. Of a
-            tensor-parallel one a DTensor.
+        full: ``nn.Parameter`` in the compute dtype. It views the unit's slab and is readable only while that is leased,
+            or it is the shard itself (:attr:`in_place`). Of a tensor-parallel one a DTensor.
         view: the plain tensor behind ``full``.
         slots: the places where modules hold it; other units may add slots that borrow it.
     """
@@ -336,11 +336,13 @@ class ManagedParameter:
     @property
     def in_place(self) -> bool:
         """Whether the full form is the shard itself, because one rank has all of it in this dtype."""
-        return self.view.untyped_storage()._cdata == self.local.untyped_storage()._cdata  # type: ignore[no-any-return]
+        return storage_key(self.view) == storage_key(self.local)
 
     @property
     def counters(self) -> tuple[torch.Tensor, ...]:
-        """The tensors whose version counters move with edits of the full form."""
+        """The tensors whose version counters move with edits of the full form, and with none of the shard."""
+        if self.in_place:
+            return ()
         return (self.full,) if self.view is self.full else (self.full, self.view)
 
     def write_back(self, gathered: torch.Tensor | None = None) -> None:
@@ -354,9 +356,6 @@ class ManagedParameter:
                 f"Parameter {self.name!r} was changed in place while it was full, but {type(self.local).__name__} "
                 "defines its own all-gather, so the change cannot be written to the shard. Change it between steps."
             )
-        if self.in_place:
-            increment_version((self.local,))  # the edit is there, and graphs over the shard must notice it
-            return
         full = self.cut.of_full(self.view.detach())
         local = self.local.to(full.device)
         same = full == (local.to(full.dtype) if gathered is None else gathered)

@@ -27,6 +27,8 @@ class FullEdits:
 
     def give(self, full: torch.Tensor, there: bool) -> None:
         """Note that user code gets the ``.data`` of a full parameter. ``there``: its weights are in the slab."""
+        if any(p.full is full and p.in_place for p in self._parameters):
+            return
         self.handed_out.add(id(full))
         if there:
             self._remember(full)
@@ -71,10 +73,15 @@ class FullEdits:
                 p.write_back(self._gathered_part(p))
         return True
 
+    @property
+    def _is_decoded(self) -> bool:
+        """Whether full weights may have the rounding of a codec."""
+        return self._copies.transport.codec is not None and self._copies.current.gather.comm.group is not None
+
     def _remember(self, full: torch.Tensor) -> None:
         """Store the gathered values, because with a codec the shard alone cannot show an edit."""
         key = id(full)
-        if self._copies.transport.codec is None or key in self._decoded:
+        if not self._is_decoded or key in self._decoded:
             return
         p = next(p for p in self._parameters if p.full is full)
         if self._copies.current.counters.intact(p.counters):
@@ -82,9 +89,9 @@ class FullEdits:
 
     def _gathered_part(self, p: ManagedParameter) -> torch.Tensor | None:
         """The gathered values of this rank's part; None: they equal the shard in the compute dtype."""
-        codec = self._copies.transport.codec
-        if codec is None:
+        if not self._is_decoded:
             return None
+        codec = self._copies.transport.codec
         part = self._decoded.get(id(p.full))
         if part is None:
             raise RuntimeError(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from shardwright._torch import storage_key
 from shardwright.engine.base.home import Place
 from shardwright.engine.base.settings import Transport
 from shardwright.engine.base.site import Site
@@ -25,11 +26,11 @@ class Copy:
     Attributes:
         slab: their memory.
         gather: the gather that fills it.
-        counters: count edits of the full parameters.
+        counters: count edits of the full parameters, except of those that are their shards.
         forms: each parameter's full form and its plain tensor, from the last use of this copy.
     """
 
-    __slots__ = ("_ends", "_starts", "counters", "forms", "gather", "owner", "slab")
+    __slots__ = ("_shards", "counters", "forms", "gather", "owner", "slab")
 
     def __init__(
         self,
@@ -37,31 +38,29 @@ class Copy:
         slab: Slab,
         gather: Gather,
         forms: list[tuple[nn.Parameter, torch.Tensor]],
-        in_place: list[torch.Tensor],
+        shards: list[torch.Tensor],
     ) -> None:
-        """``in_place``: shards that are full parameters themselves."""
+        """``shards``: those that are full parameters themselves."""
         self.owner = owner
         self.slab = slab
         self.gather = gather
         self.forms = forms
+        self._shards = sorted(shards, key=torch.Tensor.data_ptr)
         self.counters = FullCounters([t for i in range(len(forms)) for t in self.counted(i)])
-        #: First and last addresses of these shards.
-        self._starts, self._ends = [], []
-        for start, nbytes in sorted((shard.data_ptr(), shard.nbytes) for shard in in_place):
-            self._starts.append(start)
-            self._ends.append(start + nbytes)
 
     def has(self, address: int) -> bool:
         """Whether the full weights have a byte at this address."""
         start = self.slab.address
         if start <= address < start + self.slab.nbytes:
             return True
-        shard = bisect.bisect(self._starts, address) - 1
-        return shard >= 0 and address < self._ends[shard]
+        before = bisect.bisect(self._shards, address, key=torch.Tensor.data_ptr)
+        return before > 0 and address < self._shards[before - 1].data_ptr() + self._shards[before - 1].nbytes
 
     def counted(self, index: int) -> tuple[torch.Tensor, ...]:
         """Like ``counters`` of a parameter, for its full form in this copy."""
         full, view = self.forms[index]
+        if any(storage_key(view) == storage_key(shard) for shard in self._shards):
+            return ()
         return (full,) if view is full else (full, view)
 
 

@@ -218,7 +218,7 @@ class Gather:
         self._stages = tuple(stages)
         self.extend = extend
         #: Whether the shards of this rank alone are the full weights, so that nothing is copied.
-        self._in_place = comm.group is None and not outputs and not self._stages
+        self._moves_nothing = comm.group is None and not outputs and not self._stages
 
     def address(self, header: torch.Tensor, headers: torch.Tensor) -> None:
         """Send ``header`` with each gather, and receive all ranks' in ``headers``; bytes of both."""
@@ -226,7 +226,7 @@ class Gather:
 
     def begin(self, place: Place, epoch: int) -> Pending:
         """Issue the gather."""
-        if self._in_place:
+        if self._moves_nothing:
             return Pending(self.comm.streams, None, None)
         parcel = Parcel(self, place, epoch)
         for stage in self._stages:

@@ -41,6 +41,13 @@ class Ledger:
         versions, earlier = _versions_of(self._watched), self._versions
         if versions == earlier:
             return []
+        pairs = range(0, len(versions), 2)
+        if behind := [
+            i + 1 for i in pairs if versions[i] != earlier[i] and versions[i + 1] == earlier[i + 1]
+        ]:
+            # So that graphs over the shard, or over full parameters that are the shard, notice the edit.
+            increment_version([self._watched[i] for i in behind])
+            versions = _versions_of(self._watched)
         self._versions = versions
         self.epoch += 1
         changed = list(
