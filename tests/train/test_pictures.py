@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwright import cli
-from shardwright.memory.plan import Item, Plan, pack, slots
+from shardwright.memory.packing import pack
+from shardwright.memory.plan import Item, Plan, slots
 from shardwright.train import compare, metrics, report
 from shardwright.train.loop import first_loss_in_words, validation_lines
 from shardwright.train.plan_picture import in_ranges, plan_figure, short_names

@@ -132,6 +132,7 @@ class Meeting:
         self._ranks = dist.get_process_group_ranks(group)
         self._way = Way(group, device)
         self._round: Round | None = None  #: the running round, or the last one if the ranks did not agree
+        self._refused: Round | None = None  #: the last round in which the ranks did not agree
         self._promise: _Promise | None = None
         self.number = 0
         self.agreement = 0, True
@@ -176,6 +177,7 @@ class Meeting:
             rows = [unpacked(each) for each in records]
             failures = {row[_FAILURE] for row in rows if row[0] == LEFT}
             if not failures or not failures.issubset(_known_failures):
+                self._refused = current
                 self._note_failure(failures)
                 return rows
 
@@ -193,7 +195,7 @@ class Meeting:
     def enter(self) -> None:
         """Begin a forward or backward: forget how this rank has left, and a round in which the ranks did not agree."""
         self.left_by = 0
-        if self.disagreed():
+        if self._refused is not None and self._refused is self._round:
             self._leave_round(None)
 
     def _note_failure(self, failures: set[int]) -> None:
