@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -240,13 +241,17 @@ def test_bytes_at_rest(
     moments = [local_of(s[key]) for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     assert sum(t.numel() * t.element_size() for t in moments) == states == nbytes_on(moments)
     if storage is FP32:
-        others = {a: n for a, n in storages().items() if before.get(a) != n}
         ours = {t.untyped_storage().data_ptr() for t in [*moments, *locals_]}
-        rest = sum(n for a, n in others.items() if a not in ours)
         count = len(list(model.parameters()))
         # Padding between packed gradients and a flag (16 bytes each at least) for each part, a step for each state.
         tables = count * (2 * 16 * at.parts * 2 + 64) + UNITS * 64 * (at.parts + 1)
-        assert rest <= tables + 4 * gaps, rest
+        until = time.monotonic() + 2  # gloo's thread drops its tensors a little after the end of a collective
+        while True:
+            rest = {a: n for a, n in storages().items() if before.get(a) != n and a not in ours}
+            if sum(rest.values()) <= tables + 4 * gaps or time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        assert sum(rest.values()) <= tables + 4 * gaps, sorted(rest.values())
 
 
 @on_meshes(on("zero3", (4,)))
