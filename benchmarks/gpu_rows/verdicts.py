@@ -16,7 +16,7 @@ OF_PLAIN = 1.02
 OF_FSDP2 = {"eager": 0.95, "compiled": 1.0}
 MFU = 0.5
 RESERVED = 1.02
-"""Largest time over that of plain torch and of FSDP2, least MFU of the compiled 3B, largest reserved over active."""
+"""Largest time over plain torch's and over FSDP2's, least MFU of the compiled 3B, largest reserved over active."""
 LOSS_TOLERANCE = 5e-2
 """For the losses of the first steps, as a part of the fall of the reference's losses in these steps: 1 is the distance
 of an engine that does not train. The engines compute the same roundings, so the first losses have the same bits or

@@ -23,10 +23,10 @@ class Updates:
 
     Attributes:
         dtype: the dtype of every update.
-        compute: ``compute(gradient, state, group)`` returns the update. It has the gradient's shape, which is that of
-            the whole tensor. ``state`` is the tensor's state, an empty dict at first, and is changed in place.
+        compute: ``compute(gradient, state, group)`` returns the update. It has the shape of the gradient
+            and of the whole tensor. ``state`` is the tensor's state, an empty dict at first, and is changed in place.
         apply: ``apply(part, update, group, shape)`` changes a part of the tensor in place, element by element.
-            ``update`` has the part's shape, ``shape`` is that of the whole tensor.
+            ``update`` has the part's shape. ``shape`` is the shape of the whole tensor.
     """
 
     dtype: torch.dtype
