@@ -166,7 +166,9 @@ def need(row: Row, variant: Variant, ranks: int) -> Need:
         "ops": shape.n_layers * products + every,
         "full": shape.n_layers * inputs + every,
     }
-    logits = 14 * tokens * shape.vocab_size  # bfloat16; float32: log-softmax, its gradient, the loss's gradient
+    logits = (
+        14 * tokens * shape.vocab_size
+    )  # bfloat16; float32: log-softmax, its gradient, the loss's gradient
     activations = kept[row.checkpoint] + logits
     if (
         variant.graph
