@@ -70,10 +70,6 @@ class Storages(TorchDispatchMode):
         self._watching = False
         self.peak, self.made = Peak(), Counter[str]()
 
-    def nbytes(self) -> int:
-        """Bytes that are alive now."""
-        return _union([each for _, each in self._alive()])
-
     def settle(self) -> int:
         """What is alive now is at rest: it does not count from here on. Returns its bytes."""
         alive = self._alive()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -15,15 +16,16 @@ from shardwright.layout import GradientPart, Packing, UnitLayout
 #: An item of a packing: a parameter's number, zeros, or the numbers and offsets of 0-d parameters and their size.
 Item = int | torch.Tensor | tuple[tuple[tuple[int, int], ...], int]
 
-_zeros: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+#: The newest zeros for padding. They live as long as a packer uses them.
+_zeros: WeakValueDictionary[tuple[torch.dtype, torch.device], torch.Tensor] = WeakValueDictionary()
 
 
-def _shared_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Shared zeros for reading. Otherwise every unit would keep memory for the padding of all ranks."""
-    numel = math.prod(shape)
-    if (dtype, device) not in _zeros or _zeros[dtype, device].numel() < numel:
-        _zeros[dtype, device] = torch.zeros(numel, dtype=dtype, device=device)
-    return _zeros[dtype, device][:numel].view(shape)
+def _shared_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """At least so many zeros, for reading. Otherwise every unit would keep memory for the padding of all ranks."""
+    zeros = _zeros.get((dtype, device))
+    if zeros is None or zeros.numel() < numel:
+        zeros = _zeros[dtype, device] = torch.zeros(numel, dtype=dtype, device=device)
+    return zeros
 
 
 class Packer:
@@ -49,6 +51,8 @@ class Packer:
         dtype = self._input_dtype or packing.reduce_dtype
         self._flags = torch.zeros(ranks.parts, packing.flag_slots, dtype=dtype, device=ranks.device)
         self._flags[:, : len(packing.parts)] = 1
+        #: The shared zeros of which items are views.
+        self._padding: list[torch.Tensor] = []
         self._items = self._plan_items(dtype)
         #: Whether gradients are packed without an earlier cast.
         self._plain = bool(packing.shared) or all(
@@ -109,8 +113,10 @@ class Packer:
         items: list[Item] = []
 
         def zeros(*shape: int) -> None:
-            if 0 not in shape:
-                items.append(_shared_zeros(shape, dtype, device))
+            if numel := math.prod(shape):
+                shared = _shared_zeros(numel, dtype, device)
+                self._padding.append(shared)
+                items.append(shared[:numel].view(shape))
 
         if not packing.shared:
             for i, part in enumerate(packing.parts):
