@@ -383,6 +383,13 @@ def test_training_is_in_order(case: Case) -> None:
     assert on_side == {"gather"} | ({"reduce"} if scatters else set()) | ({"all_reduce"} if sums else set())
 
 
+@pytest.mark.parametrize(
+    "on", [On("zero3", (1,)), On("zero2", (1,)), On("ddp", (2,)), On("hsdp", (2, 1))], ids=str
+)
+def test_weights_in_place_wait_for_the_optimizer_s_event(on: On) -> None:
+    run(Case(on, event="optimizer on a stream")).check()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("left", ["a gather", "a backward"])
 def test_a_model_may_go_with_a_collective_under_way(left: str, ranks: int) -> None:

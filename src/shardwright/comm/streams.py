@@ -54,6 +54,9 @@ class Streams(Protocol):
     def gather_after(self, event: Any) -> None:
         """Let gathers wait for a user's event."""
 
+    def mark_of_events(self) -> Any:
+        """A mark after all events of :meth:`gather_after`. None: there were none, so nobody has to wait."""
+
     def warm_up(self, function: Callable[[], Any]) -> Any:
         """Run ``function`` on the stream of a later :meth:`capture`. The computation waits for it."""
 
@@ -91,6 +94,9 @@ class HostStreams:
     def gather_after(self, event: Any) -> None:
         return None
 
+    def mark_of_events(self) -> None:
+        return None
+
     def warm_up(self, function: Callable[[], Any]) -> Any:
         return function()
 
@@ -112,6 +118,7 @@ class DeviceStreams:
         self.captures = device.type == "cuda"
         names = ("gather", "reduce", "all_reduce", "upload", "download")
         self._side = {name: self._api.Stream(device=device, priority=-1) for name in names}
+        self._has_events = False  #: whether gathers had to wait for a user's event
 
     @contextmanager
     def fork(self, name: str) -> Iterator[None]:
@@ -143,6 +150,10 @@ class DeviceStreams:
 
     def gather_after(self, event: Any) -> None:
         self._side["gather"].wait_event(event)
+        self._has_events = True
+
+    def mark_of_events(self) -> Any:
+        return self.mark("gather") if self._has_events else None
 
     @property
     def capturing(self) -> bool:

@@ -588,7 +588,8 @@ class FSDPModule(TorchFSDPModule):
                 _set_source(unit, SymmetricMemory(comms, backend))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next forward's gathers wait for ``event`` (recorded after the optimizer), on an accelerator."""
+        """Let the next forward wait for ``event`` (recorded after the optimizer) before it reads weights, on an
+        accelerator."""
         self._root().agreement.streams.gather_after(event)
 
     def reset_iter_state(self) -> None:

@@ -227,7 +227,8 @@ class Gather:
     def begin(self, place: Place, epoch: int) -> Pending:
         """Issue the gather."""
         if self._moves_nothing:
-            return Pending(self.comm.streams, None, None)
+            # The optimizer may still write to the shards, on a stream of the user's.
+            return Pending(self.comm.streams, None, self.comm.streams.mark_of_events())
         parcel = Parcel(self, place, epoch)
         for stage in self._stages:
             stage.begin(parcel)
