@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import shardwright as sw
+from shardwright.comm_hooks import MXFP8
 from tests.engine.cases.base import CASES, DIM, FP32, Batch, Block, Net, loss_of
 from tests.engine.cases.failures import Boom, raising
 from tests.engine.cases.running import TOLERANCE, reference_step, sharded_net, step_of
+from tests.engine.custom import Gathers
 from tests.engine.programs import differences
 from tests.support import multirank
 
@@ -104,6 +106,33 @@ def test_unequal_sizes_are_refused_before_the_gather(rank: int, world_size: int)
     model = sharded_net(Sized(5 if rank else 50))
     with refusal(r"'blocks\.0'", "bytes"):
         step_of(model, rank)
+
+
+@multirank(2, 3, timeout=15.0)
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [
+        ("codec on some ranks", "some on rank 0; none on rank"),
+        ("elements of codecs", "some on rank 0; some on rank"),
+        ("collective on some ranks", "some on rank 0; none on rank"),
+    ],
+)
+def test_other_codecs_and_collectives_of_gathers_are_refused(
+    rank: int, world_size: int, kind: str, groups: str, strategy: str
+) -> None:
+    model: Any = torch.nn.Linear(64, 64)
+    sw.fully_shard(model, strategy=strategy)
+    other = MXFP8(torch.float8_e5m2) if kind == "elements of codecs" else None
+    if kind == "collective on some ranks":
+        model.set_custom_all_gather(Gathers() if rank == 0 else None)
+    else:
+        model.set_all_gather_codec(MXFP8() if rank == 0 else other)
+    with pytest.raises(RuntimeError, match=rf"\('Linear'\) with different codecs or collectives \({groups}"):
+        model(torch.ones(2, 64))
+    model.set_custom_all_gather(None)
+    model.set_all_gather_codec(MXFP8())  # the message's way out
+    model(torch.ones(2, 64)).sum().backward()
 
 
 @multirank(2, 3, timeout=15.0)

@@ -74,14 +74,14 @@ class Agreement:
     # -- before a collective -------------------------------------------------------------------------------------
 
     def announce_gather(
-        self, number: int, comm: Communicator, nbytes: int, extended: int = 0
+        self, number: int, comm: Communicator, nbytes: int, detail: int = 0
     ) -> Callable[[], None] | None:
         """The function to call directly before a gather of a unit.
 
-        ``extended`` is a number for the parameters that have ``fsdp_pre_all_gather``.
+        ``detail`` is that of the :class:`Gather`.
         """
         if comm.exchanges:
-            return lambda: self._agree(comm, GATHER, number, nbytes, extended)
+            return lambda: self._agree(comm, GATHER, number, nbytes, detail)
         return None
 
     def announce_reduction(

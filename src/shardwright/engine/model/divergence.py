@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any, NamedTuple, NoReturn
 
 from shardwright.comm import LEFT, Communicator, notices
@@ -51,7 +51,7 @@ class Record(NamedTuple):
     event: int
     number: int  #: of the unit
     nbytes: int
-    detail: int  #: a number for the parameters (of a gather: those with fsdp_pre_all_gather), or for what was left
+    detail: int  #: a number for the parameters, or for what was left; of a gather see ``Gather.detail``
     model: int
     age: int
 
@@ -120,10 +120,17 @@ class Model:
         same_place = len({(r.event, r.number, r.model) for r in records.values()}) == 1
         same_size = len({r.nbytes for r in records.values()}) == 1
         if same_place and one_age and first.event == GATHER and len({r.detail for r in records.values()}) > 1:
-            details = _grouped({rank: r.detail for rank, r in records.items()})
-            groups = "; ".join(
-                f"{'some' if detail else 'none'} on {_ranks(ranks)}" for detail, ranks in details
+            ways, extended = (
+                _grouped({rank: r.detail >> shift & 0xFFFFFFFF for rank, r in records.items()})
+                for shift in (32, 0)
             )
+            if len(ways) > 1:
+                raise RuntimeError(
+                    f"The ranks have diverged: they gather {self.name_of(first.number)} with different codecs or "
+                    f"collectives ({_some_or_none(ways)}). Call set_all_gather_codec and set_custom_all_gather with "
+                    "equal arguments on every rank."
+                )
+            groups = _some_or_none(extended)
             raise RuntimeError(
                 f"The ranks have diverged: they gather {self.name_of(first.number)} with fsdp_pre_all_gather on "
                 f"different parameters ({groups}). Attach it to the local tensors of the same parameters on every rank."
@@ -184,7 +191,11 @@ def _refuse_reading(comm: Communicator, rows: list[list[int]]) -> None:
 refuse_divergence.append(_refuse_reading)
 
 
-def _grouped(values: dict[int, Any]) -> Iterable[tuple[Any, list[int]]]:
+def _some_or_none(numbers: Collection[tuple[int, list[int]]]) -> str:
+    return "; ".join(f"{'some' if number else 'none'} on {_ranks(ranks)}" for number, ranks in numbers)
+
+
+def _grouped(values: dict[int, Any]) -> Collection[tuple[Any, list[int]]]:
     """Each value with the ranks that have it."""
     ranks: dict[Any, list[int]] = {}
     for rank, value in values.items():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import zlib
 from typing import cast
 
 from shardwright.comm import (
@@ -64,6 +66,14 @@ def _with_rows(comm: Communicator, custom: object, coding: RowCoding | None) -> 
     if coding is None:
         return with_gathers(comm, custom)
     return with_gathers(comm, custom, coding.encode, coding.decode)
+
+
+def number_of(transport: Transport) -> int:
+    """31 bits that show how gathers encode and send; ranks must have equal ones. 0: no codec, no user's collective."""
+    if transport.codec is None and transport.gather is None:
+        return 0
+    codec = re.sub(r" at 0x[0-9A-Fa-f]+", "", repr(transport.codec))  # addresses differ between processes
+    return zlib.crc32(f"{codec} {transport.gather is not None}".encode()) >> 1
 
 
 def refuse_codec(layout: UnitLayout, cuts: list[Cut], codec: Codec | BlockCodec | None, owner: Owner) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 
 import torch
@@ -14,6 +15,7 @@ from shardwright.engine.base.home import Place
 from shardwright.engine.base.settings import Transport
 from shardwright.engine.base.site import Site
 from shardwright.engine.tensors.parameter import ManagedParameter, in_place_view, plain_of
+from shardwright.engine.weights.coding import number_of
 from shardwright.engine.weights.gather import Extend, Gather, SecondaryShard, plan_gather
 from shardwright.engine.weights.ledger import FullCounters
 from shardwright.layout import UnitLayout
@@ -125,11 +127,12 @@ class Copies:
         )
 
     def _plan_gather(self, layout: UnitLayout, slab: Slab, owner: Owner) -> Gather:
-        site, extend, detail = self._site, None, 0
+        site, extend, detail = self._site, None, number_of(self.transport) << 32
         if self.extended:
             comm = site.ranks.comm
             extend = Extend(self.extended, comm, site.reads, site.on_gradient, self._on_extended)
-            detail = hash(tuple(i for i, p in enumerate(self._parameters) if p.extension))
+            places = [i for i, p in enumerate(self._parameters) if p.extension]
+            detail |= zlib.crc32(repr(places).encode())
         cuts = [p.cut for p in self._parameters]
         return plan_gather(
             layout,

@@ -67,11 +67,13 @@ class Hop:
         outputs: list[torch.Tensor],
         slab: Slab,
         kept: bool,
+        detail: int,
     ) -> None:
         self.comm = comm
         self.inputs = inputs
         self.outputs = outputs
         self.slab = slab
+        self.detail = detail  #: as of the :class:`Gather`
         self.kept = kept  #: whether the result is kept until the weights change
         self.epoch = NEVER  #: the epoch of the kept weights
         self._pending: Pending | None = None  #: kept until the end, because it holds the buffers
@@ -87,7 +89,9 @@ class Hop:
         self.slab.lease()
         self.epoch = NEVER
         place = parcel.place
-        announce = place.home.agreement.announce_gather(place.number, self.comm, self.slab.nbytes)
+        announce = place.home.agreement.announce_gather(
+            place.number, self.comm, self.slab.nbytes, self.detail
+        )
         pending = self.comm.all_gather(self.outputs, self.inputs, casts, None, announce)
         if self.comm.streams.asynchronous:
             pending.wait()  # on an accelerator the stream keeps the order
@@ -193,7 +197,8 @@ class Gather:
         hops: the collectives before it, if shards are on several axes; they are stages, too.
         outputs, inputs: of the last collective, with the headers at the end.
         nbytes: bytes of the outputs, without headers.
-        detail: a number for the parameters with ``fsdp_pre_all_gather``; 0 if there are none.
+        detail: a number that ranks compare: its high half for codec and user's collective, its low half for the
+            parameters with ``fsdp_pre_all_gather``. A half is 0 if there are none.
         extend: the stage of these parameters.
     """
 
@@ -285,7 +290,7 @@ def plan_gather(
         offsets = [0, *itertools.accumulate(sizes)][:-1]
         outputs = [between.byte_view(*place) for place in zip(offsets, sizes, strict=True)]
         between.release()
-        hops.append(Hop(comm, inputs, outputs, between, kept=i == len(ranks.once) - 1))
+        hops.append(Hop(comm, inputs, outputs, between, i == len(ranks.once) - 1, detail))
         inputs = outputs
     sizes = [nbytes * layout.world_size for nbytes in pieces.sizes]
     outputs = [slab.byte_view(*place) for place in zip(pieces.offsets, sizes, strict=True)]
