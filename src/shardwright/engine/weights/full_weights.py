@@ -32,7 +32,7 @@ class Copy:
         forms: each parameter's full form and its plain tensor, from the last use of this copy.
     """
 
-    __slots__ = ("_shards", "counters", "forms", "gather", "owner", "slab")
+    __slots__ = ("_shards", "_storages", "counters", "forms", "gather", "owner", "slab")
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class Copy:
         self.gather = gather
         self.forms = forms
         self._shards = sorted(shards, key=torch.Tensor.data_ptr)
+        self._storages = {storage_key(shard) for shard in shards}
         self.counters = FullCounters([t for i in range(len(forms)) for t in self.counted(i)])
 
     def has(self, address: int) -> bool:
@@ -61,7 +62,7 @@ class Copy:
     def counted(self, index: int) -> tuple[torch.Tensor, ...]:
         """Like ``counters`` of a parameter, for its full form in this copy."""
         full, view = self.forms[index]
-        if any(storage_key(view) == storage_key(shard) for shard in self._shards):
+        if storage_key(view) in self._storages:
             return ()
         return (full,) if view is full else (full, view)
 
