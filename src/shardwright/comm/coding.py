@@ -82,7 +82,7 @@ class BlockCoding:
     ) -> None:
         self._codec = codec
         self._dtypes = dtypes
-        self._ranks = holdings[-1].stop
+        self._rank_count = holdings[-1].stop
         self._holdings = [(h, self._places(h)) for h in holdings]
         self._own = next(places for h, places in self._holdings if h.first <= rank < h.stop)
         self.nbytes = max(places[-1].stop if places else 0 for _, places in self._holdings)
@@ -116,9 +116,9 @@ class BlockCoding:
 
     def decode(self, rows: torch.Tensor, outputs: list[torch.Tensor]) -> None:
         """Fill the flat uint8 ``outputs`` from uint8 [ranks, bytes]."""
-        width = self._ranks // len(rows) * self.nbytes
+        width = self._rank_count // len(rows) * self.nbytes
         copy_rows(rows[:, width:], outputs[len(self._dtypes) :])
-        encoded = rows[:, :width].reshape(self._ranks, self.nbytes)
+        encoded = rows[:, :width].reshape(self._rank_count, self.nbytes)
         for holding, places in self._holdings:
             held = encoded[holding.first : holding.stop]
             for part, start, stop in places:
@@ -127,7 +127,7 @@ class BlockCoding:
     def _decode(
         self, part: Part, encoded: torch.Tensor, outputs: list[torch.Tensor], holding: Holding
     ) -> None:
-        piece = outputs[part.piece].view(self._dtypes[part.piece]).view(self._ranks, -1)
+        piece = outputs[part.piece].view(self._dtypes[part.piece]).view(self._rank_count, -1)
         target = piece[holding.first : holding.stop, part.offset : part.offset + part.numel]
         if not part.coded:
             target.view(torch.uint8).copy_(encoded)

@@ -44,21 +44,21 @@ class Run:
 class UnitLayout:
     """The layout of one unit: its runs, and the bytes of its slab.
 
-    ``in_place``: whether runs without a cast are in place.
+    ``allows_in_place``: whether every run without a cast is in place.
     """
 
     world_size: int
     specs: tuple[TensorSpec, ...]
     runs: tuple[Run, ...]
     slab_nbytes: int
-    in_place: bool = False
+    allows_in_place: bool = False
 
     def as_stored(self) -> UnitLayout:
         """The same places in a slab that has the parameters in their storage dtypes."""
         runs: list[Run] = []
         slab_bytes = 0
         for run in self.runs:
-            in_place = self.in_place and not run.extended
+            in_place = self.allows_in_place and not run.extended
             slab = 0 if in_place else run.slab_numel
             runs.append(
                 replace(
@@ -71,7 +71,7 @@ class UnitLayout:
             )
             slab_bytes = round_up(slab_bytes + slab * run.storage_dtype.itemsize, ALIGNMENT)
         specs = tuple(replace(spec, compute_dtype=spec.storage_dtype) for spec in self.specs)
-        return UnitLayout(self.world_size, specs, tuple(runs), slab_bytes, self.in_place)
+        return UnitLayout(self.world_size, specs, tuple(runs), slab_bytes, self.allows_in_place)
 
 
 def plan_unit(
@@ -79,7 +79,7 @@ def plan_unit(
     world_size: int,
     ragged: Ragged | None = None,
     groups: Sequence[object] | None = None,
-    in_place: bool = False,
+    allows_in_place: bool = False,
 ) -> UnitLayout:
     """Lay out parameters, each whole and contiguous in the slab, for ``world_size`` shards.
 
@@ -92,16 +92,16 @@ def plan_unit(
         world_size: ranks among which every parameter is divided.
         ragged: how parameters share segments; None: each has its own segment.
         groups: one for each parameter, anything hashable.
-        in_place: parameters that are not cast have no place in the slab. The one rank that has all of them computes
-            with its shards.
+        allows_in_place: parameters that are not cast have no place in the slab. The one rank that has all of them
+            computes with its shards.
 
     Raises:
-        ValueError: ``world_size`` is less than 1, or it is more than 1 and ``in_place`` is True.
+        ValueError: ``world_size`` is less than 1, or it is more than 1 and ``allows_in_place`` is True.
     """
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}, expected at least 1")
-    if in_place and world_size > 1:
-        raise ValueError(f"in_place is True with world_size {world_size}, so no rank has all of a parameter")
+    if allows_in_place and world_size > 1:
+        raise ValueError(f"allows_in_place is True with world_size {world_size}, so no rank has all of a parameter")
     order: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
     for i, spec in enumerate(specs):
         order.setdefault((spec.storage_dtype, spec.compute_dtype, spec.extended), []).append(i)
@@ -122,12 +122,12 @@ def plan_unit(
             segments, shard, slab = _numbered(shared.segments, indices), shared.shard_numel, shared.numel
         if extended:
             shard = slab = 0
-        stays = in_place and storage == compute and not extended
-        if stays:
+        in_place = allows_in_place and storage == compute and not extended
+        if in_place:
             slab = 0
-        runs.append(Run(storage, compute, tuple(segments), shard, slab, slab_bytes, extended, stays))
+        runs.append(Run(storage, compute, tuple(segments), shard, slab, slab_bytes, extended, in_place))
         slab_bytes = round_up(slab_bytes + slab * compute.itemsize, ALIGNMENT)
-    return UnitLayout(world_size, tuple(specs), tuple(runs), slab_bytes, in_place)
+    return UnitLayout(world_size, tuple(specs), tuple(runs), slab_bytes, allows_in_place)
 
 
 def _in_rows(

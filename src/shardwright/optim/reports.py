@@ -113,6 +113,6 @@ def _error_of(number: int, at: int, owned: Sequence[Owned], world: World) -> Exc
     where = "its local tensors" if at < 0 else f"whole tensors, the first is {owned[at - 1].name!r}"
     return RuntimeError(
         f"The optimizer's step failed on rank {rank}, on {where}; that rank raises the original error. Tensors that "
-        "it had not stepped yet were not updated; if only updates travel, as for Muon, weight decay was applied. All "
-        "ranks have the same values: load a checkpoint, or continue with these values."
+        "it had not stepped yet were not updated. If the optimizer sends updates only (Muon), they got their weight "
+        "decay. All ranks have the same values: load a checkpoint, or continue with these values."
     )

@@ -131,8 +131,8 @@ def build_memory(owned: list[Owned], site: Site, arguments: Arguments) -> Built:
     dtypes = [gradient_dtypes(own, s.compute_dtype) for own, s in zip(policies, specs, strict=True)]
     trainable = [each.parameter.requires_grad for each in owned]
     # The full form of a tensor-parallel parameter is a DTensor, and its local tensor has another version counter.
-    in_place = ranks.parts == 1 and reads is None and not any(each.parallel for each in owned)
-    layout = plan_unit(specs, ranks.parts, arguments.layout, trainable, in_place)
+    allows_in_place = ranks.parts == 1 and reads is None and not any(each.parallel for each in owned)
+    layout = plan_unit(specs, ranks.parts, arguments.layout, trainable, allows_in_place)
     slab = Slab(layout.slab_nbytes, device, "parameters", site.owner)
     slab.lease()  # views need existing memory
     managed: list[ManagedParameter | None] = [None] * len(owned)

@@ -40,15 +40,15 @@ class Copy:
         slab: Slab,
         gather: Gather,
         forms: list[tuple[nn.Parameter, torch.Tensor]],
-        shards: list[torch.Tensor],
+        shards_in_place: list[torch.Tensor],
     ) -> None:
-        """``shards``: those that are full parameters themselves."""
+        """``shards_in_place``: the shards that are full parameters themselves."""
         self.owner = owner
         self.slab = slab
         self.gather = gather
         self.forms = forms
-        self._shards = sorted(shards, key=torch.Tensor.data_ptr)
-        self._storages = {storage_key(shard) for shard in shards}
+        self._shards = sorted(shards_in_place, key=torch.Tensor.data_ptr)
+        self._storages = {storage_key(shard) for shard in shards_in_place}
         self.counters = FullCounters([t for i in range(len(forms)) for t in self.counted(i)])
 
     def has(self, address: int) -> bool:
@@ -118,7 +118,7 @@ class Copies:
         site = self._site
         gather = self._plan_gather(self._layout, slab, site.owner)
         forms = [(p.full, p.view) for p in self._parameters]
-        self.training = self.current = Copy(site.owner, slab, gather, forms, self._in_place(self._layout))
+        self.training = self.current = Copy(site.owner, slab, gather, forms, self._shards_in_place(self._layout))
         self.stored: Copy | None = None
         full = gather.outputs[:-1]
         self.secondary = (
@@ -195,9 +195,9 @@ class Copies:
         gather = self._plan_gather(layout, slab, owner)
         forms = _forms(self._parameters, layout, slab)
         slab.release()
-        return Copy(owner, slab, gather, forms, self._in_place(layout))
+        return Copy(owner, slab, gather, forms, self._shards_in_place(layout))
 
-    def _in_place(self, layout: UnitLayout) -> list[torch.Tensor]:
+    def _shards_in_place(self, layout: UnitLayout) -> list[torch.Tensor]:
         """The shards that are full parameters themselves."""
         stays = [run.in_place for run in layout.runs for _ in run.segments]
         return [shard for shard, here in zip(self._shards, stays, strict=True) if here]
@@ -241,10 +241,11 @@ def _forms(
     runs = {m.index: run for run in layout.runs for s in run.segments for m in s.members}
     forms: list[tuple[nn.Parameter, torch.Tensor]] = []
     for index, p in enumerate(parameters):
-        if runs[index].in_place and p.in_place:
+        run = runs[index]
+        if run.in_place and p.in_place:
             forms.append((p.full, p.view))
             continue
-        view = in_place_view(p.local, p.cut) if runs[index].in_place else p.cut.full_view(slab, runs[index])
+        view = in_place_view(p.local, p.cut) if run.in_place else p.cut.full_view(slab, run)
         shown = view if p.cut.parallel is None else p.cut.parallel.wrap(view)
         full = nn.Parameter(shown, requires_grad=p.full.requires_grad)
         for key, value in p.full.__dict__.items():
