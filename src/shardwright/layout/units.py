@@ -101,7 +101,9 @@ def plan_unit(
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}, expected at least 1")
     if allows_in_place and world_size > 1:
-        raise ValueError(f"allows_in_place is True with world_size {world_size}, so no rank has all of a parameter")
+        raise ValueError(
+            f"allows_in_place is True with world_size {world_size}, so no rank has all of a parameter"
+        )
     order: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
     for i, spec in enumerate(specs):
         order.setdefault((spec.storage_dtype, spec.compute_dtype, spec.extended), []).append(i)

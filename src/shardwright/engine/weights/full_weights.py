@@ -118,7 +118,9 @@ class Copies:
         site = self._site
         gather = self._plan_gather(self._layout, slab, site.owner)
         forms = [(p.full, p.view) for p in self._parameters]
-        self.training = self.current = Copy(site.owner, slab, gather, forms, self._shards_in_place(self._layout))
+        self.training = self.current = Copy(
+            site.owner, slab, gather, forms, self._shards_in_place(self._layout)
+        )
         self.stored: Copy | None = None
         full = gather.outputs[:-1]
         self.secondary = (
