@@ -49,7 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done; 1: the program failed; 2: the user made a mistake; 130: interrupted; 141: the reader of stdout has gone.
     An error is one line on stderr. With `--debug` a traceback comes before it.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    status = _status_of(list(sys.argv[1:] if argv is None else argv))
+    if argv is None and (sink_thread := sys.modules.get("shardwright.train.sink_thread")):
+        sink_thread.leave_if_stuck(status)
+    return status
+
+
+def _status_of(arguments: list[str]) -> int:
     _print_on_any_terminal()
     atexit.unregister(_leave_objects_as_they_are)
     atexit.register(_leave_objects_as_they_are)

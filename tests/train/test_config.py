@@ -136,7 +136,7 @@ def test_unknown_override_is_refused_with_the_nearest_key(tmp_path: Path, key: s
         ("[train]\nstep = 3", "unknown key train.step; did you mean train.steps?"),
         ("[train]\nmax_nrom = 3", "unknown key train.max_nrom; did you mean train.max_norm?"),
         ("[train]\nengine = 'ddp'", "unknown key train.engine; did you mean parallel.engine?"),
-        ("[log]\nxyzzy = 3", "unknown key log.xyzzy; the keys of [log] are every, sinks"),
+        ("[log]\nxyzzy = 3", "unknown key log.xyzzy; the keys of [log] are every, sinks, project"),
         ("steps = 3", "unknown key steps; did you mean train.steps?"),
         ("[trian]\nsteps = 3", "unknown section [trian]; did you mean [train]?"),
         (
@@ -152,7 +152,8 @@ def test_unknown_override_is_refused_with_the_nearest_key(tmp_path: Path, key: s
         ("[optimizer]\nlr = 2026-01-01", "optimizer.lr: expected a number > 0, found 2026-01-01 (a date)"),
         (
             '[log]\nsinks = ["paper"]',
-            "log.sinks: expected one of tensorboard, or an import path (package.module:NAME), found 'paper'",
+            "log.sinks: expected one of tensorboard, wandb, mlflow, trackio, or an import path (package.module:NAME), "
+            "found 'paper'",
         ),
         (
             "[optimizer]\nbetas = [0.9]",

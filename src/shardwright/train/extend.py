@@ -1,6 +1,6 @@
 """Names for values of the trainer: optimizers, kinds of models, places for metrics. See docs/extending.md."""
 
-from shardwright.train.metrics import Sink, StepRecord
+from shardwright.train.metrics import RunEnd, Sink, StepRecord
 from shardwright.train.models.decoder import Decoder
 from shardwright.train.models.kinds import Kind, Offers, kinds
 from shardwright.train.optimizers import NamedOptimizer, optimizers
@@ -12,6 +12,7 @@ __all__ = [
     "NamedOptimizer",
     "NamedSink",
     "Offers",
+    "RunEnd",
     "RunSite",
     "Sink",
     "StepRecord",

@@ -38,6 +38,7 @@ from shardwright.train.environment import (
 )
 from shardwright.train.errors import UserError
 from shardwright.train.runs import RunFolder, discard_if_unused, now, open_folder
+from shardwright.train.sinks import check_packages
 from shardwright.train.starting import START
 from shardwright.train.writing import writing
 
@@ -53,7 +54,8 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
     """
     check_environment()
     if under_launcher():
-        return _rank().run_rank(lambda: config, resume, "--debug" in argv)
+        return _rank().run_rank(lambda: _with_packages(config), resume, "--debug" in argv)
+    _with_packages(config)
     ranks = _number_of_ranks(config, nproc)
     check_ranks(config, ranks)
     check_device(config, choose_device(config))
@@ -69,6 +71,12 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
         except (UserError, KeyboardInterrupt):
             discard_if_unused(folder, lock)
             raise
+
+
+def _with_packages(config: Config) -> Config:
+    """The configuration. Raises UserError if a package of a sink is missing."""
+    check_packages(config.log.sinks)
+    return config
 
 
 def refuse_config(error: UserError, debug: bool) -> int:

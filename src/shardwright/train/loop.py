@@ -6,8 +6,9 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from shardwright.train.data import Corpus
 from shardwright.train.errors import UserError
 from shardwright.train.models.kinds import sizes_of
 from shardwright.train.peaks import peak_flops
+from shardwright.train.reporter import Reporter
 from shardwright.train.resuming import changes_in_words, resume_command
 from shardwright.train.runs import (
     RunFolder,
@@ -36,6 +38,7 @@ from shardwright.train.runs import (
     write_text,
     writing,
 )
+from shardwright.train.sink_thread import SinkThread
 from shardwright.train.sinks import RunSite
 from shardwright.train.sinks import sinks as named_sinks
 from shardwright.train.starting import START
@@ -60,7 +63,7 @@ def _train(config: Config, folder: RunFolder, corpus: Corpus, world: World, resu
     START.doing(f"building the model of {sizes_of(config.model.shape()).parameters:,} parameters")
     if resume:
         check_same_corpus(folder, corpus.sha256)
-    with metrics.Reporter([metrics.Lines(0, 1)] if world.is_first else []) as notices:
+    with Reporter([metrics.Lines(0, 1)] if world.is_first else []) as notices:
         if resume and world.is_first and (changes := changes_in_words(folder.config(), config)):
             notices.say(changes)
         trainer = Trainer(config, world, corpus)
@@ -75,21 +78,22 @@ def _train(config: Config, folder: RunFolder, corpus: Corpus, world: World, resu
             f"{config.train.steps}; set more steps to continue"
         )
     START.doing("running the first step")
-    with StopRequest() as stop:
+    with StopRequest() as stop, ExitStack() as stack:
         record = open_record(trainer, folder) if world.is_first else None
         try:
-            with open_reporter(config, folder, done) if world.is_first else metrics.Reporter([]) as reporter:
-                reporter.say(opening_line(trainer, folder))
-                reporter.say(figures_in_words(trainer))
-                ended_by = run_steps(trainer, folder, reporter, stop)
+            reporter = Reporter([]) if record is None else open_reporter(config, folder, done, record.facts)
+            stack.enter_context(reporter)
+            reporter.say(opening_line(trainer, folder))
+            reporter.say(figures_in_words(trainer))
+            ended_by = run_steps(trainer, folder, reporter, stop)
         except BaseException:
             if record is not None:
                 record.close("failed", trainer.position.step, {})
             raise
-        return conclude(trainer, folder, record, ended_by, reporter.stopped)
+        return conclude(trainer, folder, record, ended_by, reporter)
 
 
-def run_steps(trainer: Trainer, folder: RunFolder, reporter: metrics.Reporter, stop: StopRequest) -> int:
+def run_steps(trainer: Trainer, folder: RunFolder, reporter: Reporter, stop: StopRequest) -> int:
     """Run steps, validations and checkpoints until the end or a signal. Returns the signal, 0 for none.
 
     When this returns, the state is saved.
@@ -206,19 +210,22 @@ def step_record(
     )
 
 
-def open_reporter(config: Config, folder: RunFolder, steps_done: int) -> metrics.Reporter:
+def open_reporter(config: Config, folder: RunFolder, steps_done: int, facts: Mapping[str, Any]) -> Reporter:
     """The first rank's: the run's own files and terminal, and the sinks of `[log] sinks`."""
     steps, every = config.train.steps, config.log.every
     console = Console()
     if console.is_terminal:
         START.end()  # from here on the progress bar moves
-    site = RunSite(folder.path, config, steps_done)
+    site = RunSite(folder.path.absolute(), config, steps_done, facts)
     sinks: list[metrics.Sink] = [metrics.JsonLines(folder.metrics_file, steps_done)]
-    added = {name: named_sinks.get(name).make(site) for name in config.log.sinks}
+    added = {}
+    for name in config.log.sinks:
+        named = named_sinks.get(name)
+        added[name] = SinkThread(name, partial(named.make, site), named.patience)
     sinks.append(
         metrics.Bar(steps, steps_done, every, console) if console.is_terminal else metrics.Lines(steps, every)
     )
-    return metrics.Reporter(sinks, added, steps_done)
+    return Reporter(sinks, added, steps_done)
 
 
 def open_record(trainer: Trainer, folder: RunFolder) -> RunRecord:
@@ -289,9 +296,12 @@ def first_loss_in_words(loss: float, tokens: int) -> str | None:
 
 
 def conclude(
-    trainer: Trainer, folder: RunFolder, record: RunRecord | None, ended_by: int, stopped_sinks: Sequence[str]
+    trainer: Trainer, folder: RunFolder, record: RunRecord | None, ended_by: int, reporter: Reporter
 ) -> int:
-    """After the last step: record how the run ended, draw, sample, print the summary. Returns the exit status."""
+    """After the last step: record how the run ended, draw, sample, close the sinks, print the summary.
+
+    Returns the exit status.
+    """
     memory = torch.tensor(trainer.peak_memory, device=trainer.world.device)
     dist.all_reduce(memory, op=dist.ReduceOp.MAX)
     sampled = trainer.sample() if trainer.config.run.sample_tokens and not ended_by else None
@@ -301,19 +311,21 @@ def conclude(
     results = {**report.results(records), "peak_memory": int(memory)}
     if trainer.config.train.compile != "none":
         results |= {"graphs": trainer.recompiles.graphs, "recompiles": trainer.recompiles.later}
-    record.close("interrupted" if ended_by else "finished", trainer.position.step, results)
+    status: Literal["interrupted", "finished"] = "interrupted" if ended_by else "finished"
+    record.close(status, trainer.position.step, results)
     with writing(folder.picture):
         report.loss_curve(records, folder.picture, trainer.config.run.name, vocabulary(trainer.config))
+    reporter.close(metrics.RunEnd(status, trainer.position.step, results, folder.picture.absolute()))
     if ended_by:
         print(
-            *stopped_sinks,
+            *reporter.stopped,
             f"stopped by {signal.Signals(ended_by).name} after step {trainer.position.step}, which is saved; "
             f"to continue:\n  {resume_command(folder, trainer.world.size)}",
             sep="\n",
             flush=True,
         )
         return 128 + ended_by
-    text = summary(trainer, folder, results, sampled, stopped_sinks)
+    text = summary(trainer, folder, results, sampled, reporter.stopped)
     write_text(folder.summary_file, text)
     print(text, end="", flush=True)
     return 0

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO
 
 import psutil
 import torch
@@ -28,7 +27,6 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from shardwright.extend.registry import in_words
 from shardwright.train.errors import UserError
 from shardwright.train.writing import writing
 
@@ -90,14 +88,53 @@ class StepRecord:
     extra_losses: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run, or one session of it, ended.
+
+    Attributes:
+        status: "finished" after its last step; "interrupted" by a signal, with the state saved; "failed".
+        step: optimizer steps done.
+        results: figures of the whole run, as in run.json; empty for a run that failed.
+        picture: the picture of the loss; None for a run that failed.
+    """
+
+    status: Literal["finished", "interrupted", "failed"]
+    step: int
+    results: Mapping[str, Any] = field(default_factory=dict)
+    picture: Path | None = None
+
+
 class Sink(Protocol):
-    """Gets the records of a run, and the lines that it prints."""
+    """A place for the metrics of a run: a file, a terminal or a service.
 
-    def step(self, record: StepRecord) -> None: ...
+    It has four methods. The first is the function that opens it with the run's configuration and facts: `open` of
+    `NamedSink`. There is no method for pictures and results: a run has them once, when it ends, so `close` gets them.
+    """
 
-    def say(self, text: str) -> None: ...
+    def step(self, record: StepRecord) -> None:
+        """Write one step."""
 
-    def close(self) -> None: ...
+    def say(self, text: str) -> None:
+        """Write one or more lines that the run prints."""
+
+    def close(self, end: RunEnd) -> None:
+        """Write how the run ended, and release everything."""
+
+
+def scalars(record: StepRecord, every: int) -> dict[str, float]:
+    """The figures of a step, by the names that TensorBoard and services show.
+
+    Steps that `every` does not divide have only a validation loss, if there is one.
+    """
+    validation = record.validation_loss
+    values = {} if validation is None else {"loss/validation": validation}
+    if record.step % every:
+        return values
+    values["loss/train"] = record.loss
+    values |= {f"loss/{name}": loss for name, loss in record.extra_losses.items()}
+    others = {name: value for name, value in asdict(record).items() if name != "step" and "loss" not in name}
+    return values | {f"step/{name}": value for name, value in others.items() if value is not None}
 
 
 class JsonLines:
@@ -118,7 +155,7 @@ class JsonLines:
     def say(self, text: str) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, end: RunEnd) -> None:
         with writing(self.path):
             self.stream.close()
 
@@ -182,22 +219,19 @@ class TensorBoard:
 
     def step(self, record: StepRecord) -> None:
         with writing(self.path):
-            if record.validation_loss is not None:
-                self.writer.add_scalar("loss/validation", record.validation_loss, record.step)
-            if record.step % self.every:
-                return
-            self.writer.add_scalar("loss/train", record.loss, record.step)
-            for name, loss in record.extra_losses.items():
-                self.writer.add_scalar(f"loss/{name}", loss, record.step)
-            for name, value in asdict(record).items():
-                if name != "step" and "loss" not in name and value is not None:
-                    self.writer.add_scalar(f"step/{name}", value, record.step)
+            for name, value in scalars(record, self.every).items():
+                self.writer.add_scalar(name, value, record.step)
 
     def say(self, text: str) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, end: RunEnd) -> None:
         with writing(self.path):
+            if end.picture is not None:
+                from matplotlib.image import imread
+
+                # Without the transparency, which TensorBoard's encoder does not take.
+                self.writer.add_image("loss/curve", imread(end.picture)[..., :3], end.step, dataformats="HWC")
             self.writer.close()
 
 
@@ -217,7 +251,7 @@ class Lines:
     def say(self, text: str) -> None:
         print(text, flush=True)
 
-    def close(self) -> None:
+    def close(self, end: RunEnd) -> None:
         pass
 
 
@@ -274,7 +308,7 @@ class Bar:
     def say(self, text: str) -> None:
         self.progress.console.print(text, markup=False, highlight=False)
 
-    def close(self) -> None:
+    def close(self, end: RunEnd) -> None:
         self.progress.stop()
 
 
@@ -366,80 +400,3 @@ def with_prefix(value: float) -> str:
         if value >= factor:
             return f"{value / factor:.1f} {prefix}"
     return f"{value:.0f} "
-
-
-class Reporter:
-    """Passes records and lines to all sinks of a run. Only the first rank has sinks.
-
-    Args:
-        sinks: the run's own files and terminal. An error of one ends the run.
-        added: the sinks of `[log] sinks`, by name. If one raises an error, it is closed and not called again; the run
-            goes on.
-        steps_done: optimizer steps before the first record.
-
-    Attributes:
-        stopped: in words, for each added sink that raised an error, the step and the error.
-    """
-
-    def __init__(
-        self, sinks: Sequence[Sink], added: Mapping[str, Sink] | None = None, steps_done: int = 0
-    ) -> None:
-        self.sinks = list(sinks)
-        self.added = dict(added or {})
-        self.last_step = steps_done
-        self.stopped: list[str] = []
-
-    def step(self, record: StepRecord) -> None:
-        self.last_step = record.step
-        for sink in self.sinks:
-            sink.step(record)
-        for name, sink in list(self.added.items()):
-            try:
-                sink.step(record)
-            except Exception as error:
-                self._stop(name, error)
-
-    def say(self, text: str) -> None:
-        for sink in self.sinks:
-            sink.say(text)
-        for name, sink in list(self.added.items()):
-            try:
-                sink.say(text)
-            except Exception as error:
-                self._stop(name, error)
-
-    def _stop(self, name: str, error: Exception) -> None:
-        """Close an added sink that raised an error, and warn."""
-        sink = self.added.pop(name, None)
-        if sink is None:
-            return  # its error was met in a warning about another sink
-        try:
-            sink.close()
-        except Exception:
-            pass  # its first error is the one to report
-        stop = f"sink {name!r} stopped at step {self.last_step}: it raised {in_words(error)}"
-        self.stopped.append(stop)
-        self.say(f"warning: {stop}. The run goes on without this sink; metrics.jsonl has all steps")
-
-    def __enter__(self) -> Reporter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for name in list(self.added):
-            sink = self.added.pop(name)
-            try:
-                sink.close()
-            except Exception as problem:
-                stop = (
-                    f"sink {name!r} raised {in_words(problem)} when it was closed after step {self.last_step}"
-                )
-                self.stopped.append(stop)
-                self.say(f"warning: {stop}. Its last records may be missing; metrics.jsonl has all steps")
-        for sink in self.sinks:
-            try:
-                sink.close()
-            except Exception:
-                if error is None:  # else the error on its way is the one that matters
-                    raise

@@ -297,6 +297,17 @@ class RunRecord:
         write_text(folder.config_file, config.resolved().to_toml())
         write_json(folder.record_file, self.content)
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The facts of the run and of this session, without folders and times."""
+        outside = ("name", "status", "sessions", "results")
+        session = {
+            key: value
+            for key, value in self.content["sessions"][-1].items()
+            if key not in ("start", "end", "status", "to_step") and value != ""
+        }
+        return {**{key: value for key, value in self.content.items() if key not in outside}, **session}
+
     def close(self, status: str, step: int, results: Mapping[str, Any]) -> None:
         """Write how the session ended: finished, interrupted or failed."""
         self.content["sessions"][-1].update(end=now(), status=status, to_step=step)

@@ -623,6 +623,13 @@ class LogConfig(Section):
         default=("tensorboard",),
         description=f"Where metrics go beside metrics.jsonl and the terminal. {summaries(named_sinks)}",
     )
+    project: str = Field(
+        default="",
+        description=(
+            "Project of wandb and trackio, experiment of mlflow. Empty: WANDB_PROJECT, TRACKIO_PROJECT or "
+            "MLFLOW_EXPERIMENT_NAME, else shardwright."
+        ),
+    )
 
     @model_validator(mode="after")
     def _sinks_differ(self) -> LogConfig:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from shardwright.train import checkpoint, float8, metrics, parallel
+from shardwright.train import checkpoint, float8, parallel
 from shardwright.train.activations import Recompiles, prepare_blocks
 from shardwright.train.checks import check_batch_fits
 from shardwright.train.config import Config, OptimizerConfig
@@ -28,6 +28,7 @@ from shardwright.train.data import Corpus, batch, decode
 from shardwright.train.data.corpus import encode
 from shardwright.train.generate import sample
 from shardwright.train.models import outputs
+from shardwright.train.reporter import Reporter
 from shardwright.train.runs import (
     RunFolder,
 )
@@ -246,11 +247,11 @@ class Trainer:
         parallel.free_gathered(self.model)
         return prompt, decode(tokens)
 
-    def save(self, folder: RunFolder, reporter: metrics.Reporter) -> None:
+    def save(self, folder: RunFolder, reporter: Reporter) -> None:
         keep = self.config.checkpoint.keep
         checkpoint.save(folder.checkpoints, self.model, self.optimizer, self.position, keep, reporter.say)
 
-    def load(self, folder: RunFolder, reporter: metrics.Reporter) -> None:
+    def load(self, folder: RunFolder, reporter: Reporter) -> None:
         """Go on from the run's newest whole checkpoint."""
         self.position = checkpoint.load_newest(
             folder.checkpoints, self.model, self.optimizer, self.shapes, reporter.say
