@@ -257,7 +257,7 @@ def test_weights_and_biases(folder: Path) -> None:
     losses = [(each["_step"], each["loss/train"]) for each in history if "loss/train" in each]
     assert losses == [(step, pytest.approx(loss)) for step, loss in sorted(losses_of(folder).items())]
     assert [each["_step"] for each in history if "loss/validation" in each] == [4, 5, 7]
-    assert any(each.get("loss/curve", {}).get("_type") == "image-file" for each in history)
+    assert any(each.get("loss/curve._type") == "image-file" for each in history)
     assert [r.exit.exit_code for r in found if r.WhichOneof("record_type") == "exit"] == [0, 0]
     everything = b"".join(record.SerializeToString() for record in found)
     host = socket.gethostname()
@@ -322,9 +322,10 @@ UNREACHABLE = "http://127.0.0.1:9"
             {"MLFLOW_TRACKING_URI": UNREACHABLE, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"},
             marks=needs("mlflow"),
         ),
+        pytest.param("trackio", {"TRACKIO_SERVER_URL": UNREACHABLE}, marks=needs("trackio")),  # and no token
     ],
 )  # fmt: skip
-def test_a_run_goes_on_if_the_network_is_down(tmp_path: Path, name: str, environment: dict[str, str]) -> None:
+def test_a_run_goes_on_if_a_service_fails(tmp_path: Path, name: str, environment: dict[str, str]) -> None:
     job = config_file(tmp_path, TINY.replace("steps = 8", "steps = 3"))
     variables = {**environment_in(tmp_path), **environment}
     arguments = ["train", job, "--run.dir", "run", "--log.sinks", f'["{name}"]']

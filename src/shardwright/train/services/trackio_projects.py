@@ -26,7 +26,7 @@ class _Run:
         self._run = trackio.init(
             project=project,
             name=self.id,
-            config=None if stored else settings_of(site),
+            config=settings_of(site),  # of a resumed run, too: trackio replaces the settings it has
             resume="allow" if stored else "never",
             embed=False,
             auto_log_gpu=False,

@@ -79,7 +79,7 @@ class _Run:
             force=True,
             settings=wandb.Settings(**known),
         )
-        self.url = self._run.url or ""
+        self.url = "" if self._run.offline else self._run.url or ""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
