@@ -304,37 +304,25 @@ def test_trackio(folder: Path) -> None:
 
 
 UNREACHABLE = "http://127.0.0.1:9"
+FAILING = {
+    "WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": UNREACHABLE, "WANDB_INIT_TIMEOUT": "2",
+    "MLFLOW_TRACKING_URI": UNREACHABLE, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "TRACKIO_SERVER_URL": UNREACHABLE,
+}  # fmt: skip
+"""Servers that do not answer. For trackio there is no token either: without a network it keeps its metrics here."""
 
 
-@pytest.mark.parametrize(
-    ("name", "environment"),
-    [
-        pytest.param(
-            "wandb",
-            {
-                "WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": UNREACHABLE,
-                "WANDB_INIT_TIMEOUT": "2",
-            },
-            marks=needs("wandb"),
-        ),
-        pytest.param(
-            "mlflow",
-            {"MLFLOW_TRACKING_URI": UNREACHABLE, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"},
-            marks=needs("mlflow"),
-        ),
-        pytest.param("trackio", {"TRACKIO_SERVER_URL": UNREACHABLE}, marks=needs("trackio")),  # and no token
-    ],
-)  # fmt: skip
-def test_a_run_goes_on_if_a_service_fails(tmp_path: Path, name: str, environment: dict[str, str]) -> None:
+@pytest.mark.skipif(not INSTALLED, reason=f"none of the packages {', '.join(PACKAGES)} is installed")
+def test_a_run_goes_on_without_services_that_fail(tmp_path: Path) -> None:
     job = config_file(tmp_path, TINY.replace("steps = 8", "steps = 3"))
-    variables = {**environment_in(tmp_path), **environment}
-    arguments = ["train", job, "--run.dir", "run", "--log.sinks", f'["{name}"]']
-    status, out, err = run(*arguments, environment=variables, cwd=tmp_path)
+    arguments = ["train", job, "--run.dir", "run", "--log.sinks", json.dumps(INSTALLED)]
+    status, out, err = run(*arguments, environment={**environment_in(tmp_path), **FAILING}, cwd=tmp_path)
     assert status == 0, out + err
-    assert (
-        len(re.findall(rf"^warning: sink '{name}' stopped at step 1: it raised ", out, re.MULTILINE)) == 1
-    ), out
-    assert len(records(tmp_path / "run")) == 3 and f"  warning         sink '{name}' stopped" in out
+    for name in INSTALLED:
+        stop = f"sink '{name}' stopped at step 1: it raised "
+        assert len(re.findall(rf"^warning: {stop}", out, re.MULTILINE)) == 1, out
+        assert f"  warning         {stop}" in out
+    assert len(records(tmp_path / "run")) == 3
 
 
 @pytest.mark.parametrize(
