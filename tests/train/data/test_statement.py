@@ -109,7 +109,9 @@ def test_the_sample_shown_is_the_next_one_of_the_run() -> None:
 def test_one_text_is_one_run_of_trained_tokens() -> None:
     tokens = Tokens(np.frombuffer(b"To be, or not to be, that is", np.uint8), np.array([28]), None, "")
     lines = lines_of(tokens, 13, "split", separate=False, first=0)
-    assert lines[0] == "data: samples of 13 tokens, packing split; no document masks"
+    assert (
+        lines[0] == "data: samples of 13 tokens, packing split: a token sees all text before it in the sample"
+    )
     assert lines[-2] == "  sample 1: 13 trained tokens, 0 not trained"
     assert lines[-1] in ("  > trained     To be, or not ", "  > trained      to be, that is")
 

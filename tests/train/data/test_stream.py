@@ -222,6 +222,7 @@ def test_weights_are_shares_of_tokens_not_of_samples() -> None:
     stream = Stream(sources, [1, 1], 0, separate=False)
     counts = Counter(stream.place(index).source for index in range(SLOTS))
     assert abs(16 * counts[0] - 8 * counts[1]) < 16
+    assert stream.shares() == pytest.approx([0.5, 0.5], abs=1 / SLOTS)
 
 
 def test_trained_counts_every_sample_in_a_range() -> None:

@@ -52,12 +52,21 @@ def statement(
 ) -> str:
     """Lines that describe the data of a run over `samples` samples in all, of which it has done `first`."""
     lines = [
-        f"data: samples of {stream.seq_len:,} tokens, packing {packing}; "
-        + ("documents of a sample do not see each other" if stream.separate else "no document masks"),
+        f"data: samples of {stream.seq_len:,} tokens, packing {packing}: {_view(stream, packing)}",
         *_indented(_table(stream, validation, samples)),
         *_indented(_sample_lines(stream, first, decode)),
     ]
     return "\n".join(lines)
+
+
+def _view(stream: Stream, packing: str) -> str:
+    if packing == "none":
+        return "one document in each"
+    return (
+        "a token sees its own document alone"
+        if stream.separate
+        else "a token sees all text before it in the sample"
+    )
 
 
 def _table(stream: Stream, validation: Stream | None, samples: int) -> Iterator[str]:
@@ -73,9 +82,9 @@ def _table(stream: Stream, validation: Stream | None, samples: int) -> Iterator[
         "epochs",
     ]
     rows = [header]
-    slots = stream.mixing.slots
-    for source, epochs, number in zip(stream.sources, stream.epochs(samples), slots, strict=True):
-        share = f"{100 * number / sum(slots):.3g}%"
+    shares = stream.shares()
+    for source, epochs, part in zip(stream.sources, stream.epochs(samples), shares, strict=True):
+        share = f"{100 * part:.3g}%"
         rows.append(
             [_short(source.name), *_cells(figures_of(source), stream.seq_len), share, f"{epochs:.2f}"]
         )

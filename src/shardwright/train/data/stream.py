@@ -147,6 +147,14 @@ class Stream:
             for order, count in zip(self._orders, self.mixing.counts(samples), strict=True)
         ]
 
+    def shares(self) -> list[float]:
+        """The part of the run's tokens, padding not counted, that comes from each source; the sum is 1."""
+        tokens = [
+            slots * tokens_per_sample(source)
+            for slots, source in zip(self.mixing.slots, self.sources, strict=True)
+        ]
+        return [number / sum(tokens) for number in tokens]
+
     def epochs_under_way(self, samples: int) -> list[int]:
         """The epoch of each source that sample `samples` of the run, or the source's next after it, belongs to. An
         `Appended` that is made at this position has that epoch."""
@@ -162,12 +170,15 @@ class Stream:
         return numbers.pop() if len(numbers) == 1 and all(each.strides == (0,) for each in counts) else None
 
 
+def tokens_per_sample(source: Source) -> float:
+    """Positions without padding in a sample of what the source had at the start. What was appended does not count: it
+    must not change the proportions of a run."""
+    packing = source.parts[0].packing
+    return packing.seq_len - packing.padding / len(packing)
+
+
 def _slots(sources: Sequence[Source], weights: Sequence[float]) -> tuple[int, ...]:
-    tokens = []
-    for source in sources:
-        packing = source.parts[0].packing  # what was appended must not change the proportions
-        tokens.append(packing.seq_len - packing.padding / len(packing))
-    slots = slots_of(weights, tokens)
+    slots = slots_of(weights, [tokens_per_sample(source) for source in sources])
     for source, weight, number in zip(sources, weights, slots, strict=True):
         if number == 0:
             least = 100 / sum(slots)
