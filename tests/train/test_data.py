@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.train.config import DataConfig
-from shardwright.train.data import Corpus, SampleOrder, batch, decode, encode, load_corpus
+from shardwright.train.data import Corpus, SampleOrder, decode, encode, load_corpus
+from shardwright.train.data.corpus import batch
 from shardwright.train.errors import UserError
 
 

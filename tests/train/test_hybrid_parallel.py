@@ -16,7 +16,7 @@ from shardwright._torch import memory_can_be_swapped
 from shardwright.train import checkpoint, parallel
 from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
-from shardwright.train.data import batch
+from shardwright.train.data.corpus import batch
 from shardwright.train.errors import UserError
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import build_model

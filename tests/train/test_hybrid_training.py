@@ -11,7 +11,7 @@ import torch
 import shardwright as sw
 from shardwright.train.config import Config
 from shardwright.train.data import Corpus
-from shardwright.train.data import batch as batch_of
+from shardwright.train.data.corpus import batch as batch_of
 from shardwright.train.layouts import alike, units_of
 from shardwright.train.models.build import build_model
 from shardwright.train.models.hybrid import HYBRID_PRESETS, Hybrid, MixtureOfExperts

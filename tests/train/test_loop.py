@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from shardwright.train.checkpoint import load_weights, saved_steps
 from shardwright.train.config import OptimizerConfig, load_config
-from shardwright.train.data import batch, load_corpus
+from shardwright.train.data import load_corpus
+from shardwright.train.data.corpus import batch
 from shardwright.train.models.build import build_model
 from shardwright.train.peaks import peak_flops
 from shardwright.train.runs import RunFolder

@@ -123,7 +123,7 @@ def test_validation_between_steps_changes_nothing(rank: int, world_size: int, en
 @pytest.mark.parametrize(("batches", "windows"), [(1, 12), (9, 31)])
 def test_validation_counts_every_window_once(rank: int, world_size: int, batches: int, windows: int) -> None:
     """12 windows do not fill the last round of 3 ranks x 2 windows evenly, 31 (all there are) neither of any."""
-    from shardwright.train.data import batch
+    from shardwright.train.data.corpus import batch
 
     config = tiny(train={"global_batch": 12, "micro_batch": 2}, validation={"batches": batches},
                   parallel={"engine": "shardwright"})  # fmt: skip

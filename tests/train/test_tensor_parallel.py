@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from shardwright.train import checkpoint
 from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
-from shardwright.train.data import batch
+from shardwright.train.data.corpus import batch
 from shardwright.train.errors import UserError
 from shardwright.train.generate import sample
 from shardwright.train.models.build import build_model

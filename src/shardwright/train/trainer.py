@@ -24,8 +24,8 @@ from shardwright.train import checkpoint, float8, parallel
 from shardwright.train.activations import Recompiles, prepare_blocks
 from shardwright.train.checks import check_batch_fits
 from shardwright.train.config import Config, OptimizerConfig
-from shardwright.train.data import Corpus, batch, decode
-from shardwright.train.data.corpus import encode
+from shardwright.train.data import Corpus, decode
+from shardwright.train.data.corpus import batch, encode
 from shardwright.train.generate import sample
 from shardwright.train.models import outputs
 from shardwright.train.reporter import Reporter

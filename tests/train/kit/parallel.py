@@ -29,7 +29,7 @@ def take_steps(job: Trainer, count: int) -> list[tuple[float, float]]:
 
 def plain_steps(config: Config, count: int) -> list[tuple[float, float]]:
     """The same steps by plain PyTorch on the whole global batch."""
-    from shardwright.train.data import batch
+    from shardwright.train.data.corpus import batch
 
     torch.manual_seed(config.run.seed)
     model, train = build_model(config.model, 256), config.train

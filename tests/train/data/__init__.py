@@ -1,0 +1,1 @@
+"""Documents, tokens, packing, mixing and the stream of batches."""
