@@ -184,26 +184,38 @@ class Registry(Generic[T]):
         return {point.name: point for point in entry_points(group=self.group)}
 
     def _imported(self, name: str, point: EntryPoint) -> T:
-        if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())
-        importlib.invalidate_caches()
-        try:
-            value = point.load()
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            if isinstance(error, ModuleNotFoundError):
-                top = point.module.removesuffix(".py").partition(".")[0]
-                reason += (
-                    f". Start in the folder that has {top}.py or {top}/, or name that folder in PYTHONPATH"
-                )
-                if point.module.endswith(".py"):
-                    reason += f". An import path has no .py: {point.module.removesuffix('.py')}:{point.attr}"
-            raise ValueError(
-                f"{self.what} {name!r} cannot be imported from {point.value}: {reason}"
-            ) from error
+        value = _load(f"{self.what} {name!r}", point)
         if not isinstance(value, self.kind):
             raise ValueError(
                 f"{self.what} {name!r}: expected a {self.kind.__name__} at {point.value}, found "
                 f"{type(value).__name__}"
             )
         return value
+
+
+def import_value(what: str, path: str) -> Any:
+    """The value at an import path, "my_package.my_module:name". The current folder is searched last.
+
+    Args:
+        what: what the path is for, as in error messages.
+
+    Raises:
+        ValueError: it cannot be imported.
+    """
+    return _load(f"{what} {path!r}", EntryPoint(path, path, ""))
+
+
+def _load(what: str, point: EntryPoint) -> Any:
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    importlib.invalidate_caches()
+    try:
+        return point.load()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError):
+            top = point.module.removesuffix(".py").partition(".")[0]
+            reason += f". Start in the folder that has {top}.py or {top}/, or name that folder in PYTHONPATH"
+            if point.module.endswith(".py"):
+                reason += f". An import path has no .py: {point.module.removesuffix('.py')}:{point.attr}"
+        raise ValueError(f"{what} cannot be imported from {point.value}: {reason}") from error

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardwright._torch import compiled_graphs, set_activation_memory_budget
 from shardwright.train.errors import UserError
-from shardwright.train.models.decoder import Decoder
 from shardwright.train.models.hybrid import Hybrid
+from shardwright.train.models.language_model import LanguageModel
 
 if TYPE_CHECKING:  # pydantic is not there where only the benchmarks run
     from shardwright.train.config import Config
@@ -43,7 +43,7 @@ SAVED_OPS = frozenset(
 )
 
 
-def prepare_blocks(model: Decoder, config: Config) -> None:
+def prepare_blocks(model: LanguageModel, config: Config) -> None:
     """Checkpoint the activations of the model's blocks and compile them, as far as `config` says so.
 
     Raises UserError where torch cannot compile the model.
@@ -65,16 +65,16 @@ def prepare_blocks(model: Decoder, config: Config) -> None:
         checkpoint_blocks(model, settings.checkpoint, settings.every)
 
 
-def compile_blocks(model: Decoder, backend: str) -> None:
+def compile_blocks(model: LanguageModel, backend: str) -> None:
     """Compile the forward of each block with a backend of torch.compile."""
     for block in model.blocks():
-        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+        block.forward = torch.compile(block.forward, backend=backend, fullgraph=model.whole_graph)
 
 
-def checkpoint_blocks(model: Decoder, kind: str, every: int = 1) -> None:
+def checkpoint_blocks(model: LanguageModel, kind: str, every: int = 1) -> None:
     """Checkpoint the activations of blocks. `kind` and `every` are `checkpoint` and `every` of `[activations]`."""
-    # None of the models here draws numbers in forward, so no state of a generator is kept for backward.
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    # The state of generators is kept for backward only if forward draws numbers: that costs a copy for each block.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": model.draws}
     if kind == "ops":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for number, block in enumerate(model.blocks()):
@@ -82,7 +82,7 @@ def checkpoint_blocks(model: Decoder, kind: str, every: int = 1) -> None:
             block.forward = functools.partial(checkpoint, block.forward, **options)
 
 
-def _check_compilable(model: Decoder, config: Config) -> None:
+def _check_compilable(model: LanguageModel, config: Config) -> None:
     if isinstance(model, Hybrid) and config.parallel.param_dtype == "float32":
         pattern = model.config.pattern + model.config.mtp_pattern
         if "E" in pattern:

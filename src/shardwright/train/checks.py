@@ -9,6 +9,7 @@ from shardwright.train.config import Config, TrainConfig
 from shardwright.train.environment import choose_device, under_launcher
 from shardwright.train.errors import UserError
 from shardwright.train.host_memory import check_model_fits, ranks_of_host
+from shardwright.train.models.kinds import check_job, kind_of
 from shardwright.train.models.presets import HybridConfig
 from shardwright.train.optimizers import optimizers
 
@@ -69,6 +70,7 @@ def check_ranks(config: Config, ranks: int) -> None:
     if parallel.expert > 1:
         _check_expert_parallel(config, gathered)
     config.train.accumulation_steps(ranks)
+    check_job(config)
     check_model_fits(config, world, ranks_of_host(world, under_launcher()), choose_device(config))
 
 
@@ -98,6 +100,10 @@ def _check_tensor_parallel(config: Config) -> None:
 def _check_expert_parallel(config: Config, ranks: int) -> None:
     """Refuse what expert parallelism cannot be combined with, or does not divide. `ranks` share a replica's data."""
     parallel, shape = config.parallel, config.model.shape()
+    if not isinstance(shape, HybridConfig) and kind_of(shape).name in ("hf", "python"):
+        raise UserError(
+            f"parallel.expert: kind {kind_of(shape).name!r} does not support this; expected 1, found {parallel.expert}"
+        )
     if not isinstance(shape, HybridConfig) or "E" not in shape.pattern + shape.mtp_pattern:
         raise UserError(f"parallel.expert: expected 1 for a model without experts, found {parallel.expert}")
     rules: dict[str, tuple[object, object, str]] = {

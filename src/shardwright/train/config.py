@@ -321,9 +321,10 @@ def _override(values: dict[str, Any], key: str, text: str) -> None:
 
 
 def _own_type(values: dict[str, Any], key: str) -> Any:
-    """The type of a key that only the configured kind of model has, or of an optimizer's option; None for others."""
+    """The type of a key that only the configured kind of model has, or of an optimizer's option or a function's argument;
+    None for others."""
     section, _, name = key.partition(".")
-    if section == "optimizer" and name.startswith("options."):
+    if (section, name.partition(".")[0]) in (("optimizer", "options"), ("model", "arguments")):
         return object
     model = values.get("model", {})
     if section != "model" or not isinstance(model, dict):

@@ -3,12 +3,14 @@
 from shardwright.train.metrics import RunEnd, Sink, StepRecord
 from shardwright.train.models.decoder import Decoder
 from shardwright.train.models.kinds import Kind, Offers, kinds
+from shardwright.train.models.language_model import LanguageModel
 from shardwright.train.optimizers import NamedOptimizer, optimizers
 from shardwright.train.sinks import NamedSink, RunSite, sinks
 
 __all__ = [
     "Decoder",
     "Kind",
+    "LanguageModel",
     "NamedOptimizer",
     "NamedSink",
     "Offers",

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
-from shardwright.train.models.decoder import Decoder
+from shardwright.train.models.language_model import LanguageModel
 
 CAPABILITY = (8, 9)  #: from which on GPUs multiply in float8
 MULTIPLE = 16  #: of which every size of such a product is one
@@ -42,7 +42,7 @@ def check_float8(config: Config, kind: str) -> None:
     )
 
 
-def convert(model: Decoder, config: Config) -> None:
+def convert(model: LanguageModel, config: Config) -> None:
     """Let the linear layers of blocks multiply in float8, but for those that choose experts. Before anything is cut.
 
     Raises UserError for a layer with a size that float8 cannot have.

@@ -81,9 +81,12 @@ def check_model_fits(config: Config, ranks: int, on_host: int, device: str) -> N
     if need <= memory:
         return
     holders = "one rank" if on_host == 1 else f"the {on_host} ranks of this machine"
+    kind = kind_of(shape)
     keys = [f"model.{key}" for key in ("dim", "vocab_size", "max_seq_len") if hasattr(shape, key)]
-    keys[1:1] = filter(None, [kind_of(shape).depth])
+    keys[1:1] = filter(None, [kind.depth])
     smaller = f"a smaller preset, {', '.join(keys[:-1])} or {keys[-1]}"
+    if not kind.presets:
+        smaller = f"a smaller model in {kind.depth}"
     way_out = f"choose {smaller}"
     if on_host > 1:
         way_out = f"choose fewer ranks on this machine, {smaller}"
@@ -91,6 +94,6 @@ def check_model_fits(config: Config, ranks: int, on_host: int, device: str) -> N
             way_out += f". Every rank builds the whole model with {_reason(config)}"
     raise UserError(
         f"model: expected a model that fits into the {memory:,} bytes of this machine, found "
-        f"{sizes_of(shape).parameters:,} parameters. With the rotary tables {holders} need {need:,} bytes to build "
+        f"{sizes_of(shape).parameters:,} parameters. With its tables {holders} need {need:,} bytes to build "
         f"it; {way_out}"
     )

@@ -21,7 +21,7 @@ from shardwright.layout import Ragged, plan
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import model_of
-from shardwright.train.models.decoder import Decoder
+from shardwright.train.models.language_model import LanguageModel
 
 
 def compared() -> tuple[str | Ragged, ...]:
@@ -45,7 +45,7 @@ class Unit:
     shapes: tuple[tuple[int, ...], ...]
 
 
-def units_of(model: Decoder) -> list[Unit]:
+def units_of(model: LanguageModel) -> list[Unit]:
     """The units into which `train.parallel` cuts the model, in the order in which they run; none without parameters."""
     names = {module: name for name, module in model.named_modules()}
     together: list[list[nn.Module]] = [*([block] for block in model.blocks()), model.head()]

@@ -87,4 +87,5 @@ def _options_of(value: Any) -> Iterator[str]:
         options = ", ".join(f"{key} = {toml_value(default)}" for key, default in value.options.items())
         yield f"Options, keys of [optimizer.options]: {options}"
     if isinstance(value, Kind):
-        yield f"Presets: {', '.join(value.presets)}. Keys of [model]: {', '.join(f.name for f in fields(value.shape))}"
+        presets = f"Presets: {', '.join(value.presets)}. " if value.presets else ""
+        yield f"{presets}Keys of [model]: {', '.join(f.name for f in fields(value.shape))}"

@@ -66,7 +66,7 @@ def _train(config: Config, folder: RunFolder, corpus: Corpus, world: World, resu
     with Reporter([metrics.Lines(0, 1)] if world.is_first else []) as notices:
         if resume and world.is_first and (changes := changes_in_words(folder.config(), config)):
             notices.say(changes)
-        trainer = Trainer(config, world, corpus)
+        trainer = Trainer(config, world, corpus, reads_weights=not resume)
         if resume:
             notices.say(f"reading the newest checkpoint in {folder.checkpoints}")
             with START.left_to_others():

@@ -66,7 +66,7 @@ class StepRecord:
     """One line of metrics.jsonl.
 
     Losses are means over all tokens of the step on all ranks; `loss` is the cross-entropy alone. `extra_losses` has
-    all other losses of the model, by the names in `Decoder.auxiliary`.
+    all other losses of the model, by the names in `LanguageModel.auxiliary`.
     """
 
     step: int  # optimizer steps done, this one included

@@ -33,6 +33,7 @@ from shardwright.train.models.build import build_model
 from shardwright.train.models.decoder import Decoder
 from shardwright.train.models.hybrid import Hybrid, MixtureOfExperts
 from shardwright.train.models.kinds import tensor_plan
+from shardwright.train.models.language_model import LanguageModel
 from shardwright.train.models.plans import expert_layers
 from shardwright.train.models.styles import spread_experts
 from shardwright.train.optimizers import optimizers
@@ -50,31 +51,42 @@ def make_expert_mesh(config: ParallelConfig, mesh: DeviceMesh) -> DeviceMesh:
     return init_device_mesh(mesh.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def build_for(config: Config, vocab_size: int) -> Decoder:
+def build_for(config: Config, vocab_size: int, reads_weights: bool = True) -> LanguageModel:
     """The model of `config`, for `parallelize`: without memory where the engine can shard it so.
 
-    Random numbers are drawn on the CPU for any device and engine, so that one seed means one model everywhere.
+    Random numbers are drawn on the CPU for any device and engine, so that one seed means one model everywhere. A model
+    that is not deferred reads its stored weights here, unless a checkpoint will replace them.
     """
     if not builds_deferred(config):
-        return build_model(config.model, vocab_size)
+        model = build_model(config.model, vocab_size)
+        if reads_weights:
+            model.read_weights()
+        return model
     with sw.deferred_init(), torch.device("cpu"):
         return build_model(config.model, vocab_size)
 
 
-def _give_values(model: nn.Module, device: torch.device) -> None:
-    """Draw a deferred model's weights straight into its shards, tensor by tensor. Tables follow it to its device."""
+def _give_values(model: nn.Module, device: torch.device, reads: bool) -> None:
+    """Read or draw a deferred model's weights straight into its shards, tensor by tensor. Tables follow it to its
+    device."""
+    if reads:
+        cast(LanguageModel, model).read_weights()
     sw.materialize(model)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
 
 
+def _is_deferred(model: nn.Module) -> bool:
+    return any(has_no_values(parameter) for parameter in model.parameters())
+
+
 def _source(model: nn.Module) -> int | None:
     """Whose values tensor-parallel ranks take: rank 0's, or each its own, which are the same and not there yet."""
-    return None if any(has_no_values(parameter) for parameter in model.parameters()) else 0
+    return None if _is_deferred(model) else 0
 
 
-def divide_experts(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> None:
+def divide_experts(model: LanguageModel, config: ParallelConfig, mesh: DeviceMesh) -> None:
     """Spread the model's experts over an axis of `mesh`, and cut them over the tensor-parallel one."""
     assert isinstance(model, Hybrid)
     source = _source(model)
@@ -83,13 +95,13 @@ def divide_experts(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> 
         spread_experts(cast(MixtureOfExperts, model.get_submodule(name)), axes, source)
 
 
-def cut_layers(model: Decoder, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> DeviceMesh:
+def cut_layers(model: LanguageModel, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> DeviceMesh:
     """Cut the model's layers over the mesh's last axis; returns the mesh of the others, the data-parallel ones.
 
     Experts have been spread over the mesh `experts` before, if it is given.
     """
     names = mesh.mesh_dim_names
-    assert names is not None
+    assert names is not None and isinstance(model, Decoder)
     plan = tensor_plan(model.config, experts)
     parallelize_module(model, mesh[names[-1]], plan, src_data_rank=_source(model))
     if model.tied:  # which each became on its own
@@ -113,14 +125,18 @@ def _keeps_parameters(config: ParallelConfig) -> bool:
     return strategy.keeps_parameters and any(strategy.stages)
 
 
-def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.Module:
+def parallelize(
+    model: LanguageModel, config: ParallelConfig, mesh: DeviceMesh, reads_weights: bool = True
+) -> nn.Module:
     """The model, ready to train on the ranks of `mesh` with the engine of `config`. May return the same object.
 
-    With the engine shardwright it may be a deferred one, which gets its values here.
+    With the engine shardwright it may be a deferred one, which gets its values here: stored ones if it has any and
+    `reads_weights`, else drawn ones.
 
     For the two engines with per-parameter sharding the units are: each block, the head with the final norm (and the
     embedding, where it is the same matrix), and the root with what is left.
     """
+    deferred = _is_deferred(model)
     device = torch.device("cpu" if mesh.device_type == "cpu" else torch.cuda.current_device())
     expert_mesh = make_expert_mesh(config, mesh) if config.expert > 1 else None
     if expert_mesh is not None:
@@ -184,7 +200,8 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
         fully_shard(block, reshard_after_forward=reshard_blocks, **options)
     fully_shard(last_block, reshard_after_forward=reshard_last, **options)
 
-    fully_shard(model.head(), reshard_after_forward=reshard_last, **options)
+    if head := model.head():
+        fully_shard(head, reshard_after_forward=reshard_last, **options)
 
     if expert_mesh is not None:
         for block in model.blocks():
@@ -202,7 +219,7 @@ def parallelize(model: Decoder, config: ParallelConfig, mesh: DeviceMesh) -> nn.
             raise UserError(
                 f"parallel.memory: found {config.memory!r}, which does not work with this model. {error}"
             ) from error
-        _give_values(model, device)
+        _give_values(model, device, reads_weights and deferred)
     return model
 
 

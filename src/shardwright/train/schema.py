@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import model_validator
 
+from shardwright.train.models.kinds import kind_of
 from shardwright.train.models.presets import HybridConfig
 from shardwright.train.optimizers import optimizers
 from shardwright.train.sections import (
@@ -46,10 +47,10 @@ class Config(Section):
     def _sections_fit(self) -> Config:
         shape = self.model.shape()
         longest = shape.max_seq_len
-        if self.train.seq_len > longest:
-            raise ValueError(
-                f"train.seq_len: expected at most model.max_seq_len = {longest}, found {self.train.seq_len}"
-            )
+        if longest is not None and self.train.seq_len > longest:
+            own = "max_seq_len" in kind_of(shape).numbers
+            most = f"model.max_seq_len = {longest}" if own else f"{longest}, the positions that the model has"
+            raise ValueError(f"train.seq_len: expected at most {most}, found {self.train.seq_len}")
         if isinstance(shape, HybridConfig) and shape.mtp_pattern and self.train.seq_len < 2:
             raise ValueError("train.seq_len: expected at least 2 with a model.mtp_pattern, found 1")
         problem = self.train.batch_problem(ranks=1)

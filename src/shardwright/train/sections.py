@@ -6,7 +6,6 @@ Nothing here imports torch, so that `--help` and a mistyped key are answered at 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -82,7 +81,7 @@ class RopeScalingConfig(Section):
 
 
 class ModelConfig(Section):
-    """The model: the shape of a preset. Every other key replaces one number of it.
+    """The model: a preset whose numbers the other keys replace, one of transformers (path) or your own (target).
 
     A kind that is not built in has other keys: the fields of its shape's class.
     """
@@ -97,7 +96,36 @@ class ModelConfig(Section):
         default="debug",
         description=(
             "Shape to start from. For llama: debug, 150M, 1B and 3B (Llama 3.2), 8B, 70B and 405B (Llama 3.1). For "
-            "hybrid: debug, 150M, 9B (Nemotron Nano 9B v2). For other kinds: their own presets."
+            "hybrid: debug, 150M, 9B (Nemotron Nano 9B v2). hf and python have none. Other kinds have their own presets."
+        ),
+    )
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description=(
+            "Only for hf: the folder of a model of transformers, or its name on the Hugging Face hub: owner/model or "
+            "owner/model@revision."
+        ),
+    )
+    weights: Literal["pretrained", "random"] | None = Field(
+        default=None,
+        description=(
+            "Only for hf. pretrained: begin with the safetensors in path. random: train from scratch; path needs only "
+            "a config.json."
+        ),
+    )
+    target: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Only for python: import path of the function that builds your model, such as my_model:build.",
+    )
+    arguments: dict[str, bool | int | float | str] | None = Field(
+        default=None, description="Only for python: keyword arguments of the function."
+    )
+    blocks: str | None = Field(
+        default=None,
+        description=(
+            "Only for hf and python: name of the list of the model's layers, such as model.layers. Default: it is found."
         ),
     )
     dim: int | None = Field(default=None, ge=1, description="Width of the residual stream.")
@@ -205,11 +233,6 @@ class ModelConfig(Section):
         Raises ValueError where the numbers do not fit one another, or the kind.
         """
         kind = kind_named(self.kind)
-        preset = kind.presets.get(self.preset)
-        if preset is None:
-            raise ValueError(
-                f"preset: expected one of {', '.join(kind.presets)} with kind {self.kind!r}, found {self.preset!r}"
-            )
         values = {name: value for name, value in self if value is not None and name not in ("kind", "preset")}
         for name in sorted(values.keys() - kind.numbers):
             owners = " or ".join(repr(its.name) for its in kinds if name in its.numbers)
@@ -219,11 +242,12 @@ class ModelConfig(Section):
         scaling = self.rope_scaling
         if scaling is not None:
             values["rope_scaling"] = RopeScaling(**dict(scaling)) if scaling.factor > 1 else None
-        return replace(preset, **values)
+        return kind.shape_of(self.preset, values)  # type: ignore[no-any-return]
 
     def resolved(self) -> ModelConfig:
         """The same model with every number written out, so that nothing depends on the preset any more."""
-        numbers = dict(vars(self.shape()))
+        shape: Any = self.shape()
+        numbers = dict(vars(shape.resolved() if hasattr(shape, "resolved") else shape))
         if "rope_scaling" in numbers:
             scaling = numbers["rope_scaling"]
             # A factor of 1 stands for none: without the table the preset's would come back.

@@ -7,11 +7,13 @@ of ranks sees the same sequence.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,6 +67,15 @@ def whole(loss: Tensor) -> Tensor:
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
+class Batch(NamedTuple):
+    """What a model's own loss gets. Targets of -100 do not count."""
+
+    inputs: Tensor  #: int64 [B, S]
+    targets: Tensor  #: int64 [B, S]
+    documents: Tensor | None = None  #: int32 [B, S]: number of each token's document in its sample
+    positions: Tensor | None = None  #: int64 [B, S]: restart at each document
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What all ranks know after a step.
@@ -82,23 +93,25 @@ class StepResult:
 class Trainer:
     """A model in training on one rank. Every method is called by all ranks together."""
 
-    def __init__(self, config: Config, world: World, corpus: Corpus) -> None:
+    def __init__(self, config: Config, world: World, corpus: Corpus, reads_weights: bool = True) -> None:
+        """`reads_weights`: begin with the model's stored weights, if it has any. Not for a run that `load` continues."""
         self.config, self.world, self.corpus = config, world, corpus
         self.micro_batches = config.train.accumulation_steps(world.data_size)
         check_batch_fits(config.train, corpus.windows(config.train.seq_len))
         if config.validation.every:
             corpus.windows(config.train.seq_len, "validation")
         torch.manual_seed(config.run.seed)  # equal on all ranks, which is what makes their models equal
-        plain = parallel.build_for(config, corpus.vocab_size)
+        plain = parallel.build_for(config, corpus.vocab_size, reads_weights)
         self.parameters = plain.num_params()
         self.flops_per_token = plain.flops_per_token(config.train.seq_len)
         self.auxiliary, self.auxiliary_sums = plain.auxiliary, plain.auxiliary_sums
+        self.draws, self.has_loss = plain.draws, plain.has_loss
         self.loss_weights = torch.tensor([1.0, *self.auxiliary.values()], device=world.device)
         self.shapes = checkpoint.shapes_of(plain)
         matrices = parallel.matrix_names(plain)
         float8.convert(plain, config)
         prepare_blocks(plain, config)
-        self.model: nn.Module = parallel.parallelize(plain, config.parallel, world.mesh)
+        self.model: nn.Module = parallel.parallelize(plain, config.parallel, world.mesh, reads_weights)
         self.optimizer = parallel.build_optimizer(self.model, config, matrices)
         #: Forward and backward of a step.
         self.work: Callable[..., Tensor] = self._forward_backward
@@ -155,6 +168,8 @@ class Trainer:
         for first in range(0, len(batches), 2):
             last = first + 2 == len(batches)
             reduced = last or train.accumulate == "communicate"
+            if self.draws:
+                torch.manual_seed(self._seed_of(first // 2))
             with parallel.gradient_sync(self.model, synchronise=reduced, last=last):
                 sums = self._summed_losses(batches[first], batches[first + 1])
                 # Engines average gradients over the ranks; the sum over all tokens by their global count is wanted.
@@ -162,10 +177,19 @@ class Trainer:
             loss_sums += sums.detach()
         return loss_sums
 
-    def _micro_batch(self, number: int) -> tuple[Tensor, Tensor]:
+    def _seed_of(self, number: int) -> int:
+        """The seed of what forward draws for a micro-batch: a function of its first sample, so also after a resume."""
+        first = self._first_sample(number)
+        return int.from_bytes(hashlib.blake2b(f"{self.config.run.seed} {first}".encode(), digest_size=8).digest()) >> 1
+
+    def _first_sample(self, number: int) -> int:
         train = self.config.train
         share = train.global_batch // self.world.data_size
-        first = self.position.samples + self.world.data_rank * share + number * train.micro_batch
+        return self.position.samples + self.world.data_rank * share + number * train.micro_batch
+
+    def _micro_batch(self, number: int) -> tuple[Tensor, Tensor]:
+        train = self.config.train
+        first = self._first_sample(number)
         inputs_BS, targets_BS = batch(
             self.corpus, self.config.run.seed, first, train.micro_batch, train.seq_len
         )
@@ -184,7 +208,10 @@ class Trainer:
         return torch.stack([cross_entropy(logits_BSV, targets_BS).sum(), *map(whole, sums)])
 
     def _losses(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Cross-entropy of every token, float32 [B * S]."""
+        """Cross-entropy of every token, float32 [B * S]; of a model with its own loss their sum, float32 [1]."""
+        if self.has_loss:
+            with parallel.compute_precision(self.config.parallel, self.world.device):
+                return self.model(inputs_BS, batch=Batch(inputs_BS, targets_BS)).float()[None]
         with parallel.compute_precision(self.config.parallel, self.world.device):
             logits = self.model(inputs_BS)
         logits_BSV = outputs.check_logits(self.config.model.kind, logits, targets_BS, self.corpus.vocab_size)

@@ -5,25 +5,22 @@ from __future__ import annotations
 from shardwright.extend import ExtensionError
 from shardwright.train.config import ModelConfig
 from shardwright.train.errors import UserError
-from shardwright.train.models.decoder import Decoder
 from shardwright.train.models.kinds import kind_of, offers_of
+from shardwright.train.models.language_model import NEEDED, LanguageModel, missing_members
 from shardwright.train.models.outputs import check_class
 from shardwright.train.models.presets import Shape
 
-#: What the trainer asks of each model.
-_NEEDED = ("config", "tok_embeddings", "layers", "norm", "output")
 
 
-def model_of(shape: Shape) -> Decoder:
+def model_of(shape: Shape) -> LanguageModel:
     """The model of that shape, on the default device (`with torch.device("meta")` too)."""
     model = offers_of(shape).model(shape)
-    missing = (
-        [name for name in _NEEDED if not hasattr(model, name)] if isinstance(model, Decoder) else ["Decoder"]
-    )
+    missing = missing_members(model)
     if missing:
         raise UserError(
-            f"model.kind: expected Offers.model of kind {kind_of(shape).name!r} to return a Decoder with "
-            f"{', '.join(_NEEDED)}, found a {type(model).__name__} without {', '.join(missing)}"
+            f"model.kind: expected Offers.model of kind {kind_of(shape).name!r} to return a LanguageModel (see "
+            f"shardwright.train.extend) with {', '.join((*NEEDED, *getattr(model, 'parts', ())))}, found a "
+            f"{type(model).__name__} without {', '.join(missing)}"
         )
     try:
         check_class(kind_of(shape).name, model, model.auxiliary)
@@ -32,7 +29,7 @@ def model_of(shape: Shape) -> Decoder:
     return model
 
 
-def build_model(model_config: ModelConfig, vocab_size: int) -> Decoder:
+def build_model(model_config: ModelConfig, vocab_size: int) -> LanguageModel:
     """The model a `[model]` section describes, on the default device.
 
     `vocab_size` is the tokenizer's. Raises UserError where the model's vocabulary is smaller; a larger one is
@@ -40,7 +37,9 @@ def build_model(model_config: ModelConfig, vocab_size: int) -> Decoder:
     """
     shape = model_config.shape()
     if shape.vocab_size < vocab_size:
-        raise UserError(
-            f"model.vocab_size: expected at least the tokenizer's {vocab_size}, found {shape.vocab_size}"
-        )
+        least = f"at least the tokenizer's {vocab_size}"
+        key, expected = "vocab_size", least
+        if key not in kind_of(shape).numbers:
+            key, expected = "path", f"a model with a vocabulary of {least}"
+        raise UserError(f"model.{key}: expected {expected}, found {shape.vocab_size}")
     return model_of(shape)

@@ -1,15 +1,17 @@
-"""What every language model here has in common: embedding, blocks, output layer, and what the trainer asks of them.
+"""What the native language models have in common: embedding, blocks, output layer.
 
 Nothing about sharding, processes or devices may enter this file: engines work on the models from outside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+
+from shardwright.train.models.language_model import LanguageModel, multiplied
 
 # As in torchtitan. On the debug preset's job (300 steps of 2,048 tokens) 0.02 ended with a validation loss of
 # 1.34 against 1.41, but began with a gradient norm of 27 against 1.1: RMSNorm divides by small embeddings.
@@ -41,22 +43,19 @@ def truncated_normal(weight: Tensor, std: float) -> None:
     nn.init.trunc_normal_(weight, mean=0.0, std=std, a=-3 * std, b=3 * std)
 
 
-class Decoder(nn.Module):
+class Decoder(LanguageModel):
     """A decoder-only language model: token numbers [B, S] (int64) in, logits [B, S, V] out.
 
     Built on the meta device it has shapes only: give it storage with `to_empty`, then call `init_weights`.
     """
 
     config: Any
-    tied: bool = False
     tok_embeddings: nn.Embedding
     layers: nn.ModuleList
     norm: nn.RMSNorm
     output: nn.Linear
 
-    #: By name, what a loss beside the cross-entropy counts for. A model that has any takes `extras=True` in its
-    #: forward, returns (logits, extras) then, and has `auxiliary_sums`.
-    auxiliary: Mapping[str, float] = {}
+    parts = ("config", "tok_embeddings", "layers", "norm", "output")
 
     def blocks(self) -> list[nn.Module]:
         """The parts that may be gathered and freed one at a time, in the order in which forward runs them."""
@@ -65,12 +64,6 @@ class Decoder(nn.Module):
     def head(self) -> list[nn.Module]:
         """The parts that forward uses last, and the embedding where it shares their matrix."""
         return [*([self.tok_embeddings] if self.tied else []), self.norm, self.output]
-
-    @staticmethod
-    def auxiliary_sums(extras: object, targets_BS: Tensor) -> dict[str, Tensor]:
-        """The losses named in `auxiliary`, from the second thing forward returned; summed over B * S tokens, so that
-        division by the number of tokens gives a mean."""
-        return {}
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -101,15 +94,10 @@ class Decoder(nn.Module):
             self.output.weight = self.tok_embeddings.weight
         return self
 
-    def num_params(self) -> int:
-        """Number of parameters, a tied matrix counted once."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
     def flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations of forward and backward per trained token.
 
         Here six per parameter outside the embedding, which holds for products of matrices. A model with more, as of
         attention, says so itself.
         """
-        outside = self.num_params() - (0 if self.tied else self.tok_embeddings.weight.numel())
-        return 6 * outside
+        return 6 * multiplied(self, self.tok_embeddings, self.tied)

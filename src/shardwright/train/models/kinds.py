@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from shardwright.extend.registry import ExtensionError, Registry, call, check_signature
 from shardwright.train.errors import UserError
 from shardwright.train.models.presets import HYBRID_PRESETS, PRESETS, HybridConfig, LlamaConfig, Shape
+from shardwright.train.models.shapes import HuggingFaceShape, PythonShape
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from shardwright.checkpoint.names import Source
-    from shardwright.train.models.decoder import Decoder
+    from shardwright.train.config import Config
+    from shardwright.train.models.language_model import LanguageModel
     from shardwright.train.models.plans import Plan
 
 
@@ -35,14 +37,17 @@ class Offers:
         key_map: Hugging Face's names of its tensors.
         config_json: what config.json beside them says.
         shapes: by `model_type` of a config.json, the shape that it describes.
+        check: refuses, with a UserError, a job that the model cannot run. It is called in the launcher and on each rank,
+            before anything is allocated, and may fetch files.
     """
 
-    model: Callable[[Any], Decoder]
+    model: Callable[[Any], LanguageModel]
     tensor_plan: Callable[[Any, DeviceMesh | None], Plan] | None = None
     uneven: Callable[[Any, int, int], list[tuple[str, int, int]]] | None = None
     key_map: Callable[[Any], dict[str, Source | None]] | None = None
     config_json: Callable[[Any], dict[str, Any]] | None = None
     shapes: Mapping[str, Callable[[Mapping[str, Any]], Shape]] = field(default_factory=dict)
+    check: Callable[[Any, Config], None] | None = None
 
     def __post_init__(self) -> None:
         check_signature("Offers: model", self.model, "shape")
@@ -58,9 +63,10 @@ class Kind:
         shape: the dataclass of its shapes, which has at least ``vocab_size`` and ``max_seq_len``. Its fields are keys
             of `[model]`.
         presets: the shapes that have a name, with that name as the key; one is "debug", the default of
-            `[model] preset`.
+            `[model] preset`. Empty: shapes begin with the defaults of the dataclass.
         load: imports what the kind offers.
-        depth: the key that says how many layers there are, for an error message.
+        depth: the key that says how many layers there are, for an error message. Without presets: the key that names
+            the model.
     """
 
     name: str
@@ -77,6 +83,22 @@ class Kind:
     def numbers(self) -> set[str]:
         """The keys that shapes of this kind have."""
         return {each.name for each in fields(self.shape)}
+
+    def shape_of(self, preset: str, values: Mapping[str, Any]) -> Any:
+        """The shape of a preset with some values replaced.
+
+        Raises:
+            ValueError: there is no such preset, or the values do not fit. The message begins with the key.
+        """
+        if not self.presets:
+            if preset != "debug":
+                raise ValueError(f"preset: kind {self.name!r} has no presets; expected none, found {preset!r}")
+            return self.shape(**values)
+        if preset not in self.presets:
+            raise ValueError(
+                f"preset: expected one of {', '.join(self.presets)} with kind {self.name!r}, found {preset!r}"
+            )
+        return replace(self.presets[preset], **values)
 
     def type_of(self, key: str) -> Any:
         """The type that the shape's class declares for a key."""
@@ -112,6 +134,20 @@ def _hybrid() -> Offers:
     )
 
 
+def _hf() -> Offers:
+    from shardwright.train.models import hf, hf_checks
+
+    return Offers(
+        model=hf.HuggingFaceModel, key_map=hf.key_map, config_json=hf.config_json, check=hf_checks.check
+    )
+
+
+def _python() -> Offers:
+    from shardwright.train.models import python
+
+    return Offers(model=python.PythonModel, check=python.check)
+
+
 kinds: Registry[Kind] = Registry(
     "kind of model",
     "models",
@@ -122,6 +158,10 @@ kinds: Registry[Kind] = Registry(
             "hybrid", "Mamba-2, attention, mixture-of-experts and dense layers in any order.",
             HybridConfig, HYBRID_PRESETS, _hybrid, "model.pattern",
         ),
+        Kind(
+            "hf", "Any causal language model of transformers: set model.path.", HuggingFaceShape, {}, _hf, "model.path"
+        ),
+        Kind("python", "Your own module: set model.target.", PythonShape, {}, _python, "model.target"),
     ),
 )  # fmt: skip
 
@@ -221,6 +261,14 @@ def sizes_of(shape: Shape) -> Sizes:
         model = offers_of(shape).model(shape)
     sizes = [p.numel() for p in model.parameters()]
     return Sizes(sum(sizes), sum(b.numel() for b in model.buffers()), max(sizes, default=0))
+
+
+def check_job(config: Config) -> None:
+    """Refuse a job that the configured model cannot run. Raises UserError."""
+    shape = config.model.shape()
+    check = offers_of(shape).check
+    if check is not None:
+        check(shape, config)
 
 
 def tensor_plan(shape: Shape, experts: DeviceMesh | None = None) -> Plan:

@@ -243,7 +243,7 @@ class HybridConfig:
 
 
 Shape = LlamaConfig | HybridConfig
-"""The numbers that make a model of some kind."""
+"""The numbers that make a native model. Other kinds have shapes of other classes: see `shapes` and `kinds`."""
 
 
 # debug and 150M have the vocabulary of the byte tokenizer and all kinds of layers. 9B is the published shape of

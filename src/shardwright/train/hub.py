@@ -1,0 +1,103 @@
+"""Files of models on the Hugging Face hub, by name. huggingface_hub is imported when a file is fetched.
+
+HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE have their usual meaning. Nothing that is fetched is executed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from shardwright.train.errors import UserError
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+T = TypeVar("T")
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a text can be ``model``, ``owner/model`` or ``owner/model@revision``."""
+    return _NAME.fullmatch(name) is not None
+
+
+def fetch_file(name: str, file: str, key: str) -> Path:
+    """The local path of one file of a model. It is fetched if the local cache does not have it.
+
+    Raises:
+        UserError: there is no such model or file, no connection or no permission, or huggingface_hub is not installed.
+    """
+
+    def fetch(repository: str, revision: str | None, endpoint: str | None) -> Path:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(repository, file, revision=revision, endpoint=endpoint))
+
+    return _fetch(name, file, key, fetch)
+
+
+def fetch_files(name: str, patterns: Sequence[str], key: str) -> Path:
+    """The local folder with all files of a model that fit the patterns, such as ``*.safetensors``.
+
+    Raises:
+        UserError: as :func:`fetch_file`. A model without such files is no error.
+    """
+
+    def fetch(repository: str, revision: str | None, endpoint: str | None) -> Path:
+        from huggingface_hub import snapshot_download
+
+        return Path(
+            snapshot_download(repository, revision=revision, endpoint=endpoint, allow_patterns=list(patterns))
+        )
+
+    return _fetch(name, ", ".join(patterns), key, fetch)
+
+
+def pinned(name: str, file: Path) -> str:
+    """The name with the commit of a fetched file as its revision: ``owner/model@commit``."""
+    commit = file.parent.name
+    return f"{name.partition('@')[0]}@{commit}" if _COMMIT.fullmatch(commit) else name
+
+
+def _fetch(name: str, what: str, key: str, fetch: Callable[[str, str | None, str | None], T]) -> T:
+    try:
+        from huggingface_hub.errors import (
+            EntryNotFoundError,
+            GatedRepoError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+    except ImportError:
+        raise UserError(
+            f"{key}: found no folder {name} here, and models of the hub need huggingface_hub, which is not installed; "
+            "install shardwright[hf], or set a folder"
+        ) from None
+    repository, _, revision = name.partition("@")
+    endpoint = os.environ.get("HF_ENDPOINT") or None
+    hub = endpoint or "https://huggingface.co"
+    try:
+        return fetch(repository, revision or None, endpoint)
+    except GatedRepoError:
+        problem = f"access to {repository} on {hub} is restricted; accept its licence there and set HF_TOKEN"
+    except RevisionNotFoundError:
+        problem = f"{repository} on {hub} has no revision {revision}; set another one after @"
+    except RepositoryNotFoundError:
+        problem = (
+            f"found neither a folder {name} here nor a model {repository} on {hub}; correct the name, or set HF_TOKEN "
+            "for a private model"
+        )
+    except LocalEntryNotFoundError:
+        problem = (
+            f"{what} of {repository} is not in the local cache, and {hub} does not answer; connect this machine, or "
+            "set the folder of a model"
+        )
+    except EntryNotFoundError:
+        problem = f"{repository} on {hub} has no {what}; set a model that has it"
+    except Exception as error:  # of several HTTP libraries, or of a disk
+        reason = " ".join(str(error).split())[:200]
+        problem = f"cannot fetch {what} of {repository} from {hub}: {type(error).__name__}: {reason}"
+    raise UserError(f"{key}: {problem}")

@@ -1,0 +1,349 @@
+"""Causal language models of transformers as models of the trainer. transformers is imported when a model is made.
+
+The model itself is transformers' own class, unchanged. Code from the hub is never executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.checkpoint import load_pretrained
+from shardwright.checkpoint.conversions import transformers_key_map
+from shardwright.checkpoint.files import StoredTensor, open_stored
+from shardwright.checkpoint.names import Source
+from shardwright.train.errors import UserError
+from shardwright.train.hub import fetch_files
+from shardwright.train.models.language_model import LanguageModel, draws_numbers, multiplied
+from shardwright.train.models.shapes import CONFIG, HuggingFaceShape, is_folder
+from shardwright.train.models.units import Units, find_units
+
+#: In the names of parameters: what is before transformers' own names.
+PREFIX = "model."
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+#: Models with an attention that sees later tokens, beside those for masked language modelling.
+_NOT_CAUSAL = frozenset({"xlnet", "xlm", "xlm-prophetnet", "prophetnet", "cpmant"})
+
+
+class HuggingFaceModel(LanguageModel):
+    """A causal language model of transformers. Its parameters have transformers' names after "model."."""
+
+    def __init__(self, shape: HuggingFaceShape) -> None:
+        """Make the model in float32, on the default device.
+
+        Without values where `shape` has pretrained weights: `read_weights` gives them, or a checkpoint.
+
+        Raises:
+            UserError: transformers is not installed, or has no causal language model of this type.
+        """
+        super().__init__()
+        self.config = shape
+        self.model = _build(shape)
+        self.units: Units = _units(self.model, shape)
+        self.tied = self.units.tied
+        values = self.model.config.get_text_config()
+        self.draws = draws_numbers(self.model) or _has_dropout(values.to_dict())
+        self.balance = bool(getattr(values, "output_router_logits", False))
+        if self.balance:
+            self.auxiliary = {"balance": float(getattr(values, "router_aux_loss_coef", 0.0))}
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.units.blocks)
+
+    def head(self) -> list[nn.Module]:
+        return list(self.units.head)
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        extras: bool = False,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Any:
+        """Logits [B, S, V]. With `extras` also transformers' balance loss of all experts, 0-d."""
+        arguments: dict[str, Any] = {"use_cache": False, "return_dict": True}
+        if self.balance:
+            arguments["output_router_logits"] = extras
+        output = self.model(input_ids=tokens_BS, **arguments)
+        return (output.logits, output.aux_loss) if extras else output.logits
+
+    @staticmethod
+    def auxiliary_sums(extras: Any, targets_BS: Tensor) -> dict[str, Tensor]:
+        return {"balance": extras.float() * targets_BS.numel()}
+
+    def read_weights(self) -> None:
+        """Read the safetensors of the model's path: each rank no more than its part.
+
+        Raises:
+            UserError: the files do not fit the model, on every rank.
+        """
+        if self.config.weights != "pretrained":
+            return
+        folder = weights_folder(self.config)
+        keys = {f"{PREFIX}{name}": source for name, source in _stored_names(self, folder).items()}
+        computed = [f"{PREFIX}{name}" for name in self.model._keys_to_ignore_on_save or ()]
+        unexpected = _patterns(self.model._keys_to_ignore_on_load_unexpected)
+        try:
+            load_pretrained(
+                self, folder, key_map=keys, allow_missing=computed, allow_unexpected=unexpected(folder)
+            )
+        except (ValueError, OSError) as error:
+            raise UserError(f"model.path: {' '.join(str(error).split())}") from error
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Six for each weight that a token is multiplied with, and 12 x heads x width x length for each attention.
+
+        Of the weights of all experts, which are tensors of three dimensions, a token uses the share of its experts.
+        """
+        values = self.model.config.get_text_config()
+        weights = multiplied(self.model, self.model.get_input_embeddings(), self.tied)
+        experts = next(
+            (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(values, key, 0))), 0
+        )  # fmt: skip
+        if experts:
+            stacked = sum(p.numel() for p in self.model.parameters() if p.ndim == 3 and p.shape[0] == experts)
+            weights -= stacked - stacked * int(getattr(values, "num_experts_per_tok", experts)) // experts
+        attentions = sum(any("attn" in name or "attention" in name for name, _ in b.named_children()) for b in self.blocks())  # fmt: skip
+        return 6 * weights + 12 * attentions * int(getattr(values, "hidden_size", 0)) * seq_len
+
+
+# -- building ----------------------------------------------------------------------------------------------------------
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise UserError(
+            "model.kind: 'hf' needs transformers, which is not installed; install shardwright[hf]"
+        ) from None
+    major = int(transformers.__version__.partition(".")[0])
+    if major < 5:
+        raise UserError(
+            f"model.kind: 'hf' needs transformers 5 or later, found {transformers.__version__}; install "
+            "shardwright[hf]"
+        )
+    return transformers
+
+
+def config_of(shape: HuggingFaceShape) -> Any:
+    """The configuration of transformers for a shape.
+
+    Raises:
+        UserError: transformers has no causal language model of this type, or the values do not fit it.
+    """
+    _transformers()
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    values = _plain(shape.config)
+    kind = values["model_type"]
+    remote = values.pop("auto_map", None)
+    if kind not in CONFIG_MAPPING:
+        code = ""
+        if remote:
+            code = (
+                f"; its code is in files of {shape.path} (trust_remote_code), and shardwright executes no code of models"
+            )
+        raise UserError(
+            f"model.path: expected a model type that transformers has, found {kind!r} in the {CONFIG} of "
+            f"{shape.path}{code}. Install a newer transformers, or set another model"
+        )
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(
+            f"model.path: expected a causal language model, found model type {kind!r} in {shape.path}, of which "
+            "transformers has none; set another model"
+        )
+    sees_all = kind in _NOT_CAUSAL or (
+        kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not values.get("is_decoder")
+    )
+    if sees_all:
+        raise UserError(
+            f"model.path: expected a causal language model, found {shape.path}, an encoder ({kind}): its tokens see the "
+            "tokens that they shall predict; set another model"
+        )
+    try:
+        return CONFIG_MAPPING[kind].from_dict(values)
+    except Exception as error:  # of the checks of transformers, which have several classes
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"model.path: the {CONFIG} of {shape.path} is not one of a {kind}: {type(error).__name__}: {reason}"
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """A copy of what config.json says. transformers writes infinite numbers as {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _build(shape: HuggingFaceShape) -> Any:
+    transformers = _transformers()
+    config = config_of(shape)
+    try:
+        with _no_random_weights() if shape.weights == "pretrained" else contextlib.nullcontext():
+            return transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=False
+            )
+    except (ImportError, KeyError, ValueError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"model.path: transformers cannot build the model of {shape.path}: {type(error).__name__}: {reason}"
+        ) from error
+
+
+_RANDOM = (
+    "uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_",
+    "orthogonal_", "sparse_",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def _no_random_weights() -> Iterator[None]:
+    """Random initialisers do nothing: files or a checkpoint replace their values. For 8 billion weights they take
+    minutes on every rank, deferred or not. Constants and tables are computed as always."""
+    from transformers import initialization
+
+    def nothing(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor
+
+    originals = [
+        (module, name, getattr(module, name))
+        for module in (nn.init, initialization)
+        for name in _RANDOM
+        if hasattr(module, name)
+    ]
+    for module, name, _ in originals:
+        setattr(module, name, nothing)
+    try:
+        yield
+    finally:
+        for module, name, function in originals:
+            setattr(module, name, function)
+
+
+def _units(model: Any, shape: HuggingFaceShape) -> Units:
+    return find_units(
+        model,
+        shape.blocks,
+        frozenset(model._no_split_modules or ()),
+        model.get_input_embeddings(),
+        model.get_output_embeddings(),
+    )
+
+
+def _has_dropout(values: Mapping[str, Any]) -> bool:
+    """Whether a configuration asks for random numbers in training. Heads for other tasks do not count."""
+    words = ("drop", "jitter", "noise")
+    return any(
+        isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        for key, value in values.items()
+        if any(word in key for word in words) and not key.startswith(("classifier", "summary"))
+    )
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def weights_folder(shape: HuggingFaceShape) -> Path:
+    """The local folder of the safetensors, which are fetched if the path is a name on the hub.
+
+    Raises:
+        UserError: there are no such files.
+    """
+    folder = Path(shape.path) if is_folder(shape.path) else fetch_files(shape.path, _WEIGHTS, "model.path")
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob(_WEIGHTS[1])):
+        others = sorted(file.name for file in folder.glob("*.bin"))
+        found = f"only {', '.join(others[:3])}" if others else "none"
+        raise UserError(
+            f"model.path: expected weights (.safetensors) in {shape.path}, found {found}; set a model that has them, or "
+            'model.weights = "random" to train from scratch'
+        )
+    return folder
+
+
+def check_weights(shape: HuggingFaceShape) -> None:
+    """Fetch the weights if they are not here, and read the headers of all files.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    if shape.weights != "pretrained":
+        return
+    try:
+        open_stored(weights_folder(shape))
+    except (ValueError, OSError) as error:
+        raise UserError(f"model.path: {' '.join(str(error).split())}") from error
+
+
+def _names(model: nn.Module) -> list[str]:
+    """Transformers' names of all parameters and buffers of a `HuggingFaceModel`, sharded or not."""
+    tensors = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    return [name.removeprefix(PREFIX) for name, _ in tensors]
+
+
+def _stored_names(model: HuggingFaceModel, folder: Path) -> dict[str, Source]:
+    """Where files have each tensor of a model, by transformers' names."""
+    try:
+        keys = transformers_key_map(model.model, _names(model), open_stored(folder))
+    except (ValueError, OSError) as error:
+        raise UserError(f"model.path: {' '.join(str(error).split())}") from error
+    return cast(dict[str, Source], keys or {})
+
+
+def _patterns(regular: Any) -> Any:
+    """From transformers' regular expressions to a function of a folder: its keys that a model need not have."""
+    def of(folder: Path) -> list[str]:
+        expressions = [re.compile(text) for text in regular or ()]
+        return [key for key in open_stored(folder) if any(each.search(key) for each in expressions)]
+
+    return of
+
+
+def key_map(shape: HuggingFaceShape) -> dict[str, Source | None]:
+    """The keys under which transformers itself would save each tensor of the model of that shape."""
+    with torch.device("meta"):
+        model = HuggingFaceModel(shape)
+    from transformers.core_model_loading import revert_weight_conversion
+
+    inner = model.model
+    stored = {
+        key: StoredTensor(key, Path(), 0, tensor.shape, tensor.dtype, lambda: torch.empty(0))
+        for key, tensor in revert_weight_conversion(inner, inner.state_dict()).items()
+    }
+    names = list(inner.state_dict())
+    keys = transformers_key_map(inner, names, stored) or {}
+    ties: Mapping[str, str] = inner.all_tied_weights_keys or {}
+    of_ties = {name: keys[target] for name, target in ties.items() if target in keys}
+    return {f"{PREFIX}{name}": keys.get(name, of_ties.get(name, name)) for name in names}
+
+
+def config_json(shape: HuggingFaceShape) -> dict[str, Any]:
+    """What config.json says beside weights in float32."""
+    values = dict(shape.config)
+    for key in ("auto_map", "torch_dtype", "_name_or_path"):
+        values.pop(key, None)
+    return {**values, "dtype": "float32", "architectures": [_architecture(shape)]}
+
+
+def _architecture(shape: HuggingFaceShape) -> str:
+    _transformers()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[shape.config["model_type"]]
+    return str(name if isinstance(name, str) else name[0])

@@ -1,0 +1,37 @@
+"""What a job with a model of transformers must not ask for. Everything here is looked up before anything is allocated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwright.train.config import Config
+from shardwright.train.errors import UserError
+from shardwright.train.models.hf import check_weights, config_of
+from shardwright.train.models.shapes import HuggingFaceShape
+
+
+def check(shape: HuggingFaceShape, config: Config) -> None:
+    """Refuse a job that the model cannot run.
+
+    Raises:
+        UserError: transformers has no such model, its weights are missing or damaged, or a key does not fit it.
+    """
+    settings = config_of(shape)
+    if config.train.compile != "none" and not _class_of(settings)._can_compile_fullgraph:
+        raise UserError(
+            f"train.compile: expected 'none' with a model of type {settings.model_type!r}, found "
+            f"{config.train.compile!r}; transformers says that its layers cannot be compiled as one graph"
+        )
+    if config.train.cuda_graph:
+        raise UserError(
+            "train.cuda_graph: expected false with model.kind 'hf', found true; models of transformers make masks whose "
+            "kind depends on values"
+        )
+    check_weights(shape)
+
+
+def _class_of(settings: Any) -> Any:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    return found[0] if isinstance(found, tuple) else found

@@ -1,0 +1,120 @@
+"""What the trainer asks of a model. Nothing about sharding, processes or devices may enter this file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: The members that a model needs, beside those of `nn.Module`.
+NEEDED = (
+    "blocks",
+    "head",
+    "tied",
+    "num_params",
+    "flops_per_token",
+    "auxiliary",
+    "auxiliary_sums",
+    "separates",
+    "draws",
+    "has_loss",
+    "whole_graph",
+    "read_weights",
+)
+
+
+class LanguageModel(nn.Module):
+    """A causal language model: token numbers [B, S] (int64) in, logits [B, S, V] (float) out.
+
+    A subclass has `blocks`, `head` and a forward. A module of another class may be used too, if it has every member in
+    `NEEDED`: see `missing_members`.
+
+    ``forward(tokens)`` returns the logits. ``forward(tokens, extras=True)`` returns a pair of logits and extras, if the
+    model has `auxiliary` losses. ``forward(tokens, documents=..., positions=...)`` keeps the documents of a sample apart,
+    if the model `separates`.
+    """
+
+    #: Members beside `NEEDED` that a class asks of its subclasses.
+    parts: tuple[str, ...] = ()
+
+    #: Whether embedding and output layer are one matrix.
+    tied: bool = False
+
+    #: The weight of each loss beside the cross-entropy.
+    auxiliary: Mapping[str, float] = {}
+
+    #: Whether forward keeps the documents of a sample apart. Samples of several documents need a model that does.
+    separates: bool = False
+
+    #: Whether forward draws random numbers in training, as for dropout.
+    draws: bool = False
+
+    #: Whether ``forward(tokens, batch=batch)`` returns the model's own loss in place of logits: summed over the targets
+    #: that are not IGNORED, 0-d.
+    has_loss: bool = False
+
+    #: Whether torch.compile makes one graph of a block. False: a graph may have breaks.
+    whole_graph: bool = True
+
+    def blocks(self) -> list[nn.Module]:
+        """The parts that may be gathered and freed one at a time, in the order in which forward runs them."""
+        raise NotImplementedError
+
+    def head(self) -> list[nn.Module]:
+        """The parts that forward uses last, and the embedding if it has the same matrix."""
+        raise NotImplementedError
+
+    def num_params(self) -> int:
+        """Number of parameters; a tied matrix counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Floating-point operations of forward and backward for each trained token. Here six for each parameter."""
+        return 6 * self.num_params()
+
+    @staticmethod
+    def auxiliary_sums(extras: Any, targets_BS: Tensor) -> dict[str, Tensor]:
+        """The losses in `auxiliary`, from the extras of forward; summed over B * S tokens, so that division by the
+        number of tokens gives a mean."""
+        return {}
+
+    def read_weights(self) -> None:
+        """Read stored weights, if the model begins with any: into shards, too. Every rank calls it."""
+
+
+def missing_members(model: object) -> list[str]:
+    """The names of what a model lacks; empty for a language model."""
+    if not isinstance(model, nn.Module):
+        return ["torch.nn.Module"]
+    return [name for name in (*NEEDED, *getattr(model, "parts", ())) if not hasattr(model, name)]
+
+
+def multiplied(model: nn.Module, embedding: nn.Module | None, tied: bool) -> int:
+    """Parameters that a token is multiplied with: all except an embedding that is only looked up."""
+    looked_up = 0 if tied or embedding is None else sum(p.numel() for p in embedding.parameters())
+    return sum(p.numel() for p in model.parameters()) - looked_up
+
+
+def draws_numbers(model: nn.Module) -> bool:
+    """Whether a module of the model is a dropout that is not off."""
+    dropouts = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
+    return any(isinstance(module, dropouts) and module.p > 0 for module in model.modules())
+
+
+@torch.no_grad()
+def sees_later_tokens(model: nn.Module, vocab_size: int, device: torch.device, length: int = 8) -> bool:
+    """Whether a change of the last token changes logits before it. The model runs twice, in evaluation.
+
+    Differences are compared with the difference at the last token. Rounding is a millionth of that in float32.
+    """
+    tokens = torch.arange(length, device=device).remainder(vocab_size).unsqueeze(0)
+    other = tokens.clone()
+    other[0, -1] = (other[0, -1] + 1) % vocab_size
+    training = model.training
+    model.eval()
+    one, two = (model(each).float() for each in (tokens, other))
+    model.train(training)
+    difference = (one - two).abs().amax(-1)[0]
+    return bool((difference[:-1].max() > 1e-4 * difference[-1]).item())
