@@ -45,6 +45,9 @@ class Decoder(nn.Module):
     """A decoder-only language model: token numbers [B, S] (int64) in, logits [B, S, V] out.
 
     Built on the meta device it has shapes only: give it storage with `to_empty`, then call `init_weights`.
+
+    A model that `separates` also takes `documents` [B, S] (int), the number of each token's document in its sample, and
+    `positions` [B, S] (int64), which restart at each document. A token then sees only earlier tokens of its document.
     """
 
     config: Any
@@ -57,6 +60,9 @@ class Decoder(nn.Module):
     #: By name, what a loss beside the cross-entropy counts for. A model that has any takes `extras=True` in its
     #: forward, returns (logits, extras) then, and has `auxiliary_sums`.
     auxiliary: Mapping[str, float] = {}
+
+    #: Whether forward keeps the documents of a sample apart. Samples of several documents need a model that does.
+    separates: bool = False
 
     def blocks(self) -> list[nn.Module]:
         """The parts that may be gathered and freed one at a time, in the order in which forward runs them."""
