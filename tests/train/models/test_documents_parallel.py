@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -51,8 +52,8 @@ def found(model: Any, inputs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]
     with loss_parallel():
         logits, extras = model(inputs, extras=True, documents=kit.documents())
         targets = kit.targets(inputs, DOCUMENT)
-        loss: Any = kit.cross_entropy(logits, targets)
-        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        losses: Any = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        loss = (losses.full_tensor() if isinstance(losses, DTensor) else losses).sum()
         if extras is not None:
             loss = loss + sum(model.auxiliary_sums(extras, targets).values())
         loss.backward()
@@ -86,8 +87,11 @@ def test_cut_layers_keep_documents_apart(rank: int, world_size: int, name: str) 
 def test_compiled_cut_layers_keep_documents_apart(rank: int, world_size: int) -> None:
     torch._dynamo.reset()
     model = built("llama")
-    cut_layers(model, init_device_mesh("cpu", (1, world_size), mesh_dim_names=("shard", "tensor")))
+    mesh = cut_layers(model, init_device_mesh("cpu", (1, world_size), mesh_dim_names=("shard", "tensor")))
     compile_blocks(model, "aot_eager")
+    for block in model.blocks():
+        sw.fully_shard(block, mesh=mesh)
+    sw.fully_shard(model, mesh=mesh)
     check_like_plain(model, built("llama"))
     torch._dynamo.reset()
 

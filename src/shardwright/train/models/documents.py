@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,10 +35,13 @@ class Separation:
         positions: forward takes `position_ids`.
         mask: "none": transformers makes a mask for each kind of layer, where positions restart. "boolean" or
             "additive": forward needs a mask of four dimensions.
+        window: tokens that layers with a sliding window see. Forward then needs a mask for each kind of layer: those of
+            GPT-OSS in transformers 5.23, which makes its own masks without looking at positions. 0: one mask for all.
     """
 
     positions: bool
     mask: str
+    window: int = 0
 
     def arguments(
         self, documents_BS: Tensor, positions_BS: Tensor | None = None, dtype: torch.dtype = torch.float32
@@ -59,12 +62,19 @@ class Separation:
             )
         if self.mask != "none":
             assert documents is not None
-            mask_B1SS = documents.mask().unsqueeze(1)
-            if self.mask == "additive":
-                lowest = torch.finfo(dtype).min
-                mask_B1SS = torch.zeros_like(mask_B1SS, dtype=dtype).masked_fill(~mask_B1SS, lowest)
-            arguments["attention_mask"] = mask_B1SS
+            seen_BSS = documents.mask()
+            mask: Any = self._mask(seen_BSS, dtype)
+            if self.window:
+                near_BSS = seen_BSS.triu(1 - self.window)
+                mask = {"full_attention": mask, "sliding_attention": self._mask(near_BSS, dtype)}
+            arguments["attention_mask"] = mask
         return arguments
+
+    def _mask(self, seen_BSS: Tensor, dtype: torch.dtype) -> Tensor:
+        seen_B1SS = seen_BSS.unsqueeze(1)
+        if self.mask == "boolean":
+            return seen_B1SS
+        return torch.zeros_like(seen_B1SS, dtype=dtype).masked_fill(~seen_B1SS, torch.finfo(dtype).min)
 
 
 def separation_of(config: Any, build: Callable[[Any], nn.Module] | None = None) -> Separation:
@@ -95,7 +105,8 @@ def separation_of(config: Any, build: Callable[[Any], nn.Module] | None = None) 
             except Exception as error:  # any error of code that is not ours: this size does not exist
                 failure = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 continue
-            return _first_that_separates(config, model, plain, attention)
+            way = _first_that_separates(config, small, model, plain)
+            return replace(way, window=config.sliding_window) if way.window else way
     raise _refusal(
         config, f"no small model of its kind can be built to look whether documents stay apart ({failure})"
     )
@@ -132,11 +143,14 @@ _DOCUMENTS = torch.tensor([[n for n, length in enumerate(row) for _ in range(len
 _TOKENS = torch.randint(2, _VOCABULARY, _DOCUMENTS.shape, generator=torch.Generator().manual_seed(0))
 
 
-def _first_that_separates(config: Any, model: nn.Module, plain: Tensor, attention: str) -> Separation:
+def _first_that_separates(config: Any, small: Any, model: nn.Module, plain: Tensor) -> Separation:
+    mask = "boolean" if small._attn_implementation == "sdpa" else "additive"
+    window = getattr(small, "sliding_window", None) or 0
     ways = [
         Separation(positions=True, mask="none"),
-        Separation(positions=True, mask="boolean" if attention == "sdpa" else "additive"),
-        Separation(positions=False, mask="boolean" if attention == "sdpa" else "additive"),
+        Separation(positions=True, mask=mask),
+        Separation(positions=False, mask=mask),
+        *([Separation(positions=True, mask=mask, window=window)] if window else []),
     ]
     reasons = []
     if not any(_differ(plain, _logits(model, _others(p), {"use_cache": False}), p, _LEAK) for p in _EXAMINED):
