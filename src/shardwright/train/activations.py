@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # pydantic is not there where only the benchmarks run
     from shardwright.train.config import Config
 
 #: Results that "ops" keeps, by name: what a block mostly works for, matrix products and attention.
-SAVED_OPS = frozenset(
+SAVED_OPS = frozenset({"torch_attn::_varlen_attn"}) | frozenset(
     f"aten::{name}"
     for name in (
         "mm",

@@ -47,6 +47,9 @@ class Decoder(LanguageModel):
     """A decoder-only language model: token numbers [B, S] (int64) in, logits [B, S, V] out.
 
     Built on the meta device it has shapes only: give it storage with `to_empty`, then call `init_weights`.
+
+    A model that `separates` also takes `documents` [B, S] (int), the number of each token's document in its sample, and
+    `positions` [B, S] (int64), which restart at each document. A token then sees only earlier tokens of its document.
     """
 
     config: Any
@@ -56,6 +59,9 @@ class Decoder(LanguageModel):
     output: nn.Linear
 
     parts = ("config", "tok_embeddings", "layers", "norm", "output")
+
+    #: Whether forward keeps the documents of a sample apart. Samples of several documents need a model that does.
+    separates: bool = False
 
     def blocks(self) -> list[nn.Module]:
         """The parts that may be gathered and freed one at a time, in the order in which forward runs them."""

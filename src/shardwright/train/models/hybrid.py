@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shardwright.train.models.decoder import EMBEDDING_STD, Decoder, Embedding, Linear, truncated_normal
 from shardwright.train.models.llama import Attention
+from shardwright.train.models.packed import IGNORED, Documents, documents_of, whole
 from shardwright.train.models.presets import HYBRID_PRESETS, HybridConfig
 from shardwright.train.models.scan import selective_scan
 
@@ -40,23 +41,36 @@ class Mamba2(nn.Module):
         self.norm_weight = nn.Parameter(torch.empty(config.mamba_dim))
         self.out_proj = Linear(config.mamba_dim, config.dim)
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         c = self.config
         gate, convolved, dt_BSH = self.in_proj(x_BSD).split([c.mamba_dim, c.conv_dim, c.mamba_heads], dim=-1)
-        padded = F.pad(convolved.transpose(1, 2), (c.conv_width - 1, 0))
-        convolved = F.silu(F.conv1d(padded, self.conv_weight, self.conv_bias, groups=c.conv_dim)).transpose(
-            1, 2
-        )
+        if documents is None:
+            padded = F.pad(convolved.transpose(1, 2), (c.conv_width - 1, 0))
+            convolved = F.silu(
+                F.conv1d(padded, self.conv_weight, self.conv_bias, groups=c.conv_dim)
+            ).transpose(1, 2)
+        else:
+            convolved = F.silu(self.convolved_within(documents, convolved))
         shared = c.mamba_groups * c.mamba_state
         x, b, c_ = convolved.split([c.mamba_dim, shared, shared], dim=-1)
         x_BSHP = x.unflatten(-1, (c.mamba_heads, c.mamba_head_dim))
         states = (c.mamba_groups, c.mamba_state)
         dt_BSH = F.softplus(dt_BSH.float() + self.dt_bias.float())
         y_BSHP = selective_scan(
-            x_BSHP, dt_BSH, -self.a_log.float().exp(), b.unflatten(-1, states), c_.unflatten(-1, states), c.chunk_size
+            x_BSHP, dt_BSH, -self.a_log.float().exp(), b.unflatten(-1, states), c_.unflatten(-1, states), c.chunk_size,
+            None if documents is None else documents.starts_BS,
         )  # fmt: skip
         y_BSHP = y_BSHP + self.skip[:, None] * x_BSHP
         return self.out_proj(self.normalised(y_BSHP.flatten(2) * F.silu(gate)))
+
+    def convolved_within(self, documents: Documents, x_BSC: Tensor) -> Tensor:
+        """The convolution that sees zeros before each document. Summed in float32, as a convolution kernel does."""
+        total_BSC = self.conv_bias.float()
+        for back, weight_C in enumerate(self.conv_weight.float()[:, 0].flip(-1).unbind(-1)):
+            earlier_BSC = F.pad(x_BSC, (0, 0, back, 0))[:, : x_BSC.shape[1]].float()
+            outside_BS1 = (documents.ages_BS < back).unsqueeze(-1)
+            total_BSC = total_BSC + earlier_BSC.masked_fill(outside_BS1, 0) * weight_C
+        return total_BSC.to(x_BSC.dtype)
 
     def normalised(self, y: Tensor) -> Tensor:
         """Every group by itself, as in Nemotron-H: ranks that divide groups need nothing of each other."""
@@ -104,6 +118,9 @@ class MixtureOfExperts(nn.Module):
     none is computed twice, and no size depends on the routing, so that the host never waits for it.
     """
 
+    #: Rows from which on products on the CPU have the same bits for each row. Measured with MKL: 4.
+    ROWS_ALIKE = 16
+
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
         self.top_k = config.top_k
@@ -112,30 +129,41 @@ class MixtureOfExperts(nn.Module):
         self.down = nn.Parameter(torch.empty(config.n_experts, config.expert_dim, config.dim))
         self.shared = SquaredReluMLP(config.dim, config.shared_dim) if config.shared_dim else None
 
-    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """The output [B, S, D], and how uneven the routing of each sequence is, float32 [B]: see `imbalance`."""
+    def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
+        """The output [B, S, D], and how uneven the routing of each sequence is, float32 [B]: see `imbalance`.
+
+        With `documents` it is the routing of each token's document, float32 [B, S].
+        """
         probability_BSE = self.probabilities(x_BSD)
         # Not renormalised: with one expert per token nothing would teach the router otherwise.
         weight_BSK, expert_BSK = probability_BSE.topk(self.top_k, dim=-1)
-        y_TD = self.routed(x_BSD.flatten(0, 1), weight_BSK.flatten(0, 1), expert_BSK.flatten(0, 1))
+        # Few rows have a product of their own on the CPU, with sums in another order. Then the bits of a row depend on
+        # how many tokens chose its expert, those of other documents among them.
+        fill = 0 if documents is None or x_BSD.device.type != "cpu" else self.ROWS_ALIKE
+        y_TD = self.routed(x_BSD.flatten(0, 1), weight_BSK.flatten(0, 1), expert_BSK.flatten(0, 1), fill)
         y_BSD = y_TD.view_as(x_BSD)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(x_BSD)
-        return y_BSD, imbalance(probability_BSE, expert_BSK)
+        return y_BSD, imbalance(probability_BSE, expert_BSK, documents)
 
     def probabilities(self, x_BSD: Tensor) -> Tensor:
         """The router's softmax in float32, also under autocast: near ties must not fall by rounding."""
         with torch.autocast(x_BSD.device.type, enabled=False):
             return F.linear(x_BSD.float(), self.router.weight.float()).softmax(dim=-1)
 
-    def routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
-        """The weighted sum of the chosen experts: [T, D]."""
+    def routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, fill: int = 0) -> Tensor:
+        """The weighted sum of the chosen experts: [T, D]. Each expert gets `fill` rows of zeros beside its tokens."""
         count, dim = expert_TK.numel(), x_TD.shape[1]
-        sorted_experts, order = expert_TK.flatten().sort(stable=True)
         # One row for each choice, then a permutation: unlike a gather of tokens, its backward adds in a fixed order.
-        rows = x_TD.unsqueeze(1).expand(-1, self.top_k, -1).reshape(count, dim).index_select(0, order)
-        rows = self.chosen(rows, sorted_experts)
+        rows, expert_R = x_TD.unsqueeze(1).expand(-1, self.top_k, -1).reshape(count, dim), expert_TK.flatten()
+        if fill:
+            every = torch.arange(self.router.out_features, device=expert_R.device)
+            expert_R = torch.cat((expert_R, every.repeat_interleave(fill)))
+            rows = F.pad(rows, (0, 0, 0, fill * len(every)))
+        sorted_experts, order = expert_R.sort(stable=True)
+        rows = self.chosen(rows.index_select(0, order), sorted_experts)
         rows = torch.empty_like(rows).index_copy(0, order, rows)
+        rows = rows[:count] if fill else rows
         return (rows.view(-1, self.top_k, dim) * weight_TK.unsqueeze(-1).to(rows.dtype)).sum(1)
 
     def chosen(self, rows_RD: Tensor, expert_R: Tensor) -> Tensor:
@@ -158,14 +186,21 @@ def through_experts(rows_RD: Tensor, expert_R: Tensor, up_EDF: Tensor, down_EFD:
     return F.grouped_mm(hidden, down_EFD.to(rows_RD.dtype), offs=ends)
 
 
-def imbalance(probability_BSE: Tensor, expert_BSK: Tensor) -> Tensor:
+def imbalance(probability_BSE: Tensor, expert_BSK: Tensor, documents: Documents | None = None) -> Tensor:
     """E times the sum over experts of the part of choices an expert got and its mean probability: float32 [B].
 
     1 where all experts get as much, E where one gets all ("Switch Transformers", Fedus et al., 2021, equation 4, for
     `top_k` experts). Counted in each sequence by itself (DeepSeek-V3, equation 17), so that it does not matter how the
-    sequences of a step are spread over micro-batches and ranks.
+    sequences of a step are spread over micro-batches and ranks. With `documents` in each document by itself, for each
+    of its tokens: float32 [B, S]. It is 0 for a document without counted tokens.
     """
     experts = probability_BSE.shape[-1]
+    if documents is not None:
+        chosen_BSE = F.one_hot(expert_BSK, experts).float().mean(dim=2)
+        count_BS1 = documents.sums(torch.ones_like(probability_BSE[..., :1])).clamp(min=1)
+        return experts * (
+            documents.sums(chosen_BSE) / count_BS1 * (documents.sums(probability_BSE) / count_BS1)
+        ).sum(-1)
     chosen_BE = F.one_hot(expert_BSK.flatten(1), experts).float().mean(dim=1)
     return experts * (chosen_BE * probability_BSE.mean(dim=1)).sum(dim=-1)
 
@@ -178,9 +213,11 @@ class Block(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mixer = _mixer(config, kind)
 
-    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The residual stream, and of experts how unevenly they were used: float32 [B]."""
-        y = self.mixer(self.norm(x_BSD))
+    def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor | None]:
+        """The residual stream, and of experts how unevenly they were used: float32 [B], with `documents` [B, S]."""
+        # A dense layer computes each token by itself.
+        alone = documents is None or isinstance(self.mixer, SquaredReluMLP)
+        y = self.mixer(self.norm(x_BSD)) if alone else self.mixer(self.norm(x_BSD), documents=documents)
         y_BSD, imbalance_B = y if isinstance(y, tuple) else (y, None)
         return x_BSD + y_BSD, imbalance_B
 
@@ -219,14 +256,20 @@ class NextButOne(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
     @staticmethod
-    def aligned(x_BSD: Tensor, embedded_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """The stream of every token that has a next one, and the embedding of that."""
-        return x_BSD[:, :-1], embedded_BSD[:, 1:]
+    def aligned(
+        x_BSD: Tensor, embedded_BSD: Tensor, documents: Documents | None = None
+    ) -> tuple[Tensor, Tensor, Documents | None]:
+        """The stream of every token that has a next one, the embedding of that, and the documents of both."""
+        if documents is not None:
+            documents = documents.of_pairs().before(x_BSD.shape[1] - 1)
+        return x_BSD[:, :-1], embedded_BSD[:, 1:], documents
 
-    def forward(self, x_BSD: Tensor, next_BSD: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def forward(
+        self, x_BSD: Tensor, next_BSD: Tensor, documents: Documents | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
         """The normalised stream [B, S, D], and how unevenly each layer of experts was used."""
         x_BSD = self.proj(torch.cat((self.stream_norm(x_BSD), self.token_norm(next_BSD)), dim=-1))
-        x_BSD, uneven = _through(self.layers, x_BSD)
+        x_BSD, uneven = _through(self.layers, x_BSD, documents)
         return self.norm(x_BSD), uneven
 
     def draw(self, depth: int) -> None:
@@ -238,11 +281,13 @@ class NextButOne(nn.Module):
             block.draw(depth + number)
 
 
-def _through(blocks: nn.ModuleList, x_BSD: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _through(
+    blocks: nn.ModuleList, x_BSD: Tensor, documents: Documents | None
+) -> tuple[Tensor, list[Tensor]]:
     """The stream after all blocks, and how unevenly each layer of experts was used."""
     uneven = []
     for block in blocks:
-        x_BSD, imbalance_B = block(x_BSD)
+        x_BSD, imbalance_B = block(x_BSD) if documents is None else block(x_BSD, documents)
         if imbalance_B is not None:
             uneven.append(imbalance_B)
     return x_BSD, uneven
@@ -252,9 +297,34 @@ class Extras(NamedTuple):
     """What the losses beside the cross-entropy are made of; `None` where the model has no such part."""
 
     imbalance_B: Tensor | None
-    """Mean of `imbalance` over the layers of experts."""
+    """Mean of `imbalance` over the layers of experts: [B], with documents [B, S]."""
     mtp_logits_BSV: Tensor | None
     """Of the token after the next, for all tokens but the last of each sequence."""
+    documents: Documents | None = None
+    """Those that forward kept apart, if any."""
+
+
+def _of_all_tokens(imbalance_BS: Tensor, documents: Documents) -> Tensor:
+    """That of a layer which did not see the last token of the sequence: the last token has that of its document."""
+    last_B1 = imbalance_BS[:, -1:].masked_fill(documents.starts_BS[:, -1:], 0)
+    return torch.cat((imbalance_BS, last_B1), dim=1)
+
+
+def _sums_of_documents(extras: Extras, documents: Documents, targets_BS: Tensor) -> dict[str, Tensor]:
+    """`Hybrid.auxiliary_sums` where no document may change the losses of another one."""
+    sums, trained_BS = {}, targets_BS != IGNORED
+    if extras.imbalance_B is not None:
+        sums["balance"] = extras.imbalance_B.masked_fill(~trained_BS, 0).sum()
+    if extras.mtp_logits_BSV is not None:
+        # The token after the next is the next one's target, unless the next one belongs to another document.
+        following_BS = F.pad(targets_BS[:, 1:], (0, 1), value=IGNORED).masked_fill(documents.ends_BS, IGNORED)
+        both = torch.stack((trained_BS, following_BS != IGNORED), dim=-1).float()
+        trained, predicted = documents.sums(both).unbind(-1)
+        scale_BS = trained / predicted.clamp(min=1)
+        targets, logits = following_BS[:, :-1].flatten(), extras.mtp_logits_BSV.float().flatten(0, 1)
+        losses = whole(F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED))
+        sums["mtp"] = (losses * scale_BS[:, :-1].flatten()).sum()
+    return sums
 
 
 class Hybrid(Decoder):
@@ -264,6 +334,7 @@ class Hybrid(Decoder):
     """
 
     config: HybridConfig
+    separates = True
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
@@ -286,34 +357,47 @@ class Hybrid(Decoder):
     def blocks(self) -> list[nn.Module]:
         return [*self.layers, *([] if self.mtp is None else [self.mtp])]
 
-    def forward(self, tokens_BS: Tensor, extras: bool = False) -> Tensor | tuple[Tensor, Extras]:
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        extras: bool = False,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Extras]:
         """Logits [B, S, V] in the compute dtype for token numbers [B, S] (int64), S at most `max_seq_len`.
 
         With `extras` also what `auxiliary_sums` needs; for that S must be 2 or more where there is an `mtp_pattern`.
+        With `documents` [B, S] (int) each document is computed as if it were alone. `positions` have no effect, since
+        no layer knows positions.
         """
         length = tokens_BS.shape[1]
         if length > self.config.max_seq_len:
             raise ValueError(
                 f"expected at most max_seq_len = {self.config.max_seq_len} tokens, found {length}"
             )
+        packed = documents_of(documents, tokens_BS)
         embedded_BSD = self.tok_embeddings(tokens_BS)
-        x_BSD, uneven = _through(self.layers, embedded_BSD)
+        x_BSD, uneven = _through(self.layers, embedded_BSD, packed)
         if not extras:
             return self.output(self.norm(x_BSD))
         further_BSD = None
         if self.mtp is not None:
-            further_BSD, more = self.mtp(*self.mtp.aligned(x_BSD, embedded_BSD))
-            uneven += more
+            x_next_documents = self.mtp.aligned(x_BSD, embedded_BSD, packed)
+            further_BSD, more = self.mtp(*x_next_documents[: 2 if packed is None else 3])
+            uneven += more if packed is None else [_of_all_tokens(each, packed) for each in more]
         logits_BSV = self.output(self.norm(x_BSD))
         # As many as there are next tokens: a plan may have the head run on a filler behind them.
         mtp_logits_BSV = None if further_BSD is None else self.output(further_BSD)[:, : length - 1]
-        return logits_BSV, Extras(torch.stack(uneven).mean(0) if uneven else None, mtp_logits_BSV)
+        return logits_BSV, Extras(torch.stack(uneven).mean(0) if uneven else None, mtp_logits_BSV, packed)
 
     @staticmethod
     def auxiliary_sums(extras: object, targets_BS: Tensor) -> dict[str, Tensor]:
         """balance: `imbalance` of every sequence, for each of its tokens. mtp: cross-entropy of the token after the
-        next, where there is one, scaled from S - 1 tokens to S."""
+        next, where there is one, scaled from S - 1 tokens to S. With documents both are those of each document alone,
+        over its trained tokens: those whose target is not `IGNORED`."""
         assert isinstance(extras, Extras)
+        if extras.documents is not None:
+            return _sums_of_documents(extras, extras.documents, targets_BS)
         sums, length = {}, targets_BS.shape[1]
         if extras.imbalance_B is not None:
             sums["balance"] = length * extras.imbalance_B.sum()

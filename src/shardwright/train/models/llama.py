@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.train.models.decoder import EMBEDDING_STD, Decoder, Embedding, Linear, truncated_normal
+from shardwright.train.models.packed import Documents, attend, documents_of
 from shardwright.train.models.presets import PRESETS, HybridConfig, LlamaConfig, RopeScaling
 
 __all__ = ["PRESETS", "Llama", "LlamaConfig", "RopeScaling"]
@@ -39,15 +40,16 @@ def rope_frequencies(config: LlamaConfig) -> Tensor:
 
 
 class Rope:
-    """The float32 cosines and sines of the first S positions, handed to every block.
+    """The float32 cosines and sines of every token's position, handed to every block: [S, K], or [B, S, K] where each
+    sample has positions of its own.
 
     A plain class on purpose, neither a tuple nor a dataclass: engines that cast the inputs of a block to its
     compute dtype look into those, and tables in bfloat16 would put far tokens at wrong angles.
     """
 
     def __init__(self, cos_SK: Tensor, sin_SK: Tensor) -> None:
-        self.cos_S1K = cos_SK.unsqueeze(1)
-        self.sin_S1K = sin_SK.unsqueeze(1)
+        self.cos_S1K = cos_SK.unsqueeze(-2)
+        self.sin_S1K = sin_SK.unsqueeze(-2)
 
     def rotate(self, x_BSHK: Tensor) -> Tensor:
         """Turn pair (i, i + K/2) of every head by its position's angle, in float32; returned in x's dtype.
@@ -62,7 +64,8 @@ class Rope:
 class Attention(nn.Module):
     """Causal self-attention in which groups of query heads share one key and value head.
 
-    Without `rope` it knows the order of tokens only from what other layers have put into them.
+    Without `rope` it knows the order of tokens only from what other layers have put into them. With `documents` a token
+    sees only tokens of its own document.
     """
 
     def __init__(self, config: LlamaConfig | HybridConfig) -> None:
@@ -74,12 +77,14 @@ class Attention(nn.Module):
         self.wv = Linear(config.dim, config.n_kv_heads * config.head_dim)
         self.wo = Linear(config.n_heads * config.head_dim, config.dim)
 
-    def forward(self, x_BSD: Tensor, rope: Rope | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, rope: Rope | None = None, documents: Documents | None = None) -> Tensor:
         heads = (*x_BSD.shape[:2], -1, self.head_dim)
         q_BSHK, k_BSHK = self.wq(x_BSD).view(heads), self.wk(x_BSD).view(heads)
         if rope is not None:
             q_BSHK, k_BSHK = rope.rotate(q_BSHK), rope.rotate(k_BSHK)
         v_BSHK = self.wv(x_BSD).view(heads)
+        if documents is not None:
+            return self.wo(attend(q_BSHK, k_BSHK, v_BSHK, documents).flatten(2))
         out_BHSK = F.scaled_dot_product_attention(
             q_BSHK.transpose(1, 2), k_BSHK.transpose(1, 2), v_BSHK.transpose(1, 2),
             is_causal=True, enable_gqa=self.grouped,
@@ -110,8 +115,8 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
-    def forward(self, x_BSD: Tensor, rope: Rope) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope)
+    def forward(self, x_BSD: Tensor, rope: Rope, documents: Documents | None = None) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope, documents=documents)
         return x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
 
 
@@ -119,6 +124,7 @@ class Llama(Decoder):
     """A decoder of equal blocks."""
 
     config: LlamaConfig
+    separates = True
     rope_cos: Tensor
     rope_sin: Tensor
 
@@ -138,18 +144,34 @@ class Llama(Decoder):
         if not self.tok_embeddings.weight.is_meta:
             self.init_weights()
 
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Logits [B, S, V] in the compute dtype for token numbers [B, S] (int64), S at most `max_seq_len`."""
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        extras: bool = False,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, None]:
+        """Logits [B, S, V] in the compute dtype for token numbers [B, S] (int64), S at most `max_seq_len`.
+
+        With `documents` [B, S] (int) each document is computed as if it were alone. `positions` [B, S] (int64) are by
+        default those of each token in its document. There are no `extras`: None is returned beside the logits.
+        """
         length = tokens_BS.shape[1]
         if length > self.config.max_seq_len:
             raise ValueError(
                 f"expected at most max_seq_len = {self.config.max_seq_len} tokens, found {length}"
             )
-        rope = Rope(self.rope_cos[:length], self.rope_sin[:length])
+        packed = documents_of(documents, tokens_BS)
+        if positions is None and packed is not None:
+            positions = packed.ages_BS
+        # A position is a row of the tables, the first `length` of them in turn without positions.
+        rows = slice(length) if positions is None else positions.to(self.rope_cos.device)
+        rope = Rope(self.rope_cos[rows], self.rope_sin[rows])
         x_BSD = self.tok_embeddings(tokens_BS)
         for block in self.layers:
-            x_BSD = block(x_BSD, rope)
-        return self.output(self.norm(x_BSD))
+            x_BSD = block(x_BSD, rope) if packed is None else block(x_BSD, rope, packed)
+        logits_BSV = self.output(self.norm(x_BSD))
+        return (logits_BSV, None) if extras else logits_BSV
 
     @torch.no_grad()
     def init_weights(self) -> None:

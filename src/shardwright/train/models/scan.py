@@ -25,22 +25,31 @@ def decays(log_decay: Tensor) -> Tensor:
 
 
 def selective_scan(
-    x_BSHP: Tensor, dt_BSH: Tensor, a_H: Tensor, b_BSGN: Tensor, c_BSGN: Tensor, chunk_size: int
+    x_BSHP: Tensor,
+    dt_BSH: Tensor,
+    a_H: Tensor,
+    b_BSGN: Tensor,
+    c_BSGN: Tensor,
+    chunk_size: int,
+    starts_BS: Tensor | None = None,
 ) -> Tensor:
     """y_t = C_t h_t with h_t = exp(dt_t a) h_(t-1) + dt_t x_t B_t and h_(-1) = 0, of every head: [B, S, H, P].
 
+    h_(t-1) is also 0 at every token of `starts_BS` (bool). Tokens behind it have the same bits whatever is before it.
     Heads of one group share B and C. `dt_BSH` must be positive and `a_H` negative. Computed in float32, also under
     autocast: decays close to one, taken to high powers, do not survive bfloat16; returned in x's dtype. S need not be
     a multiple of `chunk_size`, which changes the rounding alone. Memory beyond the inputs: B * H * S * chunk_size.
     """
     with torch.autocast(x_BSHP.device.type, enabled=False):
         y_BSHP = _scan(
-            x_BSHP.float(), dt_BSH.float(), a_H.float(), b_BSGN.float(), c_BSGN.float(), chunk_size
+            x_BSHP.float(), dt_BSH.float(), a_H.float(), b_BSGN.float(), c_BSGN.float(), chunk_size, starts_BS
         )
     return y_BSHP.to(x_BSHP.dtype)
 
 
-def _scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: int) -> Tensor:
+def _scan(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: int, starts: Tensor | None
+) -> Tensor:
     (batch, length, heads, width), (groups, state) = x.shape, b.shape[2:]
     chunk = min(chunk_size, length)
     chunks = -(-length // chunk)
@@ -53,7 +62,11 @@ def _scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: in
     per_group = heads // groups
     x_BCQGRP = cut(x * dt[..., None], per_group, width)
     b_BCQGN, c_BCQGN = cut(b, state), cut(c, state)
-    log_BCGRQ = cut(dt * a, per_group).permute(0, 1, 3, 4, 2)
+    log_decay = dt * a
+    if starts is not None:
+        # Every sum over a start is -inf, and its decay exactly 0. A finite state times 0 adds nothing to any sum.
+        log_decay = log_decay.masked_fill(starts.unsqueeze(-1), -torch.inf)
+    log_BCGRQ = cut(log_decay, per_group).permute(0, 1, 3, 4, 2)
 
     # What tokens of one chunk give one another: attention whose scores decay instead of passing a softmax.
     decay_BCGRQQ = decays(log_BCGRQ)

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.func import functional_call
 
 from shardwright.train.models.hybrid import Mamba2, MixtureOfExperts, NextButOne, through_experts
+from shardwright.train.models.packed import Documents
 from shardwright.train.models.presets import HybridConfig
 
 #: Rows of a matrix one below another: how many, and of how many heads or groups they are.
@@ -157,17 +158,19 @@ def mixture_part(config: HybridConfig, experts: DeviceMesh | None, mesh: DeviceM
 # Forward
 
 
-def _run_part(part: nn.Module, module: nn.Module, takes: Mapping[str, Take], *inputs: Tensor) -> Any:
+def _run_part(
+    part: nn.Module, module: nn.Module, takes: Mapping[str, Take], *inputs: Tensor, **keywords: Any
+) -> Any:
     """The part of a module, with what this rank takes of its parameters, which may be gathered at this moment only."""
     parameters = {name: takes.get(name, _local)(parameter) for name, parameter in module.named_parameters()}
-    return functional_call(part, parameters, inputs, tie_weights=False)
+    return functional_call(part, parameters, inputs, keywords, tie_weights=False)
 
 
 def _run_on_whole_sequence(
-    part: Callable[[Tensor], Any], mesh: DeviceMesh, left_out: int, x_BSD: DTensor
+    part: Callable[..., Any], mesh: DeviceMesh, left_out: int, x_BSD: DTensor, **keywords: Any
 ) -> Any:
     whole_BSD = x_BSD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    result = part(whole_BSD[:, : whole_BSD.shape[1] - left_out])
+    result = part(whole_BSD[:, : whole_BSD.shape[1] - left_out], **keywords)
     y_BSD, *others = result if isinstance(result, tuple) else (result,)
     if left_out:
         y_BSD = F.pad(y_BSD, (0, 0, 0, left_out))
@@ -196,11 +199,14 @@ def _chosen_elsewhere(
     return Exchange.apply(rows, received, sent, group)
 
 
-def _aligned(mesh: DeviceMesh, x_BSD: Tensor, embedded_BSD: Tensor) -> tuple[Tensor, Tensor]:
+def _aligned(
+    mesh: DeviceMesh, x_BSD: Tensor, embedded_BSD: Tensor, documents: Documents | None = None
+) -> tuple[Tensor, Tensor, Documents | None]:
     first = DTensor.from_local(embedded_BSD[:, :1].contiguous(), mesh, [Shard(1)], run_check=False)
     firsts = first.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     behind = (mesh.get_local_rank() + 1) % mesh.size()
-    return x_BSD, torch.cat((embedded_BSD[:, 1:], firsts[:, behind : behind + 1]), dim=1)
+    nexts_BSD = torch.cat((embedded_BSD[:, 1:], firsts[:, behind : behind + 1]), dim=1)
+    return x_BSD, nexts_BSD, None if documents is None else documents.of_pairs()
 
 
 # ---------------------------------------------------------------------------------------------------------------
