@@ -86,7 +86,6 @@ def test_a_transformers_consumer_computes_the_exported_logits(
     """Two ranks train, the third generates; bit for bit as the exported model does."""
     transformers = pytest.importorskip("transformers")
     mesh, group = parts(world_size)
-    before = memory_files()
     address = f"{tmp_path.parent.name}-{tmp_path.name}-{name}"[-80:]
     if rank < 2:
         layout = "ragged" if name == "llama" else "per_parameter"
@@ -112,7 +111,6 @@ def test_a_transformers_consumer_computes_the_exported_logits(
         exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
         assert torch.equal(logits(consumer), logits(exported))
         assert not torch.equal(logits(exported), logits(drawn(name, 1)))
-    assert memory_files() <= before
 
 
 @multirank(3)
@@ -157,15 +155,15 @@ def test_streams_that_end_early(rank: int, world_size: int, way: str, end: str, 
             with pytest.raises(RuntimeError, match="Weights changed after 1 of"):
                 next(stream)
     else:
-        buckets = sw.receive_weights(options.get("group", address))
+        source = options.get("group", address)
         if end == "consumer leaves":
             with pytest.raises(KeyError):
-                for bucket in buckets:
+                for bucket in sw.receive_weights(source):
                     bucket["nowhere"]
         else:
             reason = "ended early" if end == "sender leaves" else "Weights changed"
             with pytest.raises(RuntimeError, match=rf"stopped after 1 of \d+ buckets of weights: .*{reason}"):
-                for bucket in buckets:
+                for bucket in sw.receive_weights(source):
                     assert bucket
     dist.barrier()
 

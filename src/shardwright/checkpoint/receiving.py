@@ -25,7 +25,7 @@ def receive_weights(
     the memory of its whole bucket.
 
     If you leave the loop early, also by an exception, the rest of the stream is received and dropped first. So the
-    sender and other consumers go on.
+    sender and other consumers go on. If a variable holds the stream, call its method ``close()`` for this.
 
     Args:
         source: the process group that the sender passes as ``group``, or the name that it passes as ``share``.

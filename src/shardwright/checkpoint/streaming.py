@@ -77,7 +77,8 @@ def stream_weights(
     **Between two buckets** you may use the model but not change its weights: a change, say by an optimizer's step,
     raises an error on every rank, because a stream would mix two versions. A stream that you leave early leaves the
     model as it was. Every rank must leave it at the same bucket. If one rank leaves it alone, the next bucket of the
-    others raises an error when that rank next communicates or ends.
+    others raises an error when that rank next communicates or ends. If a variable holds the stream, leave it with its
+    method ``close()``.
 
     **Other processes.** With ``group`` the mesh's first rank broadcasts each bucket to the other ranks of a process
     group, which call ``sw.receive_weights(group)``. With ``share`` this rank puts each bucket into shared memory, and
@@ -282,24 +283,25 @@ def _stream(
     plan: _Plan, units: list[Unit], mesh: DeviceMesh | None, sink: Sink, sends: bool
 ) -> Iterator[dict[str, Tensor]]:
     count = len(plan.buckets)
-    number, stopped = 0, "the loop over stream_weights ended early"
+    sent, stopped = 0, "the loop over stream_weights ended early"
     try:
         for number in range(count):
             _meet(plan, units, mesh, number)
             bucket, error = _bucket(plan, number, sink)
             if sends or error is not None:
                 raise_everywhere(mesh if sends else None, error)
+            sent += 1
             yield bucket
             bucket.clear()
         _meet(plan, units, mesh, count)
-        number, stopped = count, ""
+        stopped = ""
     except Exception as failure:
         stopped = f"{type(failure).__name__}: {failure}"
         raise
     finally:
         if stopped:
             with contextlib.suppress(Exception):  # the consumers may have ended
-                sink.close(Header(number, count, stopped=stopped))
+                sink.close(Header(sent, count, stopped=stopped))
         else:
             sink.close(Header(count, count))
 

@@ -17,7 +17,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -234,9 +234,18 @@ def _receive_exactly(connection: socket.socket, count: int) -> bytes:
     while len(data) < count:
         part = connection.recv(count - len(data))
         if not part:
-            raise ConnectionError("the process at the other end has ended")
+            raise ConnectionResetError
         data += part
     return data
+
+
+@contextlib.contextmanager
+def _connected() -> Iterator[None]:
+    """Say what it means if the connection breaks."""
+    try:
+        yield
+    except ConnectionError as error:
+        raise ConnectionError("the process at the other end has ended") from error
 
 
 class ToSharedMemory(Nowhere):
@@ -287,8 +296,9 @@ class ToSharedMemory(Nowhere):
         self._drop()
         for reader in self._readers:  # when they have used it, its memory is free
             try:
-                _receive_exactly(reader, 1)
-            except (OSError, ConnectionError) as error:
+                with _connected():
+                    _receive_exactly(reader, 1)
+            except OSError as error:
                 raise RuntimeError(
                     f"shared weights {self._name!r}: a consumer did not finish bucket {self._header.number} of "
                     f"{self._header.count}: {error}"
@@ -327,9 +337,10 @@ class ToSharedMemory(Nowhere):
 
     def _send(self, header: Header, descriptors: list[int]) -> None:
         data = header.to_bytes()
-        for reader in self._readers:
-            socket.send_fds(reader, [_LENGTH.pack(len(data))], descriptors)
-            reader.sendall(data)
+        with _connected():
+            for reader in self._readers:
+                socket.send_fds(reader, [_LENGTH.pack(len(data))], descriptors)
+                reader.sendall(data)
 
     def _drop(self) -> None:
         if self._descriptor >= 0:
@@ -361,12 +372,11 @@ class FromSharedMemory:
         self._connection.settimeout(timeout)
 
     def header(self) -> Header:
-        data, descriptors, _, _ = socket.recv_fds(self._connection, _LENGTH.size, 1)
-        self._descriptor = descriptors[0] if descriptors else -1
-        if not data:
-            raise ConnectionError("the process at the other end has ended")
-        data += _receive_exactly(self._connection, _LENGTH.size - len(data))
-        return Header.from_bytes(_receive_exactly(self._connection, _LENGTH.unpack(data)[0]))
+        with _connected():
+            data, descriptors, _, _ = socket.recv_fds(self._connection, _LENGTH.size, 1)
+            self._descriptor = descriptors[0] if descriptors else -1
+            data += _receive_exactly(self._connection, _LENGTH.size - len(data))
+            return Header.from_bytes(_receive_exactly(self._connection, _LENGTH.unpack(data)[0]))
 
     def bucket(self, header: Header) -> dict[str, Tensor]:
         starts, nbytes = header.places()
@@ -386,7 +396,8 @@ class FromSharedMemory:
         self._drop()
 
     def done(self) -> None:
-        self._connection.sendall(_READY)
+        with _connected():
+            self._connection.sendall(_READY)
 
     def close(self) -> None:
         self._drop()
