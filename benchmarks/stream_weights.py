@@ -3,8 +3,8 @@
 
     python benchmarks/stream_weights.py [--ranks 2] [--dim 512] [--layers 8] [--rounds 5] [--bucket "64 MiB"]
 
-A Llama in float32 is sharded over CPU ranks (gloo, one thread each). After every step its weights must reach a reader in
-bfloat16. Each round measures every way once, in another order:
+A Llama in float32 is sharded over CPU ranks (gloo, one thread each). After every step its weights must reach a reader
+in bfloat16. Each round measures every way once, in another order:
 
 - here: stream_weights to all ranks; beside full_tensor() of each parameter, converted;
 - another process: stream_weights through shared memory, and to a process group, each loaded into a plain model by the
@@ -58,7 +58,9 @@ def run(rank: int, args: argparse.Namespace, folder: str, layout: str) -> None:
     """The last rank is the reader, the others train."""
     torch.set_num_threads(1)
     world, trains = args.ranks + 1, rank < args.ranks
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{layout}", world), rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/{layout}", world), rank=rank, world_size=world
+    )
     atexit.register(dist.destroy_process_group)
     mesh = DeviceMesh("cpu", list(range(args.ranks)))
     group = dist.new_group([0, args.ranks])
@@ -141,14 +143,14 @@ def print_table(layout: str, seconds: dict[str, list[float]]) -> None:
         base = names[0] if name in names[:2] else names[2]
         ratios = [a / b for a, b in zip(seconds[name], seconds[base], strict=True)]
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        print(
-            f"{layout:14} {name:38} {statistics.median(seconds[name]):8.3f} {statistics.median(ratios):7.2f} {spread:>14}",
-            flush=True,
-        )
+        median, ratio = statistics.median(seconds[name]), statistics.median(ratios)
+        print(f"{layout:14} {name:38} {median:8.3f} {ratio:7.2f} {spread:>14}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)

@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 examples/finetune_pretrained.py --from llama-folder --to tuned-folder
 
 The folder holds safetensors and config.json in Hugging Face's names, of a Llama or a hybrid. Without one a small Llama
-is made first. The text is Python's own reference, as ids of the tokenizer.json in the folder. Without this file a byte is
-a token, which fits only a model of 256 ids.
+is made first. The text is Python's own reference, as ids of the tokenizer.json in the folder. Without this file a byte
+is a token, which fits only a model of 256 ids.
 No rank ever holds the whole model: parameters are made as shards, each rank reads its part of the files, and saving
 gathers one parameter at a time.
 """

@@ -391,7 +391,10 @@ def _add_export(parser: _Parser) -> None:
         help="float32, bfloat16 or float16 (default: as in the checkpoint)",
     )  # fmt: skip
     parser.add_argument(
-        "--max-shard-size", metavar="SIZE", default="5 GB", help='bytes in a file, such as "5 GB" (the default)'
+        "--max-shard-size",
+        metavar="SIZE",
+        default="5 GB",
+        help='bytes in a file, such as "5 GB" (the default)',
     )
 
 

@@ -43,7 +43,9 @@ def assert_same(found: Weights, expected: Weights) -> None:
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert found[key].dtype == value.dtype and found[key].shape == value.shape, key
-        same = torch.equal(found[key].contiguous().view(-1).view(torch.uint8), value.view(-1).view(torch.uint8))
+        same = torch.equal(
+            found[key].contiguous().view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)
+        )
         assert same, key
 
 
@@ -56,7 +58,13 @@ def step(model: Any, rank: int) -> None:
     optimizer.zero_grad()
 
 
-PLACES = [*on("zero1", (2,)), *on("zero2", (2,)), *on("zero3", (3,), (4,)), *on("hsdp", (2, 2)), *on("ddp", (2,))]
+PLACES = [
+    *on("zero1", (2,)),
+    *on("zero2", (2,)),
+    *on("zero3", (3,), (4,)),
+    *on("hsdp", (2, 2)),
+    *on("ddp", (2,)),
+]
 CASES = [
     (at, layout, dtype)
     for number, at in enumerate(PLACES)
@@ -83,7 +91,9 @@ def test_a_stream_has_the_bits_of_the_saved_files(
 
 
 @multirank(4)
-@pytest.mark.parametrize(("shape", "layout"), [((2, 2), "per_parameter"), ((2, 2), "element"), ((1, 4), "row")])
+@pytest.mark.parametrize(
+    ("shape", "layout"), [((2, 2), "per_parameter"), ((2, 2), "element"), ((1, 4), "row")]
+)
 def test_tensor_parallel_models(
     rank: int, world_size: int, shape: tuple[int, int], layout: str, tmp_path: Path
 ) -> None:
@@ -261,7 +271,9 @@ def test_changed_weights_end_the_stream_on_every_rank(rank: int, world_size: int
     elif rank == 1:
         with torch.no_grad():
             model.norm.bias.to_local().add_(1)
-    with pytest.raises(RuntimeError, match=r"Weights changed after 2 of \d+ buckets.*'(norm.bias|embed.weight)'"):
+    with pytest.raises(
+        RuntimeError, match=r"Weights changed after 2 of \d+ buckets.*'(norm.bias|embed.weight)'"
+    ):
         next(stream)
     with pytest.raises(StopIteration):
         next(stream)
@@ -307,7 +319,7 @@ def test_a_rank_that_leaves_alone_is_reported_to_the_others(rank: int, world_siz
     model(batch).sum().backward()
     stream = sw.stream_weights(model, bucket_bytes=500)
     next(stream)
-    with pytest.raises(RuntimeError, match="diverged|full parameters"):
+    with pytest.raises(RuntimeError, match=r"diverged|full parameters"):
         if rank:
             stream.close()
             model(batch)

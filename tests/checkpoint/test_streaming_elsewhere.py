@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwright as sw
-from tests.checkpoint.test_transformers_models import MODELS, make, shard
+from tests.checkpoint.transformers_kit import MODELS, make, shard
 from tests.engine.kit.models import build
 from tests.support import multirank
 from tests.support.pool import forkserver
@@ -246,14 +246,16 @@ def test_several_consumers_get_their_own_copies(tmp_path: Path) -> None:
         thread.join()
     for number in range(2):
         assert found[number].keys() == model.state_dict().keys()
-        assert all(torch.equal(found[number][key], value + number) for key, value in model.state_dict().items())
+        assert all(
+            torch.equal(found[number][key], value + number) for key, value in model.state_dict().items()
+        )
 
 
 def test_nobody_comes(tmp_path: Path) -> None:
     address = f"{tmp_path}"[-80:]
     with pytest.raises(TimeoutError, match="no process of this host sent under this name"):
         next(sw.receive_weights(address, timeout=0.1))
-    with pytest.raises(TimeoutError, match="expected 2 consumers within 0.1 s, found 0"):
+    with pytest.raises(TimeoutError, match=r"expected 2 consumers within 0\.1 s, found 0"):
         next(sw.stream_weights(build(), share=address, consumers=2, timeout=0.1))
     stream = sw.stream_weights(build(), share=address)
     with pytest.raises(OSError, match="another process sends under this name"):

@@ -56,7 +56,9 @@ def test_transformers_computes_the_same_logits(
     assert "step 8, 21 tensors" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
     assert not any(info.values()), info
     ours = loaded(folder, 8)
     tokens = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
@@ -190,7 +192,11 @@ def test_a_tokenizer_of_another_model_is_refused(
     record = json.loads((run / "run.json").read_text())
     for recorded, tokenizer, message in (
         (300, 256, "expected the tokenizer of .* with 300 ids, found one with 256"),
-        (300, 300, "at most the model's 256 ids, found a tokenizer with 300; it does not belong to this model"),
+        (
+            300,
+            300,
+            "at most the model's 256 ids, found a tokenizer with 300; it does not belong to this model",
+        ),
     ):
         (run / "run.json").write_text(json.dumps({**record, "vocab_size": recorded}))
         monkeypatch.setattr(

@@ -74,7 +74,9 @@ def stored_key_map(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[s
         }
         places = transformers_key_map(model, shapes, stored) or {}
         places = {name: places.get(name, name) for name in shapes}
-        forms = {name: views_of(source, lambda key: stored[key].on_meta())[0] for name, source in places.items()}
+        forms = {
+            name: views_of(source, lambda key: stored[key].on_meta())[0] for name, source in places.items()
+        }
         if forms != dict(shapes) or {key for each in places.values() for key in keys_of(each)} != set(stored):
             raise ValueError("it changes tensors when it stores them")
     except Exception as error:

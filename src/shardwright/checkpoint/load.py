@@ -84,8 +84,8 @@ def load_pretrained(
         model: plain, or sharded by ``fully_shard`` in any layout and strategy. Tied weights must be stored at least
             once; if they are stored under several names, the values must be equal.
         path: a file (.safetensors; .pt, .pth or .bin of ``torch.save``, opened with ``weights_only=True``), an index
-            (.index.json), or a folder with an index or a single file. Or a dict from keys to tensors, such as a bucket of
-            :func:`stream_weights`.
+            (.index.json), or a folder with an index or a single file. Or a dict from keys to tensors, such as a
+            bucket of :func:`stream_weights`.
         key_map: where the model's tensors are stored: a dict from names in the model to keys (a name that is not in it
             is its own key), or a callable. Values are keys, or :class:`Transposed`, :class:`Slice`, :class:`Stacked`,
             :class:`Joined` of keys, or None for a tensor that is not stored and stays unchanged. Default: for a model
@@ -229,7 +229,9 @@ def _plan(
                     f"{keys_of(other.source)[0]!r} have different values"
                 )
     if missing or unexpected or unfit:
-        raise ValueError(_problems_in_words("The dict" if isinstance(path, Mapping) else path, missing, unexpected, unfit))
+        raise ValueError(
+            _problems_in_words("The dict" if isinstance(path, Mapping) else path, missing, unexpected, unfit)
+        )
     return plan
 
 

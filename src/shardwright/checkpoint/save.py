@@ -132,7 +132,9 @@ def write_stored_form(
     Raises:
         FileExistsError, OSError: as :func:`save_pretrained`. Nothing is left then.
     """
-    writer = _Writer(path, _Plan(form, _files(form, bytes_of(max_shard_size, "max_shard_size"))), overwrite=False)
+    writer = _Writer(
+        path, _Plan(form, _files(form, bytes_of(max_shard_size, "max_shard_size"))), overwrite=False
+    )
     try:
         writer.begin()
         for group in form.groups:
@@ -200,7 +202,10 @@ class _Writer:
             shutil.rmtree(self._partial)
         self._partial.mkdir(parents=True)
         self._begun = True
-        need, free = sum(map(self._plan.form.nbytes, self._plan.form.keys)), shutil.disk_usage(self._partial).free
+        need, free = (
+            sum(map(self._plan.form.nbytes, self._plan.form.keys)),
+            shutil.disk_usage(self._partial).free,
+        )
         if need > free:
             raise OSError(f"{self._final}: needs {need:,} bytes, {free:,} are free")
         for name, keys in self._plan.files.items():

@@ -32,9 +32,7 @@ def bytes_of(size: int | str, argument: str) -> int:
             return max(int(float(match[1]) * _UNITS[match[2].upper()]), 1)
     elif not isinstance(size, bool) and isinstance(size, int) and size > 0:
         return size
-    raise ValueError(
-        f'{argument} must be bytes, as a number or such as "5 GB" or "512 MiB", got {size!r}'
-    )
+    raise ValueError(f'{argument} must be bytes, as a number or such as "5 GB" or "512 MiB", got {size!r}')
 
 
 def default_key_map(model: nn.Module, tensors: Sequence[ModelTensor]) -> KeyMap | None:
@@ -43,9 +41,7 @@ def default_key_map(model: nn.Module, tensors: Sequence[ModelTensor]) -> KeyMap 
     Raises:
         ValueError: as :func:`shardwright.checkpoint.conversions.stored_key_map`.
     """
-    return stored_key_map(
-        model, {entry.name: entry.tensor.shape for entry in tensors if not entry.optional}
-    )
+    return stored_key_map(model, {entry.name: entry.tensor.shape for entry in tensors if not entry.optional})
 
 
 @dataclass
@@ -79,7 +75,9 @@ class StoredForm:
     def keys_of(self, group: list[ModelTensor]) -> list[str]:
         """The keys of the stored tensors that a group forms."""
         shapes = ((entry, torch.empty(entry.tensor.shape, device="meta")) for entry in group)
-        return list(dict.fromkeys(piece.key for entry, shape in shapes for piece in self.pieces(entry, shape)))
+        return list(
+            dict.fromkeys(piece.key for entry, shape in shapes for piece in self.pieces(entry, shape))
+        )
 
     def stored_tensors(
         self, group: list[ModelTensor], whole: dict[str, Tensor]
@@ -104,7 +102,10 @@ def _joined(parts: list[Piece]) -> Tensor:
 
 
 def stored_form(
-    tensors: Sequence[ModelTensor], key_map: KeyMap | None, dtype: torch.dtype | None, with_values: bool = True
+    tensors: Sequence[ModelTensor],
+    key_map: KeyMap | None,
+    dtype: torch.dtype | None,
+    with_values: bool = True,
 ) -> StoredForm:
     """The stored form of parameters and persistent buffers. They may be without values unless ``with_values``.
 
@@ -171,7 +172,5 @@ def _shape_of(key: str, own_pieces: list[tuple[ModelTensor, Piece]]) -> tuple[to
             "tensor a separate key, or consecutive slices of one key from 0 on."
         )
     if len({t.dtype for t in tensors}) > 1:
-        raise ValueError(
-            f"{names} are stored together as {key!r} and have different dtypes; pass one dtype"
-        )
+        raise ValueError(f"{names} are stored together as {key!r} and have different dtypes; pass one dtype")
     return torch.Size([*first.shape[:dim], ends[-1], *first.shape[dim + 1 :]]), first.dtype

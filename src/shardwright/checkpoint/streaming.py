@@ -113,7 +113,9 @@ def stream_weights(
     _refuse_in_use(units)
     limit = bytes_of(bucket_bytes, "bucket_bytes")
     patterns = [names] if isinstance(names, str) else None if names is None else list(names)
-    plan: _Plan = on_every_rank(mesh, lambda: _plan(model, patterns, limit, dtype, key_map, share is not None))
+    plan: _Plan = on_every_rank(
+        mesh, lambda: _plan(model, patterns, limit, dtype, key_map, share is not None)
+    )
     if mesh is not None:
         agreed = everywhere(mesh, hash_of((plan.buckets_in_words(), str(dtype), to, group is None, share)))
         if len(set(agreed)) > 1:

@@ -270,7 +270,9 @@ class ToSharedMemory(Nowhere):
             self._listener.bind(_address(name))
         except OSError as error:
             self._listener.close()
-            raise OSError(f"shared weights {name!r}: another process sends under this name ({error})") from error
+            raise OSError(
+                f"shared weights {name!r}: another process sends under this name ({error})"
+            ) from error
         self._listener.listen(readers)
 
     def begin(self, header: Header) -> None:

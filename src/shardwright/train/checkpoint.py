@@ -389,7 +389,9 @@ def with_weights(
 
         return use(stored.position, read)
 
-    return _newest(checkpoints, steps if step is None else [step], open_folder, say)
+    if step is not None:  # one error says that it is damaged
+        return _newest(checkpoints, [step], open_folder, _silent)
+    return _newest(checkpoints, steps, open_folder, say)
 
 
 def _verified(examined: Callable[[], Stored], say: Say, alone: bool = False) -> Stored:

@@ -156,9 +156,7 @@ def in_words(exported: Exported) -> str:
         if exported.model_type == "shardwright_hybrid"
         else "transformers.AutoModelForCausalLM.from_pretrained reads it"
     )
-    return (
-        f"{exported.folder}: step {exported.step}, {exported.tensors} tensors, {exported.nbytes / 1e6:.1f} MB; {reader}"
-    )
+    return f"{exported.folder}: step {exported.step}, {exported.tensors} tensors, {exported.nbytes / 1e6:.1f} MB; {reader}"
 
 
 # ---------------------------------------------------------------------------------------------------------------
