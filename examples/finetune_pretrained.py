@@ -4,7 +4,8 @@
     torchrun --standalone --nproc-per-node 2 examples/finetune_pretrained.py --from llama-folder --to tuned-folder
 
 The folder holds safetensors and config.json in Hugging Face's names, of a Llama or a hybrid. Without one a small Llama
-is made first. The text is Python's own reference, a byte a token; for a model with a tokenizer put your own batches in.
+is made first. The text is Python's own reference, as ids of the tokenizer.json in the folder. Without this file a byte
+is a token, which fits only a model of 256 ids.
 No rank ever holds the whole model: parameters are made as shards, each rank reads its part of the files, and saving
 gathers one parameter at a time.
 """
@@ -15,6 +16,7 @@ import argparse
 import atexit
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright as sw
 from shardwright.train.config import DataConfig
-from shardwright.train.data.corpus import batch, load_corpus
+from shardwright.train.data.corpus import Corpus, batch, load_corpus
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import model_of
 from shardwright.train.models.presets import LlamaConfig
@@ -46,6 +48,37 @@ def make_pretrained(folder: Path) -> None:
         config=hugging_face.config_json(shape),
         max_shard_size="200 KB",
     )
+
+
+def corpus_for(folder: Path, vocab_size: int) -> Corpus:
+    """Python's own reference as ids of the folder's tokenizer; as bytes if the model has exactly one id for each byte.
+
+    Other text would train other rows of the embedding than those that the pretrained model uses, in silence. So a model
+    with another vocabulary and without tokenizer.json ends the program.
+    """
+    corpus = load_corpus(DataConfig(source="pydoc"))
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        if vocab_size != corpus.vocab_size:
+            raise SystemExit(
+                f"error: {folder}: expected tokenizer.json for a model of {vocab_size} ids, found none; bytes are ids "
+                f"only of a model with {corpus.vocab_size}. Copy the model's tokenizer.json into the folder."
+            )
+        return corpus
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError:
+        raise SystemExit(f"error: {file} needs the library tokenizers: pip install tokenizers") from None
+    tokenizer = Tokenizer.from_file(str(file))
+    ids = tokenizer.get_vocab(with_added_tokens=True).values()
+    if max(ids) >= vocab_size:
+        raise SystemExit(
+            f"error: {file}: expected ids below the model's {vocab_size}, found {max(ids)}; this tokenizer does not "
+            "belong to this model"
+        )
+    text = bytes(corpus.train.tolist()).decode("utf-8", "ignore")
+    tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids, dtype=torch.int32)
+    return Corpus(tokens, tokens[:0], corpus.sha256, vocab_size)
 
 
 def main() -> None:
@@ -81,6 +114,7 @@ def main() -> None:
     target = target or Path(scratch) / "tuned"
 
     shape = hugging_face.shape_of(json.loads((source / "config.json").read_text()))
+    corpus = corpus_for(source, shape.vocab_size)  # before anything is allocated
     key_map = hugging_face.key_map(shape)
     torch.manual_seed(0)
     with sw.deferred_init():  # nothing is allocated
@@ -97,7 +131,6 @@ def main() -> None:
     )
 
     optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    corpus = load_corpus(DataConfig(source="pydoc"))
     for step in range(options.steps):
         number = (step * mesh.size() + mesh.get_rank()) * BATCH  # every rank has data of its own
         inputs, targets = (t.to(device) for t in batch(corpus, 0, number, BATCH, LENGTH))
@@ -111,6 +144,9 @@ def main() -> None:
         say(f"step {step}: loss {mean.item():.4f}")
 
     sw.save_pretrained(model, target, key_map=key_map, config=hugging_face.config_json(shape))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if first and (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
     say(f"saved the tuned model in {target}")
 
 

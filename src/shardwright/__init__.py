@@ -24,7 +24,12 @@ if TYPE_CHECKING:
     )
 
     from shardwright import comm_hooks, layout, optim
-    from shardwright.checkpoint import load_pretrained, save_pretrained
+    from shardwright.checkpoint import (
+        load_pretrained,
+        receive_weights,
+        save_pretrained,
+        stream_weights,
+    )
     from shardwright.engine import (
         FSDPModule,
         GraphedStep,
@@ -75,10 +80,12 @@ __all__ = [
     "materialize",
     "memory_report",
     "optim",
+    "receive_weights",
     "register_fsdp_forward_method",
     "replace_torch",
     "save_pretrained",
     "share_comm_ctx",
+    "stream_weights",
     "unsharded",
     "wrap",
 ]
@@ -117,8 +124,10 @@ _HOMES = {
     "memory_report": "shardwright.engine",
     "register_fsdp_forward_method": "shardwright.engine",
     "replace_torch": "shardwright.engine",
+    "receive_weights": "shardwright.checkpoint",
     "save_pretrained": "shardwright.checkpoint",
     "share_comm_ctx": "shardwright.engine",
+    "stream_weights": "shardwright.checkpoint",
     "unsharded": "shardwright.engine",
 }
 

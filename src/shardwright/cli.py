@@ -149,6 +149,8 @@ def _run(arguments: list[str]) -> int:
         return _compare(options)
     if options.command == "generate":
         return _generate(options)
+    if options.command == "export":
+        return _export(options)
     if options.command == "layout":
         return _layout(options, overrides)
     if options.command == "extensions":
@@ -225,6 +227,21 @@ def _generate(options: argparse.Namespace) -> int:
         seed=options.seed,
     )
     print(text)
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from shardwright.train.export import export, in_words
+
+    exported = export(
+        Path(options.run),
+        Path(options.folder),
+        step=options.step,
+        dtype=options.dtype,
+        max_shard_size=options.max_shard_size,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    print(in_words(exported))
     return 0
 
 
@@ -306,6 +323,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
         ("train", _add_train, "train the model of a configuration"),
         ("compare", _add_compare, "compare the losses, speeds and memory of runs"),
         ("generate", _add_generate, "continue a text with a trained model"),
+        ("export", _add_export, "write a trained model as a folder of Hugging Face"),
         ("layout", _add_layout, "show the cost of each layout of the shards, for any number of ranks"),
         ("extensions", _add_extensions, "list strategies, layouts, memories, optimizers, models and sinks"),
         ("doctor", _add_doctor, "show versions, devices and settings for a bug report"),
@@ -365,6 +383,24 @@ def _add_generate(parser: _Parser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--seed", metavar="N", type=_integer(0, 2**63 - 1), default=0, help="seed of the draws (default 0)"
+    )
+
+
+def _add_export(parser: _Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="run folder with a checkpoint")
+    parser.add_argument("folder", metavar="DIR", help="the new folder; it must not exist yet")
+    parser.add_argument(
+        "--step", metavar="N", type=_integer(0), help="step of the checkpoint (default: the newest whole one)"
+    )
+    parser.add_argument(
+        "--dtype", metavar="DTYPE", choices=("float32", "bfloat16", "float16"),
+        help="float32, bfloat16 or float16 (default: as in the checkpoint)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        default="5 GB",
+        help='bytes in a file, such as "5 GB" (the default)',
     )
 
 

@@ -10,7 +10,9 @@ docs/pretrained.md.
 
 from shardwright.checkpoint.load import Loaded, load_pretrained
 from shardwright.checkpoint.names import Joined, KeyMap, Slice, Stacked, Transposed
+from shardwright.checkpoint.receiving import receive_weights
 from shardwright.checkpoint.save import save_pretrained
+from shardwright.checkpoint.streaming import stream_weights
 
 __all__ = [
     "Joined",
@@ -20,5 +22,7 @@ __all__ = [
     "Stacked",
     "Transposed",
     "load_pretrained",
+    "receive_weights",
     "save_pretrained",
+    "stream_weights",
 ]

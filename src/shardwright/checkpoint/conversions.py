@@ -11,14 +11,16 @@ import copy
 import importlib
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwright.checkpoint.files import StoredTensor
-from shardwright.checkpoint.names import Joined, Slice, Source, Stacked, Transposed
+from shardwright.checkpoint.names import Joined, Slice, Source, Stacked, Transposed, keys_of, views_of
 from shardwright.engine.front.module import FSDPModule, original_class
 
 
@@ -40,6 +42,56 @@ def transformers_key_map(
     except (ImportError, AttributeError):  # transformers before version 5 stores tensors without conversions
         return None
     return _follow(loading, transforms, model, dict.fromkeys(names, True), stored)
+
+
+def stored_key_map(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, Source] | None:
+    """The places at which transformers (5 or later) stores the tensors of one of its models; None for other models.
+
+    This is the inverse of :func:`transformers_key_map`: no stored tensors are needed.
+
+    Args:
+        shapes: names and shapes of all tensors to store, tied ones under one name.
+
+    Raises:
+        ValueError: transformers computes values when it stores the model, so its stored tensors are no views.
+    """
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None or not isinstance(model, modeling.PreTrainedModel):
+        return None
+    known = _stored_places.get(model)
+    if known is not None and known[0] == shapes:
+        return known[1]
+    try:
+        revert: Any = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
+    except (ImportError, AttributeError):  # transformers before version 5 stores tensors without conversions
+        return None
+    on_meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    try:
+        reverted: dict[str, torch.Tensor] = revert(_as_made(model), on_meta)
+        stored = {
+            key: StoredTensor(key, Path(), number, tensor.shape, tensor.dtype, tensor.detach)
+            for number, (key, tensor) in enumerate(reverted.items())
+        }
+        places = transformers_key_map(model, shapes, stored) or {}
+        places = {name: places.get(name, name) for name in shapes}
+        forms = {
+            name: views_of(source, lambda key: stored[key].on_meta())[0] for name, source in places.items()
+        }
+        if forms != dict(shapes) or {key for each in places.values() for key in keys_of(each)} != set(stored):
+            raise ValueError("it changes tensors when it stores them")
+    except Exception as error:
+        raise ValueError(
+            f"The stored form of {type(model).__name__} cannot be derived from transformers' conversions: {error}. "
+            "Pass a key_map; key_map={} keeps the model's own names."
+        ) from error
+    _stored_places[model] = dict(shapes), places
+    return places
+
+
+#: Shapes and places of models that were stored before.
+_stored_places: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, torch.Size], dict[str, Source]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def names_not_stored(model: nn.Module) -> frozenset[str]:

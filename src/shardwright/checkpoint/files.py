@@ -338,3 +338,14 @@ def shard_names(count: int) -> Iterable[str]:
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def in_memory(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
+    """Tensors of this process, as if they were stored."""
+    others = [repr(key) for key, value in tensors.items() if not isinstance(value, Tensor)]
+    if others:
+        raise TypeError(f"expected a dict from keys to tensors, found other values for {abbreviated(others)}")
+    return {
+        key: StoredTensor(key, Path(), number, value.shape, value.dtype, partial(_itself, value.detach()))
+        for number, (key, value) in enumerate(tensors.items())
+    }

@@ -7,18 +7,18 @@ not fit. Then each rank copies its boxes out of the mapped files.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.checkpoint.conversions import names_not_stored, transformers_key_map
-from shardwright.checkpoint.files import StoredTensor, abbreviated, open_stored
+from shardwright.checkpoint.files import StoredTensor, abbreviated, in_memory, open_stored
 from shardwright.checkpoint.model import (
     Box,
     ModelTensor,
@@ -58,7 +58,7 @@ class Loaded:
 @torch.no_grad()
 def load_pretrained(
     model: nn.Module,
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Mapping[str, Tensor],
     *,
     key_map: KeyMap | None = None,
     allow_missing: bool | Iterable[str] = False,
@@ -84,7 +84,8 @@ def load_pretrained(
         model: plain, or sharded by ``fully_shard`` in any layout and strategy. Tied weights must be stored at least
             once; if they are stored under several names, the values must be equal.
         path: a file (.safetensors; .pt, .pth or .bin of ``torch.save``, opened with ``weights_only=True``), an index
-            (.index.json), or a folder with an index or a single file.
+            (.index.json), or a folder with an index or a single file. Or a dict from keys to tensors, such as a
+            bucket of :func:`stream_weights`.
         key_map: where the model's tensors are stored: a dict from names in the model to keys (a name that is not in it
             is its own key), or a callable. Values are keys, or :class:`Transposed`, :class:`Slice`, :class:`Stacked`,
             :class:`Joined` of keys, or None for a tensor that is not stored and stays unchanged. Default: for a model
@@ -111,7 +112,7 @@ def load_pretrained(
     mesh = mesh_of(units)
     at_rest(units, "load_pretrained was called")
     patterns = _patterns(allow_missing), _patterns(allow_unexpected)
-    plan: _Plan = on_every_rank(mesh, lambda: _plan(model, Path(path), key_map, *patterns))
+    plan: _Plan = on_every_rank(mesh, lambda: _plan(model, path, key_map, *patterns))
     _refuse_different_files(mesh, plan)
     on_meta = (
         torch.device(device)
@@ -175,13 +176,13 @@ class _Plan:
 
 def _plan(
     model: nn.Module,
-    path: Path,
+    path: str | os.PathLike[str] | Mapping[str, Tensor],
     key_map: KeyMap | None,
     may_miss: tuple[str, ...],
     may_be_unexpected: tuple[str, ...],
 ) -> _Plan:
     """The tensors to read. Raises a ValueError that lists everything that does not fit."""
-    stored = open_stored(path)
+    stored = in_memory(path) if isinstance(path, Mapping) else open_stored(path)
     plan = _Plan()
     used: set[str] = set()
     missing: list[str] = []
@@ -228,7 +229,9 @@ def _plan(
                     f"{keys_of(other.source)[0]!r} have different values"
                 )
     if missing or unexpected or unfit:
-        raise ValueError(_problems_in_words(path, missing, unexpected, unfit))
+        raise ValueError(
+            _problems_in_words("The dict" if isinstance(path, Mapping) else path, missing, unexpected, unfit)
+        )
     return plan
 
 
@@ -263,7 +266,7 @@ def _misfit(load: _Load, name: str) -> str | None:
     return None
 
 
-def _problems_in_words(path: Path, missing: list[str], unexpected: list[str], unfit: list[str]) -> str:
+def _problems_in_words(path: object, missing: list[str], unexpected: list[str], unfit: list[str]) -> str:
     lines = [f"{path} does not fit the model. Nothing was changed."]
     for what, entries in (
         ("Missing in the files", missing),

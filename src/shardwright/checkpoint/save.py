@@ -7,10 +7,9 @@ into its place. The folder gets its name when it is complete.
 from __future__ import annotations
 
 import os
-import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from shardwright.checkpoint.files import (
     INDEX,
     SafetensorsFile,
     abbreviated,
-    name_of,
     shard_names,
     sync_folder,
     write_json,
@@ -35,11 +33,10 @@ from shardwright.checkpoint.model import (
     raise_everywhere,
     tensors_of,
 )
-from shardwright.checkpoint.names import KeyMap, Piece, pieces_of, source_of
+from shardwright.checkpoint.names import KeyMap
+from shardwright.checkpoint.stored_form import StoredForm, bytes_of, default_key_map, stored_form
 from shardwright.engine.base.offload import whole_of
 from shardwright.engine.unit.owning import units_of
-
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @torch.inference_mode(False)
@@ -69,7 +66,8 @@ def save_pretrained(
     Args:
         model: plain, or sharded by ``fully_shard`` in any layout and strategy.
         path: the folder; it must be new or empty, unless ``overwrite``.
-        key_map: as for :func:`load_pretrained`. Pass the same key map to load these files.
+        key_map: as for :func:`load_pretrained`. Pass the same key map to load these files. Default: for a model of
+            transformers 5 the names under which transformers stores it, for other models the same names.
         max_shard_size: bytes of tensors in a file, as a number or such as "5 GB" or "512 MiB". A larger tensor gets a
             separate file.
         dtype: floating-point tensors are converted to this dtype. Default: as the model stores them.
@@ -86,14 +84,14 @@ def save_pretrained(
     units = units_of(model)
     mesh = mesh_of(units)
     at_rest(units, "save_pretrained was called")
-    limit = _bytes(max_shard_size)
-    plan: _Plan = on_every_rank(mesh, lambda: _plan(tensors_of(model), key_map, dtype, limit))
+    limit = bytes_of(max_shard_size, "max_shard_size")
+    plan: _Plan = on_every_rank(mesh, lambda: _plan(model, key_map, dtype, limit))
     writer = _Writer(Path(path), plan, overwrite)
     writes = first_rank(mesh)
     error: Exception | None = None
     try:
         on_every_rank(mesh, writer.begin if writes else lambda: None)
-        for group in plan.groups:
+        for group in plan.form.groups:
             whole = {
                 entry.name: _whole(entry) for entry in group
             }  # every rank takes part, even if the writer has failed
@@ -113,16 +111,37 @@ def save_pretrained(
         writer.clean_up()
 
 
-def _bytes(size: int | str) -> int:
-    if isinstance(size, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)", size.strip(), re.IGNORECASE)
-        if match:
-            return max(int(float(match[1]) * _UNITS[match[2].upper()]), 1)
-    elif not isinstance(size, bool) and isinstance(size, int) and size > 0:
-        return size
-    raise ValueError(
-        f'max_shard_size must be bytes, as a number or such as "5 GB" or "512 MiB", got {size!r}'
+def write_stored_form(
+    path: Path,
+    form: StoredForm,
+    read: Callable[[list[ModelTensor]], dict[str, Tensor]],
+    *,
+    max_shard_size: int | str = "5 GB",
+    config: Mapping[str, Any] | None = None,
+    add_files: Callable[[Path], None] | None = None,
+) -> None:
+    """Write stored tensors as :func:`save_pretrained` does, in one process, from values that ``read`` returns.
+
+    Args:
+        path: the new folder.
+        form: the stored tensors; the model may be on the meta device.
+        read: the whole tensors of a group of the form by name. Called once for each group.
+        max_shard_size, config: as for :func:`save_pretrained`.
+        add_files: writes more files into the folder, before it gets its name.
+
+    Raises:
+        FileExistsError, OSError: as :func:`save_pretrained`. Nothing is left then.
+    """
+    writer = _Writer(
+        path, _Plan(form, _files(form, bytes_of(max_shard_size, "max_shard_size"))), overwrite=False
     )
+    try:
+        writer.begin()
+        for group in form.groups:
+            writer.write(group, read(group))
+        writer.finish(config, add_files)
+    finally:
+        writer.clean_up()
 
 
 def _whole(entry: ModelTensor) -> Tensor:
@@ -134,109 +153,30 @@ def _whole(entry: ModelTensor) -> Tensor:
 
 @dataclass
 class _Plan:
-    """The place of each tensor in the files.
+    """The stored tensors, and the keys in each file."""
 
-    Attributes:
-        groups: tensors of the model that form one stored tensor; mostly one.
-        keys: shape and dtype by stored key.
-        files: the keys in each file.
-    """
-
-    key_map: KeyMap | None
-    dtype: torch.dtype | None
-    groups: list[list[ModelTensor]] = field(default_factory=list)
-    keys: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
-    files: dict[str, list[str]] = field(default_factory=dict)
-
-    def pieces(self, entry: ModelTensor, tensor: Tensor) -> list[Piece]:
-        source = source_of(self.key_map, entry.name)
-        return [] if source is None else list(pieces_of(source, tensor))
-
-    def stored_dtype(self, tensor: Tensor) -> torch.dtype:
-        return self.dtype if self.dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
-
-    def nbytes(self, key: str) -> int:
-        shape, dtype = self.keys[key]
-        return shape.numel() * dtype.itemsize
+    form: StoredForm
+    files: dict[str, list[str]]
 
 
-def _plan(tensors: list[ModelTensor], key_map: KeyMap | None, dtype: torch.dtype | None, limit: int) -> _Plan:
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
-    tensors = [entry for entry in tensors if not entry.optional]
-    empty = [entry.name for entry in tensors if not entry.has_values]
-    if empty:
-        raise ValueError(
-            f"tensors hold no values yet, since they are deferred or on the meta device: {abbreviated(empty)}. Call "
-            "shardwright.materialize, or load them."
-        )
-    plan = _Plan(key_map, dtype)
-    pieces: dict[str, list[tuple[ModelTensor, Piece]]] = {}
-    for entry in tensors:
-        shape_only = torch.empty(entry.tensor.shape, dtype=plan.stored_dtype(entry.tensor), device="meta")
-        try:
-            own = plan.pieces(entry, shape_only)
-        except ValueError as error:
-            raise ValueError(f"the key map does not fit {entry.name!r}: {error}") from None
-        for piece in own:
-            pieces.setdefault(piece.key, []).append((entry, piece))
-        if own:
-            _join(plan.groups, entry, [other for piece in own for other, _ in pieces[piece.key]])
-    plan.keys = {key: _shape_of(key, parts) for key, parts in pieces.items()}
-    for key, (_, stored_dtype) in plan.keys.items():
-        name_of(stored_dtype, key)
-    plan.files = _files(plan, limit)
-    return plan
+def _plan(model: nn.Module, key_map: KeyMap | None, dtype: torch.dtype | None, limit: int) -> _Plan:
+    tensors = tensors_of(model)
+    if key_map is None:
+        key_map = default_key_map(model, tensors)
+    form = stored_form(tensors, key_map, dtype)
+    return _Plan(form, _files(form, limit))
 
 
-def _join(groups: list[list[ModelTensor]], entry: ModelTensor, others: list[ModelTensor]) -> None:
-    """One group of ``entry`` and all tensors that form the same stored tensors."""
-    ids = {id(other) for other in others if other is not entry}
-    if not ids:
-        groups.append([entry])
-        return
-    joined = [group for group in groups if any(id(member) in ids for member in group)]
-    other_groups = [group for group in groups if not any(group is other for other in joined)]
-    groups[:] = [*other_groups, [*(member for group in joined for member in group), entry]]
-
-
-def _shape_of(key: str, own_pieces: list[tuple[ModelTensor, Piece]]) -> tuple[torch.Size, torch.dtype]:
-    """The shape and dtype of the stored tensor that these form."""
-    names = abbreviated([repr(entry.name) for entry, _ in own_pieces], 6)
-    tensors = [piece.tensor for _, piece in own_pieces]
-    first = tensors[0]
-    if own_pieces[0][1].part is None and len(own_pieces) == 1:
-        return first.shape, first.dtype
-    parts = sorted((p.part.start, p.part) for _, p in own_pieces if p.part is not None)
-    ends = [start + part.length for start, part in parts]
-    dim = parts[0][1].dim if parts else 0
-    if (
-        len(parts) < len(own_pieces)
-        or [start for start, _ in parts] != [0, *ends[:-1]]
-        or len({part.dim for _, part in parts}) > 1
-        or len({(*t.shape[:dim], *t.shape[dim + 1 :]) for t in tensors}) > 1
-    ):
-        raise ValueError(
-            f"{names} share the key {key!r}, but their slices leave gaps, overlap or do not begin at 0. Give every "
-            "tensor a separate key, or consecutive slices of one key from 0 on."
-        )
-    if len({t.dtype for t in tensors}) > 1:
-        raise ValueError(
-            f"{names} are stored together as {key!r} and have different dtypes; pass one dtype to save_pretrained"
-        )
-    return torch.Size([*first.shape[:dim], ends[-1], *first.shape[dim + 1 :]]), first.dtype
-
-
-def _files(plan: _Plan, limit: int) -> dict[str, list[str]]:
+def _files(form: StoredForm, limit: int) -> dict[str, list[str]]:
     """The keys of each file, in their order, as many as fit."""
     files: list[list[str]] = [[]]
     size = 0
-    for key in plan.keys:
-        if files[-1] and size + plan.nbytes(key) > limit:
+    for key in form.keys:
+        if files[-1] and size + form.nbytes(key) > limit:
             files.append([])
             size = 0
         files[-1].append(key)
-        size += plan.nbytes(key)
+        size += form.nbytes(key)
     return dict(zip(shard_names(len(files)), files, strict=True))
 
 
@@ -262,11 +202,14 @@ class _Writer:
             shutil.rmtree(self._partial)
         self._partial.mkdir(parents=True)
         self._begun = True
-        need, free = sum(map(self._plan.nbytes, self._plan.keys)), shutil.disk_usage(self._partial).free
+        need, free = (
+            sum(map(self._plan.form.nbytes, self._plan.form.keys)),
+            shutil.disk_usage(self._partial).free,
+        )
         if need > free:
             raise OSError(f"{self._final}: needs {need:,} bytes, {free:,} are free")
         for name, keys in self._plan.files.items():
-            contents = {key: self._plan.keys[key] for key in keys}
+            contents = {key: self._plan.form.keys[key] for key in keys}
             self._open[name] = SafetensorsFile(self._partial / name, contents)
 
     def _check_place(self) -> None:
@@ -290,26 +233,22 @@ class _Writer:
 
     def write(self, group: list[ModelTensor], whole: dict[str, Tensor]) -> None:
         """Write all stored tensors that these tensors of the model form."""
-        pieces: dict[str, list[Piece]] = {}
-        for entry in group:
-            for piece in self._plan.pieces(entry, whole[entry.name]):
-                pieces.setdefault(piece.key, []).append(piece)
-        for key, parts in pieces.items():
-            parts.sort(key=lambda piece: piece.part.start if piece.part is not None else 0)
-            tensors = [piece.tensor for piece in parts]
-            dim = parts[0].part.dim if parts[0].part is not None else 0
-            tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
-            self._open[self._file_of[key]].write(key, tensor.to(self._plan.keys[key][1]))
+        for key, tensor in self._plan.form.stored_tensors(group, whole):
+            self._open[self._file_of[key]].write(key, tensor)
 
-    def finish(self, config: Mapping[str, Any] | None) -> None:
+    def finish(
+        self, config: Mapping[str, Any] | None, add_files: Callable[[Path], None] | None = None
+    ) -> None:
         """Sync all files to disk, and rename the folder."""
         while self._open:
             self._open.popitem()[1].close()
         if len(self._plan.files) > 1:
-            size = sum(map(self._plan.nbytes, self._plan.keys))
+            size = sum(map(self._plan.form.nbytes, self._plan.form.keys))
             write_json(self._partial / INDEX, {"metadata": {"total_size": size}, "weight_map": self._file_of})
         if config is not None:
             write_json(self._partial / "config.json", config)
+        if add_files is not None:
+            add_files(self._partial)
         sync_folder(self._partial)
         old = self._final.with_name(f".{self._final.name}.old")
         if self._final.is_dir() and any(self._final.iterdir()):

@@ -53,6 +53,7 @@ __all__ = [
     "shapes_of",
     "step_folder",
     "what_is_missing",
+    "with_weights",
 ]
 
 Say = Callable[[str], None]
@@ -353,6 +354,44 @@ def load_weights(folder: Path, model: nn.Module, say: Say = _silent) -> None:
     state = {"model": model.state_dict()}
     _read(_verified(fitting, say, alone=True), state, say, alone=True)
     model.load_state_dict(state["model"])
+
+
+Read = Callable[[Mapping[str, torch.Tensor]], None]
+
+
+def with_weights(
+    checkpoints: Path,
+    step: int | None,
+    shapes: Shapes,
+    use: Callable[[Position, Read], T],
+    say: Say = _silent,
+) -> T:
+    """Call `use` with a function that reads single weights into plain tensors, by name. In one process.
+
+    The checkpoint is that of `step`, or for None the newest whole one: if it is damaged, also while it is read, `use`
+    is called again with the one before. Raises UserError where there is none.
+    """
+    steps = saved_steps(checkpoints)
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise UserError(f"--step: expected a step with a checkpoint in {checkpoints} ({there}), found {step}")
+
+    def open_folder(folder: Path) -> T:
+        def fitting() -> Stored:
+            stored = examine(folder)
+            check_fits(folder, stored.metadata, shapes)
+            return stored
+
+        stored = _verified(fitting, say, alone=True)
+
+        def read(tensors: Mapping[str, torch.Tensor]) -> None:
+            folders.load(folder, {"model": dict(tensors)}, stored.metadata, alone=True)
+
+        return use(stored.position, read)
+
+    if step is not None:  # one error says that it is damaged
+        return _newest(checkpoints, [step], open_folder, _silent)
+    return _newest(checkpoints, steps, open_folder, say)
 
 
 def _verified(examined: Callable[[], Stored], say: Say, alone: bool = False) -> Stored:

@@ -123,7 +123,7 @@ def showing(
 def _show(modules: list[nn.Module], options: Options) -> list[Shown]:
     parameters = _find(modules, options)
     units = list(dict.fromkeys(unit for unit, _ in parameters))
-    _meet(units)
+    agree_to_gather(units)
     if options.with_grads:
         reduce_held([p.sharded for _, p in parameters])
     first = [not any(unit.mesh.get_coordinate() or ()) for unit, _ in parameters]
@@ -141,7 +141,7 @@ def _show(modules: list[nn.Module], options: Options) -> list[Shown]:
     return shown
 
 
-def _meet(units: list[Unit]) -> None:
+def agree_to_gather(units: list[Unit]) -> None:
     """Raise, with the ranks' names, unless all ranks are about to gather."""
     for root in dict.fromkeys(map(root_of, units)):
         if root is not None:

@@ -127,6 +127,8 @@ class RaggedTensor(torch.Tensor):
             refuse_to_join(self)
         local = local.reshape(-1)
         width = max(stop - start for start, stop in spec.ranges)
+        if type(local) is torch.Tensor and 2 * spec.world_size * width > 3 * spec.numel:
+            return _from_owners(local, spec)
         mine = local.new_empty(width, device=device_of(spec, local))
         mine[: local.numel()].copy_(local)
         # As bytes: backends do not know every dtype.
@@ -500,3 +502,19 @@ def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch.no_grad():
         result = func.decompose(*args, **kwargs)
     return result if result is not NotImplemented else refuse(func, (args, kwargs))
+
+
+def _from_owners(local: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
+    """The tensor of ``spec.shape``, for which each rank that owns elements sends them to all others.
+
+    An all-gather needs memory for the largest part of every rank. If few ranks own elements, that is many times the
+    tensor. This needs the tensor's own memory.
+    """
+    full = local.new_empty(spec.numel, device=device_of(spec, local))
+    for number, (start, stop) in enumerate(spec.ranges):
+        if stop > start:
+            part = full[start:stop]
+            if number == spec.rank:
+                part.copy_(local)
+            dist.broadcast(part.view(torch.uint8), group=spec.group, group_src=spec.order.index(number))
+    return full.view(spec.shape).to(local.device)

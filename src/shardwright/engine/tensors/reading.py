@@ -27,7 +27,10 @@ _TEXTS = (
         "a number (norm, sum, item, float) of a tensor that is sharded",
         "Read it on every rank, and print it on one.",
     ),
-    ("the full parameters (sw.unsharded) of a model that is sharded", "Enter unsharded on every rank."),
+    (
+        "the full parameters (sw.unsharded, sw.stream_weights) of a model that is sharded",
+        "Enter unsharded, or ask for the next bucket, on every rank.",
+    ),
 )
 
 #: Called if only some ranks read. It raises an error that says what the others do (``model/divergence.py``).

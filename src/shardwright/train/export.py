@@ -1,0 +1,223 @@
+"""`shardwright export`: the checkpoint of a run as a folder of Hugging Face, with tokenizer and generation settings.
+
+One process reads one tensor after another, so the model never is in memory as a whole. The folder gets its name when it
+is complete.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.checkpoint.files import write_json
+from shardwright.checkpoint.model import ModelTensor, tensors_of
+from shardwright.checkpoint.save import write_stored_form
+from shardwright.checkpoint.stored_form import StoredForm, bytes_of, stored_form
+from shardwright.train import byte_tokenizer, checkpoint
+from shardwright.train.checkpoint import Position, Read
+from shardwright.train.config import Config
+from shardwright.train.errors import UserError
+from shardwright.train.models import hugging_face
+from shardwright.train.models.build import model_of
+from shardwright.train.runs import RunFolder
+from shardwright.train.writing import unwritable
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: Settings of `shardwright generate`, which the folder has as its generation settings.
+TEMPERATURE, TOP_K = 0.8, 50
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+@dataclass(frozen=True)
+class ExportedTokenizer:
+    """The tokenizer of a run.
+
+    Attributes:
+        vocab_size: the largest id + 1.
+        begin, end: ids that begin and end a document, or None.
+        files: the folder with its files; None: the byte tokenizer, whose files are made.
+    """
+
+    vocab_size: int
+    begin: int | None
+    end: int | None
+    files: Path | None
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        folder, step: the new folder, and the optimizer step of its weights.
+        tensors, nbytes: number of stored tensors, and their bytes.
+        model_type: of config.json.
+    """
+
+    folder: Path
+    step: int
+    tensors: int
+    nbytes: int
+    model_type: str
+
+
+def export(
+    run: Path,
+    folder: Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    max_shard_size: str = "5 GB",
+    say: Callable[[str], None] = lambda text: None,
+) -> Exported:
+    """Write a checkpoint of a run as safetensors with config.json, generation_config.json and tokenizer files.
+
+    Args:
+        run: the folder of a run, of any engine and any number of ranks.
+        folder: the new folder.
+        step: the step of the checkpoint. None: the newest whole one.
+        dtype: a name in `DTYPES` for floating-point tensors. None: as the checkpoint has them.
+        max_shard_size: bytes of tensors in a file, such as "5 GB".
+        say: gets notices, such as a damaged checkpoint that is passed over.
+
+    Raises:
+        UserError: `run` is no run or has no whole checkpoint, `folder` exists or cannot be written, the kind of model
+            has no Hugging Face form, or the tokenizer does not belong to the model. Nothing is written then.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"--dtype: expected {', '.join(DTYPES)}, found {dtype}")
+    try:
+        bytes_of(max_shard_size, "--max-shard-size")
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if os.path.lexists(folder):
+        raise UserError(f"export: expected a new folder, found that {folder} exists; choose another name")
+    source = RunFolder(run)
+    record, config = source.record(), source.config()
+    tokenizer = tokenizer_of(config)
+    shape = config.model.shape()
+    check_vocabulary(tokenizer.vocab_size, record["vocab_size"], shape.vocab_size, run)
+    key_map, values = hugging_face.key_map(shape), hugging_face.config_json(shape)
+    with torch.device("meta"):
+        model = model_of(shape)
+    try:
+        form = stored_form(
+            tensors_of(model), key_map, DTYPES[dtype] if dtype is not None else None, with_values=False
+        )
+    except ValueError as error:
+        raise UserError(f"export: {error}") from error
+    values = {**values, **special_ids(tokenizer), "dtype": name_of_dtype(form)}
+
+    def write(position: Position, read: Read) -> Exported:
+        def read_group(group: list[ModelTensor]) -> dict[str, Tensor]:
+            tensors = {entry.name: torch.empty_like(entry.tensor, device="cpu") for entry in group}
+            read(tensors)
+            return tensors
+
+        def add_files(partial: Path) -> None:
+            write_json(partial / "generation_config.json", generation_settings(config, tokenizer))
+            write_tokenizer(partial, tokenizer, config.train.seq_len)
+
+        write_stored_form(
+            folder, form, read_group, max_shard_size=max_shard_size, config=values, add_files=add_files
+        )
+        nbytes = sum(map(form.nbytes, form.keys))
+        return Exported(folder, position.step, len(form.keys), nbytes, values["model_type"])
+
+    try:
+        return checkpoint.with_weights(source.checkpoints, step, checkpoint.shapes_of(model), write, say)
+    except OSError as error:
+        raise UserError(unwritable(folder, error)) from error
+
+
+def in_words(exported: Exported) -> str:
+    """The line that the command prints."""
+    reader = (
+        "only shardwright reads this kind of model"
+        if exported.model_type == "shardwright_hybrid"
+        else "transformers.AutoModelForCausalLM.from_pretrained reads it"
+    )
+    return f"{exported.folder}: step {exported.step}, {exported.tensors} tensors, {exported.nbytes / 1e6:.1f} MB; {reader}"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Tokenizer and settings
+
+
+def tokenizer_of(config: Config) -> ExportedTokenizer:
+    """The tokenizer of a run's `data.tokenizer`."""
+    name = str(config.data.tokenizer)
+    if name == "bytes":
+        return ExportedTokenizer(byte_tokenizer.VOCAB_SIZE, None, None, None)
+    tokenizer: Any = importlib.import_module("shardwright.train.data.tokenizers").open_tokenizer(name)
+    if tokenizer.files is None:
+        raise UserError(f"data.tokenizer: expected a tokenizer with files to copy, found none for {name}")
+    return ExportedTokenizer(
+        tokenizer.vocab_size, getattr(tokenizer, "begin", None), tokenizer.end, Path(tokenizer.files)
+    )
+
+
+def check_vocabulary(tokenizer: int, recorded: int, model: int, run: Path) -> None:
+    """Raise a UserError unless the tokenizer is the one that the model was trained with."""
+    if tokenizer != recorded:
+        raise UserError(
+            f"data.tokenizer: expected the tokenizer of {run}, with {recorded} ids, found one with {tokenizer}; its "
+            "files have changed since the run"
+        )
+    if tokenizer > model:
+        raise UserError(
+            f"data.tokenizer: expected at most the model's {model} ids, found a tokenizer with {tokenizer}; it does not "
+            "belong to this model"
+        )
+
+
+def special_ids(tokenizer: ExportedTokenizer) -> dict[str, int | None]:
+    """Ids for config.json. Without these keys transformers takes ids 1 and 2, which are ordinary tokens here."""
+    return {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end, "pad_token_id": None}
+
+
+def generation_settings(config: Config, tokenizer: ExportedTokenizer) -> dict[str, Any]:
+    """The content of generation_config.json: the defaults of `shardwright generate`."""
+    settings: dict[str, Any] = {"do_sample": True, "temperature": TEMPERATURE, "top_k": TOP_K}
+    # Positions beyond were never trained.
+    return {**settings, "max_length": config.train.seq_len, **special_ids(tokenizer)}
+
+
+def name_of_dtype(form: StoredForm) -> str:
+    """The dtype of most elements, for config.json."""
+    sizes: dict[torch.dtype, int] = {}
+    for shape, dtype in form.keys.values():
+        sizes[dtype] = sizes.get(dtype, 0) + shape.numel()
+    return str(max(sizes, key=sizes.__getitem__)).removeprefix("torch.")
+
+
+def write_tokenizer(folder: Path, tokenizer: ExportedTokenizer, longest: int) -> None:
+    """Put the tokenizer's files into a folder. Raises a UserError if the source has none."""
+    if tokenizer.files is None:
+        write_json(folder / "tokenizer.json", byte_tokenizer.tokenizer_json())
+        write_json(folder / "tokenizer_config.json", byte_tokenizer.tokenizer_config(longest))
+        return
+    names = [name for name in TOKENIZER_FILES if (tokenizer.files / name).is_file()]
+    if not names:
+        raise UserError(f"data.tokenizer: expected tokenizer files in {tokenizer.files}, found none")
+    for name in names:
+        shutil.copyfile(tokenizer.files / name, folder / name)

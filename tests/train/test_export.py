@@ -1,0 +1,226 @@
+"""`shardwright export`: what transformers reads from it, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwright import cli
+from shardwright.checkpoint.files import open_stored
+from shardwright.train import byte_tokenizer, checkpoint
+from shardwright.train import export as exporting
+from shardwright.train.errors import UserError
+from shardwright.train.export import export
+from shardwright.train.models.build import build_model
+from shardwright.train.runs import RunFolder
+from tests.train.jobs import HYBRID, config_file, tiny, train_here
+
+FILES = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
+TEXT = "The für statement\n\t\x00\x7f 漢字 🙂 <|endoftext|>  two  spaces"
+
+
+def loaded(run: Path, step: int) -> Any:
+    folder = RunFolder(run)
+    model = build_model(folder.config().model, 256)
+    checkpoint.load_weights(folder.checkpoints / f"step-{step}", model)
+    return model
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert cli.main(["export", *map(str, arguments)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize("run", ["plain_run", "sharded_run"])
+def test_transformers_computes_the_same_logits(
+    run: str, request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers, to compare with")
+    warnings.simplefilter("ignore")
+    folder: Path = request.getfixturevalue(run)
+    assert cli.main(["export", str(folder), str(tmp_path / "out")]) == 0
+    assert "step 8, 21 tensors" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    ours = loaded(folder, 8)
+    tokens = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(theirs(tokens).logits, ours(tokens))
+    settings = theirs.generation_config
+    assert (settings.temperature, settings.top_k, settings.max_length) == (0.8, 50, 32)
+    assert settings.eos_token_id is None and settings.bos_token_id is None  # ids 1 and 2 are bytes
+    assert theirs.config.eos_token_id is None
+
+
+def test_the_tokenizer_has_the_ids_of_the_run(plain_run: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers, to compare with")
+    export(plain_run, tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer(TEXT)["input_ids"] == list(TEXT.encode())
+    assert tokenizer.decode(list(TEXT.encode())) == TEXT
+    assert len(tokenizer) == tokenizer.vocab_size == 256 and tokenizer.eos_token_id is None
+    everything = bytes(range(128)).decode() + "".join(map(chr, range(128, 2100)))
+    assert tokenizer(everything)["input_ids"] == list(everything.encode())
+    assert tokenizer.model_max_length == 32
+
+
+def test_characters_of_bytes_are_those_of_byte_level_bpe() -> None:
+    pre_tokenizers = pytest.importorskip("tokenizers.pre_tokenizers")
+    assert sorted(byte_tokenizer.characters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def test_steps_dtypes_and_files(plain_run: Path, tmp_path: Path) -> None:
+    steps = sorted(checkpoint.saved_steps(plain_run / "checkpoints"))
+    export(plain_run, tmp_path / "old", step=steps[0])
+    export(plain_run, tmp_path / "half", dtype="bfloat16", max_shard_size="40 KB")
+    old, half = open_stored(tmp_path / "old"), open_stored(tmp_path / "half")
+    first = loaded(plain_run, steps[0]).state_dict()
+    last = loaded(plain_run, steps[-1]).state_dict()
+    key, name = "model.layers.1.mlp.up_proj.weight", "layers.1.feed_forward.w3.weight"
+    assert len(steps) > 1 and not torch.equal(first[name], last[name])
+    assert torch.equal(old[key].view(), first[name])
+    assert torch.equal(half[key].view(), last[name].bfloat16())
+    assert (tmp_path / "half" / "model.safetensors.index.json").is_file()
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "old" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_one_tensor_is_in_memory_at_a_time(
+    plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[list[str]] = []
+    load = checkpoint.folders.load
+
+    def counted(folder: Path, state: Any, *arguments: Any, **options: Any) -> None:
+        read.append(list(state["model"]))
+        load(folder, state, *arguments, **options)
+
+    monkeypatch.setattr(checkpoint.folders, "load", counted)
+    export(plain_run, tmp_path / "out")
+    assert len(read) == 21 and all(len(names) == 1 for names in read)
+
+
+def test_hybrids_have_their_own_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tied, with experts that are stored one by one; nothing but shardwright reads it, which the command says."""
+    job = config_file(tmp_path / "job", tiny(model=HYBRID, train={"steps": 1}).to_toml())
+    assert train_here(job, "--run.dir", tmp_path / "run") == 0
+    capsys.readouterr()
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert "only shardwright reads this kind of model" in capsys.readouterr().out
+    found, expected = open_stored(tmp_path / "out"), loaded(tmp_path / "run", 1)
+    expert = found["backbone.layers.1.mixer.experts.3.up_proj.weight"].view()
+    assert torch.equal(expert, expected.layers[1].mixer.up[3].T) and "lm_head.weight" not in found
+
+
+def test_what_cannot_be_exported_is_refused(
+    plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    bare = tmp_path / "bare"
+    shutil.copytree(plain_run, bare)
+    shutil.rmtree(bare / "checkpoints")
+    new = tmp_path / "new"
+    for arguments, message in (
+        ((plain_run, there), f"expected a new folder, found that {there} exists"),
+        ((tmp_path / "none", new), "found no run.json"),
+        ((bare, new), "expected a whole checkpoint, found none"),
+        ((plain_run, new, "--step", "5"), "--step: expected a step with a checkpoint in"),
+        ((plain_run, new, "--step", "-1"), "--step: expected an integer >= 0"),
+        ((plain_run, new, "--dtype", "int8"), "invalid choice: 'int8'"),
+        ((plain_run, new, "--max-shard-size", "big"), "--max-shard-size must be bytes"),
+        ((plain_run, "/proc/new"), "cannot write"),
+        ((plain_run,), "the following arguments are required: DIR"),
+    ):
+        assert message in error_of(capsys, *arguments), message
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "there"]
+
+
+def test_damage_falls_back_to_the_checkpoint_before_or_leaves_nothing(
+    plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(plain_run, run)
+    *_, before, newest = sorted(checkpoint.saved_steps(run / "checkpoints"))
+    (file,) = (run / "checkpoints" / f"step-{newest}").glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    error = error_of(capsys, run, tmp_path / "new", "--step", newest)
+    assert "found only damaged ones" in error
+    assert not (tmp_path / "new").exists()
+    assert cli.main(["export", str(run), str(tmp_path / "new")]) == 0
+    output = capsys.readouterr()
+    assert f"falling back to step-{before}" in output.err and f"step {before}," in output.out
+
+
+def test_a_failure_half_way_leaves_nothing(
+    plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(exporting, "write_tokenizer", full_disk)
+    with pytest.raises(UserError, match="No space left on device"):
+        export(plain_run, tmp_path / "new")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_of_another_model_is_refused(
+    plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(plain_run, run, ignore=shutil.ignore_patterns("checkpoints"))
+    record = json.loads((run / "run.json").read_text())
+    for recorded, tokenizer, message in (
+        (300, 256, "expected the tokenizer of .* with 300 ids, found one with 256"),
+        (
+            300,
+            300,
+            "at most the model's 256 ids, found a tokenizer with 300; it does not belong to this model",
+        ),
+    ):
+        (run / "run.json").write_text(json.dumps({**record, "vocab_size": recorded}))
+        monkeypatch.setattr(
+            exporting,
+            "tokenizer_of",
+            lambda config, size=tokenizer: exporting.ExportedTokenizer(size, None, None, None),
+        )
+        with pytest.raises(UserError, match=message):
+            export(run, tmp_path / "new")
+
+
+def test_files_of_another_tokenizer_are_copied(
+    plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end of documents becomes the end of generated texts."""
+    files = tmp_path / "tokenizer"
+    files.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"):
+        (files / name).write_text(f"{name} of a folder")
+    monkeypatch.setattr(
+        exporting, "tokenizer_of", lambda config: exporting.ExportedTokenizer(256, None, 7, files)
+    )
+    export(plain_run, tmp_path / "out")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "chat_template.jinja of a folder"
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 1000
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == 7
