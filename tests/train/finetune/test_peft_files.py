@@ -67,7 +67,7 @@ def peft() -> Any:
 CASES = [
     ("llama", {}), ("llama", {"rslora": True, "targets": ["wq", "layers.1.*.w1"]}), ("llama", {"method": "dora"}),
     ("llama", NORMS), ("tied", {"train_also": ["tok_embeddings.weight"]}), ("hybrid", {}),
-    ("transformers", {"train_also": ["layernorm.weight"]}),
+    ("transformers", {"train_also": ["*layernorm.weight"]}),
 ]  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def test_peft_reads_it_with_the_same_logits(tmp_path: Path, name: str, values: d
     ours = randomised(model(name, own))
     write_adapters(ours, tmp_path / "adapters", own, key_map=key_map(name), base=str(base))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)  # of missing or unexpected keys
         other = peft().PeftModel.from_pretrained(theirs(base), tmp_path / "adapters")
     logits = ours(tokens(0)).detach()
     # The formula of a layer with lora is the same, operation by operation. That of dora and of the scan is not.
@@ -227,10 +227,31 @@ def test_wrong_files_are_one_line(tmp_path: Path) -> None:
     refused("expected adapter_model.safetensors, found no such file")
 
 
+def test_tied_parameters_are_in_the_file_under_each_name(tmp_path: Path) -> None:
+    own = settings(train_also=["tok_embeddings.weight"])
+    ours, other = randomised(model("tied", own)), model("tied", own)
+    write_adapters(ours, tmp_path / "a", own, key_map=key_map("tied"))
+    read_adapters(other, tmp_path / "a", own, key_map=key_map("tied"))
+    assert torch.equal(other(tokens(0)), ours(tokens(0)))
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    data, prefix = bytearray(file.read_bytes()), "base_model.model."
+    stored = open_stored(file)
+    assert torch.equal(stored[prefix + "lm_head.weight"].view(), stored[prefix + "model.embed_tokens.weight"].view())
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    begin = 8 + int.from_bytes(data[:8], "little") + header[prefix + "lm_head.weight"]["data_offsets"][0]
+    data[begin] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match="which the model ties, found others"):
+        read_adapters(other, tmp_path / "a", own, key_map=key_map("tied"))
+
+
 def test_parameters_without_a_place_in_the_format(tmp_path: Path) -> None:
     own = settings(train_also=["a_log"])
     names = hugging_face.key_map(HYBRID)
     with pytest.raises(UserError, match=r"'layers\.0\.mixer\.a_log', since its module also has adapters"):
+        write_adapters(build("hybrid", own), tmp_path / "a", own, key_map=names)
+    own = settings(targets=["out_proj"])
+    with pytest.raises(UserError, match=r"peft refuses adapters on 'layers\.0\.mixer\.out_proj'"):
         write_adapters(build("hybrid", own), tmp_path / "a", own, key_map=names)
     own = settings(targets=["wq"], train_also=["layers.3.mixer.up"])
     with pytest.raises(UserError, match="export the merged model instead"):

@@ -115,7 +115,7 @@ def test_patterns_that_do_not_fit(kind: str, values: dict[str, Any], words: str)
 def test_default_targets_are_the_linear_layers_of_blocks_without_routers() -> None:
     names = [name for name, _ in adapted_layers(build("hybrid", settings()))]
     ends = {name.rpartition(".")[2] for name in names}
-    assert ends == {"in_proj", "out_proj", "wq", "wk", "wv", "wo", "up", "down"} and "output" not in names
+    assert ends == {"in_proj", "wq", "wk", "wv", "wo", "up", "down"} and "output" not in names
     odd = Odd()
     adapt(odd, settings(), seed=0)
     assert [name for name, _ in adapted_layers(odd)] == ["layers.0.proj", "layers.1.proj"]

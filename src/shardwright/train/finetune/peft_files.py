@@ -17,12 +17,13 @@ from typing import Any
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint.files import open_stored, sync_folder, write_json
-from shardwright.checkpoint.model import first_rank, mesh_of, on_every_rank
+from shardwright.checkpoint.files import SafetensorsFile, open_stored, sync_folder, write_json
+from shardwright.checkpoint.model import first_rank, mesh_of, on_every_rank, same_bits
 from shardwright.checkpoint.names import KeyMap, source_of
 from shardwright.engine.unit.owning import units_of
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapted_layers, is_adapter, trained_names
+from shardwright.train.finetune.selection import is_mamba_output
 from shardwright.train.finetune.settings import FinetuneConfig
 
 CONFIG_FILE = "adapter_config.json"
@@ -66,13 +67,13 @@ class _Names:
         keys: by name of each parameter that the file holds, its key.
         targets: names of the adapted layers in the other model, or their last parts where these are enough.
         modules: names there of the modules whose parameters the file holds in full.
-        tied: whether one of those parameters is tied to another module's.
+        copies: keys of tied parameters under their further names, and the key of the first name.
     """
 
     keys: dict[str, str]
     targets: list[str]
     modules: list[str]
-    tied: bool
+    copies: dict[str, str]
 
     def key_map(self, name: str) -> str | None:
         return self.keys.get(name)
@@ -109,7 +110,10 @@ def write_adapters(
     partial = final.with_name(f".{final.name}.adapters")
 
     def finish() -> None:
-        os.replace(partial / "model.safetensors", partial / WEIGHTS_FILE)
+        if names.copies:
+            _write_again(partial / "model.safetensors", partial / WEIGHTS_FILE, names.copies)
+        else:
+            os.replace(partial / "model.safetensors", partial / WEIGHTS_FILE)
         write_json(partial / CONFIG_FILE, _config(settings, names, base))
         sync_folder(partial)
         os.replace(partial, final)  # an empty folder gives way
@@ -125,6 +129,19 @@ def write_adapters(
         on_every_rank(mesh, finish if first_rank(mesh) else lambda: None)
     except OSError as error:
         raise UserError(f"{final}: cannot write: {error}; choose another folder") from error
+
+
+def _write_again(old: Path, new: Path, copies: Mapping[str, str]) -> None:
+    """Replace a file by one that also has tied parameters under their further names, as peft expects."""
+    stored = open_stored(old)
+    stored |= {key: stored[first] for key, first in copies.items()}
+    file = SafetensorsFile(new, {key: (each.shape, each.dtype) for key, each in stored.items()})
+    try:
+        for key, each in stored.items():
+            file.write(key, each.view())
+    finally:
+        file.close()
+    old.unlink()
 
 
 def _check_place(folder: Path) -> None:
@@ -153,9 +170,17 @@ def read_adapters(
     file = _weights_file(path)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name in names.keys}
     try:
-        stored = {key: tuple(tensor.shape) for key, tensor in open_stored(file).items()}
-        _check_tensors(file, stored, {key: shapes[name] for name, key in names.keys.items()})
-        sw.load_pretrained(model, file, key_map=names.key_map)
+        stored = open_stored(file)
+        expected = {key: shapes[name] for name, key in names.keys.items()}
+        expected |= {key: expected[first] for key, first in names.copies.items()}
+        _check_tensors(file, {key: tuple(each.shape) for key, each in stored.items()}, expected)
+        for key, first in names.copies.items():
+            if not same_bits(stored[key].view(), stored[first].view()):
+                raise UserError(
+                    f"{file}: expected equal values of {first} and {key}, which the model ties, found others; these "
+                    "adapters were trained on a model that does not tie them"
+                )
+        sw.load_pretrained(model, file, key_map=names.key_map, allow_unexpected=list(names.copies))
     except (ValueError, OSError) as error:
         raise UserError(f"{file}: cannot read the adapters: {error}") from error
 
@@ -194,6 +219,11 @@ def _names(model: nn.Module, key_map: KeyMap | None) -> _Names:
     keys: dict[str, str] = {}
     targets: dict[str, str] = {}
     for name, layer in layers.items():
+        if is_mamba_output(model, name):
+            raise UserError(
+                f"finetune.targets: peft refuses adapters on {name!r}, the output of a Mamba layer; export the merged "
+                "model instead"
+            )
         targets[name] = _module_key(f"{name}.weight", key_map)
         for own in _ENDS:
             if getattr(layer, own) is not None:
@@ -213,11 +243,14 @@ def _names(model: nn.Module, key_map: KeyMap | None) -> _Names:
         # peft reads whole modules, also the parameters of them that are frozen.
         for each, _ in model.get_submodule(owner).named_parameters():
             keys[f"{owner}.{each}"] = PREFIX + _key(f"{owner}.{each}", key_map)
-    names_of: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        names_of[id(parameter)] = names_of.get(id(parameter), 0) + 1
-    tied = any(names_of[id(p)] > 1 for name, p in model.named_parameters() if name in keys)
-    return _Names(keys, _short(model, targets, key_map), list(modules), tied)
+    first_key: dict[int, str] = {}
+    copies: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in keys:
+            first_key[id(parameter)] = keys[name]
+        elif id(parameter) in first_key:
+            copies[PREFIX + _key(name, key_map)] = first_key[id(parameter)]
+    return _Names(keys, _short(model, targets, key_map), list(modules), copies)
 
 
 def _key(name: str, key_map: KeyMap | None) -> str:
@@ -262,7 +295,7 @@ def _config(settings: FinetuneConfig, names: _Names, base: str) -> dict[str, Any
         "use_dora": settings.method == "dora",
         "target_modules": names.targets,
         "modules_to_save": names.modules or None,
-        "ensure_weight_tying": names.tied,
+        "ensure_weight_tying": bool(names.copies),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,

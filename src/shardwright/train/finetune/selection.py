@@ -76,6 +76,7 @@ def _all_in_blocks(model: nn.Module) -> dict[str, nn.Linear]:
         for name, module in model.named_modules()
         if id(module) in inside and isinstance(module, nn.Linear) and not _is_router(name)
     }
+    layers = {name: layer for name, layer in layers.items() if not is_mamba_output(model, name)}
     if not layers:
         kinds = _matrix_kinds(model, inside)
         raise UserError(
@@ -88,6 +89,16 @@ def _all_in_blocks(model: nn.Module) -> dict[str, nn.Linear]:
 
 def _is_router(name: str) -> bool:
     return any(part in ROUTERS for part in name.split("."))
+
+
+def is_mamba_output(model: nn.Module, name: str) -> bool:
+    """Whether a layer is the output projection of a Mamba layer.
+
+    Fused kernels use its weight without calling it, and peft refuses to put an adapter there.
+    """
+    owner, _, last = name.rpartition(".")
+    own = {each.lower() for each, _ in model.get_submodule(owner).named_parameters(recurse=False)}
+    return last == "out_proj" and "a_log" in own
 
 
 def _matrix_kinds(model: nn.Module, inside: set[int]) -> list[str]:

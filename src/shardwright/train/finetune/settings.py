@@ -42,7 +42,7 @@ class FinetuneConfig(Section):
         default=(),
         description=(
             'Linear layers that get adapters, as patterns of names, such as ["wq", "*.attention.*"]. Empty: all linear '
-            "layers in blocks except routers."
+            "layers in blocks except routers and the outputs of Mamba layers."
         ),
     )
     train_also: Patterns = Field(
