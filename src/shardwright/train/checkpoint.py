@@ -164,7 +164,8 @@ def _make_room(partial: Path, model: nn.Module) -> None:
     for leftover in (*partial.parent.glob(".step-*.partial"), *partial.parent.glob(".step-*.old")):
         _remove(leftover)
     partial.mkdir(parents=True)
-    need = 3 * sum(p.numel() * p.element_size() for p in _full_parameters(model) if p.requires_grad)  # weights and two moments
+    # Weights and two moments; frozen parameters are not saved.
+    need = 3 * sum(p.numel() * p.element_size() for p in _full_parameters(model) if p.requires_grad)
     free = shutil.disk_usage(partial).free
     if free < need:
         partial.rmdir()

@@ -82,13 +82,17 @@ def test_merge_folds_adapters_into_plain_layers(method: str, dtype: str) -> None
     for name, weight in expected.items():
         assert state[name].dtype == getattr(torch, dtype)
         # Rounded once: at most half of the last bit from the exact value, beside float32's own rounding.
-        torch.testing.assert_close(state[name].double(), weight, rtol=2**-8 if dtype == "bfloat16" else 1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            state[name].double(), weight, rtol=2**-8 if dtype == "bfloat16" else 1e-5, atol=1e-6
+        )
     if logits is not None:
         torch.testing.assert_close(model(tokens(0)), logits, rtol=1e-4, atol=1e-4)
 
 
 def test_frozen_matrices_get_the_base_dtype() -> None:
-    model = build("hybrid", settings(base_dtype="bfloat16", train_also=["output.weight"]), tied_embeddings=False)
+    model = build(
+        "hybrid", settings(base_dtype="bfloat16", train_also=["output.weight"]), tied_embeddings=False
+    )
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     assert dtypes["layers.0.mixer.in_proj.weight"] is torch.bfloat16
     assert dtypes["layers.0.mixer.a_log"] is dtypes["norm.weight"] is torch.float32
@@ -175,7 +179,11 @@ def test_layers_that_are_not_called_are_found() -> None:
 
 def test_frozen_layers_compute_no_gradient_of_their_weights() -> None:
     model = build("llama", settings(train_also=["output.weight"]))
-    blocks = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and name.startswith("layers") and "lora" not in name)
+    blocks = sum(
+        p.numel()
+        for name, p in model.named_parameters()
+        if p.ndim == 2 and name.startswith("layers.") and "lora" not in name
+    )
     assert skipped_flops(model) == 2 * blocks
     assert skipped_flops(build("llama")) == 0
     assert LLAMA.n_layers == 2 and all("lora" in n or n == "output.weight" for n in trained_names(model))

@@ -113,10 +113,14 @@ def test_peft_merges_a_bfloat16_base_to_the_same_weights(tmp_path: Path, method:
             torch.testing.assert_close(merged[key_map("llama")[name]], p.detach(), rtol=tolerance, atol=0)
 
 
-@pytest.mark.parametrize("values", [{}, {"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["norm"]}])
+@pytest.mark.parametrize(
+    "values", [{}, {"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["norm"]}]
+)
 def test_adapters_of_peft_are_read(tmp_path: Path, values: dict[str, Any]) -> None:
     other = theirs(save_base("llama", tmp_path / "base"))
-    config = peft().LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **values)
+    config = peft().LoraConfig(
+        r=3, lora_alpha=7, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **values
+    )
     other = randomised(peft().get_peft_model(other, config))
     other.save_pretrained(tmp_path / "adapters")
     read = settings_of(tmp_path / "adapters")
@@ -128,7 +132,9 @@ def test_adapters_of_peft_are_read(tmp_path: Path, values: dict[str, Any]) -> No
         train_also=["norm.weight"] if read.train_also else [],
     )  # fmt: skip
     if read.train_also:  # peft takes every module whose name ends so
-        own = own.model_copy(update={"train_also": ("norm.weight", "attention_norm.weight", "ffn_norm.weight")})
+        own = own.model_copy(
+            update={"train_also": ("norm.weight", "attention_norm.weight", "ffn_norm.weight")}
+        )
     ours = build("llama", own)
     read_adapters(ours, tmp_path / "adapters", own, key_map=key_map("llama"))
     other.eval()
@@ -155,7 +161,10 @@ def test_sharded_models_write_and_read_the_same_files(rank: int, world_size: int
     read_adapters(one, tmp_path / "plain", own, key_map=key_map("llama"))
     torch.testing.assert_close(one(tokens(rank)), plain(tokens(rank)))
     write_adapters(one, tmp_path / "sharded", own, key_map=key_map("llama"))
-    assert sorted(f.name for f in (tmp_path / "sharded").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(f.name for f in (tmp_path / "sharded").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         assert (tmp_path / "plain" / file).read_bytes() == (tmp_path / "sharded" / file).read_bytes()
     read_adapters(two, tmp_path / "sharded", own, key_map=key_map("llama"))
@@ -167,7 +176,10 @@ def test_sharded_models_write_and_read_the_same_files(rank: int, world_size: int
 def test_names_and_settings_in_the_file(tmp_path: Path) -> None:
     own = settings(targets=["wq", "layers.1.*.wv"], train_also=["ffn_norm.weight"])
     write_adapters(build("llama", own), tmp_path / "a", own, key_map=key_map("llama"), base="my/base")
-    stored, config = open_stored(tmp_path / "a" / "adapter_model.safetensors"), json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    stored, config = (
+        open_stored(tmp_path / "a" / "adapter_model.safetensors"),
+        json.loads((tmp_path / "a" / "adapter_config.json").read_text()),
+    )
     layer = "base_model.model.model.layers"
     assert set(stored) == {
         *(f"{layer}.{n}.self_attn.q_proj.lora_{m}.weight" for n in (0, 1) for m in "AB"),
@@ -194,7 +206,11 @@ def test_wrong_files_are_one_line(tmp_path: Path) -> None:
     write_adapters(build("llama", own), folder, own, key_map=key_map("llama"))
 
     def refused(words: str, to: Any = None, which: str = "llama", at: Path = folder) -> None:
-        target = build("llama", to or own, **({"n_layers": 3} if which == "deep" else {"ffn_dim": 48} if which == "wide" else {}))
+        target = build(
+            "llama",
+            to or own,
+            **({"n_layers": 3} if which == "deep" else {"ffn_dim": 48} if which == "wide" else {}),
+        )
         shape = target.config
         before = {name: p.clone() for name, p in target.named_parameters()}
         with pytest.raises(UserError) as caught:
@@ -208,9 +224,14 @@ def test_wrong_files_are_one_line(tmp_path: Path) -> None:
     refused("finetune.alpha:", settings(alpha=8))
     refused("finetune.rslora:", settings(rslora=True))
     refused("finetune.method: the adapters in", settings(method="dora"))
-    refused("expected base_model.model.model.layers.2.self_attn.q_proj.lora_A.weight of shape [3, 32], found no such", which="deep")
+    refused(
+        "expected base_model.model.model.layers.2.self_attn.q_proj.lora_A.weight of shape [3, 32], found no such",
+        which="deep",
+    )
     refused("mlp.gate_proj.lora_B.weight of shape [48, 3], found shape [46, 3]", which="wide")
-    refused("expected no base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight", settings(targets=["wq"]))
+    refused(
+        "expected no base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight", settings(targets=["wq"])
+    )
     refused("norm.weight of shape [32], found no such tensor", settings(train_also=["norm.weight"]))
     for key, value in (
         ("bias", "all"), ("init_lora_weights", "pissa"), ("rank_pattern", {"q": 4}), ("peft_type", "LOHA"),
@@ -236,7 +257,9 @@ def test_tied_parameters_are_in_the_file_under_each_name(tmp_path: Path) -> None
     file = tmp_path / "a" / "adapter_model.safetensors"
     data, prefix = bytearray(file.read_bytes()), "base_model.model."
     stored = open_stored(file)
-    assert torch.equal(stored[prefix + "lm_head.weight"].view(), stored[prefix + "model.embed_tokens.weight"].view())
+    assert torch.equal(
+        stored[prefix + "lm_head.weight"].view(), stored[prefix + "model.embed_tokens.weight"].view()
+    )
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     begin = 8 + int.from_bytes(data[:8], "little") + header[prefix + "lm_head.weight"]["data_offsets"][0]
     data[begin] ^= 1

@@ -43,7 +43,8 @@ def test_settings_load_without_torch() -> None:
         ),
         ('method = "lora"\n[train]\nfloat8 = "rowwise"\n[parallel]\nparam_dtype = "bfloat16"',
          "train.float8: expected 'none' with finetune.method = 'lora'"),
-        ('method = "lora"\ndropout = 0.1\n[train]\ncuda_graph = true', "train.cuda_graph: expected false with finetune.dropout"),
+        ('method = "lora"\ndropout = 0.1\n[train]\ncuda_graph = true',
+         "train.cuda_graph: expected false with finetune.dropout"),
     ],
 )  # fmt: skip
 def test_wrong_values(tmp_path: Path, text: str, words: str) -> None:
@@ -74,7 +75,9 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(10, 8)
-        self.layers = nn.ModuleList(nn.ModuleDict({"experts": Fused(), "proj": nn.Linear(8, 8)}) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"experts": Fused(), "proj": nn.Linear(8, 8)}) for _ in range(2)
+        )
         self.head = nn.Linear(8, 10, bias=False)
         self.head.weight = self.embed.weight
 

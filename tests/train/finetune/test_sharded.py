@@ -95,7 +95,8 @@ TWO_RANKS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("hybrid", {"dropout": 0.2, "train_also": ["router.weight", "a_log"]}, {"strategy": "zero2", "memory": "arena"}),
     ("hybrid", {"method": "dora", "base_dtype": "bfloat16"}, {"strategy": "zero3"}),
     ("transformers", {}, {"strategy": "zero3"}),
-    ("transformers", {"train_also": ["lm_head.weight", "norm.weight"], "dropout": 0.2}, {"layout": "ragged", "memory": "arena"}),
+    ("transformers", {"train_also": ["lm_head.weight", "norm.weight"], "dropout": 0.2},
+     {"layout": "ragged", "memory": "arena"}),
 ]  # fmt: skip
 
 

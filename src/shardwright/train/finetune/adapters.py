@@ -1,6 +1,6 @@
 """Adapters on a model: put there before it is sharded, trained, and folded into the base for an export.
 
-The order of calls is: `adapt`, then `fully_shard`, then values (drawn or loaded), then `reset_magnitudes` where a base was
+The order of calls is: `adapt`, then `fully_shard`, then values (drawn or loaded), then `reset_magnitudes` if a base was
 loaded, then training, then `merge`. Files are in `peft_files`.
 """
 
@@ -32,8 +32,8 @@ def adapt(model: nn.Module, settings: FinetuneConfig, seed: int) -> None:
             model = build()
             adapt(model, settings, seed=0)
 
-    The model may hold values, be deferred, or be on the meta device. Names and classes of its own parameters and modules
-    stay; an adapted layer is still an ``nn.Linear``. The adapters change nothing yet, since one of their two matrices
+    The model may hold values, be deferred, or be on the meta device. The names of its own parameters stay, and an
+    adapted layer is still an ``nn.Linear``. The adapters change nothing yet, since one of their two matrices
     is 0. The other one is drawn on the CPU from a generator that depends on ``seed`` alone, in the order of the layers.
     Adapters and the parameters in ``train_also`` are float32. Frozen matrices get ``base_dtype``; frozen vectors
     (norms, biases) stay float32, because their memory is small.
@@ -95,7 +95,7 @@ def _add(
     # As peft draws it (and nn.Linear its weight).
     drawn = torch.empty(settings.rank, inputs, dtype=torch.float32, device="cpu")
     nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
-    layer.__class__ = adapted_class(type(layer))
+    layer.__class__ = adapted_class(type(layer))  # type: ignore[arg-type]  # mypy takes its __hash__ for a method
     adapter = cast(Adapter, layer)
     adapter.lora_a = nn.Parameter(drawn.to(device))
     adapter.lora_b = nn.Parameter(torch.zeros(outputs, settings.rank, dtype=torch.float32, device=device))
@@ -149,7 +149,7 @@ def reset_magnitudes(model: nn.Module) -> None:
 
 @torch.no_grad()
 def merge(model: nn.Module) -> None:
-    """Fold the adapters into the base, in place, so that the model can be exported. Called by every rank, between steps.
+    """Fold the adapters into the base, in place, for an export. Called by every rank, between steps.
 
     The new weight is W + scale B A, computed in float32 and rounded once to the dtype of W (with dora its rows get the
     trained lengths). One layer at a time is gathered. A plain model has plain linear layers afterwards. A sharded model
@@ -172,7 +172,7 @@ def _remove(layer: Adapter) -> None:
         delattr(layer, name)
     for name in ("scale", "dropout", "number", "called"):
         delattr(layer, name)
-    layer.__class__ = plain_class(type(layer))
+    cast(nn.Module, layer).__class__ = plain_class(type(layer))
 
 
 def uncalled_layers(model: nn.Module) -> list[str]:

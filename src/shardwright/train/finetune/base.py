@@ -60,10 +60,14 @@ def base_of(model: nn.Module, source: str) -> Base:
         for rank, own in enumerate(everyones):
             for box, value in own[entry.name].items():
                 if by_box.setdefault(box, value) != value:
-                    raise RuntimeError(f"rank {rank} has other values of {entry.name!r} than the ranks before it")
+                    raise RuntimeError(
+                        f"rank {rank} has other values of {entry.name!r} than the ranks before it"
+                    )
         elements = sum(math.prod(shape) for _, shape in by_box)
         if elements != entry.tensor.numel():
-            raise RuntimeError(f"the ranks have {elements} elements of {entry.name!r} with {entry.tensor.numel()}")
+            raise RuntimeError(
+                f"the ranks have {elements} elements of {entry.name!r} with {entry.tensor.numel()}"
+            )
         kind = str(entry.tensor.dtype).removeprefix("torch.")
         digests[entry.name] = f"{kind} {list(entry.tensor.shape)} {sum(by_box.values()) % 2**64:016x}"
     return Base(source, digests)

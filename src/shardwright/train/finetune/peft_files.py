@@ -146,7 +146,9 @@ def _write_again(old: Path, new: Path, copies: Mapping[str, str]) -> None:
 
 def _check_place(folder: Path) -> None:
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder}: expected a new or empty folder for adapters, found files; choose another one")
+        raise UserError(
+            f"{folder}: expected a new or empty folder for adapters, found files; choose another one"
+        )
 
 
 def read_adapters(

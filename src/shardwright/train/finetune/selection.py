@@ -81,7 +81,11 @@ def _all_in_blocks(model: nn.Module) -> dict[str, nn.Linear]:
         kinds = _matrix_kinds(model, inside)
         raise UserError(
             "finetune.method: expected blocks with torch.nn.Linear layers, found none"
-            + (f"; their matrices are in {', '.join(kinds)}, which can have no adapters here" if kinds else "")
+            + (
+                f"; their matrices are in {', '.join(kinds)}, which can have no adapters here"
+                if kinds
+                else ""
+            )
             + ". Use method = 'full'"
         )
     return layers
@@ -103,7 +107,9 @@ def is_mamba_output(model: nn.Module, name: str) -> bool:
 
 def _matrix_kinds(model: nn.Module, inside: set[int]) -> list[str]:
     """Classes of the modules of blocks that hold matrices themselves."""
-    kinds = {type(module).__name__ for module in model.modules() if id(module) in inside and _matrices(module)}
+    kinds = {
+        type(module).__name__ for module in model.modules() if id(module) in inside and _matrices(module)
+    }
     return sorted(kinds)
 
 
@@ -150,7 +156,9 @@ def _not_linear(pattern: str, others: list[str], matches: Mapping[str, nn.Module
         what = f"a {type(module).__name__} without a matrix"
         if inside:
             what += f"; its linear layers are {_some(inside)}: write {pattern + '.*'!r} for all of them"
-            return f"finetune.targets: expected torch.nn.Linear, found {pattern!r}, which fits {name!r}, {what}"
+            return (
+                f"finetune.targets: expected torch.nn.Linear, found {pattern!r}, which fits {name!r}, {what}"
+            )
     return (
         f"finetune.targets: expected torch.nn.Linear, found {pattern!r}, which fits {name!r}, {what}; adapters need "
         "torch.nn.Linear. Leave it out, or train it in full with finetune.train_also"
