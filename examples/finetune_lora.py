@@ -5,7 +5,7 @@
 
 The folder holds safetensors and config.json in Hugging Face's names, of a Llama. Without one a small Llama is made
 first. The base is loaded in bfloat16, sharded and frozen: it has no gradients and no optimizer state on any rank. Only
-the adapters learn, and only they are saved.
+the adapters learn, and only they are saved, in the file format of peft.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import json
-import math
 import os
 import tempfile
 from pathlib import Path
@@ -22,56 +21,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright as sw
 from shardwright.train.config import DataConfig
 from shardwright.train.data.corpus import batch, load_corpus
+from shardwright.train.finetune.adapters import adapt, is_adapter, statement
+from shardwright.train.finetune.peft_files import write_adapters
+from shardwright.train.finetune.settings import FinetuneConfig
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import model_of
 from shardwright.train.models.presets import LlamaConfig
 
 BATCH, LENGTH = 4, 128  # sequences per rank and step, tokens in each
-ADAPTED = ("wq", "wv")  # the matrices that get adapters
 
 
-class Adapted(nn.Linear):
-    """A linear layer W x + scale B A x. The names of its own weights stay as they are."""
-
-    lora_a: nn.Parameter
-    lora_b: nn.Parameter
-    scale: float
-
-    @staticmethod
-    def adapt(linear: nn.Linear, rank: int, alpha: float) -> None:
-        """Give ``linear`` an adapter that changes nothing yet: B is zero."""
-        linear.__class__ = Adapted
-        assert isinstance(linear, Adapted)
-        linear.lora_a = nn.Parameter(torch.empty(rank, linear.in_features, dtype=torch.float32))
-        linear.lora_b = nn.Parameter(torch.zeros(linear.out_features, rank, dtype=torch.float32))
-        nn.init.kaiming_uniform_(linear.lora_a, a=math.sqrt(5))
-        linear.scale = alpha / rank
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        low = F.linear(F.linear(x, self.lora_a.to(x.dtype)), self.lora_b.to(x.dtype))
-        return super().forward(x) + self.scale * low
-
-
-def is_adapter(name: str) -> bool:
-    return "lora_" in name
-
-
-def build(shape: LlamaConfig, rank: int) -> Any:
+def build(shape: LlamaConfig, settings: FinetuneConfig) -> Any:
     """The model with its adapters, deferred: nothing is allocated. The base is bfloat16, the adapters float32."""
-    torch.manual_seed(0)  # the same adapters on every rank
     with sw.deferred_init():
-        model = model_of(shape).to(torch.bfloat16)
-        for name, module in model.named_modules():
-            if name.rpartition(".")[2] in ADAPTED and isinstance(module, nn.Linear):
-                Adapted.adapt(module, rank, alpha=2 * rank)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name))
+        model = model_of(shape)
+        adapt(model, settings, seed=0)  # the same adapters on every rank
     return model
 
 
@@ -121,11 +90,15 @@ def main() -> None:
     shape = hugging_face.shape_of(json.loads((source / "config.json").read_text()))
     if not isinstance(shape, LlamaConfig):
         raise SystemExit(f"{source} holds another model than a Llama")
-    model = build(shape, options.rank)
+    settings = FinetuneConfig(
+        method="lora", rank=options.rank, alpha=2 * options.rank, targets=("wq", "wv"), base_dtype="bfloat16"
+    )
+    model = build(shape, settings)
+    policy = sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks():
-        sw.fully_shard(block, mesh=mesh)
-    sw.fully_shard(model.head(), mesh=mesh)
-    sw.fully_shard(model, mesh=mesh)
+        sw.fully_shard(block, mesh=mesh, mp_policy=policy)
+    sw.fully_shard(model.head(), mesh=mesh, mp_policy=policy)
+    sw.fully_shard(model, mesh=mesh, mp_policy=policy)
     base_names = hugging_face.key_map(shape)
     sw.load_pretrained(
         model,
@@ -134,10 +107,7 @@ def main() -> None:
     )
     sw.materialize(model)  # what is not stored: adapters and rotary tables
     adapters = [p for p in model.parameters() if p.requires_grad]
-    say(
-        f"{model.num_params():,} parameters on {mesh.size()} ranks, {sum(p.numel() for p in adapters):,} of them in "
-        "adapters"
-    )
+    say(f"on {mesh.size()} ranks; {statement(model)}")
 
     optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(adapters, lr=3e-2, weight_decay=0.0))
     corpus = load_corpus(DataConfig(source="pydoc"))
@@ -154,8 +124,8 @@ def main() -> None:
         say(f"step {step}: loss {mean.item():.4f}")
     say(sw.memory_report(model, optimizer))
 
-    sw.save_pretrained(model, target, key_map=lambda name: name if is_adapter(name) else None)
-    say(f"saved the adapters in {target}")
+    write_adapters(model, target, settings, key_map=base_names, base=str(source))
+    say(f"saved the adapters in {target}; peft.PeftModel.from_pretrained reads them")
 
 
 if __name__ == "__main__":

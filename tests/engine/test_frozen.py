@@ -206,7 +206,7 @@ def test_the_example_of_adapters(rank: int, world_size: int, tmp_path: Path) -> 
         return
     losses = [float(value) for value in re.findall(r"step \d+: loss ([\d.]+)", printed)]
     assert len(losses) == 20 and losses[-1] < losses[0] - 0.7
-    header = (tmp_path / "adapters" / "model.safetensors").read_bytes()
+    header = (tmp_path / "adapters" / "adapter_model.safetensors").read_bytes()
     names = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])
     names.pop("__metadata__", None)
-    assert len(names) == 8 and all("lora_" in name for name in names)
+    assert len(names) == 8 and all("q_proj.lora_" in name or "v_proj.lora_" in name for name in names)

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from shardwright.checkpoint import folders
 from shardwright.checkpoint.digests import Digest, digest_of
@@ -140,7 +140,7 @@ def save(
     """
     final = step_folder(checkpoints, position.step)
     partial = checkpoints / f".{final.name}.partial"
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=_options(model))
     state = {"model": model_state, "optimizer": optimizer_state["state"]}
     started = time.perf_counter()
     with patience(say, lambda: f"saving {final}: {time.perf_counter() - started:.0f} s"):
@@ -165,7 +165,8 @@ def _make_room(partial: Path, model: nn.Module) -> None:
     for leftover in (*partial.parent.glob(".step-*.partial"), *partial.parent.glob(".step-*.old")):
         _remove(leftover)
     partial.mkdir(parents=True)
-    need = 3 * sum(p.numel() * p.element_size() for p in _full_parameters(model))  # weights and two moments
+    # Weights and two moments; frozen parameters are not saved.
+    need = 3 * sum(p.numel() * p.element_size() for p in _full_parameters(model) if p.requires_grad)
     free = shutil.disk_usage(partial).free
     if free < need:
         partial.rmdir()
@@ -271,7 +272,19 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Names and shapes a checkpoint of this plain, unsharded model holds."""
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in _stored_state(model).items()}
+
+
+def _stored_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state of a plain model without its frozen parameters, which no checkpoint holds."""
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
+
+
+def _options(model: nn.Module) -> StateDictOptions:
+    """Frozen parameters are neither saved nor loaded. `check_fits` compares the names of all others."""
+    frozen = any(not parameter.requires_grad for parameter in model.parameters())
+    return StateDictOptions(ignore_frozen_params=frozen, strict=not frozen)
 
 
 def load_newest(
@@ -323,7 +336,7 @@ def load(
     `shapes` are those of the model before it was sharded. Rates and decay of the optimizer stay as they are. Raises
     Damaged on every rank where it is not the checkpoint that was saved, UserError where it is another model's.
     """
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=_options(model))
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state["state"]}
 
     def fitting() -> Stored:
@@ -339,6 +352,7 @@ def load(
         optimizer,
         model_state_dict=state["model"],
         optim_state_dict={**optimizer_state, "state": state["optimizer"]},
+        options=_options(model),
     )
     return stored.position
 
@@ -351,9 +365,9 @@ def load_weights(folder: Path, model: nn.Module, say: Say = _silent) -> None:
         check_fits(folder, stored.metadata, shapes_of(model))
         return stored
 
-    state = {"model": model.state_dict()}
+    state = {"model": _stored_state(model)}
     _read(_verified(fitting, say, alone=True), state, say, alone=True)
-    model.load_state_dict(state["model"])
+    model.load_state_dict(state["model"], strict=_options(model).strict)
 
 
 Read = Callable[[Mapping[str, torch.Tensor]], None]

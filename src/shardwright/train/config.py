@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 
 from shardwright.extend import Registry
 from shardwright.train.errors import UserError
+from shardwright.train.finetune.settings import FinetuneConfig
 from shardwright.train.models.kinds import kinds
 from shardwright.train.one_of import UNKNOWN_KEY, WRONG_NAME, OneOf
 from shardwright.train.schema import Config, toml_value
@@ -44,6 +45,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "FinetuneConfig",
     "Key",
     "LogConfig",
     "ModelConfig",

@@ -16,6 +16,9 @@ from shardwright.train import checkpoint
 from shardwright.train.data import decode
 from shardwright.train.data.corpus import encode
 from shardwright.train.errors import UserError
+from shardwright.train.finetune.adapters import adapt, merge
+from shardwright.train.finetune.base import base_of, check_same_base
+from shardwright.train.finetune.finetuning import source_of
 from shardwright.train.models.build import build_model
 from shardwright.train.runs import RunFolder
 
@@ -81,8 +84,13 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int
     folder = RunFolder(run)
     record, config = folder.record(), folder.config()
     device = torch.device("cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu")
+    torch.manual_seed(config.run.seed)  # of a frozen base, which the checkpoint does not hold
     model = build_model(config.model, record["vocab_size"])
+    adapt(model, config.finetune, config.run.seed)
     checkpoint.load_newest_weights(folder.checkpoints, model, say=_say)
+    if config.finetune.method != "full":
+        check_same_base(folder.base_file, base_of(model, source_of(config)))
+        merge(model)
     new_tokens = sample(
         model.to(device), encode(prompt), count=tokens, temperature=temperature, top_k=top_k, seed=seed,
         context=config.train.seq_len, device=device,  # positions beyond were never trained

@@ -23,6 +23,7 @@ from shardwright.train.activations import Recompiles
 from shardwright.train.config import Config
 from shardwright.train.data import Corpus
 from shardwright.train.errors import UserError
+from shardwright.train.finetune import adapters, finetuning
 from shardwright.train.models.kinds import sizes_of
 from shardwright.train.peaks import peak_flops
 from shardwright.train.reporter import Reporter
@@ -71,6 +72,9 @@ def _train(config: Config, folder: RunFolder, corpus: Corpus, world: World, resu
             notices.say(f"reading the newest checkpoint in {folder.checkpoints}")
             with START.left_to_others():
                 trainer.load(folder, notices)
+        if config.finetune.method != "full":
+            finetuning.prepare(trainer.model, config, folder.base_file, resume)
+            notices.say(adapters.statement(trainer.model))
     done = trainer.position.step
     if done >= config.train.steps:
         raise UserError(

@@ -100,11 +100,18 @@ def _adamw(decayed: Parameters, others: Parameters, settings: OptimizerConfig) -
     )
 
 
+def _groups(decayed: Parameters, others: Parameters) -> list[dict[str, Any]]:
+    """Groups of named parameters. torch refuses a group of no names beside one with names, so none is empty."""
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
 def _adamw8bit(decayed: Parameters, others: Parameters, settings: OptimizerConfig) -> torch.optim.Optimizer:
     from shardwright.optim import AdamW8bit
 
-    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    return AdamW8bit(groups, settings.lr, settings.betas, settings.eps, settings.weight_decay)
+    return AdamW8bit(
+        _groups(decayed, others), settings.lr, settings.betas, settings.eps, settings.weight_decay
+    )
 
 
 def _muon(decayed: Parameters, others: Parameters, settings: OptimizerConfig) -> torch.optim.Optimizer:
@@ -112,7 +119,7 @@ def _muon(decayed: Parameters, others: Parameters, settings: OptimizerConfig) ->
     from shardwright.optim import Muon
 
     return Muon(
-        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
+        _groups(decayed, others),
         lr=settings.lr,
         weight_decay=settings.weight_decay,
         momentum=settings.momentum,

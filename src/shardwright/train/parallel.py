@@ -28,6 +28,7 @@ from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.extend import strategies
 from shardwright.train.config import Config, ParallelConfig
 from shardwright.train.errors import UserError
+from shardwright.train.finetune.adapters import adapt
 from shardwright.train.host_memory import builds_deferred
 from shardwright.train.models.build import build_model
 from shardwright.train.models.decoder import Decoder
@@ -58,12 +59,17 @@ def build_for(config: Config, vocab_size: int, reads_weights: bool = True) -> La
     that is not deferred reads its stored weights here, unless a checkpoint will replace them.
     """
     if not builds_deferred(config):
-        model = build_model(config.model, vocab_size)
-        if reads_weights:
-            model.read_weights()
-        return model
+        return _adapted(config, vocab_size, reads_weights)
     with sw.deferred_init(), torch.device("cpu"):
-        return build_model(config.model, vocab_size)
+        return _adapted(config, vocab_size, reads_weights=False)
+
+
+def _adapted(config: Config, vocab_size: int, reads_weights: bool) -> LanguageModel:
+    model = build_model(config.model, vocab_size)
+    if reads_weights:
+        model.read_weights()
+    adapt(model, config.finetune, config.run.seed)
+    return model
 
 
 def _give_values(model: nn.Module, device: torch.device, reads: bool) -> None:
@@ -239,7 +245,7 @@ def build_optimizer(model: nn.Module, config: Config, matrices: set[str]) -> tor
 
     The names are those of the plain model, because FSDP1 flattens its parameters and their shapes are lost.
     """
-    named = [(_plain_name(name), parameter) for name, parameter in model.named_parameters()]
+    named = [(_plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
     decayed = [pair for pair in named if pair[0] in matrices]
     others = [pair for pair in named if pair[0] not in matrices]
     own = optimizers.get(config.optimizer.name)

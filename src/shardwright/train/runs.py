@@ -62,6 +62,11 @@ class RunFolder:
         return self.path / "memory.txt"
 
     @property
+    def base_file(self) -> Path:
+        """The reference to the frozen base of adapters."""
+        return self.path / "base.json"
+
+    @property
     def plan_file(self) -> Path:
         return self.path / "memory_plan.json"
 
@@ -236,6 +241,11 @@ def differences(first: Config, second: Config) -> Iterator[tuple[str, object, ob
         pairs = [(f"model.{key}", value, shapes[1][key]) for key, value in shapes[0].items()]
     pairs += [(f"data.{key}", value, getattr(second.data, key)) for key, value in first.data]
     pairs += [
+        *(
+            (f"finetune.{key}", value, getattr(second.finetune, key))
+            for key, value in first.finetune
+            if key not in ("dropout", "adapters")
+        ),
         ("run.seed", first.run.seed, second.run.seed),
         ("train.seq_len", first.train.seq_len, second.train.seq_len),
         ("train.global_batch", first.train.global_batch, second.train.global_batch),

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import model_validator
 
+from shardwright.train.finetune.settings import FinetuneConfig, conflict
 from shardwright.train.models.kinds import kind_of
 from shardwright.train.models.presets import HybridConfig
 from shardwright.train.optimizers import optimizers
@@ -37,6 +38,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     activations: ActivationConfig = ActivationConfig()
+    finetune: FinetuneConfig = FinetuneConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     parallel: ParallelConfig = ParallelConfig()
     validation: ValidationConfig = ValidationConfig()
@@ -63,6 +65,8 @@ class Config(Section):
             )
         if self.optimizer.in_backward:
             self._check_in_backward()
+        if problem := conflict(self.finetune, self.train, self.parallel):
+            raise ValueError(problem)
         if self.train.cuda_graph and self.parallel.offload != "none":
             raise ValueError(
                 f"parallel.offload: expected 'none' with train.cuda_graph, found {self.parallel.offload!r}; the host "

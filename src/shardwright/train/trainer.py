@@ -28,6 +28,8 @@ from shardwright.train.checks import check_batch_fits
 from shardwright.train.config import Config, OptimizerConfig
 from shardwright.train.data import Corpus, decode
 from shardwright.train.data.corpus import batch, encode
+from shardwright.train.errors import UserError
+from shardwright.train.finetune import adapters
 from shardwright.train.generate import sample
 from shardwright.train.models import outputs
 from shardwright.train.reporter import Reporter
@@ -103,7 +105,7 @@ class Trainer:
         torch.manual_seed(config.run.seed)  # equal on all ranks, which is what makes their models equal
         plain = parallel.build_for(config, corpus.vocab_size, reads_weights)
         self.parameters = plain.num_params()
-        self.flops_per_token = plain.flops_per_token(config.train.seq_len)
+        self.flops_per_token = plain.flops_per_token(config.train.seq_len) - adapters.skipped_flops(plain)
         self.auxiliary, self.auxiliary_sums = plain.auxiliary, plain.auxiliary_sums
         self.draws, self.has_loss = plain.draws, plain.has_loss
         self.loss_weights = torch.tensor([1.0, *self.auxiliary.values()], device=world.device)
@@ -157,7 +159,17 @@ class Trainer:
         float8.prepare_scales(self.model, self.config)
         self.optimizer.zero_grad(set_to_none=True)
         self.position = checkpoint.Position(step + 1, self.position.samples + train.global_batch)
+        if step == 0:
+            self._check_adapters_called()
         return result
+
+    def _check_adapters_called(self) -> None:
+        """Refuse adapters on layers whose weights the model uses without calling the layers."""
+        if self.config.train.compile == "none" and (names := adapters.uncalled_layers(self.model)):
+            raise UserError(
+                f"finetune.targets: expected layers that the model calls, found {names[0]!r}, whose weight it uses "
+                f"directly ({len(names)} such layers); an adapter there changes nothing. Leave these layers out"
+            )
 
     def _forward_backward(self, *batches: Tensor) -> Tensor:
         """Inputs and targets [B, S] of one micro-batch after another; returns the losses summed over all tokens:
@@ -170,6 +182,7 @@ class Trainer:
             reduced = last or train.accumulate == "communicate"
             if self.draws:
                 torch.manual_seed(self._seed_of(first // 2))
+            adapters.set_samples(self.model, self._samples(first // 2))
             with parallel.gradient_sync(self.model, synchronise=reduced, last=last):
                 sums = self._summed_losses(batches[first], batches[first + 1])
                 # Engines average gradients over the ranks; the sum over all tokens by their global count is wanted.
@@ -183,9 +196,14 @@ class Trainer:
         return int.from_bytes(hashlib.blake2b(f"{self.config.run.seed} {first}".encode(), digest_size=8).digest()) >> 1
 
     def _first_sample(self, number: int) -> int:
-        train = self.config.train
-        share = train.global_batch // self.world.data_size
-        return self.position.samples + self.world.data_rank * share + number * train.micro_batch
+        """Of micro-batch `number` of this rank and step."""
+        share = self.config.train.global_batch // self.world.data_size
+        return self.position.samples + self.world.data_rank * share + number * self.config.train.micro_batch
+
+    def _samples(self, number: int) -> Tensor:
+        """Numbers of the samples of a micro-batch: int64 [B]."""
+        first = self._first_sample(number)
+        return torch.arange(first, first + self.config.train.micro_batch, device=self.world.device)
 
     def _micro_batch(self, number: int) -> tuple[Tensor, Tensor]:
         train = self.config.train

@@ -1,0 +1,37 @@
+"""The start of a run with adapters: which adapters it begins with, and whether the base is the one they belong to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwright.checkpoint.model import mesh_of, on_every_rank
+from shardwright.engine.unit.owning import units_of
+from shardwright.train.config import Config
+from shardwright.train.finetune.base import base_of, check_same_base, write_base
+from shardwright.train.finetune.peft_files import read_adapters
+from shardwright.train.models.hugging_face import key_map
+
+
+def source_of(config: Config) -> str:
+    """Where the base comes from."""
+    return f"run.seed = {config.run.seed}"
+
+
+def prepare(model: nn.Module, config: Config, base_file: Path, resume: bool) -> None:
+    """Compare the base with the run's reference, or write this reference. Called by every rank.
+
+    A new run also reads the adapters to start from. Raises UserError on every rank.
+    """
+    plain = model.module if isinstance(model, DistributedDataParallel) else model
+    base = base_of(plain, source_of(config))
+    if resume:
+        check_same_base(base_file, base)
+        return
+    if config.finetune.adapters:
+        read_adapters(plain, config.finetune.adapters, config.finetune, key_map=key_map(config.model.shape()))
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    on_every_rank(mesh_of(units_of(plain)), lambda: write_base(base_file, base) if first else None)

@@ -1,0 +1,205 @@
+"""Which layers get adapters, and which parameters are trained in full: patterns against the names of a model.
+
+Nothing here changes a model. A pattern fits a whole name, or the end of a name after a dot.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from shardwright.train.errors import UserError
+from shardwright.train.finetune.settings import FinetuneConfig
+
+#: Last parts of the names of layers that choose experts.
+ROUTERS = ("router", "gate", "shared_expert_gate")
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether a pattern, such as "wq" or "layers.0.*", fits a dotted name."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The model's blocks: what its method `blocks` returns, else the members of its outermost lists of modules.
+
+    A model without either is one block.
+    """
+    if callable(own := getattr(model, "blocks", None)):
+        return list(own())
+    found: list[nn.Module] = []
+    pending: list[nn.Module] = [model]
+    while pending:
+        module = pending.pop()
+        if isinstance(module, nn.ModuleList):
+            found += list(module)
+        else:
+            pending += module.children()
+    return found or [model]
+
+
+def layers_to_adapt(model: nn.Module, settings: FinetuneConfig) -> dict[str, nn.Linear]:
+    """By name, the linear layers that get adapters, in the model's order.
+
+    Raises:
+        UserError: a pattern fits no layer, or one that can have no adapter; or a layer is too small for the rank.
+    """
+    layers = _chosen(model, settings) if settings.targets else _all_in_blocks(model)
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    for name, layer in layers.items():
+        outputs, inputs = layer.weight.shape
+        if settings.rank > min(outputs, inputs):
+            raise UserError(
+                f"finetune.rank: expected at most {min(outputs, inputs)}, the smaller side of {name!r} "
+                f"({outputs} x {inputs}), found {settings.rank}; choose a smaller rank, or leave the layer out of "
+                "finetune.targets"
+            )
+        others = [other for other in owners[id(layer.weight)] if other != f"{name}.weight"]
+        if others:
+            raise UserError(
+                f"finetune.targets: expected layers with weights of their own, found {name!r}, which shares its "
+                f"weight with {others[0]!r}; an adapter would change only one of them. Leave it out, or train it in "
+                "full with finetune.train_also"
+            )
+    return layers
+
+
+def _all_in_blocks(model: nn.Module) -> dict[str, nn.Linear]:
+    inside = {id(module) for block in blocks_of(model) for module in block.modules()}
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if id(module) in inside and isinstance(module, nn.Linear) and not _is_router(name)
+    }
+    layers = {name: layer for name, layer in layers.items() if not is_mamba_output(model, name)}
+    if not layers:
+        kinds = _matrix_kinds(model, inside)
+        raise UserError(
+            "finetune.method: expected blocks with torch.nn.Linear layers, found none"
+            + (
+                f"; their matrices are in {', '.join(kinds)}, which can have no adapters here"
+                if kinds
+                else ""
+            )
+            + ". Use method = 'full'"
+        )
+    return layers
+
+
+def _is_router(name: str) -> bool:
+    return any(part in ROUTERS for part in name.split("."))
+
+
+def is_mamba_output(model: nn.Module, name: str) -> bool:
+    """Whether a layer is the output projection of a Mamba layer.
+
+    Fused kernels use its weight without calling it, and peft refuses to put an adapter there.
+    """
+    owner, _, last = name.rpartition(".")
+    own = {each.lower() for each, _ in model.get_submodule(owner).named_parameters(recurse=False)}
+    return last == "out_proj" and "a_log" in own
+
+
+def _matrix_kinds(model: nn.Module, inside: set[int]) -> list[str]:
+    """Classes of the modules of blocks that hold matrices themselves."""
+    kinds = {
+        type(module).__name__ for module in model.modules() if id(module) in inside and _matrices(module)
+    }
+    return sorted(kinds)
+
+
+def _matrices(module: nn.Module) -> list[str]:
+    return [f"{name} {list(p.shape)}" for name, p in module.named_parameters(recurse=False) if p.ndim >= 2]
+
+
+def _chosen(model: nn.Module, settings: FinetuneConfig) -> dict[str, nn.Linear]:
+    modules = {name: module for name, module in model.named_modules() if name}
+    chosen: set[str] = set()
+    for pattern in settings.targets:
+        matches = {name: modules[name] for name in modules if fits(name, pattern)}
+        linear = [name for name, module in matches.items() if isinstance(module, nn.Linear)]
+        others = [name for name in matches if name not in linear]
+        # A pattern that ends in a wildcard fits modules of every kind. One that ends in a name means that name.
+        literal = not set("*?[") & set(pattern.rpartition(".")[2])
+        if others and (literal or not linear):
+            raise UserError(_not_linear(pattern, others, matches))
+        if not linear:
+            raise UserError(
+                f"finetune.targets: expected patterns of linear layers, found {pattern!r}, which fits none; "
+                + _nearest(pattern, [name for name, m in modules.items() if isinstance(m, nn.Linear)])
+            )
+        router = next((name for name in linear if name.rpartition(".")[2] == "router"), None)
+        if router is not None:
+            if literal:
+                raise UserError(
+                    f"finetune.targets: expected linear layers that forward calls, found {pattern!r}, which fits the "
+                    f"router {router!r}; its weight is used directly. Train it in full with finetune.train_also"
+                )
+            linear = [name for name in linear if name.rpartition(".")[2] != "router"]
+        chosen.update(linear)
+    return {name: modules[name] for name in modules if name in chosen}  # type: ignore[misc]
+
+
+def _not_linear(pattern: str, others: list[str], matches: Mapping[str, nn.Module]) -> str:
+    name = next((name for name in others if _matrices(matches[name])), others[0])
+    module = matches[name]
+    matrices = _matrices(module)
+    if matrices:
+        what = f"a {type(module).__name__} with {', '.join(matrices)}"
+    else:
+        inside = [child for child, m in module.named_modules() if isinstance(m, nn.Linear)]
+        what = f"a {type(module).__name__} without a matrix"
+        if inside:
+            what += f"; its linear layers are {_some(inside)}: write {pattern + '.*'!r} for all of them"
+            return (
+                f"finetune.targets: expected torch.nn.Linear, found {pattern!r}, which fits {name!r}, {what}"
+            )
+    return (
+        f"finetune.targets: expected torch.nn.Linear, found {pattern!r}, which fits {name!r}, {what}; adapters need "
+        "torch.nn.Linear. Leave it out, or train it in full with finetune.train_also"
+    )
+
+
+def parameters_to_train(model: nn.Module, settings: FinetuneConfig) -> list[str]:
+    """Names of the parameters that are trained in full; a tied one under its first name.
+
+    Raises:
+        UserError: a pattern fits no parameter.
+    """
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}  # to the first name of the same parameter
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[name] = first.setdefault(id(parameter), name)
+    chosen: set[str] = set()
+    for pattern in settings.train_also:
+        matches = [own for name, own in names.items() if fits(name, pattern)]
+        if not matches:
+            raise UserError(
+                f"finetune.train_also: expected patterns of parameters, found {pattern!r}, which fits none; "
+                + _nearest(pattern, list(names))
+            )
+        chosen.update(matches)
+    return [name for name in dict.fromkeys(names.values()) if name in chosen]
+
+
+def _nearest(pattern: str, names: list[str]) -> str:
+    """A hint with the names most like a pattern."""
+    if not names:
+        return "the model has none"
+    wanted = pattern.strip("*?.")
+    ends = list(dict.fromkeys(name.split(".", depth)[-1] for depth in (9, 2) for name in names))
+    ends += [".".join(name.split(".")[-2:]) for name in names]
+    near = difflib.get_close_matches(wanted, list(dict.fromkeys([*ends, *names])), 3, cutoff=0.5)
+    if near:
+        return f"near names: {', '.join(near)}"
+    return f"there are {_some(dict.fromkeys(name.rpartition('.')[2] for name in names))}"
+
+
+def _some(names: Iterable[str], limit: int = 6) -> str:
+    names = list(names)
+    return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")

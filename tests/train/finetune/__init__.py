@@ -1,0 +1,1 @@
+"""Adapters: settings, layers, sharded training, files."""
