@@ -190,7 +190,10 @@ def test_generate_prints_the_text(capsys: Capture, calls: list[dict[str, Any]]) 
     ("command", "expected"),
     [
         ("trian", "unknown command trian; did you mean train?"),
-        ("fly", "unknown command fly; the commands are train, compare, generate, export, layout, extensions, doctor"),
+        (
+            "fly",
+            "unknown command fly; the commands are train, compare, generate, export, layout, extensions, doctor",
+        ),
         ("--versoin", "unknown option --versoin; did you mean --version?"),
         (
             "train",

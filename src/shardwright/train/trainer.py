@@ -193,7 +193,12 @@ class Trainer:
     def _seed_of(self, number: int) -> int:
         """The seed of what forward draws for a micro-batch: a function of its first sample, so also after a resume."""
         first = self._first_sample(number)
-        return int.from_bytes(hashlib.blake2b(f"{self.config.run.seed} {first}".encode(), digest_size=8).digest()) >> 1
+        return (
+            int.from_bytes(
+                hashlib.blake2b(f"{self.config.run.seed} {first}".encode(), digest_size=8).digest()
+            )
+            >> 1
+        )
 
     def _first_sample(self, number: int) -> int:
         """Of micro-batch `number` of this rank and step."""

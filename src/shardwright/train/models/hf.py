@@ -151,9 +151,7 @@ def config_of(shape: HuggingFaceShape) -> Any:
     if kind not in CONFIG_MAPPING:
         code = ""
         if remote:
-            code = (
-                f"; its code is in files of {shape.path} (trust_remote_code), and shardwright executes no code of models"
-            )
+            code = f"; its code is in files of {shape.path} (trust_remote_code), and shardwright executes no code of models"
         raise UserError(
             f"model.path: expected a model type that transformers has, found {kind!r} in the {CONFIG} of "
             f"{shape.path}{code}. Install a newer transformers, or set another model"
@@ -308,6 +306,7 @@ def _stored_names(model: HuggingFaceModel, folder: Path) -> dict[str, Source]:
 
 def _patterns(regular: Any) -> Any:
     """From transformers' regular expressions to a function of a folder: its keys that a model need not have."""
+
     def of(folder: Path) -> list[str]:
         expressions = [re.compile(text) for text in regular or ()]
         return [key for key in open_stored(folder) if any(each.search(key) for each in expressions)]

@@ -92,7 +92,9 @@ class Kind:
         """
         if not self.presets:
             if preset != "debug":
-                raise ValueError(f"preset: kind {self.name!r} has no presets; expected none, found {preset!r}")
+                raise ValueError(
+                    f"preset: kind {self.name!r} has no presets; expected none, found {preset!r}"
+                )
             return self.shape(**values)
         if preset not in self.presets:
             raise ValueError(

@@ -137,7 +137,9 @@ def _arguments(function: Callable[..., Any], shape: PythonShape) -> dict[str, An
 def _problems(model: nn.Module) -> list[str]:
     """What a model has that the trainer cannot use."""
     problems = []
-    if type(model).forward is nn.Module.forward:  # the placeholder of nn.Module, which raises NotImplementedError
+    if (
+        type(model).forward is nn.Module.forward
+    ):  # the placeholder of nn.Module, which raises NotImplementedError
         problems.append("without a forward")
     else:
         problems += _misfit("forward", model.forward, "tokens")
@@ -154,7 +156,9 @@ def _problems(model: nn.Module) -> list[str]:
         own = set(model.modules())
         modules = function()
         if not isinstance(modules, list | tuple) or not modules or not all(m in own for m in modules):
-            problems.append(f"whose {name}() returns {_in_words(modules)}, not a list of modules of the model")
+            problems.append(
+                f"whose {name}() returns {_in_words(modules)}, not a list of modules of the model"
+            )
     return problems
 
 
