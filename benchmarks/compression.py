@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.comm_hooks import MXFP8, BlockwiseFP8, Cast, Compressed, Int8Blocks, PowerSGD
 from shardwright.train.config import load_config
-from shardwright.train.data.corpus import load_corpus
+from shardwright.train.data.dataset import load_dataset
 from shardwright.train.stop import StopRequest
 from shardwright.train.trainer import Trainer
 from shardwright.train.world import World, make_mesh
@@ -88,7 +88,7 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
         settings = [("train.steps", str(args.steps)), ("parallel.strategy", args.strategy)]
         config = load_config(args.config, [*settings, ("parallel.layout", way.layout)])
         world = World(rank, args.ranks, torch.device("cpu"), make_mesh(config.parallel, "cpu", args.ranks))
-        trainer = Trainer(config, world, load_corpus(config.data))
+        trainer = Trainer(config, world, load_dataset(config))
         model: Any = trainer.model
         model.set_gradient_comm_hook(way.hook())
         model.set_all_gather_codec(way.codec)

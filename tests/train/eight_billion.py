@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright.train.config import Config
-from shardwright.train.data import Corpus
+from shardwright.train.data.dataset import byte_dataset
 from shardwright.train.trainer import Trainer
 from shardwright.train.world import World, make_mesh
 
@@ -39,9 +39,8 @@ def main() -> None:
     shape = config.model.shape()
     mesh = make_mesh(config.parallel, "cpu", RANKS)
     world = World(3, RANKS, torch.device("cpu"), mesh)
-    text = torch.zeros(4000, dtype=torch.uint8)
     before = peak()
-    trainer = Trainer(config, world, Corpus(text, text, "zeros"))
+    trainer = Trainer(config, world, byte_dataset(config, bytes(4000), bytes(4000), "zeros"))
     grown = peak() - before
 
     whole = 4 * shape.parameters

@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from shardwright import cli
 from shardwright.train.config import Config
-from shardwright.train.data import Corpus
 from shardwright.train.trainer import Trainer
 from shardwright.train.world import World, make_mesh
 from tests.support.pool import forkserver
+from tests.train.kit.parallel import dataset_of
 
 TINY = """
 [run]
@@ -84,8 +84,7 @@ def trainer(config: Config, rank: int, world_size: int) -> Trainer:
     """The trainer of one rank of a test's own process group, on random bytes."""
     mesh = make_mesh(config.parallel, "cpu", world_size)
     world = World(rank, world_size, torch.device("cpu"), mesh, config.parallel.tensor)
-    tokens = torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
-    return Trainer(config, world, Corpus(tokens[:3000], tokens[3000:], "random"))
+    return Trainer(config, world, dataset_of(config))
 
 
 def config_file(folder: Path, text: str = TINY) -> Path:

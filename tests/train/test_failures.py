@@ -60,7 +60,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
             "train.global_batch: expected a multiple of 3 ranks",
         ),
         (("--data.source", tmp_path / "missing.txt"), "found nothing at"),
-        (("--data.source", tmp_path / "empty.txt"), "expected text, found none"),
+        (("--data.source", tmp_path / "empty.txt"), "expected data, found an empty file at"),
         (("--data.source", tmp_path / "short.txt"), "train.seq_len: expected at most"),
         (("--parallel.param_dtype", "float16"), "parallel.param_dtype: expected one of float32, bfloat16"),
         (

@@ -24,11 +24,12 @@ from shardwright.train.models.hybrid import Hybrid, MixtureOfExperts
 from shardwright.train.models.kinds import tensor_plan
 from shardwright.train.models.styles import SummedParts, rows_of, spread_experts
 from shardwright.train.stop import StopRequest
-from shardwright.train.trainer import Trainer
+from shardwright.train.trainer import Trainer, tensors_of
 from tests.support.matrix import select, together
 from tests.support.pool import multirank, world_mesh
 from tests.train.jobs import tiny
 from tests.train.kit.hybrid import TINY, whole_loss
+from tests.train.kit.parallel import corpus
 from tests.train.kit.tensor_parallel import trainer
 
 MODEL: dict[str, Any] = {
@@ -96,9 +97,11 @@ def steps(mine: Trainer, count: int) -> list[tuple[float, float]]:
 
 def gradients(mine: Trainer) -> dict[str, torch.Tensor]:
     """Whole ones of the job's next step, which is not taken."""
-    batches = [tensor for number in range(mine.micro_batches) for tensor in mine._micro_batch(number)]
+    data, train = next(mine._steps()), mine.config.train
+    mine.close()
+    weights = mine._loss_weights(mine._counts(data.trained, train.global_batch * train.seq_len))
     with parallel.parallel_loss(mine.config.parallel):
-        mine.work(*batches)
+        mine.work(weights, *tensors_of(data.batches))
     found = {}
     for name, p in mine.model.named_parameters():
         assert p.grad is not None, name
@@ -109,7 +112,7 @@ def gradients(mine: Trainer) -> dict[str, torch.Tensor]:
 
 def check_gradients(mine: Trainer, dtype: torch.dtype, tolerance: float) -> None:
     plain = plain_model(mine.config).to(dtype)
-    whole_loss(plain, *batch(mine.corpus, 0, 0, 8, 32)).backward()
+    whole_loss(plain, *batch(corpus(), 0, 0, 8, 32)).backward()
     found = gradients(mine)
     assert found.keys() == dict(plain.named_parameters()).keys()
     for name, p in plain.named_parameters():
@@ -150,7 +153,7 @@ def test_training_equals_the_plain_model(
     # bf16 has 8 bits, and tokens between two experts may fall to either, which are few to each.
     narrow = dtype == "bfloat16"
     check_gradients(mine, torch.bfloat16 if narrow else torch.float32, 0.2 if narrow else 2e-5)
-    for found, wanted in zip(steps(mine, 2), plain_steps(config, mine.corpus, 2), strict=True):
+    for found, wanted in zip(steps(mine, 2), plain_steps(config, corpus(), 2), strict=True):
         assert found == pytest.approx(wanted, rel=3e-2 if narrow else 2e-4)
 
 
@@ -203,7 +206,7 @@ def test_runs_go_on_with_other_ranks(
     assert steps(other, 1)[0] == pytest.approx(steps(one, 1)[0], rel=2e-4)
     plain = plain_model(one.config)
     checkpoint.load_weights(folder, plain)  # as `shardwright generate` does
-    text = batch(one.corpus, 0, 0, 8, 32)[0]
+    text = batch(corpus(), 0, 0, 8, 32)[0]
     one.position = checkpoint.load(folder, one.model, one.optimizer, one.shapes)
     with torch.no_grad():
         logits = one.model(text)

@@ -10,7 +10,6 @@ import torch
 
 import shardwright as sw
 from shardwright.train.config import Config
-from shardwright.train.data import Corpus
 from shardwright.train.data.corpus import batch as batch_of
 from shardwright.train.layouts import alike, units_of
 from shardwright.train.models.build import build_model
@@ -21,6 +20,7 @@ from shardwright.train.world import World, make_mesh
 from tests.support import multirank, world_mesh
 from tests.train import jobs
 from tests.train.kit.hybrid import tiny, tokens, whole_loss
+from tests.train.kit.parallel import corpus, dataset_of
 
 # ------------------------------------------------------------------------------
 # Sharded
@@ -50,9 +50,9 @@ def test_sharded_training_equals_the_plain_model(
     chosen: list[set[int]] = []  # of the plain model, on what each rank sees
     routed = MixtureOfExperts.routed
 
-    def watched(self: Any, x: Any, weight: Any, expert: torch.Tensor) -> torch.Tensor:
+    def watched(self: Any, x: Any, weight: Any, expert: torch.Tensor, fill: int = 0) -> torch.Tensor:
         chosen.append(set(expert.flatten().tolist()))
-        return routed(self, x, weight, expert)
+        return routed(self, x, weight, expert, fill)
 
     for step in range(3):
         # A sequence of one token repeated: nearly all its places choose the same expert of the first such layer.
@@ -84,10 +84,9 @@ def test_sharded_training_equals_the_plain_model(
 
 
 def trainer(config: Config, rank: int, world_size: int) -> Trainer:
-    text = torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
     mesh = make_mesh(config.parallel, "cpu", world_size)
     world = World(rank, world_size, torch.device("cpu"), mesh)
-    return Trainer(config, world, Corpus(text[:3000], text[3000:], "random"))
+    return Trainer(config, world, dataset_of(config))
 
 
 HYBRID_JOB: dict[str, Any] = {
@@ -118,7 +117,7 @@ def test_trainer_trains_like_a_plain_model(rank: int, world_size: int, engine: s
     job = trainer(config, rank, world_size)
     for step in range(3):
         # The whole global batch at once: the loss must not depend on how sequences are spread.
-        loss = whole_loss(plain, *batch_of(job.corpus, 0, step * 8, 8, 32))
+        loss = whole_loss(plain, *batch_of(corpus(), 0, step * 8, 8, 32))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.2)
         for group in optimizer.param_groups:

@@ -24,7 +24,7 @@ from shardwright.train.world import World, make_mesh
 from tests.support.matrix import select, together
 from tests.support.pool import multirank
 from tests.train.jobs import tiny
-from tests.train.kit.parallel import corpus, plain_steps, take_steps
+from tests.train.kit.parallel import corpus, dataset_of, plain_steps, take_steps
 
 ENGINES = ["ddp", "fsdp1", "fsdp2", "shardwright"]
 STEPS = 3
@@ -32,7 +32,7 @@ STEPS = 3
 
 def trainer(config: Config, rank: int, world_size: int) -> Trainer:
     mesh = make_mesh(config.parallel, "cpu", world_size)
-    return Trainer(config, World(rank, world_size, torch.device("cpu"), mesh), corpus())
+    return Trainer(config, World(rank, world_size, torch.device("cpu"), mesh), dataset_of(config))
 
 
 @multirank(2, 3)

@@ -142,3 +142,13 @@ def check_batch_fits(train: TrainConfig, windows: int) -> None:
             f"train.global_batch: expected at most {EPOCHS_PER_STEP} times the {windows} sequences of the training "
             f"text (that is {EPOCHS_PER_STEP * windows}), found {train.global_batch}"
         )
+
+
+def check_separates(config: Config, separates: bool) -> None:
+    """Refuse samples of several documents for a model that would mix them. `separates`: the model does not."""
+    if config.data.separates and not separates:
+        raise UserError(
+            f"data.document_mask: expected false with model.kind {config.model.kind!r}, whose tokens would see other "
+            f'documents of their sample, found {config.data.document_mask!r}; or set data.packing to "none", which puts '
+            "one document in each sample"
+        )

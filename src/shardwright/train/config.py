@@ -119,10 +119,17 @@ def _keys_of(table: type[Section] | None, prefix: str) -> Iterator[Key]:
 
 def _table_of(annotation: Any) -> type[Section] | None:
     """The model behind an annotation that stands for a table, `None` for a plain value."""
+    if get_origin(annotation) is tuple:
+        return None
     for choice in get_args(annotation) or (annotation,):
         if isinstance(choice, type) and issubclass(choice, Section):
             return choice
     return None
+
+
+def _row_of(annotation: Any) -> type[Section] | None:
+    """The model of each table in a list of tables, `None` for any other value."""
+    return _table_of(get_args(annotation)[0]) if get_origin(annotation) is tuple else None
 
 
 def _field_at(path: Sequence[str | int]) -> FieldInfo | None:
@@ -130,6 +137,9 @@ def _field_at(path: Sequence[str | int]) -> FieldInfo | None:
     table: type[Section] | None = Config
     info = None
     for name in path:
+        if isinstance(name, int) and info is not None:
+            table = _row_of(info.annotation)
+            continue
         info = table.model_fields.get(str(name)) if table else None
         if info is None:
             return None
@@ -155,6 +165,8 @@ def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return " or ".join(_in_words(arg, metadata) for arg in args if arg is not type(None))
     if origin is tuple and args[-1] is ...:
         each = _in_words(args[0])
+        if each == "a table":
+            return "a list of tables"
         return "a list of strings" if each == _WORDS[str] else f"a list of values, each {each}"
     if origin is tuple:
         return f"a list of {len(args)} numbers{_range_in_words(args[0].__metadata__[0].metadata)}"

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.train import checkpoint
-from shardwright.train.data import decode
-from shardwright.train.data.corpus import encode
+from shardwright.train.data.tokenizers import open_tokenizer
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapt, merge
 from shardwright.train.finetune.base import base_of, check_same_base
@@ -83,6 +82,7 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int
         raise UserError("--prompt: expected UTF-8 text, found other bytes")
     folder = RunFolder(run)
     record, config = folder.record(), folder.config()
+    tokenizer = open_tokenizer(config.data.tokenizer)
     device = torch.device("cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu")
     torch.manual_seed(config.run.seed)  # of a frozen base, which the checkpoint does not hold
     model = build_model(config.model, record["vocab_size"])
@@ -92,7 +92,7 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int
         check_same_base(folder.base_file, base_of(model, source_of(config)))
         merge(model)
     new_tokens = sample(
-        model.to(device), encode(prompt), count=tokens, temperature=temperature, top_k=top_k, seed=seed,
+        model.to(device), torch.tensor(tokenizer.encode(prompt)), count=tokens, temperature=temperature, top_k=top_k, seed=seed,
         context=config.train.seq_len, device=device,  # positions beyond were never trained
     )  # fmt: skip
-    return prompt + decode(new_tokens)
+    return prompt + tokenizer.decode(new_tokens)

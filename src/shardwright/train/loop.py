@@ -21,7 +21,9 @@ from shardwright.extend import ExtensionError
 from shardwright.train import checkpoint, metrics, plan_picture, report
 from shardwright.train.activations import Recompiles
 from shardwright.train.config import Config
-from shardwright.train.data import Corpus
+from shardwright.train.data.dataset import Dataset
+from shardwright.train.data.statement import figures_of, statement
+from shardwright.train.data.stream import Stream
 from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters, finetuning
 from shardwright.train.models.kinds import sizes_of
@@ -48,26 +50,26 @@ from shardwright.train.trainer import StepResult, Trainer, learning_rate
 from shardwright.train.world import World
 
 
-def train(config: Config, folder: RunFolder, corpus: Corpus, world: World, resume: bool) -> int:
+def train(config: Config, folder: RunFolder, dataset: Dataset, world: World, resume: bool) -> int:
     """Run the job to its last step, or until a signal stops it. Returns the exit status.
 
     Before the model exists there is nothing to save, so a signal ends the job like any program. Raises UserError
     for a registered value that is wrong.
     """
     try:
-        return _train(config, folder, corpus, world, resume)
+        return _train(config, folder, dataset, world, resume)
     except ExtensionError as error:
         raise UserError(str(error)) from error
 
 
-def _train(config: Config, folder: RunFolder, corpus: Corpus, world: World, resume: bool) -> int:
+def _train(config: Config, folder: RunFolder, dataset: Dataset, world: World, resume: bool) -> int:
     START.doing(f"building the model of {sizes_of(config.model.shape()).parameters:,} parameters")
     if resume:
-        check_same_corpus(folder, corpus.sha256)
+        check_same_corpus(folder, dataset.sha256)
     with Reporter([metrics.Lines(0, 1)] if world.is_first else []) as notices:
         if resume and world.is_first and (changes := changes_in_words(folder.config(), config)):
             notices.say(changes)
-        trainer = Trainer(config, world, corpus, reads_weights=not resume)
+        trainer = Trainer(config, world, dataset, reads_weights=not resume)
         if resume:
             notices.say(f"reading the newest checkpoint in {folder.checkpoints}")
             with START.left_to_others():
@@ -87,7 +89,10 @@ def _train(config: Config, folder: RunFolder, corpus: Corpus, world: World, resu
         try:
             reporter = Reporter([]) if record is None else open_reporter(config, folder, done, record.facts)
             stack.enter_context(reporter)
+            stack.callback(trainer.close)
             reporter.say(opening_line(trainer, folder))
+            if trainer.world.is_first:
+                reporter.say(data_in_words(trainer))
             reporter.say(figures_in_words(trainer))
             ended_by = run_steps(trainer, folder, reporter, stop)
         except BaseException:
@@ -233,15 +238,15 @@ def open_reporter(config: Config, folder: RunFolder, steps_done: int, facts: Map
 
 
 def open_record(trainer: Trainer, folder: RunFolder) -> RunRecord:
-    corpus, parallel_config, world = trainer.corpus, trainer.config.parallel, trainer.world
+    dataset, parallel_config, world = trainer.dataset, trainer.config.parallel, trainer.world
     facts = {
         "parameters": trainer.parameters,
         "flops_per_token": trainer.flops_per_token,
-        "vocab_size": corpus.vocab_size,
+        "vocab_size": dataset.vocab_size,
         "corpus": {
-            "sha256": corpus.sha256,
-            "train_tokens": len(corpus.train),
-            "validation_tokens": len(corpus.validation),
+            "sha256": dataset.sha256,
+            "train_tokens": tokens_of(dataset.train),
+            "validation_tokens": tokens_of(dataset.validation),
         },
     }
     plan = ("strategy", "layout", "memory") if parallel_config.engine == "shardwright" else ()
@@ -254,6 +259,24 @@ def open_record(trainer: Trainer, folder: RunFolder) -> RunRecord:
     return RunRecord(folder, trainer.config, facts, session)
 
 
+def tokens_of(stream: Stream | None) -> int:
+    """The tokens of all documents of a stream's sources."""
+    return 0 if stream is None else sum(figures_of(source).tokens for source in stream.sources)
+
+
+def data_in_words(trainer: Trainer) -> str:
+    """The data of the run, and its next sample."""
+    config, dataset = trainer.config, trainer.dataset
+    return statement(
+        dataset.train,
+        dataset.validation,
+        dataset.tokenizer.decode,
+        packing=config.data.packing,
+        first=trainer.position.samples,
+        samples=config.train.steps * config.train.global_batch,
+    )
+
+
 def opening_line(trainer: Trainer, folder: RunFolder) -> str:
     world, config = trainer.world, trainer.config
     parallel = config.parallel
@@ -264,7 +287,7 @@ def opening_line(trainer: Trainer, folder: RunFolder) -> str:
         engine += f" (strategy {parallel.strategy}, layout {parallel.layout}, memory {parallel.memory})"
     return (
         f"{config.run.name}: {trainer.parameters:,} parameters, engine {engine} on {ranks} "
-        f"({metrics.device_name(world.device)}), {len(trainer.corpus.train):,} training tokens, {start}; "
+        f"({metrics.device_name(world.device)}), {tokens_of(trainer.dataset.train):,} training tokens, {start}; "
         f"folder {folder.path}"
     )
 

@@ -23,7 +23,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from shardwright.train.agreement import PATIENCE, Statement, agree, facts_of, is_to_report
 from shardwright.train.config import Config
-from shardwright.train.data import Corpus, load_corpus
+from shardwright.train.data.dataset import Dataset, load_dataset
 from shardwright.train.ending import Complaint, fail
 from shardwright.train.environment import (
     FOLDER_VARIABLE,
@@ -43,11 +43,11 @@ from shardwright.train.world import World, join_world, pick_device
 
 def train_alone(config: Config, folder: RunFolder, resumes: bool) -> int:
     """Train with one rank in this process and return the exit status. Raises UserError."""
-    START.doing("reading the text")
-    corpus = load_corpus(config.data)
+    START.doing("reading the data")
+    dataset = load_dataset(config, progress=True)
     try:
         with join_world(config) as world:
-            return train(config, folder, corpus, world, resumes)
+            return train(config, folder, dataset, world, resumes)
     except NonFiniteError as error:
         return fail(str(error))
 
@@ -66,11 +66,11 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
             START.begin("waiting for the other ranks")
         # The store must hear of what this rank cannot do, so it is there first.
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=max(collective_timeout(), PATIENCE))))
-        config, corpus = _start_together(configured, resume, store, rank, size)
+        config, dataset = _start_together(configured, resume, store, rank, size)
         with join_world(config, store) as world:
             folder, lock = _agree_on_folder(config, resume, world)
             with lock:
-                return train(config, folder, corpus, world, resume is not None)
+                return train(config, folder, dataset, world, resume is not None)
     except BaseException as error:
         complaint = _complaint(error)
         START.end()
@@ -89,21 +89,21 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
 
 def _start_together(
     configured: Callable[[], Config], resume: str | None, store: dist.Store, rank: int, size: int
-) -> tuple[Config, Corpus]:
+) -> tuple[Config, Dataset]:
     """The configuration and the text, once all ranks have the same. Where one cannot start, all raise its UserError."""
     try:
         config = configured()
         device = pick_device(config)
-        START.doing("reading the text")
-        corpus = load_corpus(config.data)
-        statement = Statement(facts_of(config, corpus.sha256, resume, device.type))
+        START.doing("reading the data")
+        dataset = load_dataset(config, progress=rank == 0)
+        statement = Statement(facts_of(config, dataset.sha256, resume, device.type))
     except UserError as error:
         agree(store, rank, size, Statement({}, str(error)), collective_timeout())
         raise
     START.doing("waiting for the other ranks")
     agree(store, rank, size, statement, collective_timeout())
     store.set_timeout(collective_timeout())
-    return config, corpus
+    return config, dataset
 
 
 def _report_alone(complaint: Complaint, store: dist.Store | None, debug: bool) -> int:

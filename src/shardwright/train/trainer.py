@@ -11,9 +11,8 @@ import hashlib
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,10 +23,11 @@ from torch.distributed.tensor import DTensor
 import shardwright as sw
 from shardwright.train import checkpoint, float8, parallel
 from shardwright.train.activations import Recompiles, prepare_blocks
-from shardwright.train.checks import check_batch_fits
+from shardwright.train.checks import check_batch_fits, check_separates
 from shardwright.train.config import Config, OptimizerConfig
-from shardwright.train.data import Corpus, decode
-from shardwright.train.data.corpus import batch, encode
+from shardwright.train.data.batch import Batch
+from shardwright.train.data.dataset import Dataset
+from shardwright.train.data.loader import Loader, Share
 from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters
 from shardwright.train.generate import sample
@@ -38,9 +38,6 @@ from shardwright.train.runs import (
 )
 from shardwright.train.stop import StopRequest
 from shardwright.train.world import World
-
-PROMPT_BYTES = 48
-VALIDATION_SEED = 0  # of the choice of windows: the same ones whatever the run's own seed
 
 
 class NonFiniteError(Exception):
@@ -69,13 +66,28 @@ def whole(loss: Tensor) -> Tensor:
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
-class Batch(NamedTuple):
-    """What a model's own loss gets. Targets of -100 do not count."""
+def documents_of(batch: Batch) -> dict[str, Tensor]:
+    """What forward gets beside the tokens of a batch with several documents in a sample."""
+    if batch.documents is None or batch.positions is None:
+        return {}
+    return {"documents": batch.documents, "positions": batch.positions}
 
-    inputs: Tensor  #: int64 [B, S]
-    targets: Tensor  #: int64 [B, S]
-    documents: Tensor | None = None  #: int32 [B, S]: number of each token's document in its sample
-    positions: Tensor | None = None  #: int64 [B, S]: restart at each document
+
+def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
+    """The tensors of batches in one row: a graph of a step has nothing but tensors for arguments."""
+    return [
+        each
+        for batch in batches
+        for each in (batch.inputs, batch.targets, batch.documents, batch.positions)
+        if each is not None
+    ]
+
+
+def batches_of(tensors: Sequence[Tensor], separate: bool) -> list[Batch]:
+    """The batches of :func:`tensors_of`, whose documents are numbered if `separate`."""
+    if not separate:
+        return [Batch(*tensors[i : i + 2], None, None) for i in range(0, len(tensors), 2)]
+    return [Batch(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]
 
 
 @dataclass(frozen=True)
@@ -95,20 +107,18 @@ class StepResult:
 class Trainer:
     """A model in training on one rank. Every method is called by all ranks together."""
 
-    def __init__(self, config: Config, world: World, corpus: Corpus, reads_weights: bool = True) -> None:
+    def __init__(self, config: Config, world: World, dataset: Dataset, reads_weights: bool = True) -> None:
         """`reads_weights`: begin with the model's stored weights, if it has any. Not for a run that `load` continues."""
-        self.config, self.world, self.corpus = config, world, corpus
-        self.micro_batches = config.train.accumulation_steps(world.data_size)
-        check_batch_fits(config.train, corpus.windows(config.train.seq_len))
-        if config.validation.every:
-            corpus.windows(config.train.seq_len, "validation")
+        self.config, self.world, self.dataset = config, world, dataset
+        config.train.accumulation_steps(world.data_size)
+        check_batch_fits(config.train, dataset.windows)
         torch.manual_seed(config.run.seed)  # equal on all ranks, which is what makes their models equal
-        plain = parallel.build_for(config, corpus.vocab_size, reads_weights)
+        plain = parallel.build_for(config, dataset.vocab_size, reads_weights)
+        check_separates(config, plain.separates)
         self.parameters = plain.num_params()
         self.flops_per_token = plain.flops_per_token(config.train.seq_len) - adapters.skipped_flops(plain)
         self.auxiliary, self.auxiliary_sums = plain.auxiliary, plain.auxiliary_sums
         self.draws, self.has_loss = plain.draws, plain.has_loss
-        self.loss_weights = torch.tensor([1.0, *self.auxiliary.values()], device=world.device)
         self.shapes = checkpoint.shapes_of(plain)
         matrices = parallel.matrix_names(plain)
         float8.convert(plain, config)
@@ -122,6 +132,13 @@ class Trainer:
         self.position = checkpoint.Position(step=0, samples=0)
         self.recompiles = Recompiles()
         self.peak_memory = 0  # bytes held at most by this rank
+        self._loader: Loader | None = None
+
+    def close(self) -> None:
+        """End the threads that prepare batches."""
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
 
     # -- one step
 
@@ -132,17 +149,18 @@ class Trainer:
         optimizer steps in backward.
         """
         train, step = self.config.train, self.position.step
-        step_tokens = train.global_batch * train.seq_len
         started = time.perf_counter()
-        batches = [tensor for number in range(self.micro_batches) for tensor in self._micro_batch(number)]
+        data = next(self._steps())
+        batches = [each.to(self.world.device, non_blocking=True) for each in data.batches]
+        counts = self._counts(max(1, data.trained), train.global_batch * train.seq_len)
         data_seconds = time.perf_counter() - started
         rate = learning_rate(step, train.steps, self.config.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         with parallel.parallel_loss(self.config.parallel):
-            loss_sums = self.work(*batches)
+            loss_sums = self.work(self._loss_weights(counts), *tensors_of(batches))
         norm = parallel.clip_gradients(self.model, self.config)
-        (loss, *others), stop_signal = self._agree(loss_sums / step_tokens, stop)
+        (loss, *others), stop_signal = self._agree(loss_sums / counts, stop)
         auxiliary = dict(zip(self.auxiliary, others, strict=True))
         grad_norm = None if norm is None else float(norm)
         result = StepResult(loss, grad_norm, data_seconds, stop_signal, auxiliary)
@@ -171,22 +189,48 @@ class Trainer:
                 f"directly ({len(names)} such layers); an adapter there changes nothing. Leave these layers out"
             )
 
-    def _forward_backward(self, *batches: Tensor) -> Tensor:
-        """Inputs and targets [B, S] of one micro-batch after another; returns the losses summed over all tokens:
+    def _steps(self) -> Loader:
+        """The data of the steps from here on."""
+        if self._loader is None:
+            train, world = self.config.train, self.world
+            self._loader = Loader(
+                self.dataset.train,
+                Share(train.global_batch, train.micro_batch, world.data_rank, world.data_size),
+                first=self.position.samples,
+                stop=self.position.samples + (train.steps - self.position.step) * train.global_batch,
+                workers=self.config.data.workers,
+                pin=world.device.type == "cuda",
+            )
+        return self._loader
+
+    def _counts(self, trained: int, positions: int) -> Tensor:
+        """What each loss of a step is a mean over: float64 [1 + auxiliaries]."""
+        counts = [trained, *[positions] * len(self.auxiliary)]
+        return torch.tensor(counts, dtype=torch.float64, device=self.world.device)
+
+    def _loss_weights(self, counts: Tensor) -> Tensor:
+        """What a rank's sums count for in its backward: float32 [1 + auxiliaries].
+
+        Engines average gradients over the ranks; the sums of all ranks by their counts are wanted.
+        """
+        weights = torch.tensor([1.0, *self.auxiliary.values()], dtype=torch.float64, device=counts.device)
+        return (weights * (self.world.data_size / counts)).float()
+
+    def _forward_backward(self, weights: Tensor, *tensors: Tensor) -> Tensor:
+        """The tensors of one micro-batch after another, see `tensors_of`; returns the losses summed over the tokens:
         cross-entropy, then the auxiliary ones, float64 [1 + auxiliaries]."""
         train = self.config.train
-        step_tokens = train.global_batch * train.seq_len
+        batches = batches_of(tensors, self.dataset.train.separate)
         loss_sums = torch.zeros(1 + len(self.auxiliary), dtype=torch.float64, device=self.world.device)
-        for first in range(0, len(batches), 2):
-            last = first + 2 == len(batches)
+        for number, batch in enumerate(batches):
+            last = number + 1 == len(batches)
             reduced = last or train.accumulate == "communicate"
             if self.draws:
-                torch.manual_seed(self._seed_of(first // 2))
-            adapters.set_samples(self.model, self._samples(first // 2))
+                torch.manual_seed(self._seed_of(number))
+            adapters.set_samples(self.model, self._samples(number))
             with parallel.gradient_sync(self.model, synchronise=reduced, last=last):
-                sums = self._summed_losses(batches[first], batches[first + 1])
-                # Engines average gradients over the ranks; the sum over all tokens by their global count is wanted.
-                ((sums * self.loss_weights).sum() * (self.world.data_size / step_tokens)).backward()
+                sums = self._summed_losses(batch)
+                (sums * weights).sum().backward()
             loss_sums += sums.detach()
         return loss_sums
 
@@ -210,35 +254,26 @@ class Trainer:
         first = self._first_sample(number)
         return torch.arange(first, first + self.config.train.micro_batch, device=self.world.device)
 
-    def _micro_batch(self, number: int) -> tuple[Tensor, Tensor]:
-        train = self.config.train
-        first = self._first_sample(number)
-        inputs_BS, targets_BS = batch(
-            self.corpus, self.config.run.seed, first, train.micro_batch, train.seq_len
-        )
-        return inputs_BS.to(self.world.device), targets_BS.to(self.world.device)
-
-    def _summed_losses(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
+    def _summed_losses(self, batch: Batch) -> Tensor:
         """Cross-entropy, then the losses named in `auxiliary`, summed over the tokens: float32."""
         if not self.auxiliary:
-            return self._losses(inputs_BS, targets_BS).sum()[None]
+            return self._losses(batch).sum()[None]
         with parallel.compute_precision(self.config.parallel, self.world.device):
-            returned = self.model(inputs_BS, extras=True)
-        kind = self.config.model.kind
+            returned = self.model(batch.inputs, extras=True, **documents_of(batch))
+        kind, targets_BS = self.config.model.kind, batch.targets
         logits, extras = outputs.check_pair(kind, returned)
-        logits_BSV = outputs.check_logits(kind, logits, targets_BS, self.corpus.vocab_size)
+        logits_BSV = outputs.check_logits(kind, logits, targets_BS, self.dataset.vocab_size)
         sums = outputs.auxiliary_sums(kind, self.auxiliary_sums, self.auxiliary, extras, targets_BS)
         return torch.stack([cross_entropy(logits_BSV, targets_BS).sum(), *map(whole, sums)])
 
-    def _losses(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
+    def _losses(self, batch: Batch) -> Tensor:
         """Cross-entropy of every token, float32 [B * S]; of a model with its own loss their sum, float32 [1]."""
-        if self.has_loss:
-            with parallel.compute_precision(self.config.parallel, self.world.device):
-                return self.model(inputs_BS, batch=Batch(inputs_BS, targets_BS)).float()[None]
         with parallel.compute_precision(self.config.parallel, self.world.device):
-            logits = self.model(inputs_BS)
-        logits_BSV = outputs.check_logits(self.config.model.kind, logits, targets_BS, self.corpus.vocab_size)
-        return cross_entropy(logits_BSV, targets_BS)
+            if self.has_loss:
+                return self.model(batch.inputs, batch=batch).float()[None]
+            logits = self.model(batch.inputs, **documents_of(batch))
+        kind, vocab_size = self.config.model.kind, self.dataset.vocab_size
+        return cross_entropy(outputs.check_logits(kind, logits, batch.targets, vocab_size), batch.targets)
 
     def _agree(self, shares: Tensor, stop: StopRequest) -> tuple[list[float], int]:
         """Sum the ranks' shares of the losses and, in the same reduction, the signals they have seen.
@@ -258,44 +293,41 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss over the validation windows, the same ones every time and for any number of ranks."""
-        train, world = self.config.train, self.world
-        windows = self.corpus.windows(train.seq_len, "validation")
+        """Mean loss over the validation samples, the same ones every time and for any number of ranks."""
+        train, world, stream = self.config.train, self.world, self.dataset.validation
+        assert stream is not None
+        windows = sum(source.samples for source in stream.sources)
         samples = min(windows, self.config.validation.batches * train.global_batch)
         rounds = math.ceil(samples / (world.data_size * train.micro_batch))
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         self.model.eval()
         for number in range(rounds):
             first = (number * world.data_size + world.data_rank) * train.micro_batch
-            # Every rank runs the same number of passes, as sharded engines must; beyond the end on windows that
+            # Every rank runs the same number of passes, as sharded engines must; beyond the end on samples that
             # do not count.
             count = max(0, min(train.micro_batch, samples - first))
-            start = first if count else 0
-            inputs, targets = batch(
-                self.corpus, VALIDATION_SEED, start, count or 1, train.seq_len, split="validation"
-            )
+            batch = stream.batch(first if count else 0, count or 1).to(world.device)
             with parallel.parallel_loss(self.config.parallel):
-                losses = self._losses(inputs.to(world.device), targets.to(world.device))
+                losses = self._losses(batch)
             total += losses.double().sum() if count else 0.0
         self.model.train()
         parallel.free_gathered(self.model)
         dist.all_reduce(total)
-        return float(total) / world.tensor / (samples * train.seq_len)
+        return float(total) / world.tensor / max(1, stream.trained(0, samples))
 
     @torch.no_grad()
     def sample(self) -> tuple[str, str]:
-        """A prompt from the corpus and what the model makes of it. Ranks run in step, so any size of model fits."""
-        source = self.corpus.validation if len(self.corpus.validation) >= PROMPT_BYTES else self.corpus.train
-        # Decoding and encoding again drops a character cut in half at either end.
-        prompt = decode(source[:PROMPT_BYTES]).strip("\ufffd")
+        """A prompt from the data and what the model makes of it. Ranks run in step, so any size of model fits."""
+        tokenizer = self.dataset.tokenizer
+        prompt = self.dataset.prompt()
         torch.compiler.set_stance("force_eager")  # every token is of another length
         tokens = sample(
-            self.model, encode(prompt), count=self.config.run.sample_tokens, temperature=0.8, top_k=50, seed=0,
-            context=self.config.train.seq_len, device=self.world.device, multiple=self.world.tensor,
+            self.model, torch.tensor(tokenizer.encode(prompt)), count=self.config.run.sample_tokens, temperature=0.8,
+            top_k=50, seed=0, context=self.config.train.seq_len, device=self.world.device, multiple=self.world.tensor,
         )  # fmt: skip
         torch.compiler.set_stance("default")
         parallel.free_gathered(self.model)
-        return prompt, decode(tokens)
+        return prompt, tokenizer.decode(tokens)
 
     def save(self, folder: RunFolder, reporter: Reporter) -> None:
         keep = self.config.checkpoint.keep
@@ -303,6 +335,7 @@ class Trainer:
 
     def load(self, folder: RunFolder, reporter: Reporter) -> None:
         """Go on from the run's newest whole checkpoint."""
+        self.close()
         self.position = checkpoint.load_newest(
             folder.checkpoints, self.model, self.optimizer, self.shapes, reporter.say
         )

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from shardwright.train.config import Config
 from shardwright.train.data import Corpus
+from shardwright.train.data.dataset import Dataset, byte_dataset
 from shardwright.train.models.build import build_model
 from shardwright.train.stop import StopRequest
 from shardwright.train.trainer import Trainer
@@ -18,6 +19,12 @@ def corpus() -> Corpus:
     """Random bytes: any mistake in who sees what changes the loss."""
     tokens = torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
     return Corpus(tokens[:3000], tokens[3000:], "random")
+
+
+def dataset_of(config: Config, text: Corpus | None = None) -> Dataset:
+    """The samples of a corpus, or of random bytes."""
+    text = text or corpus()
+    return byte_dataset(config, bytes(text.train.tolist()), bytes(text.validation.tolist()), text.sha256)
 
 
 def take_steps(job: Trainer, count: int) -> list[tuple[float, float]]:

@@ -8,10 +8,10 @@ from shardwright.train.config import Config
 from shardwright.train.data import Corpus
 from shardwright.train.trainer import Trainer
 from shardwright.train.world import World, make_mesh
-from tests.train.kit.parallel import corpus
+from tests.train.kit.parallel import dataset_of
 
 
 def trainer(config: Config, rank: int, world_size: int, text: Corpus | None = None) -> Trainer:
     mesh = make_mesh(config.parallel, "cpu", world_size)
     world = World(rank, world_size, torch.device("cpu"), mesh, config.parallel.tensor)
-    return Trainer(config, world, text or corpus())
+    return Trainer(config, world, dataset_of(config, text))
