@@ -101,9 +101,10 @@ def test_the_table_shows_every_source_and_its_epochs() -> None:
 
 
 def test_the_sample_shown_is_the_next_one_of_the_run() -> None:
-    tokens = bytes_of(*[[(f"document {letter}.", 1)] for letter in "abcdefgh"])
-    shown = {lines_of(tokens, 16, "none", first=index)[-1] for index in range(8)}
-    assert shown == {f"  > trained     document {letter}." for letter in "abcdefgh"}
+    names = ["a" * number for number in range(2, 10)]
+    tokens = bytes_of(*[[(name, 0), (f"after {name}", 1)] for name in names])
+    shown = {tuple(lines_of(tokens, 32, "none", first=index)[-2:]) for index in range(8)}
+    assert shown == {(f"  > not trained {name}", f"    trained     after {name}") for name in names}
 
 
 def test_one_text_is_one_run_of_trained_tokens() -> None:

@@ -58,8 +58,8 @@ class Loader(Iterator[StepBatches]):
     """The steps of one rank from sample `first` of the run to before sample `stop`; None: without end.
 
     `workers` threads make up to `ahead` steps before they are asked for; 0 workers: each when it is asked for. The
-    steps are the same for any number. An error of a worker is raised by the `next` that would return its result, and
-    by every later one. Close the loader, or use it in a `with` statement: then no thread is left.
+    steps are the same for any number. The `next` that would return a step raises the error that a worker had with it;
+    no step is skipped. Close the loader, or use it in a `with` statement: then no thread is left.
 
     `pin`: batches in page-locked memory, for copies to a GPU that do not wait.
     """
@@ -83,27 +83,21 @@ class Loader(Iterator[StepBatches]):
         self._next, self._stop, self._ahead = first, stop, ahead
         self._pending: deque[_Pending] = deque()
         self._pool = ThreadPoolExecutor(workers, "data") if workers else None
-        self._error: Exception | None = None
+        self._closed = False
 
     def __next__(self) -> StepBatches:
-        if self._error is not None:
-            raise self._error
+        if self._closed:
+            raise ValueError("loader: expected an open loader, found a closed one")
         self._submit(1 if self._pool is None else self._ahead + 1)
         if not self._pending:
             raise StopIteration
-        try:
-            # Removed only afterwards: a signal that interrupts the wait must not lose the step.
-            step = self._pending[0].result()
-        except Exception as error:
-            self._error = error
-            raise
-        self._pending.popleft()
+        step = self._pending[0].result()
+        self._pending.popleft()  # not before: an error or a signal during the wait must not lose the step
         return step
 
     def close(self) -> None:
         """Stop the workers and wait for the work that they have begun. May be called twice."""
-        if self._error is None:
-            self._error = ValueError("loader: expected an open loader, found a closed one")
+        self._closed = True
         self._pending.clear()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)

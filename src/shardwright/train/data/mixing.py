@@ -172,11 +172,9 @@ class GrowingOrder:
         first, epoch, size = 0, 0, self.samples
         result = [_Stretch(0, 0, 0, size, self.seed)]
         for number, change in enumerate(self.appended):
-            if change.epoch >= epoch:
+            if change.epoch >= epoch:  # else in the epoch of the change before it, of which nothing is left
                 first += (change.epoch + 1 - epoch) * size
                 epoch = change.epoch + 1
-            else:  # appended in the epoch of the change before it: no epoch of that size was begun
-                result.pop()
             more = change.new - change.old
             seed = seed_of(self.seed, f"appended {number}")
             result.append(_Stretch(first, change.epoch, change.old, more, seed))
