@@ -100,7 +100,7 @@ TWO_RANKS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@multirank(2)
+@multirank(2, timeout=120)
 @pytest.mark.parametrize("kind", ["llama", "hybrid", "transformers"])
 def test_sharded_adapters_train_like_plain_ones(rank: int, world_size: int, kind: str) -> None:
     if kind == "transformers":
