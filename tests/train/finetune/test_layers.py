@@ -34,6 +34,19 @@ def test_new_adapters_change_nothing(kind: str, method: str) -> None:
     assert not torch.allclose(logits_of(model(tokens(0))), logits_of(plain(tokens(0))), atol=1e-3)
 
 
+def test_adapters_are_drawn_from_their_seed_alone() -> None:
+    def drawn(seed: int, other: int) -> torch.Tensor:
+        layer = nn.Sequential(nn.Linear(6, 4))
+        torch.manual_seed(other)
+        before = torch.get_rng_state()
+        adapt(layer, settings(), seed=seed)
+        assert torch.equal(torch.get_rng_state(), before)
+        return layer[0].lora_a.detach()  # type: ignore[return-value, operator, union-attr]
+
+    assert torch.equal(drawn(5, 0), drawn(5, 1))
+    assert not torch.equal(drawn(5, 0), drawn(6, 0))
+
+
 def test_an_adapted_layer_computes_its_formula() -> None:
     layer = nn.Sequential(nn.Linear(6, 4))
     adapt(layer, settings(rslora=True), seed=0)
