@@ -202,7 +202,7 @@ def test_bar_labels_its_times_and_keeps_numbers_with_their_units(columns: int) -
     console = Console(file=file, force_terminal=True, width=columns, height=30, color_system=None)
     bar = metrics.Bar(100_000, 0, 1, console)
     bar.step(replace(RECORD, step=50_000))
-    bar.close()
+    bar.close(metrics.RunEnd("finished", 50_000))
     shown = file.getvalue()
     assert all(part in shown for part in metrics.figures_of(RECORD) if len(part) <= columns)
     if columns >= 80:

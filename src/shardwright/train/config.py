@@ -137,8 +137,8 @@ def _field_at(path: Sequence[str | int]) -> FieldInfo | None:
     table: type[Section] | None = Config
     info = None
     for name in path:
-        if isinstance(name, int) and info is not None:
-            table = _row_of(info.annotation)
+        if isinstance(name, int) and info is not None and (row := _row_of(info.annotation)) is not None:
+            table = row
             continue
         info = table.model_fields.get(str(name)) if table else None
         if info is None:
