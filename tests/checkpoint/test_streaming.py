@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
@@ -309,6 +310,13 @@ def test_other_arguments_on_one_rank_are_refused_on_all(rank: int, world_size: i
         sw.stream_weights(model, bucket_bytes=500 + 2000 * rank)
     with pytest.raises(ValueError if rank else RuntimeError, match="must be a floating-point dtype"):
         sw.stream_weights(model, dtype=torch.int8 if rank else None)
+    with pytest.raises(
+        ValueError if rank else RuntimeError, match="rank 1 of the training job is in the group"
+    ):
+        sw.stream_weights(model, group=dist.group.WORLD)
+    alone = dist.new_group([0])
+    with pytest.raises(RuntimeError if rank else ValueError, match="the group has only the sender"):
+        sw.stream_weights(model, group=alone)
 
 
 @multirank(2)

@@ -72,5 +72,5 @@ def test_one_rank_shows_full_parameters_and_another_waits_elsewhere(rank: int, w
         else:
             store.wait(["failed"])
             # The other's message is under way still: take it, so that the next case finds the group as it was.
-            whole._meet([getattr(model, UNIT), getattr(model[0], UNIT)])
+            whole.agree_to_gather([getattr(model, UNIT), getattr(model[0], UNIT)])
             store.set("taken", "yes")

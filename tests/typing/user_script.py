@@ -130,6 +130,8 @@ def pretrained(model: Model, folder: Path) -> list[str]:
     )
     assert_type(loaded, Loaded)
     sw.save_pretrained(model, folder / "tuned", dtype=torch.bfloat16, max_shard_size="5 GiB")
+    for bucket in sw.stream_weights(model, dtype=torch.bfloat16, bucket_bytes="256 MiB", to="first"):
+        assert_type(bucket, dict[str, torch.Tensor])
     return loaded.missing
 
 

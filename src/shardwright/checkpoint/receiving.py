@@ -19,10 +19,10 @@ def receive_weights(
         for bucket in sw.receive_weights(group):
             sw.load_pretrained(model, bucket, allow_missing=True)
 
-    Each bucket is a dict from keys to whole tensors: with a process group on its device, with shared memory on the CPU.
-    Each tensor belongs to this process, and no other process sees changes of it. The dict is emptied when the next
-    bucket is asked for. A tensor that you hold longer stays as it is and keeps its memory; in shared memory it keeps
-    the memory of its whole bucket.
+    Each bucket is a dict from keys to whole tensors, of the shapes and dtypes that the sender has: with a process group
+    on its device, with shared memory on the CPU. Each tensor belongs to this process, and no other process sees changes
+    of it. The dict is emptied when the next bucket is asked for. A tensor that you hold longer stays as it is and keeps
+    its memory; in shared memory it keeps the memory of its whole bucket.
 
     If you leave the loop early, also by an exception, the rest of the stream is received and dropped first. So the
     sender and other consumers go on. If a variable holds the stream, call its method ``close()`` for this.

@@ -156,7 +156,8 @@ def in_words(exported: Exported) -> str:
         if exported.model_type == "shardwright_hybrid"
         else "transformers.AutoModelForCausalLM.from_pretrained reads it"
     )
-    return f"{exported.folder}: step {exported.step}, {exported.tensors} tensors, {exported.nbytes / 1e6:.1f} MB; {reader}"
+    size = f"{exported.tensors} tensors, {exported.nbytes / 1e6:.1f} MB"
+    return f"{exported.folder}: step {exported.step}, {size}; {reader}"
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -185,8 +186,8 @@ def check_vocabulary(tokenizer: int, recorded: int, model: int, run: Path) -> No
         )
     if tokenizer > model:
         raise UserError(
-            f"data.tokenizer: expected at most the model's {model} ids, found a tokenizer with {tokenizer}; it does not "
-            "belong to this model"
+            f"data.tokenizer: expected at most the model's {model} ids, found a tokenizer with {tokenizer}; it does "
+            "not belong to this model"
         )
 
 

@@ -29,7 +29,7 @@ _TEXTS = (
     ),
     (
         "the full parameters (sw.unsharded, sw.stream_weights) of a model that is sharded",
-        "Enter unsharded, or ask for the next bucket, on every rank.",
+        "Enter unsharded on every rank, or ask for the next bucket on every rank.",
     ),
 )
 
