@@ -268,7 +268,8 @@ class SourceConfig(Section):
 
     path: str | Paths = Field(min_length=1, description="As data.source.")
     weight: float = Field(
-        gt=0, description="Share of the tokens of the run that come from this source, in proportion to the others."
+        gt=0,
+        description="Share of the tokens of the run that come from this source, in proportion to the others.",
     )
     kind: DataKind = Field(default="documents", description=_KIND)
     text_key: str = Field(default="text", min_length=1, description="Key or column of a document's text.")

@@ -89,10 +89,14 @@ def dataset_of(
     parts = [training_and_validation(each, config.data.validation_fraction) for each in tokens]
     validation = None
     if config.validation.every:
-        rest = [(f"the validation part of {name}", part) for name, (_, part) in zip(names, parts, strict=True)]
+        rest = [
+            (f"the validation part of {name}", part) for name, (_, part) in zip(names, parts, strict=True)
+        ]
         validation = _stream(config, rest, weights, VALIDATION_SEED)
     training = [(name, part) for name, (part, _) in zip(names, parts, strict=True)]
-    return Dataset(tokenizer, _stream(config, training, weights, config.run.seed), validation, _digest(tokens))
+    return Dataset(
+        tokenizer, _stream(config, training, weights, config.run.seed), validation, _digest(tokens)
+    )
 
 
 def byte_dataset(config: Config, training: bytes, validation: bytes, sha256: str) -> Dataset:
@@ -106,7 +110,9 @@ def byte_dataset(config: Config, training: bytes, validation: bytes, sha256: str
     return Dataset(Bytes(), stream("the training text", training, config.run.seed), rest, sha256)
 
 
-def _stream(config: Config, parts: Sequence[tuple[str, Tokens]], weights: Sequence[float], seed: int) -> Stream:
+def _stream(
+    config: Config, parts: Sequence[tuple[str, Tokens]], weights: Sequence[float], seed: int
+) -> Stream:
     separate = config.data.separates
     sources = [
         Source(name, (Part(each, pack(each, config.train.seq_len, config.data.packing, separate=separate)),))
@@ -116,7 +122,12 @@ def _stream(config: Config, parts: Sequence[tuple[str, Tokens]], weights: Sequen
 
 
 def _digest(tokens: Sequence[Tokens]) -> str:
-    if len(tokens) == 1 and tokens[0].ids.dtype == np.uint8 and tokens[0].trained is None and tokens[0].sha256:
+    if (
+        len(tokens) == 1
+        and tokens[0].ids.dtype == np.uint8
+        and tokens[0].trained is None
+        and tokens[0].sha256
+    ):
         return tokens[0].sha256  # the digest that runs of text had before there were tokens
     return hashlib.sha256("\n".join(each.fingerprint for each in tokens).encode()).hexdigest()
 
