@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwright.train.activations import checkpoint_blocks, compile_blocks
-from shardwright.train.models import hybrid, llama, packed
+from shardwright.train.models import hybrid, llama, mamba, packed
 from shardwright.train.models.decoder import Decoder
 from shardwright.train.models.hybrid import Hybrid
 from shardwright.train.models.llama import Llama, LlamaConfig
@@ -263,7 +263,7 @@ def test_without_documents_nothing_of_this_runs(name: str, monkeypatch: pytest.M
         monkeypatch.setattr(module, "Documents", refuse)
     monkeypatch.setattr(packed, "Documents", refuse)
     monkeypatch.setattr(llama, "attend", refuse)
-    monkeypatch.setattr(hybrid.Mamba2, "convolved_within", refuse)
+    monkeypatch.setattr(mamba.Mamba2, "convolved_within", refuse)
     model, inputs = built(name), kit.tokens(50)
     logits, extras = model(inputs, extras=True)
     loss_of(model)((logits, extras), inputs)
