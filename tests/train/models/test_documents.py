@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from shardwright.train.activations import checkpoint_blocks, compile_blocks
-from shardwright.train.models import hybrid, llama, packed
+from shardwright.train.models import hybrid, llama, mamba, packed
 from shardwright.train.models.decoder import Decoder
-from shardwright.train.models.hybrid import Hybrid
+from shardwright.train.models.hybrid import Hybrid, MixtureOfExperts
 from shardwright.train.models.llama import Llama, LlamaConfig
 from shardwright.train.models.packed import Documents, attend
 from shardwright.train.models.scan import selective_scan
@@ -250,6 +250,34 @@ def test_positions_restart_by_default_and_can_be_given() -> None:
     assert not torch.allclose(stretched, expected, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("name", ["hybrid", "mtp-mamba"])
+def test_auxiliary_losses_are_the_sums_of_those_of_documents(name: str) -> None:
+    """With all documents trained: none is asked for a token of the next one."""
+    model, inputs, numbers = built(name), kit.tokens(50), kit.documents()
+    _, extras = model(inputs, extras=True, documents=numbers)
+    every = [(sample, number) for sample, lengths in enumerate(kit.LENGTHS) for number in range(len(lengths))]
+    of_each = [kit.targets(inputs, document) for document in every]
+    found_sums = model.auxiliary_sums(extras, torch.stack(of_each).amax(0))
+    for loss, found_sum in found_sums.items():
+        expected = sum(model.auxiliary_sums(extras, targets)[loss] for targets in of_each)
+        torch.testing.assert_close(found_sum, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_of_an_expert_has_the_same_bits_beside_any_number_of_others() -> None:
+    """The first token is a document. Its experts are chosen by it alone, or by all tokens."""
+    mixture = next(m for m in built("hybrid").modules() if isinstance(m, MixtureOfExperts))
+    x, numbers = torch.randn(1, 20, 16), torch.ones(1, 20, dtype=torch.int32)
+    numbers[0, 0] = 0
+    probability = torch.full((1, 20, 5), 0.1)
+    probability[..., :2] = 0.3
+    outputs = []
+    for others in (probability[:, 1:], probability[:, 1:].flip(-1)):
+        routing = torch.cat((probability[:, :1], others), dim=1)
+        mixture.probabilities = lambda _, routing=routing: routing  # type: ignore[method-assign]
+        outputs.append(mixture(x, documents=Documents(numbers))[0][:, 0])
+    assert torch.equal(*outputs)
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Without documents, and wrong ones
 
@@ -263,7 +291,7 @@ def test_without_documents_nothing_of_this_runs(name: str, monkeypatch: pytest.M
         monkeypatch.setattr(module, "Documents", refuse)
     monkeypatch.setattr(packed, "Documents", refuse)
     monkeypatch.setattr(llama, "attend", refuse)
-    monkeypatch.setattr(hybrid.Mamba2, "convolved_within", refuse)
+    monkeypatch.setattr(mamba.Mamba2, "convolved_within", refuse)
     model, inputs = built(name), kit.tokens(50)
     logits, extras = model(inputs, extras=True)
     loss_of(model)((logits, extras), inputs)

@@ -147,12 +147,16 @@ def attend(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, documents: Documents)
 
 
 def _attend_pieces(q: Tensor, k: Tensor, v: Tensor, documents: Documents, grouped: bool) -> Tensor:
-    pieces = [x.flatten(0, 1).split(documents.lengths) for x in (q, k, v)]
+    queries, keys, values = (
+        # [1, H, L, K] for each document of L tokens.
+        [piece.transpose(0, 1).unsqueeze(0) for piece in x.flatten(0, 1).split(documents.lengths)]
+        for x in (q, k, v)
+    )
     outputs = [
-        F.scaled_dot_product_attention(
-            *(x.transpose(0, 1).unsqueeze(0) for x in piece), is_causal=True, enable_gqa=grouped
-        )[0].transpose(0, 1)
-        for piece in zip(*pieces, strict=True)
+        F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)[0].transpose(
+            0, 1
+        )
+        for query, key, value in zip(queries, keys, values, strict=True)
     ]
     return torch.cat(outputs).view(q.shape)
 

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.func import functional_call
 
-from shardwright.train.models.hybrid import Mamba2, MixtureOfExperts, NextButOne, through_experts
+from shardwright.train.models.hybrid import MixtureOfExperts, NextButOne, through_experts
+from shardwright.train.models.mamba import Mamba2
 from shardwright.train.models.packed import Documents
 from shardwright.train.models.presets import HybridConfig
 
