@@ -149,6 +149,7 @@ def check_separates(config: Config, separates: bool) -> None:
     if config.data.separates and not separates:
         raise UserError(
             f"data.document_mask: expected false with model.kind {config.model.kind!r}, whose tokens would see other "
-            f'documents of their sample, found {config.data.document_mask!r}; or set data.packing to "none", which puts '
+            f'documents of their sample, found {config.data.document_mask!r}; or set data.packing to "none", '
+            "which puts "
             "one document in each sample"
         )

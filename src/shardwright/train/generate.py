@@ -92,7 +92,8 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int
         check_same_base(folder.base_file, base_of(model, source_of(config)))
         merge(model)
     new_tokens = sample(
-        model.to(device), torch.tensor(tokenizer.encode(prompt)), count=tokens, temperature=temperature, top_k=top_k, seed=seed,
+        model.to(device), torch.tensor(tokenizer.encode(prompt)), count=tokens, temperature=temperature, top_k=top_k,
+        seed=seed,
         context=config.train.seq_len, device=device,  # positions beyond were never trained
     )  # fmt: skip
     return prompt + tokenizer.decode(new_tokens)

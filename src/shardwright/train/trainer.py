@@ -86,7 +86,7 @@ def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
 def batches_of(tensors: Sequence[Tensor], separate: bool) -> list[Batch]:
     """The batches of :func:`tensors_of`, whose documents are numbered if `separate`."""
     if not separate:
-        return [Batch(*tensors[i : i + 2], None, None) for i in range(0, len(tensors), 2)]
+        return [Batch(tensors[i], tensors[i + 1], None, None) for i in range(0, len(tensors), 2)]
     return [Batch(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]
 
 
@@ -108,7 +108,7 @@ class Trainer:
     """A model in training on one rank. Every method is called by all ranks together."""
 
     def __init__(self, config: Config, world: World, dataset: Dataset, reads_weights: bool = True) -> None:
-        """`reads_weights`: begin with the model's stored weights, if it has any. Not for a run that `load` continues."""
+        """`reads_weights`: begin with the model's stored weights, if any. Not for a run that `load` continues."""
         self.config, self.world, self.dataset = config, world, dataset
         config.train.accumulation_steps(world.data_size)
         check_batch_fits(config.train, dataset.windows)

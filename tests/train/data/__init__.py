@@ -1,1 +1,1 @@
-"""Documents, tokens, packing, mixing and the stream of batches."""
+"""Sources, tokenizers, chats and the cache of tokens."""

@@ -173,7 +173,8 @@ def _byte_level() -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=700, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator(texts(), trainer)
+    # Two line breaks are one token at the end of a text, and two before a word, as with GPT-2.
+    made.train_from_iterator([*texts(), *["end\n\n"] * 400], trainer)
     made.post_processor = processors.Sequence(
         [
             processors.ByteLevel(trim_offsets=True),

@@ -121,6 +121,13 @@ def test_parts_of_a_long_text_have_the_tokens_of_the_whole(opened: FromFile, len
     assert ids == opened.encode(text)
 
 
+def test_the_text_after_a_part_decides_its_last_tokens(tmp_path: Path) -> None:
+    tokenizer = FromFile(save_tokenizer(tmp_path) / "tokenizer.json")
+    whole, end = tokenizer.encode("end\n\nHi"), tokenizer.encode("Hi")
+    assert tokenizer.encode("end\n\n") != whole[: -len(end)]
+    assert list(tokenizer.encode_part("end\n\n", before="", after="Hi")) == whole[: -len(end)]
+
+
 @pytest.mark.parametrize("text", ["x" * 5000, "\n" * 5000, "世" * 3000, " " * 4000, "a  \n\n " * 900])
 def test_parts_without_a_good_place_between_lose_nothing(opened: FromFile, text: str) -> None:
     ids = [number for part in parts_of(text, 1000) for number in opened.encode_part(*part)]

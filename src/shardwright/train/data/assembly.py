@@ -69,6 +69,8 @@ class Assembly:
             while left:
                 ends = np.frombuffer(stream.read(min(left * 8, _BLOCK)), "<i8")
                 self._files[ENDS].write((ends + self.tokens).astype(np.int64).tobytes())
+                if not len(ends):
+                    raise EOFError(f"{files[1]} lacks the ends of {left:,} documents")
                 left -= len(ends)
         self._ended = part.ends
         self.tokens += part.tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -63,13 +64,13 @@ def _row_groups(place: Place, source: Source) -> Iterator[Span]:
 
 def _parquet(place: Place, stack: ExitStack) -> Any:
     pyarrow = _pyarrow(place)
-    import pyarrow.parquet  # noqa: F811
+    parquet = importlib.import_module("pyarrow.parquet")
 
     with _reading(place):
         stream = stack.enter_context(
             open_place(place) if place.remote else pyarrow.memory_map(place.path, "r")
         )
-        return stack.enter_context(pyarrow.parquet.ParquetFile(stream, pre_buffer=False))
+        return stack.enter_context(parquet.ParquetFile(stream, pre_buffer=False))
 
 
 def _parquet_batches(
@@ -236,8 +237,8 @@ def _without_absent(value: Any, top: bool = True) -> Any:
 
 def _pyarrow(place: Place) -> Any:
     try:
-        import pyarrow
-        import pyarrow.ipc
+        pyarrow = importlib.import_module("pyarrow")
+        importlib.import_module("pyarrow.ipc")
     except ImportError:
         raise UserError(
             f"{place.key}: {place.kind} files need pyarrow, which is not installed; install shardwright[data]"

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -29,7 +29,7 @@ _PROGRAM = "import sys; sys.path[:] = {path!r}; from shardwright.train.data.work
 
 def encoded(
     job: Job, spans: Iterable[Span], folder: Path, processes: int
-) -> Iterator[tuple[Span, int, Part]]:
+) -> Generator[tuple[Span, int, Part], None, None]:
     """Each span in order with its number and what it gave; its part files are in the folder.
 
     Raises:
@@ -44,7 +44,7 @@ def encoded(
 
 def _in_processes(
     job: Job, spans: Iterable[Span], folder: Path, processes: int
-) -> Iterator[tuple[Span, int, Part]]:
+) -> Generator[tuple[Span, int, Part], None, None]:
     workers = [_Worker(job, folder) for _ in range(processes)]
     idle: SimpleQueue[_Worker] = SimpleQueue()
     for worker in workers:

@@ -109,7 +109,10 @@ class HuggingFaceModel(LanguageModel):
         if experts:
             stacked = sum(p.numel() for p in self.model.parameters() if p.ndim == 3 and p.shape[0] == experts)
             weights -= stacked - stacked * int(getattr(values, "num_experts_per_tok", experts)) // experts
-        attentions = sum(any("attn" in name or "attention" in name for name, _ in b.named_children()) for b in self.blocks())  # fmt: skip
+        attentions = sum(
+            any("attn" in name or "attention" in name for name, _ in block.named_children())
+            for block in self.blocks()
+        )
         return 6 * weights + 12 * attentions * int(getattr(values, "hidden_size", 0)) * seq_len
 
 
@@ -151,7 +154,7 @@ def config_of(shape: HuggingFaceShape) -> Any:
     if kind not in CONFIG_MAPPING:
         code = ""
         if remote:
-            code = f"; its code is in files of {shape.path} (trust_remote_code), and shardwright executes no code of models"
+            code = f"; its code is in files of {shape.path} (trust_remote_code), which is not executed"
         raise UserError(
             f"model.path: expected a model type that transformers has, found {kind!r} in the {CONFIG} of "
             f"{shape.path}{code}. Install a newer transformers, or set another model"
@@ -166,7 +169,8 @@ def config_of(shape: HuggingFaceShape) -> Any:
     )
     if sees_all:
         raise UserError(
-            f"model.path: expected a causal language model, found {shape.path}, an encoder ({kind}): its tokens see the "
+            f"model.path: expected a causal language model, found {shape.path}, an encoder ({kind}): its tokens "
+            "see the "
             "tokens that they shall predict; set another model"
         )
     try:
@@ -266,7 +270,8 @@ def weights_folder(shape: HuggingFaceShape) -> Path:
         others = sorted(file.name for file in folder.glob("*.bin"))
         found = f"only {', '.join(others[:3])}" if others else "none"
         raise UserError(
-            f"model.path: expected weights (.safetensors) in {shape.path}, found {found}; set a model that has them, or "
+            f"model.path: expected weights (.safetensors) in {shape.path}, found {found}; set a model that has "
+            "them, or "
             'model.weights = "random" to train from scratch'
         )
     return folder

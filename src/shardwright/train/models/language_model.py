@@ -32,7 +32,7 @@ class LanguageModel(nn.Module):
     `NEEDED`: see `missing_members`.
 
     ``forward(tokens)`` returns the logits. ``forward(tokens, extras=True)`` returns a pair of logits and extras, if the
-    model has `auxiliary` losses. ``forward(tokens, documents=..., positions=...)`` keeps the documents of a sample apart,
+    model has `auxiliary` losses. ``forward(tokens, documents=..., positions=...)`` keeps documents of a sample apart,
     if the model `separates`.
     """
 

@@ -128,7 +128,8 @@ def _arguments(function: Callable[..., Any], shape: PythonShape) -> dict[str, An
         signature.bind(**arguments)
     except TypeError as error:
         raise UserError(
-            f"model.arguments: {shape.target}{signature} cannot be called with {', '.join(arguments) or 'no arguments'}: "
+            f"model.arguments: {shape.target}{signature} cannot be called with "
+            f"{', '.join(arguments) or 'no arguments'}: "
             f"{error}; correct [model.arguments]"
         ) from None
     return arguments
