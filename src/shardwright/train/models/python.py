@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ class PythonModel(LanguageModel):
         """Logits [B, S, V] (or what the user's forward returns), or with a batch the user's loss, summed over its
         targets, 0-d."""
         if batch is not None:
-            return _summed(self.config, self.model.loss(batch), batch.targets)
+            return _summed(self.config, cast(Any, self.model).loss(batch), batch.targets)
         logits = self.model(tokens_BS)
         return logits if isinstance(logits, Tensor) else getattr(logits, "logits", logits)
 
