@@ -5,6 +5,8 @@ Nothing here needs a process group. Importing this file imports no engine, see `
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from shardwright.train.config import Config, TrainConfig
 from shardwright.train.environment import choose_device, under_launcher
 from shardwright.train.errors import UserError
@@ -12,6 +14,9 @@ from shardwright.train.host_memory import check_model_fits, ranks_of_host
 from shardwright.train.models.kinds import check_job, kind_of
 from shardwright.train.models.presets import HybridConfig
 from shardwright.train.optimizers import optimizers
+
+if TYPE_CHECKING:
+    from shardwright.train.models.language_model import LanguageModel
 
 EPOCHS_PER_STEP = 1000
 """Passes over the training text in one step from which on a global batch is taken for a mistake."""
@@ -144,9 +149,14 @@ def check_batch_fits(train: TrainConfig, windows: int) -> None:
         )
 
 
-def check_separates(config: Config, separates: bool) -> None:
-    """Refuse samples of several documents for a model that would mix them. `separates`: the model does not."""
-    if config.data.separates and not separates:
+def check_separates(config: Config, model: LanguageModel) -> None:
+    """Refuse samples of several documents for a model that would mix them."""
+    if config.data.separates and config.train.cuda_graph:
+        raise UserError(
+            "train.cuda_graph: expected false with documents that are kept apart in a sample, whose number changes with "
+            'every step, found true; set data.document_mask to false, or data.packing to "none"'
+        )
+    if config.data.separates and not model.separates:
         raise UserError(
             f"data.document_mask: expected false with model.kind {config.model.kind!r}, whose tokens would see other "
             f'documents of their sample, found {config.data.document_mask!r}; or set data.packing to "none", '

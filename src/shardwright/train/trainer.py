@@ -114,7 +114,7 @@ class Trainer:
         check_batch_fits(config.train, dataset.windows)
         torch.manual_seed(config.run.seed)  # equal on all ranks, which is what makes their models equal
         plain = parallel.build_for(config, dataset.vocab_size, reads_weights)
-        check_separates(config, plain.separates)
+        check_separates(config, plain)
         self.parameters = plain.num_params()
         self.flops_per_token = plain.flops_per_token(config.train.seq_len) - adapters.skipped_flops(plain)
         self.auxiliary, self.auxiliary_sums = plain.auxiliary, plain.auxiliary_sums

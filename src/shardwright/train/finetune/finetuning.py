@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwright.checkpoint.model import mesh_of, on_every_rank
 from shardwright.engine.unit.owning import units_of
 from shardwright.train.config import Config
+from shardwright.train.finetune.adapters import reset_magnitudes
 from shardwright.train.finetune.base import base_of, check_same_base, write_base
 from shardwright.train.finetune.peft_files import read_adapters
 from shardwright.train.models.hugging_face import key_map
@@ -18,6 +19,8 @@ from shardwright.train.models.hugging_face import key_map
 
 def source_of(config: Config) -> str:
     """Where the base comes from."""
+    if getattr(config.model.shape(), "weights", None) == "pretrained":
+        return f"model.path = {config.model.path}"
     return f"run.seed = {config.run.seed}"
 
 
@@ -27,6 +30,8 @@ def prepare(model: nn.Module, config: Config, base_file: Path, resume: bool) -> 
     A new run also reads the adapters to start from. Raises UserError on every rank.
     """
     plain = model.module if isinstance(model, DistributedDataParallel) else model
+    if not resume:
+        reset_magnitudes(plain)
     base = base_of(plain, source_of(config))
     if resume:
         check_same_base(base_file, base)

@@ -6,6 +6,7 @@ The model itself is transformers' own class, unchanged. Code from the hub is nev
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,9 @@ from shardwright.checkpoint.conversions import transformers_key_map
 from shardwright.checkpoint.files import StoredTensor, open_stored
 from shardwright.checkpoint.names import Source
 from shardwright.train.errors import UserError
+from shardwright.train.finetune.adapters import ADAPTER_PARAMETERS
 from shardwright.train.hub import fetch_files
+from shardwright.train.models.documents import Separation, separation_of
 from shardwright.train.models.language_model import LanguageModel, draws_numbers, multiplied
 from shardwright.train.models.shapes import CONFIG, HuggingFaceShape, is_folder
 from shardwright.train.models.units import Units, find_units
@@ -53,6 +56,19 @@ class HuggingFaceModel(LanguageModel):
         if self.balance:
             self.auxiliary = {"balance": float(getattr(values, "router_aux_loss_coef", 0.0))}
 
+    @functools.cached_property
+    def separation(self) -> Separation:
+        """How forward keeps documents apart. A small model of this class is tried at the first use.
+
+        Raises:
+            UserError: this class mixes them.
+        """
+        return separation_of(self.model.config)
+
+    @property
+    def separates(self) -> bool:  # type: ignore[override]
+        return bool(self.separation)
+
     def blocks(self) -> list[nn.Module]:
         return list(self.units.blocks)
 
@@ -70,6 +86,9 @@ class HuggingFaceModel(LanguageModel):
         arguments: dict[str, Any] = {"use_cache": False, "return_dict": True}
         if self.balance:
             arguments["output_router_logits"] = extras
+        if documents is not None:
+            dtype = self.model.get_input_embeddings().weight.dtype
+            arguments |= self.separation.arguments(documents, positions, dtype)
         output = self.model(input_ids=tokens_BS, **arguments)
         return (output.logits, output.aux_loss) if extras else output.logits
 
@@ -88,6 +107,7 @@ class HuggingFaceModel(LanguageModel):
         folder = weights_folder(self.config)
         keys = {f"{PREFIX}{name}": source for name, source in _stored_names(self, folder).items()}
         computed = [f"{PREFIX}{name}" for name in self.model._keys_to_ignore_on_save or ()]
+        computed += [f"*.{name}" for name in ADAPTER_PARAMETERS]
         unexpected = _patterns(self.model._keys_to_ignore_on_load_unexpected)
         try:
             load_pretrained(
