@@ -55,6 +55,7 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
     if under_launcher():
         return _rank().run_rank(lambda: config, resume, "--debug" in argv)
     ranks = _number_of_ranks(config, nproc)
+    START.doing("checking the configuration")
     check_ranks(config, ranks)
     check_device(config, choose_device(config))
     # What cannot be imported is found before there is a folder.

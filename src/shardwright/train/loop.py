@@ -68,6 +68,7 @@ def _train(config: Config, folder: RunFolder, corpus: Corpus, world: World, resu
             notices.say(f"reading the newest checkpoint in {folder.checkpoints}")
             with START.left_to_others():
                 trainer.load(folder, notices)
+    trainer.check_model()
     done = trainer.position.step
     if done >= config.train.steps:
         raise UserError(

@@ -6,7 +6,9 @@ The model itself is transformers' own class, unchanged. Code from the hub is nev
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +36,8 @@ _NOT_CAUSAL = frozenset({"xlnet", "xlm", "xlm-prophetnet", "prophetnet", "cpmant
 class HuggingFaceModel(LanguageModel):
     """A causal language model of transformers. Its parameters have transformers' names after "model."."""
 
+    foreign = True
+
     def __init__(self, shape: HuggingFaceShape) -> None:
         """Make the model in float32, on the default device.
 
@@ -49,6 +53,7 @@ class HuggingFaceModel(LanguageModel):
         self.tied = self.units.tied
         values = self.model.config.get_text_config()
         self.draws = draws_numbers(self.model) or _has_dropout(values.to_dict())
+        self.float32_names = _float32_names(self.model)
         self.balance = bool(getattr(values, "output_router_logits", False))
         if self.balance:
             self.auxiliary = {"balance": float(getattr(values, "router_aux_loss_coef", 0.0))}
@@ -116,6 +121,19 @@ class HuggingFaceModel(LanguageModel):
 # -- building ----------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """transformers imports torchao and others, which warn about parts that nobody here asked for."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
 def _transformers() -> Any:
     try:
         import transformers
@@ -139,11 +157,12 @@ def config_of(shape: HuggingFaceShape) -> Any:
         UserError: transformers has no causal language model of this type, or the values do not fit it.
     """
     _transformers()
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    )
+    with _without_warnings():
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+        from transformers.models.auto.modeling_auto import (
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        )
 
     values = _plain(shape.config)
     kind = values["model_type"]
@@ -172,7 +191,8 @@ def config_of(shape: HuggingFaceShape) -> Any:
             "tokens that they shall predict; set another model"
         )
     try:
-        return CONFIG_MAPPING[kind].from_dict(values)
+        with _without_warnings():
+            return CONFIG_MAPPING[kind].from_dict(values)
     except Exception as error:  # of the checks of transformers, which have several classes
         reason = " ".join(str(error).split())
         raise UserError(
@@ -193,7 +213,8 @@ def _build(shape: HuggingFaceShape) -> Any:
     transformers = _transformers()
     config = config_of(shape)
     try:
-        with _no_random_weights() if shape.weights == "pretrained" else contextlib.nullcontext():
+        drawn = _no_random_weights() if shape.weights == "pretrained" else contextlib.nullcontext()
+        with drawn, _without_warnings():
             return transformers.AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, trust_remote_code=False
             )
@@ -242,6 +263,15 @@ def _units(model: Any, shape: HuggingFaceShape) -> Units:
         model.get_input_embeddings(),
         model.get_output_embeddings(),
     )
+
+
+def _float32_names(model: Any) -> frozenset[str]:
+    """Parameters that transformers itself keeps in float32 beside others in bfloat16, such as routers."""
+    parts = [re.escape(part) for part in model._keep_in_fp32_modules_strict or ()]
+    if not parts:
+        return frozenset()
+    pattern = re.compile(rf"(^|\.)({'|'.join(parts)})(\.|$)")
+    return frozenset(f"{PREFIX}{name}" for name, _ in model.named_parameters() if pattern.search(name))
 
 
 def _has_dropout(values: Mapping[str, Any]) -> bool:

@@ -32,6 +32,7 @@ class PythonModel(LanguageModel):
     """A user's model. Its parameters have the user's names after "model."."""
 
     draws = True
+    foreign = True
     whole_graph = False
 
     def __init__(self, shape: PythonShape) -> None:
