@@ -187,7 +187,7 @@ def test_a_model_without_what_the_trainer_needs(folder: Path) -> None:
     )
     config = Config.model_validate({"model": {"kind": "headless:MEANS"}})
     with pytest.raises(
-        UserError, match=r"kind 'headless' to return a Decoder .* found a RunningMeans without output"
+        UserError, match=r"kind 'headless' to return a LanguageModel .* found a RunningMeans without output"
     ):
         build_model(config.model, 256)
 

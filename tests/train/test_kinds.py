@@ -31,7 +31,7 @@ def test_a_kind_that_is_not_registered_is_an_error() -> None:
         model_of,
     ):
         with pytest.raises(
-            TypeError, match=r"registered kind of model \(LlamaConfig, HybridConfig\), found Wider"
+            TypeError, match=r"registered kind of model \(LlamaConfig, HybridConfig, .*\), found Wider"
         ):
             use(shape)
 
@@ -40,6 +40,13 @@ def test_every_registered_kind_offers_everything() -> None:
     for kind in kinds.kinds:
         name = kind.name
         assert kind.depth.removeprefix("model.") in kind.numbers
+        if not kind.presets:
+            assert kind.load().check is not None
+            with pytest.raises(
+                ValueError, match=f"{kind.depth.removeprefix('model.')}: expected .*, found none"
+            ):
+                ModelConfig(kind=name)
+            continue
         for preset, shape in kind.presets.items():
             assert type(shape) is kind.shape and ModelConfig(kind=name, preset=preset).shape() == shape
         shape = kind.presets["debug"]

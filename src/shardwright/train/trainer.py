@@ -97,7 +97,7 @@ class Trainer:
     """A model in training on one rank. Every method is called by all ranks together."""
 
     def __init__(self, config: Config, world: World, corpus: Corpus, reads_weights: bool = True) -> None:
-        """`reads_weights`: begin with the model's stored weights, if it has any. Not for a run that `load` continues."""
+        """`reads_weights`: begin with the model's stored weights, if it has any. False if `load` will follow."""
         self.config, self.world, self.corpus = config, world, corpus
         self.micro_batches = config.train.accumulation_steps(world.data_size)
         check_batch_fits(config.train, corpus.windows(config.train.seq_len))
@@ -183,7 +183,12 @@ class Trainer:
     def _seed_of(self, number: int) -> int:
         """The seed of what forward draws for a micro-batch: a function of its first sample, so also after a resume."""
         first = self._first_sample(number)
-        return int.from_bytes(hashlib.blake2b(f"{self.config.run.seed} {first}".encode(), digest_size=8).digest()) >> 1
+        return (
+            int.from_bytes(
+                hashlib.blake2b(f"{self.config.run.seed} {first}".encode(), digest_size=8).digest()
+            )
+            >> 1
+        )
 
     def _first_sample(self, number: int) -> int:
         train = self.config.train

@@ -38,7 +38,11 @@ def sparse_weights(folder: Path) -> int:
     config.save_pretrained(folder)
     header, end = {}, 0
     for name, tensor in model.state_dict().items():
-        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [end, end + 2 * tensor.numel()]}
+        header[name] = {
+            "dtype": "BF16",
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + 2 * tensor.numel()],
+        }
         end += 2 * tensor.numel()
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # as the format wants it: tensors are aligned

@@ -122,7 +122,9 @@ def test_compiled_blocks_and_bfloat16(rank: int, world_size: int, tmp_path: Path
         "compiled": {"train": {"compile": "aot_eager"}},
         "bfloat16": {"param_dtype": "bfloat16"},
     }.items():
-        steps[name] = [loss for loss, _ in take_steps(job_of(tmp_path / "llama", rank, world_size, **options), 3)]
+        steps[name] = [
+            loss for loss, _ in take_steps(job_of(tmp_path / "llama", rank, world_size, **options), 3)
+        ]
     assert steps["compiled"] == pytest.approx(steps["plain"], rel=1e-6)
     assert steps["bfloat16"] == pytest.approx(steps["plain"], rel=1e-2)
     assert steps["bfloat16"] != steps["plain"]
@@ -187,7 +189,9 @@ def test_a_run_its_resume_and_the_other_commands(tmp_path: Path, capsys: pytest.
     capsys.readouterr()
     assert cli.main(["layout", str(job), *map(str, options), "--world-size", "2,64"]) == 0
     out = capsys.readouterr().out
-    assert "model.model.layers.0..2 (3 units)" in out and "model.model.norm, model.lm_head: 2 parameters" in out
+    assert (
+        "model.model.layers.0..2 (3 units)" in out and "model.model.norm, model.lm_head: 2 parameters" in out
+    )
     assert cli.main(["extensions", "models"]) == 0
     assert "Keys of [model]: path, weights, blocks" in capsys.readouterr().out
 

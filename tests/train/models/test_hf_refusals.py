@@ -213,7 +213,9 @@ def test_lists_of_layers_that_are_not_found(llama: Path) -> None:
     from shardwright.train.models.units import find_units
 
     model = hf.HuggingFaceModel(HuggingFaceShape(str(llama))).model
-    with pytest.raises(UserError, match=r"one list of layers of Nowhere .* found model.layers \(3 x LlamaDec"):
+    with pytest.raises(
+        UserError, match=r"one list of layers of Nowhere .* found model.layers \(3 x LlamaDec"
+    ):
         find_units(model, classes=["Nowhere"])
 
 
@@ -258,7 +260,10 @@ def test_a_name_on_the_hub_trains(server: list[str], llama: Path, tmp_path: Path
         ("owner/nothing", "found neither a folder owner/nothing here nor a model owner/nothing on http"),
         ("owner/bare", "owner/bare on .* has no config.json"),
         ("owner/llama@v9", "owner/llama on .* has no revision v9; set another one after @"),
-        ("closed/model", "access to closed/model on .* is restricted; accept its licence there and set HF_TOKEN"),
+        (
+            "closed/model",
+            "access to closed/model on .* is restricted; accept its licence there and set HF_TOKEN",
+        ),
     ],
 )
 def test_wrong_names(
@@ -278,7 +283,10 @@ def test_a_hub_that_does_not_answer(
     job = config_file(tmp_path, JOB)
     assert train_here(job, *OWN, "owner/llama", "--run.dir", tmp_path / "run") == 2
     error = capsys.readouterr().err
-    assert "config.json of owner/llama is not in the local cache, and http://127.0.0.1:9 does not answer" in error
+    assert (
+        "config.json of owner/llama is not in the local cache, and http://127.0.0.1:9 does not answer"
+        in error
+    )
     assert error.count("\n") == 1 and "Traceback" not in error
 
 

@@ -137,8 +137,9 @@ EXPECTED = (
 )
 NO_LIST = MODEL.replace("nn.ModuleList(nn.Linear(width, width) for _ in range(depth))", "nn.Linear(1, 1)")
 TWO_LISTS = MODEL.replace(
-    "    def forward", "        self.more = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))\n\n    def forward"
-)  # fmt: skip
+    "    def forward",
+    "        self.more = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))\n\n    def forward",
+)
 #: What is in the file, the target, and what is said, before anything is allocated.
 WRONG = {
     "no module": ("def build():\n    return [3]\n", "build", EXPECTED + r".*found a function that returns list"),
@@ -181,7 +182,7 @@ def test_wrong_models_are_one_error(folder: Path, name: str, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (MODEL.replace("self.out(x)", "self.out(x).flatten(0, 1)"), r"returned a tensor of shape \[8, 256\] .* expected"),
+        (MODEL.replace("self.out(x)", "self.out(x).flatten(0, 1)"), r"a tensor of shape \[8, 256\] .* expected"),
         (MODEL.replace("x.cumsum(1)", "x.mean(1, keepdim=True)"), r"kind 'python' is not causal: another last token"),
     ],
     ids=["flat", "not_causal"],
@@ -199,10 +200,16 @@ def test_what_a_forward_shows_is_refused_before_the_first_step(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"arguments": {"widht": 3}}, r"model.arguments: my_model:build\(.*unexpected keyword argument 'widht'"),
+        (
+            {"arguments": {"widht": 3}},
+            r"model.arguments: my_model:build\(.*unexpected keyword argument 'widht'",
+        ),
         ({"vocab_size": 100}, "model.vocab_size: expected at least the tokenizer's 256, found 100"),
         ({"arguments": {"vocab_size": 9}}, "expected no vocab_size here; set the key model.vocab_size"),
-        ({"blocks": "nowhere"}, r"model.blocks: expected the name .*\(layers \(2 x Linear\)\), found 'nowhere'"),
+        (
+            {"blocks": "nowhere"},
+            r"model.blocks: expected the name .*\(layers \(2 x Linear\)\), found 'nowhere'",
+        ),
         ({"dim": 3}, "dim: kind 'python' has none"),
         ({"preset": "8B"}, "preset: kind 'python' has no presets"),
     ],
@@ -223,7 +230,7 @@ def test_no_plans_for_layers_that_are_cut(folder: Path) -> None:
 
 def test_units(folder: Path) -> None:
     """What a model offers, then what is found."""
-    more = "    def blocks(self):\n        return [self.layers[0], self.layers[1]]\n\n    def head(self):\n        return [self.out]\n\n"
+    more = "    def blocks(self):\n        return [*self.layers]\n\n    def head(self):\n        return [self.out]\n\n"
     (folder / "my_units.py").write_text(MODEL.replace("    def forward", f"{more}    def forward"))
     (folder / "my_tied.py").write_text(
         MODEL.replace("    def forward", "        self.out.weight = self.embedding.weight\n\n    def forward")

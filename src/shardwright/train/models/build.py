@@ -11,7 +11,6 @@ from shardwright.train.models.outputs import check_class
 from shardwright.train.models.presets import Shape
 
 
-
 def model_of(shape: Shape) -> LanguageModel:
     """The model of that shape, on the default device (`with torch.device("meta")` too)."""
     model = offers_of(shape).model(shape)

@@ -33,6 +33,11 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _NOT_CAUSAL = frozenset({"xlnet", "xlm", "xlm-prophetnet", "prophetnet", "cpmant"})
 
 
+#: Keys of configurations: how many experts a layer has, and how many of them a token uses.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_USED = ("num_experts_per_tok", "moe_k", "top_k")
+
+
 class HuggingFaceModel(LanguageModel):
     """A causal language model of transformers. Its parameters have transformers' names after "model."."""
 
@@ -108,13 +113,13 @@ class HuggingFaceModel(LanguageModel):
         """
         values = self.model.config.get_text_config()
         weights = multiplied(self.model, self.model.get_input_embeddings(), self.tied)
-        experts = next(
-            (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(values, key, 0))), 0
-        )  # fmt: skip
+        experts = next((n for key in _EXPERTS if (n := getattr(values, key, 0))), 0)
         if experts:
             stacked = sum(p.numel() for p in self.model.parameters() if p.ndim == 3 and p.shape[0] == experts)
-            weights -= stacked - stacked * int(getattr(values, "num_experts_per_tok", experts)) // experts
-        attentions = sum(any("attn" in name or "attention" in name for name, _ in b.named_children()) for b in self.blocks())  # fmt: skip
+            used = next((n for key in _USED if (n := getattr(values, key, 0))), experts)
+            weights -= stacked - stacked * used // experts
+        children = [{name for name, _ in block.named_children()} for block in self.blocks()]
+        attentions = sum(any("attn" in name or "attention" in name for name in names) for names in children)
         return 6 * weights + 12 * attentions * int(getattr(values, "hidden_size", 0)) * seq_len
 
 
@@ -171,7 +176,8 @@ def config_of(shape: HuggingFaceShape) -> Any:
         code = ""
         if remote:
             code = (
-                f"; its code is in files of {shape.path} (trust_remote_code), and shardwright executes no code of models"
+                f"; its code is in files of {shape.path} (trust_remote_code), and shardwright executes no code of "
+                "models"
             )
         raise UserError(
             f"model.path: expected a model type that transformers has, found {kind!r} in the {CONFIG} of "
@@ -187,8 +193,8 @@ def config_of(shape: HuggingFaceShape) -> Any:
     )
     if sees_all:
         raise UserError(
-            f"model.path: expected a causal language model, found {shape.path}, an encoder ({kind}): its tokens see the "
-            "tokens that they shall predict; set another model"
+            f"model.path: expected a causal language model, found {shape.path}, an encoder ({kind}): its tokens see "
+            "the tokens that they shall predict; set another model"
         )
     try:
         with _without_warnings():
@@ -298,8 +304,8 @@ def weights_folder(shape: HuggingFaceShape) -> Path:
         others = sorted(file.name for file in folder.glob("*.bin"))
         found = f"only {', '.join(others[:3])}" if others else "none"
         raise UserError(
-            f"model.path: expected weights (.safetensors) in {shape.path}, found {found}; set a model that has them, or "
-            'model.weights = "random" to train from scratch'
+            f"model.path: expected weights (.safetensors) in {shape.path}, found {found}; set a model that has them, "
+            'or model.weights = "random" to train from scratch'
         )
     return folder
 
@@ -338,6 +344,7 @@ def _stored_names(model: HuggingFaceModel, folder: Path) -> dict[str, Source]:
 
 def _patterns(regular: Any) -> Any:
     """From transformers' regular expressions to a function of a folder: its keys that a model need not have."""
+
     def of(folder: Path) -> list[str]:
         expressions = [re.compile(text) for text in regular or ()]
         return [key for key in open_stored(folder) if any(each.search(key) for each in expressions)]

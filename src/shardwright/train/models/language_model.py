@@ -34,8 +34,8 @@ class LanguageModel(nn.Module):
     `NEEDED`: see `missing_members`.
 
     ``forward(tokens)`` returns the logits. ``forward(tokens, extras=True)`` returns a pair of logits and extras, if the
-    model has `auxiliary` losses. ``forward(tokens, documents=..., positions=...)`` keeps the documents of a sample apart,
-    if the model `separates`.
+    model has `auxiliary` losses. ``forward(tokens, documents=..., positions=...)`` keeps the documents of a sample
+    apart, if the model `separates`.
     """
 
     #: Members beside `NEEDED` that a class asks of its subclasses.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ class PythonModel(LanguageModel):
         """Logits [B, S, V] (or what the user's forward returns), or with a batch the user's loss, summed over its
         targets, 0-d."""
         if batch is not None:
-            return _summed(self.config, self.model.loss(batch), batch.targets)
+            return _summed(self.config, cast(Any, self.model).loss(batch), batch.targets)
         logits = self.model(tokens_BS)
         return logits if isinstance(logits, Tensor) else getattr(logits, "logits", logits)
 
@@ -129,8 +129,8 @@ def _arguments(function: Callable[..., Any], shape: PythonShape) -> dict[str, An
         signature.bind(**arguments)
     except TypeError as error:
         raise UserError(
-            f"model.arguments: {shape.target}{signature} cannot be called with {', '.join(arguments) or 'no arguments'}: "
-            f"{error}; correct [model.arguments]"
+            f"model.arguments: {shape.target}{signature} cannot be called with "
+            f"{', '.join(arguments) or 'no arguments'}: {error}; correct [model.arguments]"
         ) from None
     return arguments
 
@@ -138,7 +138,9 @@ def _arguments(function: Callable[..., Any], shape: PythonShape) -> dict[str, An
 def _problems(model: nn.Module) -> list[str]:
     """What a model has that the trainer cannot use."""
     problems = []
-    if type(model).forward is nn.Module.forward:  # the placeholder of nn.Module, which raises NotImplementedError
+    if (
+        type(model).forward is nn.Module.forward
+    ):  # the placeholder of nn.Module, which raises NotImplementedError
         problems.append("without a forward")
     else:
         problems += _misfit("forward", model.forward, "tokens")
@@ -155,7 +157,9 @@ def _problems(model: nn.Module) -> list[str]:
         own = set(model.modules())
         modules = function()
         if not isinstance(modules, list | tuple) or not modules or not all(m in own for m in modules):
-            problems.append(f"whose {name}() returns {_in_words(modules)}, not a list of modules of the model")
+            problems.append(
+                f"whose {name}() returns {_in_words(modules)}, not a list of modules of the model"
+            )
     return problems
 
 

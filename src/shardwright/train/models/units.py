@@ -57,7 +57,9 @@ def find_units(
     if blocks is None:
         name, blocks = _blocks(model, chosen, classes, key)
     inside = {module for block in blocks for module in block.modules()}
-    outside = [m for m in model.modules() if m not in inside and any(True for _ in m.parameters(recurse=False))]
+    outside = [
+        m for m in model.modules() if m not in inside and any(True for _ in m.parameters(recurse=False))
+    ]
     if output is None:
         output = next((m for m in reversed(outside) if isinstance(m, nn.Linear)), None)
     if embedding is None:
@@ -89,9 +91,7 @@ def _after_blocks(model: nn.Module, name: str) -> list[nn.Module]:
     return [child for child in grandparent.children() if "norm" in type(child).__name__.lower()]
 
 
-def _blocks(
-    model: nn.Module, chosen: str, classes: Collection[str], key: str
-) -> tuple[str, list[nn.Module]]:
+def _blocks(model: nn.Module, chosen: str, classes: Collection[str], key: str) -> tuple[str, list[nn.Module]]:
     candidates = _lists(model)
     if chosen:
         if chosen not in candidates:
