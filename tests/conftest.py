@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 import re
 from collections import Counter
 from collections.abc import Iterator
 
 # Before torch is imported, and inherited by every worker: ranks that share the cores must not each claim all.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tokens of texts are kept there; what tests make goes with them.
+_caches = tempfile.TemporaryDirectory(prefix="shardwright-caches-")
+os.environ["XDG_CACHE_HOME"] = _caches.name
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
 
 import pytest

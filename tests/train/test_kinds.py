@@ -40,6 +40,13 @@ def test_every_registered_kind_offers_everything() -> None:
     for name in ("llama", "hybrid"):
         kind = kinds.kinds.get(name)
         assert kind.depth.removeprefix("model.") in kind.numbers
+        if not kind.presets:
+            assert kind.load().check is not None
+            with pytest.raises(
+                ValueError, match=f"{kind.depth.removeprefix('model.')}: expected .*, found none"
+            ):
+                ModelConfig(kind=name)
+            continue
         for preset, shape in kind.presets.items():
             assert type(shape) is kind.shape and ModelConfig(kind=name, preset=preset).shape() == shape
         shape = kind.presets["debug"]

@@ -55,6 +55,13 @@ def check_ranks(config: Config, ranks: int) -> None:
             f"parallel.reshard_after_forward: expected default with engine {parallel.engine}, which shards nothing, "
             f"found {parallel.reshard_after_forward}"
         )
+    kind = kind_of(config.model.shape()).name
+    for key, value in (("tensor", parallel.tensor), ("expert", parallel.expert)):
+        if value > 1 and kind in ("hf", "python"):
+            raise UserError(
+                f"parallel.{key}: expected 1 with model.kind {kind!r}, found {value}; only the kinds llama and hybrid "
+                "have a plan that divides layers"
+            )
     if ranks % parallel.tensor:
         raise UserError(
             f"parallel.tensor: expected a divisor of the number of ranks, {ranks}, found {parallel.tensor}"
@@ -105,10 +112,6 @@ def _check_tensor_parallel(config: Config) -> None:
 def _check_expert_parallel(config: Config, ranks: int) -> None:
     """Refuse what expert parallelism cannot be combined with, or does not divide. `ranks` share a replica's data."""
     parallel, shape = config.parallel, config.model.shape()
-    if not isinstance(shape, HybridConfig) and kind_of(shape).name in ("hf", "python"):
-        raise UserError(
-            f"parallel.expert: kind {kind_of(shape).name!r} does not support this; expected 1, found {parallel.expert}"
-        )
     if not isinstance(shape, HybridConfig) or "E" not in shape.pattern + shape.mtp_pattern:
         raise UserError(f"parallel.expert: expected 1 for a model without experts, found {parallel.expert}")
     rules: dict[str, tuple[object, object, str]] = {
@@ -153,7 +156,7 @@ def check_separates(config: Config, model: LanguageModel) -> None:
     """Refuse samples of several documents for a model that would mix them."""
     if config.data.separates and config.train.cuda_graph:
         raise UserError(
-            "train.cuda_graph: expected false with documents that are kept apart in a sample, whose number changes with "
+            "train.cuda_graph: expected false with documents that are kept apart in a sample, whose number changes in "
             'every step, found true; set data.document_mask to false, or data.packing to "none"'
         )
     if config.data.separates and not model.separates:

@@ -335,8 +335,8 @@ def _override(values: dict[str, Any], key: str, text: str) -> None:
 
 
 def _own_type(values: dict[str, Any], key: str) -> Any:
-    """The type of a key that only the configured kind of model has, of an optimizer's option or a function's argument;
-    None for others."""
+    """The type of a key that only the configured kind of model has, of an optimizer's option or of an argument of the
+    user's function; None for others."""
     section, _, name = key.partition(".")
     if (section, name.partition(".")[0]) in (("optimizer", "options"), ("model", "arguments")):
         return object

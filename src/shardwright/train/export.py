@@ -6,6 +6,7 @@ is complete.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import shutil
@@ -15,18 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.checkpoint.files import write_json
 from shardwright.checkpoint.model import ModelTensor, tensors_of
+from shardwright.checkpoint.names import KeyMap
 from shardwright.checkpoint.save import write_stored_form
 from shardwright.checkpoint.stored_form import StoredForm, bytes_of, stored_form
 from shardwright.train import byte_tokenizer, checkpoint
 from shardwright.train.checkpoint import Position, Read
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
+from shardwright.train.finetune import adapters
+from shardwright.train.finetune.base import base_of, check_same_base
+from shardwright.train.finetune.finetuning import source_of
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import model_of
+from shardwright.train.models.presets import Shape
 from shardwright.train.runs import RunFolder
 from shardwright.train.writing import unwritable
 
@@ -117,18 +123,16 @@ def export(
     shape = config.model.shape()
     check_vocabulary(tokenizer.vocab_size, record["vocab_size"], shape.vocab_size, run)
     key_map, values = hugging_face.key_map(shape), hugging_face.config_json(shape)
-    with torch.device("meta"):
-        model = model_of(shape)
-    try:
-        form = stored_form(
-            tensors_of(model), key_map, DTYPES[dtype] if dtype is not None else None, with_values=False
-        )
-    except ValueError as error:
-        raise UserError(f"export: {error}") from error
-    values = {**values, **special_ids(tokenizer), "dtype": name_of_dtype(form)}
+    merges = config.finetune.method != "full"
+    model = _with_adapters(config) if merges else _without_values(shape)
 
     def write(position: Position, read: Read) -> Exported:
+        plain = _merged(model, config, source, read) if merges else model
+        form = _form(plain, key_map, dtype)
+
         def read_group(group: list[ModelTensor]) -> dict[str, Tensor]:
+            if merges:
+                return {entry.name: entry.tensor.detach() for entry in group}
             tensors = {entry.name: torch.empty_like(entry.tensor, device="cpu") for entry in group}
             read(tensors)
             return tensors
@@ -137,8 +141,9 @@ def export(
             write_json(partial / "generation_config.json", generation_settings(config, tokenizer))
             write_tokenizer(partial, tokenizer, config.train.seq_len)
 
+        settings = {**values, **special_ids(tokenizer), "dtype": name_of_dtype(form)}
         write_stored_form(
-            folder, form, read_group, max_shard_size=max_shard_size, config=values, add_files=add_files
+            folder, form, read_group, max_shard_size=max_shard_size, config=settings, add_files=add_files
         )
         nbytes = sum(map(form.nbytes, form.keys))
         return Exported(folder, position.step, len(form.keys), nbytes, values["model_type"])
@@ -147,6 +152,40 @@ def export(
         return checkpoint.with_weights(source.checkpoints, step, checkpoint.shapes_of(model), write, say)
     except OSError as error:
         raise UserError(unwritable(folder, error)) from error
+
+
+def _without_values(shape: Shape) -> nn.Module:
+    with torch.device("meta"):
+        return model_of(shape)
+
+
+def _with_adapters(config: Config) -> nn.Module:
+    """The frozen base, which no checkpoint holds, with the run's adapters before training."""
+    torch.manual_seed(config.run.seed)
+    model = model_of(config.model.shape())
+    model.read_weights()
+    adapters.adapt(model, config.finetune, config.run.seed)
+    return model
+
+
+def _merged(model: nn.Module, config: Config, source: RunFolder, read: Read) -> nn.Module:
+    """The model with the trained values of a checkpoint, its adapters folded into the weights."""
+    shapes = checkpoint.shapes_of(model)
+    values = {name: tensor for name, tensor in model.state_dict().items() if name in shapes}
+    read(values)
+    model.load_state_dict(values, strict=False)
+    check_same_base(source.base_file, base_of(model, source_of(config)))
+    merged = copy.deepcopy(model)
+    adapters.merge(merged)
+    return merged
+
+
+def _form(model: nn.Module, key_map: KeyMap, dtype: str | None) -> StoredForm:
+    chosen = DTYPES[dtype] if dtype is not None else None
+    try:
+        return stored_form(tensors_of(model), key_map, chosen, with_values=False)
+    except ValueError as error:
+        raise UserError(f"export: {error}") from error
 
 
 def in_words(exported: Exported) -> str:

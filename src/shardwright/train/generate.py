@@ -86,6 +86,8 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int
     device = torch.device("cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu")
     torch.manual_seed(config.run.seed)  # of a frozen base, which the checkpoint does not hold
     model = build_model(config.model, record["vocab_size"])
+    if config.finetune.method != "full":
+        model.read_weights()  # of the frozen base, which the checkpoint does not hold
     adapt(model, config.finetune, config.run.seed)
     checkpoint.load_newest_weights(folder.checkpoints, model, say=_say)
     if config.finetune.method != "full":

@@ -57,6 +57,7 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
         return _rank().run_rank(lambda: _with_packages(config), resume, "--debug" in argv)
     _with_packages(config)
     ranks = _number_of_ranks(config, nproc)
+    START.doing("checking the configuration")
     check_ranks(config, ranks)
     check_device(config, choose_device(config))
     # What cannot be imported is found before there is a folder.

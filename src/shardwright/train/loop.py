@@ -69,7 +69,9 @@ def _train(config: Config, folder: RunFolder, dataset: Dataset, world: World, re
     with Reporter([metrics.Lines(0, 1)] if world.is_first else []) as notices:
         if resume and world.is_first and (changes := changes_in_words(folder.config(), config)):
             notices.say(changes)
-        trainer = Trainer(config, world, dataset, reads_weights=not resume)
+        trainer = Trainer(
+            config, world, dataset, reads_weights=not resume or config.finetune.method != "full"
+        )
         if resume:
             notices.say(f"reading the newest checkpoint in {folder.checkpoints}")
             with START.left_to_others():
@@ -77,6 +79,7 @@ def _train(config: Config, folder: RunFolder, dataset: Dataset, world: World, re
         if config.finetune.method != "full":
             finetuning.prepare(trainer.model, config, folder.base_file, resume)
             notices.say(adapters.statement(trainer.model))
+    trainer.check_model()
     done = trainer.position.step
     if done >= config.train.steps:
         raise UserError(

@@ -12,6 +12,7 @@ from torch import nn
 import shardwright as sw
 from shardwright.train.config import ParallelConfig
 from shardwright.train.errors import UserError
+from shardwright.train.models.language_model import LanguageModel
 
 #: Ends of the names of parameters that models here compute with in float32 whatever their inputs are, beside norms.
 WIDE = ("router.weight", "a_log", "dt_bias")
@@ -21,7 +22,7 @@ def dtype_of(name: str) -> torch.dtype:
     return cast(torch.dtype, getattr(torch, name))
 
 
-def engine_policy(model: nn.Module, config: ParallelConfig) -> sw.PrecisionPolicy:
+def engine_policy(model: LanguageModel, config: ParallelConfig) -> sw.PrecisionPolicy:
     """The same for every unit of `model`, whose parameters are not cut yet.
 
     Inputs are not cast: the residual stream has the compute dtype from the embedding on, and the rotary tables, which
@@ -29,6 +30,10 @@ def engine_policy(model: nn.Module, config: ParallelConfig) -> sw.PrecisionPolic
     have the dtype of activations.
     """
     kept = _kept(model, config.keep_float32)
+    if config.param_dtype != "float32":
+        for name in model.float32_names:
+            setattr(model.get_parameter(name), _KEPT, True)
+        kept |= bool(model.float32_names)
     policy = sw.PrecisionPolicy(
         param_dtype=torch.float32,
         reduce_dtype=dtype_of(config.reduce_dtype),

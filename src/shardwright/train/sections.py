@@ -96,8 +96,7 @@ class ModelConfig(Section):
         default="debug",
         description=(
             "Shape to start from. For llama: debug, 150M, 1B and 3B (Llama 3.2), 8B, 70B and 405B (Llama 3.1). For "
-            "hybrid: debug, 150M, 9B (Nemotron Nano 9B v2). hf and python have none. Other kinds have their own "
-            "presets."
+            "hybrid: debug, 150M, 9B (Nemotron Nano 9B v2). hf and python have none, other kinds their own."
         ),
     )
     path: str | None = Field(
@@ -126,8 +125,8 @@ class ModelConfig(Section):
     blocks: str | None = Field(
         default=None,
         description=(
-            "Only for hf and python: name of the list of the model's layers, such as model.layers. Default: it "
-            "is found."
+            "Only for hf and python: name of the list of the model's layers, such as model.layers. Default: it is "
+            "found."
         ),
     )
     dim: int | None = Field(default=None, ge=1, description="Width of the residual stream.")

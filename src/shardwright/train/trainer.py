@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
+from shardwright.extend import ExtensionError
 from shardwright.train import checkpoint, float8, parallel
 from shardwright.train.activations import Recompiles, prepare_blocks
 from shardwright.train.checks import check_batch_fits, check_separates
@@ -32,12 +33,16 @@ from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters
 from shardwright.train.generate import sample
 from shardwright.train.models import outputs
+from shardwright.train.models.language_model import sees_later_tokens
 from shardwright.train.reporter import Reporter
 from shardwright.train.runs import (
     RunFolder,
 )
 from shardwright.train.stop import StopRequest
 from shardwright.train.world import World
+
+CHECKED_TOKENS = 8
+"""Length of the sample that shows whether a model is causal."""
 
 
 class NonFiniteError(Exception):
@@ -118,7 +123,7 @@ class Trainer:
         self.parameters = plain.num_params()
         self.flops_per_token = plain.flops_per_token(config.train.seq_len) - adapters.skipped_flops(plain)
         self.auxiliary, self.auxiliary_sums = plain.auxiliary, plain.auxiliary_sums
-        self.draws, self.has_loss = plain.draws, plain.has_loss
+        self.draws, self.has_loss, self.foreign = plain.draws, plain.has_loss, plain.foreign
         self.shapes = checkpoint.shapes_of(plain)
         matrices = parallel.matrix_names(plain)
         float8.convert(plain, config)
@@ -290,6 +295,30 @@ class Trainer:
         return losses, signal.SIGTERM if terminations else 0
 
     # -- between steps
+
+    @torch.no_grad()
+    def check_model(self) -> None:
+        """Run a model whose code is not ours on a few tokens. Raises ExtensionError if it returns no logits, or if a
+        token sees a later one, which is the target that it shall predict."""
+        if not self.foreign or self.has_loss:
+            return
+        kind, vocabulary = self.config.model.kind, self.dataset.vocab_size
+        length = min(CHECKED_TOKENS, self.config.train.seq_len)
+        tokens = torch.arange(length, device=self.world.device).remainder(vocabulary).unsqueeze(0)
+        torch.compiler.set_stance("force_eager")  # another length than in training
+        self.model.eval()
+        with parallel.compute_precision(self.config.parallel, self.world.device):
+            outputs.check_logits(kind, self.model(tokens), tokens, vocabulary)
+            later = length > 1 and sees_later_tokens(self.model, tokens, vocabulary)
+        self.model.train()
+        torch.compiler.set_stance("default")
+        parallel.free_gathered(self.model)
+        if later:
+            raise ExtensionError(
+                f"The model of kind {kind!r} is not causal: another last token changes the logits of tokens before it. "
+                "Each token would see the token that it shall predict, and the loss would mean nothing. Give its "
+                "attention a causal mask"
+            )
 
     @torch.no_grad()
     def validate(self) -> float:

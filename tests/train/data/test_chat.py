@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -64,13 +65,16 @@ def test_the_assistant_and_the_end_of_its_turns_are_learnt(template: str, tokeni
 
 
 @TEMPLATES
-def test_ids_are_those_of_the_whole_text_with_one_bos(template: str, tokenizer: FromFile) -> None:
+def test_ids_are_those_of_the_text_with_one_bos(template: str, tokenizer: FromFile) -> None:
     conversation = talk("Hi there", "Hello!", "Again?", "No.")
-    text, _ = rendered(conversation, template, tokenizer.names)
+    text, parts = rendered(conversation, template, tokenizer.names)
     ids = encode_conversation(conversation, template, tokenizer).ids.tolist()
-    assert ids == tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
     assert ids.count(tokenizer.begin) == (0 if template in (CHATML, MARKED) else 1)
-    assert tokenizer.encode(END[template])[0] in ids  # one token, not its letters
+    assert ids.count(tokenizer.encode(END[template])[0]) >= 2  # a token each, not its letters
+    edges = [0, *(start for start, _ in parts), len(text)]
+    pieces = [text[start:stop] for start, stop in pairwise(edges)]
+    assert ids == [number for piece in pieces for number in tokenizer.encode(piece)]
 
 
 @TEMPLATES
@@ -149,6 +153,15 @@ def test_no_token_crosses_the_start_of_an_answer(tokenizer: FromFile) -> None:
     first = trained.tolist().index(True)
     assert ids[first:-1].tolist() == tokenizer.encode("the end<|im_end|>")
     assert ids[:first].tolist() == tokenizer.encode("<|im_start|>user Hi<|im_end|>\n<|im_start|>assistant ")
+
+
+def test_no_token_crosses_the_end_of_an_answer(tokenizer: FromFile, pieces: FromFile) -> None:
+    template = "Say: {% generation %}{{ messages[1].content }}{% endgeneration %}e end"
+    for each in (tokenizer, pieces):
+        assert each.encode("x th")[-1] not in each.encode("x the end")
+        assert [text.strip() for text in learnt(talk("Hi", " th"), template, each)] == ["th"]
+        ids = encode_conversation(talk("Hi", " th"), template, each).ids.tolist()
+        assert each.decode(ids) == "Say:  the end"
 
 
 # ------------------------------------------------------------------------------

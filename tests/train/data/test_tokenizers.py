@@ -207,6 +207,7 @@ class Hub(BaseHTTPRequestHandler):
 
     folder: Path
     asked: list[str]
+    broken: set[str]  #: files for which it has no answer
 
     def do_HEAD(self) -> None:
         self.answer(False)
@@ -221,6 +222,8 @@ class Hub(BaseHTTPRequestHandler):
             return self.reply(404, {"X-Error-Code": "RepoNotFound"})
         if self.path.startswith(prefix + "v9/"):
             return self.reply(404, {"X-Error-Code": "RevisionNotFound"})
+        if file in self.broken:
+            return self.reply(503, {})
         if not (self.folder / file).is_file():
             return self.reply(404, {"X-Error-Code": "EntryNotFound"})
         content = (self.folder / file).read_bytes()
@@ -247,7 +250,7 @@ def hub(tmp_path: Path) -> Iterator[tuple[str, type[Hub]]]:
     pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
     save_tokenizer(tmp_path / "hub", chat_template="x")
     (tmp_path / "hub" / "model.safetensors").write_bytes(b"large")
-    handler = type("Tiny", (Hub,), {"folder": tmp_path / "hub", "asked": []})
+    handler = type("Tiny", (Hub,), {"folder": tmp_path / "hub", "asked": [], "broken": set()})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}", handler
@@ -310,13 +313,24 @@ def test_a_hub_name_fetches_the_tokenizer_and_nothing_else(
 
 
 def test_names_that_cannot_be_fetched_say_why(tmp_path: Path, hub: tuple[str, type[Hub]]) -> None:
-    endpoint, _ = hub
+    endpoint, _handler = hub
     message = fetch(tmp_path, endpoint, "me/none")["error"]
     assert "found neither a file or folder me/none here nor a model me/none on http://127" in message
     assert "has no revision v9; set another" in fetch(tmp_path, endpoint, "me/tiny@v9")["error"]
     offline = fetch(tmp_path, endpoint, "me/tiny", HF_HUB_OFFLINE="1")["error"]
     assert "not all files of me/tiny are in the local cache of the hub" in offline
-    silent = fetch(tmp_path, "http://127.0.0.1:9", "me/tiny")["error"]
-    assert "http://127.0.0.1:9" in silent and "\n" not in silent
     (tmp_path / "hub" / "tokenizer.json").unlink()
     assert "has no tokenizer.json" in fetch(tmp_path, endpoint, "me/tiny")["error"]
+
+
+def test_a_hub_that_does_not_answer_is_no_hub_without_the_file(
+    tmp_path: Path, hub: tuple[str, type[Hub]]
+) -> None:
+    endpoint, handler = hub
+    (tmp_path / "hub" / "tokenizer_config.json").unlink()
+    handler.broken.add("tokenizer_config.json")
+    message = fetch(tmp_path, endpoint, "me/tiny")["error"]
+    assert (
+        f"not all files of me/tiny are in the local cache of the hub, and {endpoint} does not answer"
+        in message
+    )

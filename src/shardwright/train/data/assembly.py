@@ -68,9 +68,9 @@ class Assembly:
             left = part.documents - part.ends  # the last end may still move
             while left:
                 ends = np.frombuffer(stream.read(min(left * 8, _BLOCK)), "<i8")
-                self._files[ENDS].write((ends + self.tokens).astype(np.int64).tobytes())
                 if not len(ends):
                     raise EOFError(f"{files[1]} lacks the ends of {left:,} documents")
+                self._files[ENDS].write((ends + self.tokens).astype(np.int64).tobytes())
                 left -= len(ends)
         self._ended = part.ends
         self.tokens += part.tokens

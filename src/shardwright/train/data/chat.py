@@ -4,9 +4,10 @@ The text of the assistant is found by rendering the chat template twice for each
 with the prompt for a reply, and the messages up to it. The second text must begin with the first, and what it adds is
 learnt. So a template needs no ``{% generation %}`` tags. Where a template has them, they decide instead.
 
-The whole text is encoded once, and the places of its tokens say which are learnt: so tokens are those that a model
-sees when it reads the conversation, and special tokens are recognised. Where a token would cross the edge of a learnt
-text, the text is encoded in two parts that meet there, because a reply begins with a token of its own.
+The text is encoded in segments that begin where a learnt part begins, and the places of the tokens say which are
+learnt. So the tokens before a reply are those of the prompt that a model is asked with, and a reply begins with a token
+of its own. Encoded as a whole, the last line break of a prompt could be one token with the first word of the reply.
+Special tokens are recognised, and none is added.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from datetime import datetime
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -240,7 +242,7 @@ def _where(conversation: Conversation) -> str:
 
 
 def _encoded(text: str, learnt: Sequence[Place], tokenizer: Tokenizer) -> Encoded:
-    ids, places = _tokens(text, sorted({edge for part in learnt for edge in part}), tokenizer)
+    ids, places = _tokens(text, learnt, tokenizer)
     starts = [place[0] for place in places]
     trained = np.zeros(len(ids), bool)
     for start, stop in learnt:
@@ -256,15 +258,23 @@ def _encoded(text: str, learnt: Sequence[Place], tokenizer: Tokenizer) -> Encode
     return Encoded(np.array(ids, np.int64), trained)
 
 
-def _tokens(text: str, edges: Sequence[int], tokenizer: Tokenizer) -> tuple[list[int], list[Place]]:
-    """Ids and places of a text, so that no token crosses an edge."""
-    ids, places = tokenizer.encode_places(text)
-    crossed = [edge for edge in edges if any(first < edge < last for first, last in places)]
-    if not crossed:
-        return ids, places
-    ids, places = [], []
-    for start, stop in zip([0, *crossed], [*crossed, len(text)], strict=True):
-        part_ids, part_places = tokenizer.encode_places(text[start:stop], inside=start > 0)
-        ids += part_ids
-        places += [(first + start, last + start) for first, last in part_places]
+def _tokens(text: str, learnt: Sequence[Place], tokenizer: Tokenizer) -> tuple[list[int], list[Place]]:
+    """Ids and places of a text, so that no token crosses an edge of a learnt part."""
+    cuts = {start for start, _ in learnt}
+    ids, places = _of_segments(text, cuts, tokenizer)
+    starts = [place[0] for place in places]
+    crossed = {
+        stop for _, stop in learnt if (number := bisect_left(starts, stop)) and places[number - 1][1] > stop
+    }
+    return _of_segments(text, cuts | crossed, tokenizer) if crossed else (ids, places)
+
+
+def _of_segments(text: str, cuts: Set[int], tokenizer: Tokenizer) -> tuple[list[int], list[Place]]:
+    ids: list[int] = []
+    places: list[Place] = []
+    edges = [0, *sorted(cuts - {0, len(text)}), len(text)]
+    for start, stop in pairwise(edges):
+        segment_ids, segment_places = tokenizer.encode_places(text[start:stop], inside=start > 0)
+        ids += segment_ids
+        places += [(first + start, last + start) for first, last in segment_places]
     return ids, places

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -34,8 +36,15 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _NOT_CAUSAL = frozenset({"xlnet", "xlm", "xlm-prophetnet", "prophetnet", "cpmant"})
 
 
+#: Keys of configurations: how many experts a layer has, and how many of them a token uses.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_USED = ("num_experts_per_tok", "moe_k", "top_k")
+
+
 class HuggingFaceModel(LanguageModel):
     """A causal language model of transformers. Its parameters have transformers' names after "model."."""
+
+    foreign = True
 
     def __init__(self, shape: HuggingFaceShape) -> None:
         """Make the model in float32, on the default device.
@@ -52,6 +61,7 @@ class HuggingFaceModel(LanguageModel):
         self.tied = self.units.tied
         values = self.model.config.get_text_config()
         self.draws = draws_numbers(self.model) or _has_dropout(values.to_dict())
+        self.float32_names = _float32_names(self.model)
         self.balance = bool(getattr(values, "output_router_logits", False))
         if self.balance:
             self.auxiliary = {"balance": float(getattr(values, "router_aux_loss_coef", 0.0))}
@@ -123,20 +133,30 @@ class HuggingFaceModel(LanguageModel):
         """
         values = self.model.config.get_text_config()
         weights = multiplied(self.model, self.model.get_input_embeddings(), self.tied)
-        experts = next(
-            (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(values, key, 0))), 0
-        )  # fmt: skip
+        experts = next((n for key in _EXPERTS if (n := getattr(values, key, 0))), 0)
         if experts:
             stacked = sum(p.numel() for p in self.model.parameters() if p.ndim == 3 and p.shape[0] == experts)
-            weights -= stacked - stacked * int(getattr(values, "num_experts_per_tok", experts)) // experts
-        attentions = sum(
-            any("attn" in name or "attention" in name for name, _ in block.named_children())
-            for block in self.blocks()
-        )
+            used = next((n for key in _USED if (n := getattr(values, key, 0))), experts)
+            weights -= stacked - stacked * used // experts
+        children = [{name for name, _ in block.named_children()} for block in self.blocks()]
+        attentions = sum(any("attn" in name or "attention" in name for name in names) for names in children)
         return 6 * weights + 12 * attentions * int(getattr(values, "hidden_size", 0)) * seq_len
 
 
 # -- building ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """transformers imports torchao and others, which warn about parts that nobody here asked for."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _transformers() -> Any:
@@ -162,11 +182,12 @@ def config_of(shape: HuggingFaceShape) -> Any:
         UserError: transformers has no causal language model of this type, or the values do not fit it.
     """
     _transformers()
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    )
+    with _without_warnings():
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+        from transformers.models.auto.modeling_auto import (
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        )
 
     values = _plain(shape.config)
     kind = values["model_type"]
@@ -174,7 +195,10 @@ def config_of(shape: HuggingFaceShape) -> Any:
     if kind not in CONFIG_MAPPING:
         code = ""
         if remote:
-            code = f"; its code is in files of {shape.path} (trust_remote_code), which is not executed"
+            code = (
+                f"; its code is in files of {shape.path} (trust_remote_code), and shardwright executes no code of "
+                "models"
+            )
         raise UserError(
             f"model.path: expected a model type that transformers has, found {kind!r} in the {CONFIG} of "
             f"{shape.path}{code}. Install a newer transformers, or set another model"
@@ -189,12 +213,12 @@ def config_of(shape: HuggingFaceShape) -> Any:
     )
     if sees_all:
         raise UserError(
-            f"model.path: expected a causal language model, found {shape.path}, an encoder ({kind}): its tokens "
-            "see the "
-            "tokens that they shall predict; set another model"
+            f"model.path: expected a causal language model, found {shape.path}, an encoder ({kind}): its tokens see "
+            "the tokens that they shall predict; set another model"
         )
     try:
-        return CONFIG_MAPPING[kind].from_dict(values)
+        with _without_warnings():
+            return CONFIG_MAPPING[kind].from_dict(values)
     except Exception as error:  # of the checks of transformers, which have several classes
         reason = " ".join(str(error).split())
         raise UserError(
@@ -215,7 +239,8 @@ def _build(shape: HuggingFaceShape) -> Any:
     transformers = _transformers()
     config = config_of(shape)
     try:
-        with _no_random_weights() if shape.weights == "pretrained" else contextlib.nullcontext():
+        drawn = _no_random_weights() if shape.weights == "pretrained" else contextlib.nullcontext()
+        with drawn, _without_warnings():
             return transformers.AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, trust_remote_code=False
             )
@@ -266,6 +291,15 @@ def _units(model: Any, shape: HuggingFaceShape) -> Units:
     )
 
 
+def _float32_names(model: Any) -> frozenset[str]:
+    """Parameters that transformers itself keeps in float32 beside others in bfloat16, such as routers."""
+    parts = [re.escape(part) for part in model._keep_in_fp32_modules_strict or ()]
+    if not parts:
+        return frozenset()
+    pattern = re.compile(rf"(^|\.)({'|'.join(parts)})(\.|$)")
+    return frozenset(f"{PREFIX}{name}" for name, _ in model.named_parameters() if pattern.search(name))
+
+
 def _has_dropout(values: Mapping[str, Any]) -> bool:
     """Whether a configuration asks for random numbers in training. Heads for other tasks do not count."""
     words = ("drop", "jitter", "noise")
@@ -290,9 +324,8 @@ def weights_folder(shape: HuggingFaceShape) -> Path:
         others = sorted(file.name for file in folder.glob("*.bin"))
         found = f"only {', '.join(others[:3])}" if others else "none"
         raise UserError(
-            f"model.path: expected weights (.safetensors) in {shape.path}, found {found}; set a model that has "
-            "them, or "
-            'model.weights = "random" to train from scratch'
+            f"model.path: expected weights (.safetensors) in {shape.path}, found {found}; set a model that has them, "
+            'or model.weights = "random" to train from scratch'
         )
     return folder
 

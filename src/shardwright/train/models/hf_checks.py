@@ -1,4 +1,4 @@
-"""What a job with a model of transformers must not ask for. It is checked before anything is allocated."""
+"""What a job with a model of transformers must not ask for: looked up before anything is allocated."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ def check(shape: HuggingFaceShape, config: Config) -> None:
         )
     if config.train.cuda_graph:
         raise UserError(
-            "train.cuda_graph: expected false with model.kind 'hf', found true; models of transformers make "
-            "masks whose "
-            "kind depends on values"
+            "train.cuda_graph: expected false with model.kind 'hf', found true; models of transformers make masks "
+            "whose kind depends on values"
         )
     check_weights(shape)
 

@@ -37,8 +37,8 @@ class Offers:
         key_map: Hugging Face's names of its tensors.
         config_json: what config.json beside them says.
         shapes: by `model_type` of a config.json, the shape that it describes.
-        check: refuses by a UserError a job that the model cannot run. It is called in the launcher and on each rank,
-            before anything is allocated, and may fetch files.
+        check: refuses, with a UserError, a job that the model cannot run. The launcher and each rank call it, before
+            anything is allocated. It may fetch files.
     """
 
     model: Callable[[Any], LanguageModel]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ NEEDED = (
     "auxiliary_sums",
     "separates",
     "draws",
+    "float32_names",
+    "foreign",
     "has_loss",
     "whole_graph",
     "read_weights",
@@ -32,8 +34,8 @@ class LanguageModel(nn.Module):
     `NEEDED`: see `missing_members`.
 
     ``forward(tokens)`` returns the logits. ``forward(tokens, extras=True)`` returns a pair of logits and extras, if the
-    model has `auxiliary` losses. ``forward(tokens, documents=..., positions=...)`` keeps documents of a sample apart,
-    if the model `separates`.
+    model has `auxiliary` losses. ``forward(tokens, documents=..., positions=...)`` keeps the documents of a sample
+    apart, if the model `separates`.
     """
 
     #: Members beside `NEEDED` that a class asks of its subclasses.
@@ -51,9 +53,15 @@ class LanguageModel(nn.Module):
     #: Whether forward draws random numbers in training, as for dropout.
     draws: bool = False
 
+    #: Whether the code of the model is not of this package. The trainer then checks that no token sees a later one.
+    foreign: bool = False
+
     #: Whether ``forward(tokens, batch=batch)`` returns the model's own loss in place of logits: summed over the targets
     #: that are not IGNORED, 0-d.
     has_loss: bool = False
+
+    #: Names of the parameters that are computed with in float32, whatever the precision of the others is.
+    float32_names: Collection[str] = ()
 
     #: Whether torch.compile makes one graph of a block. False: a graph may have breaks.
     whole_graph: bool = True
@@ -104,17 +112,14 @@ def draws_numbers(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def sees_later_tokens(model: nn.Module, vocab_size: int, device: torch.device, length: int = 8) -> bool:
-    """Whether a change of the last token changes logits before it. The model runs twice, in evaluation.
+def sees_later_tokens(model: nn.Module, tokens_1S: Tensor, vocab_size: int) -> bool:
+    """Whether a change of the last token changes logits before it. The model, in evaluation, runs twice.
 
-    Differences are compared with the difference at the last token. Rounding is a millionth of that in float32.
+    Differences are compared with the one at the last token. Rounding is a millionth of it in float32.
     """
-    tokens = torch.arange(length, device=device).remainder(vocab_size).unsqueeze(0)
-    other = tokens.clone()
-    other[0, -1] = (other[0, -1] + 1) % vocab_size
-    training = model.training
-    model.eval()
-    one, two = (model(each).float() for each in (tokens, other))
-    model.train(training)
-    difference = (one - two).abs().amax(-1)[0]
-    return bool((difference[:-1].max() > 1e-4 * difference[-1]).item())
+    others_1S = tokens_1S.clone()
+    others_1S[0, -1] = (others_1S[0, -1] + 1) % vocab_size
+    one, other = model(tokens_1S), model(others_1S)
+    rounding = 1e-4 if one.dtype == torch.float32 else 0.05
+    difference_S = (one.float() - other.float()).abs().amax(-1)[0]
+    return bool((difference_S[:-1].max() > rounding * difference_S[-1]).item())

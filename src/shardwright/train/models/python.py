@@ -32,6 +32,7 @@ class PythonModel(LanguageModel):
     """A user's model. Its parameters have the user's names after "model."."""
 
     draws = True
+    foreign = True
     whole_graph = False
 
     def __init__(self, shape: PythonShape) -> None:
@@ -129,8 +130,7 @@ def _arguments(function: Callable[..., Any], shape: PythonShape) -> dict[str, An
     except TypeError as error:
         raise UserError(
             f"model.arguments: {shape.target}{signature} cannot be called with "
-            f"{', '.join(arguments) or 'no arguments'}: "
-            f"{error}; correct [model.arguments]"
+            f"{', '.join(arguments) or 'no arguments'}: {error}; correct [model.arguments]"
         ) from None
     return arguments
 

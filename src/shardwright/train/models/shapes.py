@@ -114,8 +114,8 @@ def check_config(path: str, config: Mapping[str, Any]) -> None:
         raise ValueError(f"path: expected a model_type in the {CONFIG} of {path}, found {kind!r}")
     if config.get("is_encoder_decoder"):
         raise ValueError(
-            f"path: expected a causal language model, found {path}, an encoder with a decoder ({kind}); set "
-            "another model"
+            f"path: expected a causal language model, found {path}, an encoder with a decoder ({kind}); set another "
+            "model"
         )
     names = config.get("architectures") or []
     if names and not any(str(name).endswith(_CAUSAL) for name in names):

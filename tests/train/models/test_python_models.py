@@ -1,0 +1,246 @@
+"""`[model] kind = "python"`: a user's own model in ten lines, and what is said of wrong ones."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwright import cli
+from shardwright.train.checks import check_ranks
+from shardwright.train.config import Config
+from shardwright.train.errors import UserError
+from shardwright.train.models.build import build_model
+from tests.train.jobs import TINY, config_file, losses, ranks, run, train_here
+
+MODEL = """
+import torch
+from torch import nn
+
+class Means(nn.Module):
+    def __init__(self, vocab_size, width=32, depth=2):
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x.cumsum(1) / x.new_ones(x.shape[1], 1).cumsum(0)))
+        return self.out(x)
+
+def build(vocab_size, width=32, depth=2):
+    return Means(vocab_size, width, depth)
+"""
+TEN_LINES = """
+from torch import nn
+class Model(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(vocab_size, 32), nn.Linear(32, vocab_size)
+        self.layers = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.out(self.layers[1](self.layers[0](x).relu()))
+"""
+JOB = re.sub(r"\[model\].*?\[train\]", "[train]", TINY, flags=re.DOTALL).replace('engine = "none"', "")
+JOB = JOB.replace("steps = 8", "steps = 3")
+OWN = ("--model.kind", "python", "--model.target")
+#: With a loss of its own, the square of the cross-entropy.
+LOSS = """
+    def loss(self, batch):
+        logits, targets = self(batch.inputs).flatten(0, 1), batch.targets.flatten()
+        losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none").square()
+        return losses.view_as(batch.targets)"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder. Imports from it are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    path, modules = list(sys.path), set(sys.modules)
+    yield tmp_path
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def config(target: str, **model: object) -> Config:
+    return Config.model_validate({"model": {"kind": "python", "target": target, **model}})
+
+
+def test_ten_lines_train_under_nproc(folder: Path) -> None:
+    """The module is in the current folder, which ranks of the launcher do not search first."""
+    assert len([line for line in TEN_LINES.splitlines() if line]) <= 10
+    (folder / "my_ten.py").write_text(TEN_LINES)
+    job = config_file(folder, JOB)
+    status, out, error = run(
+        "train", job, *OWN, "my_ten:Model", "--run.dir", "two", "--nproc", "2", cwd=folder
+    )
+    assert status == 0 and error == "", error
+    assert "done: 3 steps" in out
+    assert train_here(job, *OWN, "my_ten:Model", "--run.dir", "one", "--parallel.engine", "none") == 0
+    assert losses(folder / "two") == pytest.approx(losses(folder / "one"), rel=1e-5)
+
+
+def test_arguments_layouts_checkpoints_and_the_other_commands(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "my_means.py").write_text(MODEL)
+    job = config_file(folder, JOB)
+    options = (*OWN, "my_means:build", "--model.arguments.depth", "3", "--activations.checkpoint", "full")
+    plain = ("--parallel.engine", "none")
+    assert train_here(job, *options, *plain, "--run.dir", "one", "--activations.checkpoint", "none") == 0
+    sharded = ("--parallel.layout", "ragged", "--parallel.memory", "arena")
+    arguments = ["train", job, "--run.dir", "two", *options, *sharded]
+    assert [status for status, _ in ranks(2, *arguments, folders=[folder, folder])] == [0, 0]
+    assert losses(folder / "two") == pytest.approx(losses(folder / "one"), rel=1e-5)
+    assert "depth = 3" in (folder / "two" / "config.toml").read_text()
+    capsys.readouterr()
+    assert cli.main(["train", "--resume", "two", "--train.steps", "4", "--parallel.memory", "dynamic"]) == 0
+    assert len(losses(folder / "two")) == 4
+    assert cli.main(["generate", "two", "--prompt", "The", "--tokens", "2"]) == 0
+    assert cli.main(["compare", "one", "two"]) == 0
+    capsys.readouterr()
+    assert cli.main(["layout", str(job), *options, "--world-size", "2"]) == 0
+    assert "model.layers.0..2 (3 units)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ending", [".mean()", ""], ids=["mean", "of_each_target"])
+def test_a_loss_of_its_own(folder: Path, ending: str) -> None:
+    """Equal on one rank and two, in other micro-batches: a mean over the step's targets."""
+    (folder / "my_loss.py").write_text(MODEL.replace("\ndef build", f"{LOSS}{ending}\n\ndef build"))
+    job = config_file(folder, JOB)
+    own = (*OWN, "my_loss:build")
+    assert train_here(job, *own, "--run.dir", "one", "--parallel.engine", "none") == 0
+    arguments = ["train", job, "--run.dir", "two", *own, "--train.micro_batch", "1"]
+    assert [status for status, _ in ranks(2, *arguments, folders=[folder, folder])] == [0, 0]
+    assert losses(folder / "two") == pytest.approx(losses(folder / "one"), rel=1e-5)
+    torch.manual_seed(0)
+    model = build_model(config("my_loss:build").model, 256)
+    inputs = torch.randint(256, (2, 32))
+    batch = type("Batch", (), {"inputs": inputs, "targets": inputs})
+    plain = F.cross_entropy(model(inputs).flatten(0, 1), inputs.flatten(), reduction="none").square().sum()
+    torch.testing.assert_close(model(inputs, batch=batch), plain)
+
+
+EXPECTED = (
+    r"model.target: expected a function that returns a torch.nn.Module with forward\(tokens\): int64 \[B, S\] to float "
+    r"logits \[B, S, V\].*blocks\(\), a list of modules.*head\(\), a list of modules, and loss\(batch\), the mean loss"
+)
+NO_LIST = MODEL.replace("nn.ModuleList(nn.Linear(width, width) for _ in range(depth))", "nn.Linear(1, 1)")
+TWO_LISTS = MODEL.replace(
+    "    def forward",
+    "        self.more = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))\n\n    def forward",
+)
+#: What is in the file, the target, and what is said, before anything is allocated.
+WRONG = {
+    "no module": ("def build():\n    return [3]\n", "build", EXPECTED + r".*found a function that returns list"),
+    "no function": ("build = 3\n", "build", EXPECTED + r".*; found int at 'my_wrong:build'"),
+    "no forward": ("from torch import nn\nbuild = lambda: nn.Module()\n", "build", EXPECTED + ".*without a forward"),
+    "another forward": (
+        MODEL.replace("forward(self, tokens)", "forward(self, tokens, mask)"), "build",
+        EXPECTED + r".*whose forward\(tokens, mask\) does not take \(tokens\): missing a required argument: 'mask'",
+    ),
+    "another loss": (
+        MODEL.replace("    def forward", "    def loss(self):\n        return 0\n\n    def forward"), "build",
+        EXPECTED + r".*whose loss\(\) does not take \(batch\)",
+    ),
+    "wrong blocks": (
+        MODEL.replace("    def forward", "    def blocks(self):\n        return [3]\n\n    def forward"), "build",
+        EXPECTED + r".*whose blocks\(\) returns a list of int, not a list of modules of the model",
+    ),
+    "no list": (NO_LIST, "build", "model.blocks: expected a model with one list of layers .* found no list in Means"),
+    "two lists": (TWO_LISTS, "build", r"model.blocks: expected one list of layers, found layers \(2 x Linear\), more"),
+    "an error": (
+        MODEL.replace("    return Means", "    return 1 / 0 + Means"), "build",
+        r"model.target: 'my_wrong:build' raised ZeroDivisionError: division by zero \(my_wrong.py, line \d+\)",
+    ),
+    "no such name": (MODEL, "made", r"model.target 'my_wrong:made' cannot be imported .*has no attribute 'made'"),
+    "a path": (MODEL, "..", r"model.target: expected an import path package.module:function, found 'my_wrong:..'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_wrong_models_are_one_error(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text, function, message = WRONG[name]
+    (folder / "my_wrong.py").write_text(text)
+    job = config_file(folder, JOB)
+    assert train_here(job, "--run.dir", "run", *OWN, f"my_wrong:{function}") == 2
+    error = capsys.readouterr().err.strip()
+    assert re.search(message, error), error
+    assert "\n" not in error and "Traceback" not in error and not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (MODEL.replace("self.out(x)", "self.out(x).flatten(0, 1)"), r"a tensor of shape \[8, 256\] .* expected"),
+        (MODEL.replace("x.cumsum(1)", "x.mean(1, keepdim=True)"), r"kind 'python' is not causal: another last token"),
+    ],
+    ids=["flat", "not_causal"],
+)  # fmt: skip
+def test_what_a_forward_shows_is_refused_before_the_first_step(
+    folder: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "my_seen.py").write_text(text)
+    assert train_here(config_file(folder, JOB), "--run.dir", "run", *OWN, "my_seen:build") == 2
+    out, error = capsys.readouterr()
+    assert re.search(message, error), error
+    assert "Traceback" not in error and "step 1/3" not in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"arguments": {"widht": 3}},
+            r"model.arguments: my_model:build\(.*unexpected keyword argument 'widht'",
+        ),
+        ({"vocab_size": 100}, "model.vocab_size: expected at least the tokenizer's 256, found 100"),
+        ({"arguments": {"vocab_size": 9}}, "expected no vocab_size here; set the key model.vocab_size"),
+        (
+            {"blocks": "nowhere"},
+            r"model.blocks: expected the name .*\(layers \(2 x Linear\)\), found 'nowhere'",
+        ),
+        ({"dim": 3}, "dim: kind 'python' has none"),
+        ({"preset": "8B"}, "preset: kind 'python' has no presets"),
+    ],
+)
+def test_wrong_keys(folder: Path, options: dict[str, object], message: str) -> None:
+    (folder / "my_model.py").write_text(MODEL)
+    with pytest.raises((UserError, ValueError), match=message):
+        build_model(config("my_model:build", **options).model, 256)
+
+
+def test_no_plans_for_layers_that_are_cut(folder: Path) -> None:
+    (folder / "my_model.py").write_text(MODEL)
+    for key in ("tensor", "expert"):
+        values = {"model": {"kind": "python", "target": "my_model:build"}, "parallel": {key: 2}}
+        with pytest.raises(UserError, match=f"parallel.{key}: expected 1 with model.kind 'python', found 2"):
+            check_ranks(Config.model_validate(values), 2)
+
+
+def test_units(folder: Path) -> None:
+    """What a model offers, then what is found."""
+    more = "    def blocks(self):\n        return [*self.layers]\n\n    def head(self):\n        return [self.out]\n\n"
+    (folder / "my_units.py").write_text(MODEL.replace("    def forward", f"{more}    def forward"))
+    (folder / "my_tied.py").write_text(
+        MODEL.replace("    def forward", "        self.out.weight = self.embedding.weight\n\n    def forward")
+    )
+    for target in ("my_units:build", "my_tied:build"):
+        model = build_model(config(target).model, 256)
+        inner = model.model
+        assert model.blocks() == list(inner.layers)
+        assert model.tied == (target == "my_tied:build")
+        assert model.head() == ([inner.embedding, inner.out] if model.tied else [inner.out])
+        outside = 0 if model.tied else 256 * 32
+        assert model.flops_per_token(8) == 6 * (model.num_params() - outside)
+    assert isinstance(inner.embedding, nn.Embedding)
