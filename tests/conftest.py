@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
-import tempfile
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 
