@@ -10,7 +10,6 @@ import importlib.metadata
 import importlib.util
 import sys
 import tomllib
-from itertools import chain
 from pathlib import Path
 
 from pip._vendor.packaging.requirements import Requirement
@@ -19,11 +18,18 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def requirements() -> list[Requirement]:
-    """What the project and its extras ask for, the project itself left out."""
+    """What the project and its extra `dev` ask for, and the extras that `dev` names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"].values()
-    found = [Requirement(line) for line in chain(project["dependencies"], *extras)]
-    return [requirement for requirement in found if requirement.name != project["name"]]
+    lines: list[str] = [*project["dependencies"]]
+    extras = ["dev"]
+    for extra in extras:  # grows on the way
+        for line in project["optional-dependencies"][extra]:
+            requirement = Requirement(line)
+            if requirement.name == project["name"]:
+                extras += sorted(requirement.extras - {*extras})
+            else:
+                lines.append(line)
+    return [Requirement(line) for line in lines]
 
 
 def missing() -> list[str]:

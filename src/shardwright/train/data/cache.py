@@ -319,7 +319,7 @@ def _assemble(
 
 @contextmanager
 def _bar(visible: bool, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error. Yields a function that takes the bytes done."""
+    """A bar on standard error, if that is a terminal. Yields a function that takes the bytes done."""
     if not (visible and sys.stderr.isatty()):
         yield lambda done: None
         return
