@@ -290,7 +290,7 @@ def fetch(tmp_path: Path, endpoint: str, name: str, **variables: str) -> dict[st
 def test_a_hub_name_fetches_the_tokenizer_and_nothing_else(
     tmp_path: Path, hub: tuple[str, type[Hub]]
 ) -> None:
-    endpoint, _handler = hub
+    endpoint, handler = hub
     local: Tokenizer = open_tokenizer(str(tmp_path / "hub"))
     found = fetch(tmp_path, endpoint, "me/tiny")
     assert found == {
@@ -326,7 +326,7 @@ def test_names_that_cannot_be_fetched_say_why(tmp_path: Path, hub: tuple[str, ty
 def test_a_hub_that_does_not_answer_is_no_hub_without_the_file(
     tmp_path: Path, hub: tuple[str, type[Hub]]
 ) -> None:
-    endpoint, _handler = hub
+    endpoint, handler = hub
     (tmp_path / "hub" / "tokenizer_config.json").unlink()
     handler.broken.add("tokenizer_config.json")
     message = fetch(tmp_path, endpoint, "me/tiny")["error"]
