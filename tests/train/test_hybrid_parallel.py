@@ -24,12 +24,12 @@ from shardwright.train.models.hybrid import Hybrid, MixtureOfExperts
 from shardwright.train.models.kinds import tensor_plan
 from shardwright.train.models.styles import SummedParts, rows_of, spread_experts
 from shardwright.train.stop import StopRequest
-from shardwright.train.trainer import Trainer, tensors_of
+from shardwright.train.trainer import Trainer
 from tests.support.matrix import select, together
 from tests.support.pool import multirank, world_mesh
 from tests.train.jobs import tiny
 from tests.train.kit.hybrid import TINY, whole_loss
-from tests.train.kit.parallel import corpus
+from tests.train.kit.parallel import corpus, next_step
 from tests.train.kit.tensor_parallel import trainer
 
 MODEL: dict[str, Any] = {
@@ -97,11 +97,8 @@ def steps(mine: Trainer, count: int) -> list[tuple[float, float]]:
 
 def gradients(mine: Trainer) -> dict[str, torch.Tensor]:
     """Whole ones of the job's next step, which is not taken."""
-    data, train = next(mine._steps()), mine.config.train
-    mine.close()
-    weights = mine._loss_weights(mine._counts(data.trained, train.global_batch * train.seq_len))
     with parallel.parallel_loss(mine.config.parallel):
-        mine.work(weights, *tensors_of(data.batches))
+        mine.work(*next_step(mine))
     found = {}
     for name, p in mine.model.named_parameters():
         assert p.grad is not None, name

@@ -39,7 +39,8 @@ class Statement:
 def facts_of(config: Config, text_sha256: str, resume: str | None, device: str) -> dict[str, str]:
     """The facts that must be equal on all ranks. The path of the text may differ by host, so its content counts."""
     facts = {key: "none" if value is None else toml_value(value) for key, value in flat(config.model_dump())}
-    del facts["data.source"]
+    for key in ("data.source", "data.cache"):
+        del facts[key]
     return {
         **facts,
         "the text of data.source": f"sha256 {text_sha256[:12]}",

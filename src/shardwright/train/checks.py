@@ -159,6 +159,11 @@ def check_separates(config: Config, model: LanguageModel) -> None:
             "train.cuda_graph: expected false with documents that are kept apart in a sample, whose number changes in "
             'every step, found true; set data.document_mask to false, or data.packing to "none"'
         )
+    if config.train.cuda_graph and model.draws:
+        raise UserError(
+            "train.cuda_graph: expected false with a model that may draw random numbers (model.kind "
+            f"{config.model.kind!r}), found true; a graph cannot draw from another seed in each step"
+        )
     if config.data.separates and not model.separates:
         raise UserError(
             f"data.document_mask: expected false with model.kind {config.model.kind!r}, whose tokens would see other "

@@ -93,9 +93,12 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int
     if config.finetune.method != "full":
         check_same_base(folder.base_file, base_of(model, source_of(config)))
         merge(model)
+    ids = tokenizer.encode(prompt)
+    if tokenizer.begin is not None and ids[:1] != [tokenizer.begin]:
+        ids = [tokenizer.begin, *ids]  # as before each document in training
     new_tokens = sample(
-        model.to(device), torch.tensor(tokenizer.encode(prompt)), count=tokens, temperature=temperature, top_k=top_k,
+        model.to(device), torch.tensor(ids, dtype=torch.int64), count=tokens, temperature=temperature, top_k=top_k,
         seed=seed,
         context=config.train.seq_len, device=device,  # positions beyond were never trained
     )  # fmt: skip
-    return prompt + tokenizer.decode(new_tokens)
+    return prompt + tokenizer.decode([*ids, *new_tokens]).removeprefix(tokenizer.decode(ids))

@@ -239,7 +239,11 @@ def differences(first: Config, second: Config) -> Iterator[tuple[str, object, ob
     if kind_named(first.model.kind) is kind_named(second.model.kind):  # by a short name or an import path
         shapes = vars(first.model.shape()), vars(second.model.shape())
         pairs = [(f"model.{key}", value, shapes[1][key]) for key, value in shapes[0].items()]
-    pairs += [(f"data.{key}", value, getattr(second.data, key)) for key, value in first.data]
+    free = {"workers", "cache"}  # which no sample depends on
+    if first.data.separates == second.data.separates:
+        free.add("document_mask")
+    data = [(key, value, getattr(second.data, key)) for key, value in first.data if key not in free]
+    pairs += [(f"data.{key}", before, after) for key, before, after in data]
     pairs += [
         *(
             (f"finetune.{key}", value, getattr(second.finetune, key))
@@ -260,8 +264,9 @@ def check_same_corpus(folder: RunFolder, sha256: str) -> None:
     stored = folder.record()["corpus"]["sha256"]
     if stored != sha256:
         raise UserError(
-            f"--resume: expected the corpus of {folder.path} (sha256 {stored[:12]}), found another text behind "
-            f"the same data.source (sha256 {sha256[:12]}); restore it or start a new run"
+            f"--resume: expected the corpus of {folder.path} (sha256 {stored[:12]}), found other tokens "
+            f"(sha256 {sha256[:12]}): the text behind data.source, the tokenizer or the template has changed; "
+            "restore it or start a new run"
         )
 
 

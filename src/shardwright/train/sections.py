@@ -390,7 +390,7 @@ class DataConfig(Section):
             source.model_copy(update={"path": _absolute(source.path)}) for source in self.sources
         )
         for key in ("tokenizer", "chat_template", "cache"):
-            if os.path.exists(value := getattr(self, key)):
+            if (value := getattr(self, key)) != "bytes" and os.path.exists(value):
                 changes[key] = os.path.abspath(value)
         return self.model_copy(update=changes)
 

@@ -209,8 +209,12 @@ class Trainer:
         return self._loader
 
     def _counts(self, trained: int, positions: int) -> Tensor:
-        """What each loss of a step is a mean over: float64 [1 + auxiliaries]."""
-        counts = [trained, *[positions] * len(self.auxiliary)]
+        """What each loss of a step is a mean over: float64 [1 + auxiliaries].
+
+        Auxiliary losses of documents that are kept apart are over trained tokens, others over all positions.
+        """
+        others = trained if self.dataset.train.separate else positions
+        counts = [trained, *[others] * len(self.auxiliary)]
         return torch.tensor(counts, dtype=torch.float64, device=self.world.device)
 
     def _loss_weights(self, counts: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from shardwright.train.data import Corpus
 from shardwright.train.data.dataset import Dataset, byte_dataset
 from shardwright.train.models.build import build_model
 from shardwright.train.stop import StopRequest
-from shardwright.train.trainer import Trainer
+from shardwright.train.trainer import Trainer, tensors_of
 
 
 def corpus() -> Corpus:
@@ -25,6 +25,14 @@ def dataset_of(config: Config, text: Corpus | None = None) -> Dataset:
     """The samples of a corpus, or of random bytes."""
     text = text or corpus()
     return byte_dataset(config, bytes(text.train.tolist()), bytes(text.validation.tolist()), text.sha256)
+
+
+def next_step(job: Trainer) -> list[torch.Tensor]:
+    """The arguments of `job.work` for its next step, which is not taken."""
+    data, train = next(job._steps()), job.config.train
+    job.close()
+    counts = job._counts(data.trained, train.global_batch * train.seq_len)
+    return [job._loss_weights(counts), *tensors_of(data.batches)]
 
 
 def take_steps(job: Trainer, count: int) -> list[tuple[float, float]]:

@@ -15,6 +15,7 @@ from torch import nn
 from shardwright import cli
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.train import parallel
+from shardwright.train.data.batch import Batch
 from shardwright.train.float8 import convert
 from shardwright.train.models import hf
 from shardwright.train.models.build import build_model
@@ -25,7 +26,7 @@ from tests.engine.kit.models import full
 from tests.support import multirank
 from tests.train.jobs import config_file, losses, ranks, records, train_here
 from tests.train.kit.architectures import folder_with, made, reloaded
-from tests.train.kit.parallel import take_steps
+from tests.train.kit.parallel import next_step, take_steps
 from tests.train.models.test_hf_models import job_of
 from tests.train.models.test_python_models import JOB
 from tests.train.test_float8 import emulated
@@ -139,8 +140,8 @@ def test_the_balance_loss_of_experts(rank: int, world_size: int, tmp_path: Path)
     dist.barrier()
     job = job_of(tmp_path / "mixtral", rank, world_size)
     assert dict(job.auxiliary) == {"balance": 0.5}
-    inputs, targets = job._micro_batch(0)
-    sums = job._summed_losses(inputs, targets)
+    _, inputs, targets, *_ = next_step(job)
+    sums = job._summed_losses(Batch(inputs, targets, None, None))
     model = reloaded(tmp_path / "mixtral").train()
     labels = torch.cat((inputs[:, :1], targets), 1)
     theirs = model(input_ids=inputs, labels=inputs, use_cache=False)

@@ -19,6 +19,7 @@ from tests.engine.kit.models import full
 from tests.support import multirank
 from tests.train.jobs import tiny, trainer
 from tests.train.kit.architectures import ARCHITECTURES, folder_with, reloaded
+from tests.train.kit.parallel import corpus, next_step
 
 pytest.importorskip("transformers", reason="needs transformers")
 
@@ -69,7 +70,7 @@ def expected(path: Path, job: Trainer, ranks: int) -> Expected:
     tokens, losses, sums = 4 * 16, 0.0, {}
     for rank in range(ranks):
         count = 4 // ranks
-        inputs, targets = batch(job.corpus, job.config.run.seed, rank * count, count, 16)
+        inputs, targets = batch(corpus(), job.config.run.seed, rank * count, count, 16)
         logits = model(input_ids=inputs, use_cache=False).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").sum()
         model.zero_grad()
@@ -95,8 +96,7 @@ TOKENS = torch.arange(40).view(2, 20) * 3 % 256
 def check(
     job: Trainer, kind: str, folder: Path, world_size: int, plain: Expected, options: dict[str, Any]
 ) -> None:
-    batches = [tensor for number in range(job.micro_batches) for tensor in job._micro_batch(number)]
-    found = job.work(*batches) / (4 * 16)
+    found = job.work(*next_step(job)) / (4 * 16)
     dist.all_reduce(found)
     assert float(found) == plain.loss, (kind, options)
     parameters = dict(job.model.named_parameters())

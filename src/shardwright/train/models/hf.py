@@ -104,7 +104,7 @@ class HuggingFaceModel(LanguageModel):
 
     @staticmethod
     def auxiliary_sums(extras: Any, targets_BS: Tensor) -> dict[str, Tensor]:
-        return {"balance": extras.float() * targets_BS.numel()}
+        return {"balance": extras.float() * (targets_BS >= 0).sum()}
 
     def read_weights(self) -> None:
         """Read the safetensors of the model's path: each rank no more than its part.

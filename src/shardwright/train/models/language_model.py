@@ -96,7 +96,9 @@ def missing_members(model: object) -> list[str]:
     """The names of what a model lacks; empty for a language model."""
     if not isinstance(model, nn.Module):
         return ["torch.nn.Module"]
-    return [name for name in (*NEEDED, *getattr(model, "parts", ())) if not hasattr(model, name)]
+    # Not hasattr, which would evaluate properties.
+    there = {*dir(type(model)), *vars(model), *model._modules, *model._parameters, *model._buffers}
+    return [name for name in (*NEEDED, *getattr(model, "parts", ())) if name not in there]
 
 
 def multiplied(model: nn.Module, embedding: nn.Module | None, tied: bool) -> int:

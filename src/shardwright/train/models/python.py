@@ -202,7 +202,8 @@ def _summed(shape: PythonShape, loss: Any, targets_BS: Tensor) -> Tensor:
     """
     if isinstance(loss, Tensor) and loss.is_floating_point():
         if loss.ndim == 0:
-            return loss * (targets_BS >= 0).sum()
+            count = (targets_BS >= 0).sum()
+            return torch.where(count > 0, loss, torch.zeros_like(loss)) * count  # a mean over nothing is NaN
         if loss.numel() == targets_BS.numel():
             return loss.sum()
     shown = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
