@@ -16,7 +16,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright.train.config import Config
-from shardwright.train.data import Corpus
+from shardwright.train.data.dataset import byte_dataset
 from shardwright.train.models.kinds import sizes_of
 from shardwright.train.trainer import Trainer
 from shardwright.train.world import World, make_mesh
@@ -91,10 +91,9 @@ def main(folder: Path) -> None:
     )
     assert sizes_of(config.model.shape()).parameters == parameters
     world = World(3, RANKS, torch.device("cpu"), make_mesh(config.parallel, "cpu", RANKS))
-    text = torch.zeros(4000, dtype=torch.uint8)
     before = own_bytes()
     with Peak() as peak:
-        trainer = Trainer(config, world, Corpus(text, text, "zeros"))
+        trainer = Trainer(config, world, byte_dataset(config, bytes(4000), bytes(4000), "zeros"))
     grown = peak.nbytes - before
     whole = 4 * parameters
     shards = sum(parameter.to_local().nbytes for parameter in trainer.model.parameters())

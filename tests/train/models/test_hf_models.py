@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import shardwright as sw
 from shardwright.train import parallel
-from shardwright.train.data import batch
+from shardwright.train.data.corpus import batch
 from shardwright.train.models import hf
 from shardwright.train.trainer import Trainer
 from tests.engine.kit.models import full
