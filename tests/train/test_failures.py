@@ -65,11 +65,11 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (("--parallel.param_dtype", "float16"), "parallel.param_dtype: expected one of float32, bfloat16"),
         (
             ("--data.source", tmp_path / "deep.jsonl"),
-            "nesting that is too deep or a number that is too long of line 1",
+            "nesting that is too deep or a number that is too long in line 1",
         ),
         (
             ("--data.source", tmp_path / "long.jsonl"),
-            "nesting that is too deep or a number that is too long of line 1",
+            "nesting that is too deep or a number that is too long in line 1",
         ),
         (("--model.dim", str(2**40)), "model: expected a model that fits into the"),
         (("--model.max_seq_len", str(2**50)), "choose a smaller preset"),

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from shardwright.train.float8 import check_float8
 from shardwright.train.trainer import Trainer
 from tests.support.pool import multirank
 from tests.train.jobs import tiny
+from tests.train.kit.float8 import emulated
 from tests.train.kit.parallel import take_steps
 from tests.train.kit.tensor_parallel import trainer
 
@@ -29,18 +27,6 @@ def job(engine: str = "shardwright", **train: Any) -> Config:
         train={"max_norm": 0.0, "global_batch": 4, **train},
         parallel={"engine": engine, "param_dtype": "bfloat16"},
     )
-
-
-@contextmanager
-def emulated() -> Iterator[None]:
-    """torchao's own stand-in for products in float8."""
-    settings = pytest.importorskip("torchao.float8", reason="torchao is not installed").Float8LinearConfig
-    chosen = settings.from_recipe_name
-    settings.from_recipe_name = lambda name: dataclasses.replace(chosen(name), emulate=True)
-    try:
-        yield
-    finally:
-        settings.from_recipe_name = chosen
 
 
 def weights(job: Trainer) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardwright.train.finetune.adapters import adapt, set_samples
 from shardwright.train.finetune.settings import FinetuneConfig
 from shardwright.train.models.build import model_of
+from shardwright.train.models.language_model import LanguageModel
 from shardwright.train.models.presets import LlamaConfig
 from tests.train.kit.hybrid import TINY
 
@@ -22,7 +23,7 @@ HYBRID = replace(TINY, vocab_size=64, mtp_pattern="")
 BATCH, LENGTH = 2, 12
 
 
-class Transformers(nn.Module):
+class Transformers(LanguageModel):
     """A model of transformers as the trainer calls models."""
 
     def __init__(self, **changes: Any) -> None:

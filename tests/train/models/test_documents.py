@@ -314,6 +314,7 @@ def test_models_say_whether_they_separate() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["llama", "hybrid"])
 def test_other_documents_change_no_bit_on_a_gpu(name: str, dtype: torch.dtype) -> None:
@@ -330,6 +331,7 @@ def test_other_documents_change_no_bit_on_a_gpu(name: str, dtype: torch.dtype) -
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_attention_on_a_gpu_is_that_of_the_cpu() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, kit.LENGTH, heads, 16) for heads in (4, 2, 2))
@@ -341,6 +343,7 @@ def test_attention_on_a_gpu_is_that_of_the_cpu() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_compiled_blocks_on_a_gpu() -> None:
     torch._dynamo.reset()
     plain = built("llama").to("cuda", torch.bfloat16)

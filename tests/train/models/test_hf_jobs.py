@@ -26,10 +26,9 @@ from tests.engine.kit.models import full
 from tests.support import multirank
 from tests.train.jobs import config_file, losses, ranks, records, train_here
 from tests.train.kit.architectures import folder_with, made, reloaded
+from tests.train.kit.float8 import emulated
+from tests.train.kit.foreign import JOB, job_of
 from tests.train.kit.parallel import next_step, take_steps
-from tests.train.models.test_hf_models import job_of
-from tests.train.models.test_python_models import JOB
-from tests.train.test_float8 import emulated
 
 pytest.importorskip("transformers", reason="needs transformers")
 OWN = ("--model.kind", "hf", "--model.path")

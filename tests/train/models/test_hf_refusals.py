@@ -21,8 +21,8 @@ from shardwright.train.models.build import build_model
 from shardwright.train.models.shapes import HuggingFaceShape
 from tests.train.jobs import config_file, losses, train_here
 from tests.train.kit.architectures import SIZES, folder_with
+from tests.train.kit.foreign import JOB
 from tests.train.kit.hub import COMMIT, hub
-from tests.train.models.test_python_models import JOB
 
 pytest.importorskip("transformers", reason="needs transformers")
 OWN = ("--model.kind", "hf", "--model.path")

@@ -17,7 +17,8 @@ from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
-from tests.train.jobs import TINY, config_file, losses, ranks, run, train_here
+from tests.train.jobs import config_file, losses, ranks, run, train_here
+from tests.train.kit.foreign import JOB
 
 MODEL = """
 import torch
@@ -49,8 +50,6 @@ class Model(nn.Module):
         x = self.embedding(tokens)
         return self.out(self.layers[1](self.layers[0](x).relu()))
 """
-JOB = re.sub(r"\[model\].*?\[train\]", "[train]", TINY, flags=re.DOTALL).replace('engine = "none"', "")
-JOB = JOB.replace("steps = 8", "steps = 3")
 OWN = ("--model.kind", "python", "--model.target")
 #: With a loss of its own, the square of the cross-entropy.
 LOSS = """
