@@ -153,7 +153,7 @@ def test_changed_text_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     data = ("--data.source", text)
     assert train_here(config, *data, "--run.dir", folder, "--train.steps", "2") == 0
     text.write_text("the quick brown fox jumps over the lazy cat\n" * 200)
-    assert "found another text" in refused(capsys, "train", config, *data, "--resume", folder)
+    assert "found other tokens" in refused(capsys, "train", config, *data, "--resume", folder)
 
 
 def test_checkpoint_of_another_model_names_the_parameter(
