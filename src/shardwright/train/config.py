@@ -403,7 +403,9 @@ def _explain(detail: ErrorDetails) -> tuple[str, str]:
         expected = f"a table ([{key}])"
     else:
         expected = _expected(info)
-    return key, f"{key}: expected {expected}, found {_value_in_words(detail['input'])}"
+    is_missing = detail["type"] == "missing" and depth == len(location)
+    found = "none" if is_missing else _value_in_words(detail["input"])
+    return key, f"{key}: expected {expected}, found {found}"
 
 
 def _unknown(key: str, value: object) -> str:

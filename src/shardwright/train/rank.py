@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from shardwright.checkpoint.metadata import Damaged
 from shardwright.train.agreement import PATIENCE, Statement, agree, facts_of, is_to_report
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset, load_dataset
@@ -97,9 +98,9 @@ def _start_together(
         START.doing("reading the data")
         dataset = load_dataset(config, progress=rank == 0)
         statement = Statement(facts_of(config, dataset.sha256, resume, device.type))
-    except UserError as error:
+    except (UserError, OSError, Damaged) as error:
         agree(store, rank, size, Statement({}, str(error)), collective_timeout())
-        raise
+        raise UserError(str(error)) from error
     START.doing("waiting for the other ranks")
     agree(store, rank, size, statement, collective_timeout())
     store.set_timeout(collective_timeout())
