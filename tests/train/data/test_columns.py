@@ -150,7 +150,7 @@ WRONG = [
     (
         {"body": ["x"], "id": [1]},
         {},
-        "data.text_key: expected key 'text', found 'body', 'id' in PATH; set data.text_key",
+        "data.text_key: expected key 'text', found 'body', 'id' in PATH; set it to the key of",
     ),
     ({"text": [1, 2]}, {}, "data.text_key: expected strings, found int64 in column 'text' of PATH"),
     ({"text": [b"x"]}, {}, "expected strings, found binary in column 'text' of PATH"),

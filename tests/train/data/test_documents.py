@@ -180,7 +180,7 @@ DAMAGED = [
         "a.jsonl",
         b'{"txt": "y", "id": 3}',
         {},
-        "data.text_key: expected key 'text', found 'txt', 'id' in line 1 of PATH; set data.text_key",
+        "data.text_key: expected key 'text', found 'txt', 'id' in line 1 of PATH; set it to the key of",
     ),
     ("a.jsonl", b"{}", {}, "expected key 'text', found none in line 1 of PATH"),
     ("a.jsonl", b'{"messages": []}', {}, 'or data.kind = "conversations"'),

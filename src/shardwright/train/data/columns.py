@@ -196,8 +196,8 @@ def _check_columns(schema: Any, source: Source, place: Place) -> None:
             expected = "strings"
         if not fits:
             raise UserError(
-                f"data.{setting}: expected {expected}, found {kind} in column {name!r} of {place}; set another "
-                f"column of {', '.join(schema.names)}"
+                f"{source.section}.{setting}: expected {expected}, found {kind} in column {name!r} of {place}; set "
+                f"another column of {', '.join(schema.names)}"
             )
 
 

@@ -34,6 +34,11 @@ class Source:
     completion_key: str = "completion"
     key: str = "data.source"  #: the key of the configuration, for messages
 
+    @property
+    def section(self) -> str:
+        """The table of the configuration that has the source's keys."""
+        return self.key.rpartition(".")[0]
+
 
 @dataclass(frozen=True)
 class Span:
@@ -130,7 +135,7 @@ def check_keys(names: Mapping[str, Any], source: Source, where: object) -> None:
         if key not in names:
             there = ", ".join(repr(name) for name in list(names)[:20]) or "none"
             raise UserError(
-                f"data.{setting}: expected key {key!r}, found {there} in {where}; set data.{setting} to the key of "
+                f"{source.section}.{setting}: expected key {key!r}, found {there} in {where}; set it to the key of "
                 f"the {setting.removesuffix('_key')}{_other_kind(names, source)}"
             )
 
@@ -139,7 +144,7 @@ def _other_kind(names: Mapping[str, Any], source: Source) -> str:
     for kind in ("conversations", "completions", "documents"):
         other: tuple[str, ...] = tuple(getattr(source, setting) for setting in _KEYS[kind])
         if kind != source.kind and all(name in names for name in other):
-            return f', or data.kind = "{kind}"'
+            return f', or {source.section}.kind = "{kind}"'
     return ""
 
 
