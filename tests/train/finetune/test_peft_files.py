@@ -81,7 +81,7 @@ def test_peft_reads_it_with_the_same_logits(tmp_path: Path, name: str, values: d
         warnings.simplefilter("error", UserWarning)  # of missing or unexpected keys
         other = peft().PeftModel.from_pretrained(theirs(base), tmp_path / "adapters")
     logits = ours(tokens(0)).detach()
-    # The formula of a layer with lora is the same, operation by operation. That of dora and of the scan is not.
+    # The formula of a layer with lora is the same, operation by operation. The formulas of dora and of the scan differ.
     close = {"rtol": 0, "atol": 0 if name != "hybrid" and own.method == "lora" else 2e-5}
     torch.testing.assert_close(other(tokens(0)).logits, logits, **close)
     merged = other.merge_and_unload()

@@ -1,4 +1,4 @@
-"""What of transformers is refused, in one line, before anything is allocated; and names on the hub."""
+"""Models of transformers that get one line of refusal before anything is allocated; and names on the hub."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Agreement:
     ) -> Callable[[], None] | None:
         """The function to call directly before a gather of a unit.
 
-        ``detail`` is that of the :class:`Gather`.
+        ``detail``: the ``detail`` of the unit's :class:`Gather`.
         """
         if comm.exchanges:
             return lambda: self._agree(comm, GATHER, number, nbytes, detail)

@@ -301,7 +301,7 @@ _SMALLER: tuple[Callable[[Mapping[str, Any]], dict[str, int]], ...] = (_small_as
 def _shrunk(
     values: Mapping[str, Any], sizes: Callable[[Mapping[str, Any]], dict[str, int]]
 ) -> dict[str, Any]:
-    """The values of a config, and of configs inside it, such as that of a language model beside one of images."""
+    """The values of a config and of the configs inside it, such as the language model's beside the image model's."""
     most, small = sizes(values), dict(values)
     for key, value in values.items():
         if isinstance(value, dict) and "model_type" in value:

@@ -237,7 +237,7 @@ class Extras(NamedTuple):
 
 
 def _of_all_tokens(imbalance_BS: Tensor, documents: Documents) -> Tensor:
-    """That of a layer which did not see the last token of the sequence: the last token has that of its document."""
+    """The imbalance of all tokens, from a layer without the last token, which gets the imbalance of its document."""
     last_B1 = imbalance_BS[:, -1:].masked_fill(documents.starts_BS[:, -1:], 0)
     return torch.cat((imbalance_BS, last_B1), dim=1)
 
