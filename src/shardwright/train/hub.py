@@ -19,9 +19,38 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 T = TypeVar("T")
 
 
+class MissingFile(UserError):
+    """The model exists, and does not have the file."""
+
+
+class Unreachable(UserError):
+    """The file is not in the local cache, and the hub does not answer."""
+
+
 def is_hub_name(name: str) -> bool:
     """Whether a text can be ``model``, ``owner/model`` or ``owner/model@revision``."""
     return _NAME.fullmatch(name) is not None
+
+
+def fetch_first(name: str, files: Sequence[str], key: str) -> Path | None:
+    """The local path of the first of these files that a model has; None: it has none.
+
+    Raises:
+        UserError: as :func:`fetch_file`. Without a connection a file in the local cache is enough.
+    """
+    offline: Unreachable | None = None
+    for file in files:
+        try:
+            return fetch_file(name, file, key)
+        except MissingFile:
+            pass
+        except (
+            Unreachable
+        ) as error:  # whether the hub has this file is not known, and a later one may be here
+            offline = error
+    if offline is not None:
+        raise offline
+    return None
 
 
 def fetch_file(name: str, file: str, key: str) -> Path:
@@ -32,28 +61,35 @@ def fetch_file(name: str, file: str, key: str) -> Path:
     """
 
     def fetch(repository: str, revision: str | None, endpoint: str | None) -> Path:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
+        if revision is not None and _COMMIT.fullmatch(revision):
+            # What is known of a commit stays true: no connection is needed, also for a file that it does not have.
+            cached = try_to_load_from_cache(repository, file, revision=revision)
+            if isinstance(cached, str):
+                return Path(cached)
+            if cached is not None:
+                raise MissingFile(f"{key}: {repository} has no {file} in revision {revision}")
         return Path(hf_hub_download(repository, file, revision=revision, endpoint=endpoint))
 
     return _fetch(name, file, key, fetch)
 
 
-def fetch_files(name: str, patterns: Sequence[str], key: str) -> Path:
-    """The local folder with all files of a model that fit the patterns, such as ``*.safetensors``.
+def fetch_files(name: str, files: Sequence[str], key: str) -> Path:
+    """The local folder with these files of a model.
 
     Raises:
-        UserError: as :func:`fetch_file`. A model without such files is no error.
+        UserError: as :func:`fetch_file`. A file that the model does not have is no error.
     """
 
     def fetch(repository: str, revision: str | None, endpoint: str | None) -> Path:
         from huggingface_hub import snapshot_download
 
         return Path(
-            snapshot_download(repository, revision=revision, endpoint=endpoint, allow_patterns=list(patterns))
+            snapshot_download(repository, revision=revision, endpoint=endpoint, allow_patterns=list(files))
         )
 
-    return _fetch(name, ", ".join(patterns), key, fetch)
+    return _fetch(name, ", ".join(files[:3]), key, fetch)
 
 
 def pinned(name: str, file: Path) -> str:
@@ -91,12 +127,14 @@ def _fetch(name: str, what: str, key: str, fetch: Callable[[str, str | None, str
             "for a private model"
         )
     except LocalEntryNotFoundError:
-        problem = (
-            f"{what} of {repository} is not in the local cache, and {hub} does not answer; connect this machine, or "
-            "set the folder of a model"
-        )
+        raise Unreachable(
+            f"{key}: {what} of {repository} is not in the local cache, and {hub} does not answer; connect this "
+            "machine, or set the folder of a model"
+        ) from None
     except EntryNotFoundError:
-        problem = f"{repository} on {hub} has no {what}; set a model that has it"
+        raise MissingFile(f"{key}: {repository} on {hub} has no {what}; set a model that has it") from None
+    except UserError:
+        raise
     except Exception as error:  # of several HTTP libraries, or of a disk
         reason = " ".join(str(error).split())[:200]
         problem = f"cannot fetch {what} of {repository} from {hub}: {type(error).__name__}: {reason}"

@@ -304,7 +304,7 @@ class Trainer:
     def check_model(self) -> None:
         """Run a model whose code is not ours on a few tokens. Raises ExtensionError if it returns no logits, or if a
         token sees a later one, which is the target that it shall predict."""
-        if not self.foreign or self.has_loss:
+        if not self.foreign or (self.has_loss and not self.config.run.sample_tokens):
             return
         kind, vocabulary = self.config.model.kind, self.dataset.vocab_size
         length = min(CHECKED_TOKENS, self.config.train.seq_len)
@@ -312,8 +312,17 @@ class Trainer:
         torch.compiler.set_stance("force_eager")  # another length than in training
         self.model.eval()
         with parallel.compute_precision(self.config.parallel, self.world.device):
-            outputs.check_logits(kind, self.model(tokens), tokens, vocabulary)
-            later = length > 1 and sees_later_tokens(self.model, tokens, vocabulary)
+            try:
+                outputs.check_logits(kind, self.model(tokens), tokens, vocabulary)
+            except ExtensionError as error:
+                if not self.has_loss:
+                    raise
+                raise ExtensionError(
+                    f"{error}. A model with its own loss needs logits only for the sample after the last step: or set "
+                    "run.sample_tokens to 0"
+                ) from error
+            # A loss of its own may have other targets than the next token.
+            later = length > 1 and not self.has_loss and sees_later_tokens(self.model, tokens, vocabulary)
         self.model.train()
         torch.compiler.set_stance("default")
         parallel.free_gathered(self.model)

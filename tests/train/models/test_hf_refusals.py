@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +20,9 @@ from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config, load_config
 from shardwright.train.errors import UserError
 from shardwright.train.models import hf, shapes
-from shardwright.train.models.build import build_model
 from shardwright.train.models.shapes import HuggingFaceShape
 from tests.train.jobs import config_file, losses, train_here
-from tests.train.kit.architectures import SIZES, folder_with
+from tests.train.kit.architectures import SIZES, folder_with, reloaded
 from tests.train.kit.foreign import JOB
 from tests.train.kit.hub import COMMIT, hub
 
@@ -130,8 +132,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
     "impossible sizes": (
         lambda f: changed(f, num_attention_heads=3, head_dim=None), r"model.path: .*(not one of a llama|cannot build)"
     ),
-    "no weights": (without("model.safetensors"), r'expected weights \(.safetensors\) in .*, found none; .*"random"'),
-    "other weights": (as_bin, r"expected weights \(.safetensors\) in .*, found only pytorch_model.bin"),
+    "no weights": (
+        without("model.safetensors"), r'expected weights \(.*model.safetensors\) in .*, found none; .*"random"'
+    ),
+    "other weights": (as_bin, r"expected weights \(.*model.safetensors\) in .*, found pytorch_model.bin"),
     "cut weights": (cut, r"model.path: .*model.safetensors"),
     "index": (index, "the index names files that are missing: model-00001-of-00002.safetensors"),
     "another shape": (another_shape, r"does not fit the model.*gate_proj.weight.* expected shape \(48, 16\), found"),
@@ -241,17 +245,40 @@ def server(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield asked
 
 
-def test_a_name_on_the_hub_trains(server: list[str], llama: Path, tmp_path: Path) -> None:
-    """As the folder does. The run keeps the commit, and only config.json and safetensors are fetched."""
+def test_a_name_on_the_hub_trains(
+    server: list[str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the folder does, and without the hub from the cache. The run keeps the commit."""
     job = config_file(tmp_path, JOB)
     assert train_here(job, *OWN, "owner/llama", "--run.dir", tmp_path / "named") == 0
     assert train_here(job, *OWN, llama, "--run.dir", tmp_path / "folder") == 0
     assert losses(tmp_path / "named") == losses(tmp_path / "folder")
-    fetched = {path.rpartition("/")[2] for path in server if path.startswith("GET") and "/resolve/" in path}
-    assert fetched <= {"config.json", "model.safetensors"}, server
+    assert fetched(server) == {"config.json", "model.safetensors"}
     stored = load_config(tmp_path / "named" / "config.toml")
     assert stored.model.path == f"owner/llama@{COMMIT}"
-    build_model(stored.model, 256)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    shapes._read.cache_clear()
+    assert train_here(job, *OWN, stored.model.path, "--run.dir", tmp_path / "cached") == 0
+    assert losses(tmp_path / "named") == losses(tmp_path / "cached")
+
+
+def fetched(asked: list[str]) -> set[str]:
+    return {path.rpartition("/")[2] for path in asked if path.startswith("GET") and "/resolve/" in path}
+
+
+def test_only_the_files_of_the_index_are_fetched(server: list[str], llama: Path, tmp_path: Path) -> None:
+    """Some models have the same weights in other files, too."""
+    folder = tmp_path / "hub" / "owner" / "several"
+    reloaded(llama).save_pretrained(folder, max_shard_size="20KB")
+    (folder / "consolidated.safetensors").write_bytes(b"the same in another form")
+    (folder / "model.safetensors").write_bytes(b"left from before")
+    names = {file.name for file in folder.glob("model-*.safetensors")}
+    assert len(names) > 1
+    job = config_file(tmp_path, JOB)
+    assert train_here(job, *OWN, "owner/several", "--run.dir", tmp_path / "named") == 0
+    assert fetched(server) == {"config.json", "model.safetensors.index.json", *names}
+    assert train_here(job, *OWN, folder, "--run.dir", tmp_path / "folder") == 0
+    assert losses(tmp_path / "named") == losses(tmp_path / "folder")
 
 
 @pytest.mark.parametrize(
@@ -280,6 +307,8 @@ def test_a_hub_that_does_not_answer(
     server: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    http = importlib.import_module("huggingface_hub.utils._http")
+    monkeypatch.setattr(http, "time", SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None}))
     job = config_file(tmp_path, JOB)
     assert train_here(job, *OWN, "owner/llama", "--run.dir", tmp_path / "run") == 2
     error = capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
 from tests.train.jobs import config_file, losses, ranks, run, train_here
+from tests.train.kit.architectures import ARCHITECTURES
 from tests.train.kit.foreign import JOB
 
 MODEL = """
@@ -112,6 +114,22 @@ def test_arguments_layouts_checkpoints_and_the_other_commands(
     assert "model.layers.0..2 (3 units)" in capsys.readouterr().out
 
 
+def test_the_page_and_its_example(folder: Path) -> None:
+    """docs/models.md: the command trains the module, and the table has every architecture of the tests."""
+    root = Path(__file__).parents[3]
+    page = (root / "docs" / "models.md").read_text()
+    code, command = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "sh"))
+    assert code is not None and command is not None
+    (folder / "my_model.py").write_text(code[1])
+    program, verb, job, *options = shlex.split(command[1])
+    assert (program, verb) == ("shardwright", "train")
+    small = ["--train.steps", "2", "--run.dir", "run", "--run.sample_tokens", "0", "--validation.every", "0"]
+    assert train_here(root / job, *options, *small) == 0
+    table = page[page.index("| kind of model |") :].partition("\n\n")[0]
+    types = [each for line in table.splitlines()[2:] for each in line.split("|")[2].strip().split(", ")]
+    assert sorted(types) == sorted(ARCHITECTURES)
+
+
 @pytest.mark.parametrize("ending", [".mean()", ""], ids=["mean", "of_each_target"])
 def test_a_loss_of_its_own(folder: Path, ending: str) -> None:
     """Equal on one rank and two, in other micro-batches: a mean over the step's targets."""
@@ -128,6 +146,17 @@ def test_a_loss_of_its_own(folder: Path, ending: str) -> None:
     batch = type("Batch", (), {"inputs": inputs, "targets": inputs})
     plain = F.cross_entropy(model(inputs).flatten(0, 1), inputs.flatten(), reduction="none").square().sum()
     torch.testing.assert_close(model(inputs, batch=batch), plain)
+
+
+def test_a_loss_without_logits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The sample at the end needs logits, so this is an error before the first step, or there is no sample."""
+    text = MODEL.replace("return self.out(x)", "return {'hidden': self.out(x)}")
+    loss = LOSS.replace("self(batch.inputs)", "self(batch.inputs)['hidden']")
+    (folder / "my_dict.py").write_text(text.replace("\ndef build", f"{loss}\n\ndef build"))
+    job = config_file(folder, JOB)
+    assert train_here(job, *OWN, "my_dict:build", "--run.dir", "run") == 2
+    assert re.search(r"returned a dict .* or set run.sample_tokens to 0", capsys.readouterr().err)
+    assert train_here(job, *OWN, "my_dict:build", "--run.dir", "run", "--run.sample_tokens", "0") == 0
 
 
 EXPECTED = (

@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.checkpoint import load_pretrained
 from shardwright.checkpoint.conversions import transformers_key_map
-from shardwright.checkpoint.files import StoredTensor, open_stored
+from shardwright.checkpoint.files import INDEX, StoredTensor, open_stored
 from shardwright.checkpoint.names import Source
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import ADAPTER_PARAMETERS
-from shardwright.train.hub import fetch_files
+from shardwright.train.hub import fetch_file, fetch_files, fetch_first
 from shardwright.train.models.documents import Separation, separation_of
 from shardwright.train.models.language_model import LanguageModel, draws_numbers, multiplied
 from shardwright.train.models.shapes import CONFIG, HuggingFaceShape, is_folder
@@ -31,11 +32,9 @@ from shardwright.train.models.units import Units, find_units
 
 #: In the names of parameters: what is before transformers' own names.
 PREFIX = "model."
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_WEIGHTS = (INDEX, "model.safetensors")
 #: Models with an attention that sees later tokens, beside those for masked language modelling.
 _NOT_CAUSAL = frozenset({"xlnet", "xlm", "xlm-prophetnet", "prophetnet", "cpmant"})
-
-
 #: Keys of configurations: how many experts a layer has, and how many of them a token uses.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _USED = ("num_experts_per_tok", "moe_k", "top_k")
@@ -114,20 +113,23 @@ class HuggingFaceModel(LanguageModel):
         """
         if self.config.weights != "pretrained":
             return
-        folder = weights_folder(self.config)
-        keys = {f"{PREFIX}{name}": source for name, source in _stored_names(self, folder).items()}
+        stored = opened(self.config)
+        ignored = [re.compile(text) for text in self.model._keys_to_ignore_on_load_unexpected or ()]
         computed = [f"{PREFIX}{name}" for name in self.model._keys_to_ignore_on_save or ()]
-        computed += [f"*.{name}" for name in ADAPTER_PARAMETERS]
-        unexpected = _patterns(self.model._keys_to_ignore_on_load_unexpected)
         try:
+            sources = transformers_key_map(self.model, _names(self), stored) or {}
             load_pretrained(
-                self, folder, key_map=keys, allow_missing=computed, allow_unexpected=unexpected(folder)
+                self,
+                weights_path(self.config),
+                key_map={f"{PREFIX}{name}": source for name, source in sources.items()},
+                allow_missing=[*computed, *(f"*.{name}" for name in ADAPTER_PARAMETERS)],
+                allow_unexpected=[key for key in stored if any(text.search(key) for text in ignored)],
             )
         except (ValueError, OSError) as error:
             raise UserError(f"model.path: {' '.join(str(error).split())}") from error
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Six for each weight that a token is multiplied with, and 12 x heads x width x length for each attention.
+        """Six for each weight that a token is multiplied with, and 12 x width x length for each attention.
 
         Of the weights of all experts, which are tensors of three dimensions, a token uses the share of its experts.
         """
@@ -313,33 +315,48 @@ def _has_dropout(values: Mapping[str, Any]) -> bool:
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-def weights_folder(shape: HuggingFaceShape) -> Path:
-    """The local folder of the safetensors, which are fetched if the path is a name on the hub.
+def weights_path(shape: HuggingFaceShape) -> Path:
+    """The index of the safetensors, or the one file. They are fetched if the path is a name on the hub.
 
     Raises:
         UserError: there are no such files.
     """
-    folder = Path(shape.path) if is_folder(shape.path) else fetch_files(shape.path, _WEIGHTS, "model.path")
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob(_WEIGHTS[1])):
-        others = sorted(file.name for file in folder.glob("*.bin"))
-        found = f"only {', '.join(others[:3])}" if others else "none"
-        raise UserError(
-            f"model.path: expected weights (.safetensors) in {shape.path}, found {found}; set a model that has them, "
-            'or model.weights = "random" to train from scratch'
-        )
-    return folder
+    if is_folder(shape.path):
+        folder = Path(shape.path)
+        names = {file.name for file in folder.iterdir()}
+    else:
+        name = shape.resolved().path
+        file = fetch_first(name, _WEIGHTS, "model.path")
+        if file is not None and file.name == INDEX:
+            fetch_files(name, [INDEX, *_files_of(file)], "model.path")
+        folder = fetch_file(name, CONFIG, "model.path").parent if file is None else file.parent
+        names = {path.name for path in folder.iterdir()} if file is None else {file.name}
+    for weights in _WEIGHTS:
+        if weights in names:
+            return folder / weights
+    found = ", ".join(sorted(name for name in names if name.endswith((".bin", ".safetensors", ".pt")))[:3])
+    raise UserError(
+        f"model.path: expected weights ({' or '.join(_WEIGHTS)}) in {shape.path}, found {found or 'none'}; set a model "
+        'that has them, or model.weights = "random" to train from scratch'
+    )
 
 
-def check_weights(shape: HuggingFaceShape) -> None:
-    """Fetch the weights if they are not here, and read the headers of all files.
+def _files_of(index: Path) -> list[str]:
+    """The files that an index names; none if it is damaged, which is said when it is opened."""
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []
+
+
+def opened(shape: HuggingFaceShape) -> dict[str, StoredTensor]:
+    """The headers of all files of weights.
 
     Raises:
         UserError: a file is missing or damaged.
     """
-    if shape.weights != "pretrained":
-        return
     try:
-        open_stored(weights_folder(shape))
+        return open_stored(weights_path(shape))
     except (ValueError, OSError) as error:
         raise UserError(f"model.path: {' '.join(str(error).split())}") from error
 
@@ -351,25 +368,6 @@ def _names(model: nn.Module) -> list[str]:
         *model.named_buffers(remove_duplicate=False),
     )
     return [name.removeprefix(PREFIX) for name, _ in tensors]
-
-
-def _stored_names(model: HuggingFaceModel, folder: Path) -> dict[str, Source]:
-    """Where files have each tensor of a model, by transformers' names."""
-    try:
-        keys = transformers_key_map(model.model, _names(model), open_stored(folder))
-    except (ValueError, OSError) as error:
-        raise UserError(f"model.path: {' '.join(str(error).split())}") from error
-    return cast(dict[str, Source], keys or {})
-
-
-def _patterns(regular: Any) -> Any:
-    """From transformers' regular expressions to a function of a folder: its keys that a model need not have."""
-
-    def of(folder: Path) -> list[str]:
-        expressions = [re.compile(text) for text in regular or ()]
-        return [key for key in open_stored(folder) if any(each.search(key) for each in expressions)]
-
-    return of
 
 
 def key_map(shape: HuggingFaceShape) -> dict[str, Source | None]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
-from shardwright.train.models.hf import check_weights, config_of
+from shardwright.train.models.hf import config_of, opened
 from shardwright.train.models.shapes import HuggingFaceShape
 
 
@@ -27,7 +27,8 @@ def check(shape: HuggingFaceShape, config: Config) -> None:
             "train.cuda_graph: expected false with model.kind 'hf', found true; models of transformers make masks "
             "whose kind depends on values"
         )
-    check_weights(shape)
+    if shape.weights == "pretrained":
+        opened(shape)
 
 
 def _class_of(settings: Any) -> Any:

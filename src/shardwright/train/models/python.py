@@ -69,6 +69,8 @@ class PythonModel(LanguageModel):
     ) -> Any:
         """Logits [B, S, V] (or what the user's forward returns), or with a batch the user's loss, summed over its
         targets, 0-d."""
+        if documents is not None:
+            raise ValueError("this model does not separate documents; pass samples of one document each")
         if batch is not None:
             return _summed(self.config, cast(Any, self.model).loss(batch), batch.targets)
         logits = self.model(tokens_BS)
