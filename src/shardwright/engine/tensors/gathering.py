@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardwright._torch import all_gather_single, dtensor_of, local_of
+from shardwright._torch import all_gather_single, dtensor_of, local_of, storage_key
 
 
 def gathers_plainly(tensor: DTensor) -> bool:
@@ -106,4 +106,18 @@ def _gather_axis(local: torch.Tensor, dim: int, size: int, mesh: DeviceMesh, axi
     # As bytes: backends do not know every dtype.
     flat = gathered.view(-1).view(torch.uint8), mine.view(-1).view(torch.uint8)
     all_gather_single(*flat, group=mesh.get_group(axis))
-    return gathered[:size].movedim(0, dim).contiguous()
+    whole = gathered[:size].movedim(0, dim).contiguous()
+    kept = storage_key(whole), storage_key(local)
+    free(*(buffer for buffer in (gathered, mine) if storage_key(buffer) not in kept))
+    return whole
+
+
+def free(*buffers: torch.Tensor) -> None:
+    """Free the memory of buffers that a collective has used.
+
+    Gloo's thread holds the tensors of a collective for a moment after ``wait`` has returned. Without this, memory that
+    is dead would add to the next tensor's.
+    """
+    for buffer in buffers:
+        if type(buffer) is torch.Tensor and not buffer.is_meta:
+            buffer.untyped_storage().resize_(0)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright._torch import called_by_stager, disabled_torch_function, dtensor_of, is_traced
 from shardwright.engine.tensors.compound import copied, has_other_lengths, part_as
-from shardwright.engine.tensors.gathering import full_of
+from shardwright.engine.tensors.gathering import free, full_of
 from shardwright.engine.tensors.naming import parameter_of
 from shardwright.engine.tensors.ragged_spec import RaggedSpec
 from shardwright.engine.tensors.unset import begin_edit, unmark
@@ -136,7 +136,11 @@ class RaggedTensor(torch.Tensor):
         dist.all_gather(list(gathered.view(torch.uint8).unbind()), mine.view(torch.uint8), group=spec.group)
         by_rank = dict(zip(spec.order, gathered, strict=True))
         pieces = [by_rank[r][: stop - start] for r, (start, stop) in enumerate(spec.ranges) if stop > start]
-        return (torch.cat(pieces) if pieces else mine).view(spec.shape).to(local.device)
+        if not pieces:
+            return mine.view(spec.shape).to(local.device)
+        whole = torch.cat(pieces)
+        free(gathered, mine)
+        return whole.view(spec.shape).to(local.device)
 
     @torch.no_grad()
     def redistribute(
