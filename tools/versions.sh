@@ -19,7 +19,7 @@ PART="tests/comm tests/layout tests/memory tests/checkpoint
     tests/engine/test_sharded_edits.py tests/engine/test_strategies.py tests/engine/test_strategy_costs.py
     tests/engine/test_strategy_reductions.py
     tests/init/test_deferred.py tests/init/test_deferred_generators.py tests/init/test_deferred_tensors.py
-    tests/optim/test_optim.py tests/train/test_loop.py"
+    tests/optim/test_optim.py tests/train/test_loop.py tests/train/data tests/train/models tests/train/finetune"
 
 version=${1:-}
 case "$version" in
@@ -31,15 +31,15 @@ case "$version" in
 esac
 
 python=.venvs/torch-$version/bin/python
-if ! "$python" -c 'import shardwright, torch, pytest, hypothesis, xdist, transformers' >/dev/null 2>&1; then
+if ! "$python" -c 'import shardwright, torch, pytest, hypothesis, xdist, transformers, pyarrow, fsspec' >/dev/null 2>&1; then
     echo "versions: making .venvs/torch-$version"
     "${PYTHON:-python3}" -m venv --clear ".venvs/torch-$version"
     # A CPU wheel, if the index has one, saves gigabytes.
     "$python" -m pip install --quiet "torch==$version.0+cpu" 2>/dev/null ||
         "$python" -m pip install --quiet "torch==$version.*"
     # torchao is built for one version of torch; its tests skip without it.
-    "$python" -m pip install --quiet --editable '.[lightning,train]' "torch==$version.*" \
-        'hypothesis>=6.100' 'pytest>=8.2' 'pytest-xdist>=3.6' 'safetensors>=0.4.3' 'transformers>=5'
+    "$python" -m pip install --quiet --editable '.[data,hf,lightning,train]' "torch==$version.*" \
+        'hypothesis>=6.100' 'pytest>=8.2' 'pytest-xdist>=3.6' 'safetensors>=0.4.3'
 fi
 
 if [ "${1:-}" = all ]; then
