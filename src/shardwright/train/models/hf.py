@@ -23,7 +23,7 @@ from shardwright.checkpoint.conversions import transformers_key_map
 from shardwright.checkpoint.files import INDEX, StoredTensor, open_stored
 from shardwright.checkpoint.names import Source
 from shardwright.train.errors import UserError
-from shardwright.train.finetune.adapters import ADAPTER_PARAMETERS
+from shardwright.train.finetune.layers import ADAPTER_PARAMETERS
 from shardwright.train.hub import fetch_file, fetch_files, fetch_first
 from shardwright.train.models.documents import Separation, separation_of
 from shardwright.train.models.language_model import LanguageModel, draws_numbers, multiplied

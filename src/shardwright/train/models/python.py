@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.extend.registry import ExtensionError, call, import_value
-from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.models.language_model import LanguageModel, multiplied
 from shardwright.train.models.shapes import PythonShape
@@ -81,7 +80,7 @@ class PythonModel(LanguageModel):
         return 6 * multiplied(self.model, self._embedding[0] if self._embedding else None, self.tied)
 
 
-def check(shape: PythonShape, config: Config) -> None:
+def check(shape: PythonShape, config: object) -> None:
     """Refuse a job that the model cannot run. The model is built on the meta device for this.
 
     Raises:
