@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from shardwright.extend.registry import ExtensionError, call, import_value
 from shardwright.train.errors import UserError
-from shardwright.train.models.language_model import LanguageModel, multiplied
+from shardwright.train.models.foreign import ForeignModel
+from shardwright.train.models.language_model import multiplied
 from shardwright.train.models.shapes import PythonShape
 from shardwright.train.models.units import Units, find_units
 
@@ -27,11 +28,10 @@ EXPECTED = (
 )
 
 
-class PythonModel(LanguageModel):
+class PythonModel(ForeignModel):
     """A user's model. Its parameters have the user's names after "model."."""
 
     draws = True
-    foreign = True
     whole_graph = False
 
     def __init__(self, shape: PythonShape) -> None:
@@ -51,12 +51,6 @@ class PythonModel(LanguageModel):
         self.units = _units(self.model, shape)
         self.tied = self.units.tied
         self._embedding = [m for m in self.model.modules() if isinstance(m, nn.Embedding)][:1]
-
-    def blocks(self) -> list[nn.Module]:
-        return list(self.units.blocks)
-
-    def head(self) -> list[nn.Module]:
-        return list(self.units.head)
 
     def forward(
         self,
