@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwright.train.config import load_config
-from shardwright.train.data.corpus import load_corpus
+from shardwright.train.data.dataset import load_dataset
 from shardwright.train.stop import StopRequest
 from shardwright.train.trainer import Trainer
 from shardwright.train.world import World, make_mesh
@@ -92,7 +92,7 @@ def run(rank: int, ranks: int, args: argparse.Namespace, folder: str) -> None:
             }
             config = load_config(args.config, [(key, str(value)) for key, value in settings.items()])
             world = World(rank, ranks, torch.device("cpu"), make_mesh(config.parallel, "cpu", ranks))
-            trainer = Trainer(config, world, load_corpus(config.data))
+            trainer = Trainer(config, world, load_dataset(config))
             losses = []
             with StopRequest() as stop:
                 for _ in range(args.steps - 1):

@@ -16,6 +16,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from pydoc_data.topics import topics  # half a MB of English text, a part of every CPython
 from typing import Any
 
 import torch
@@ -24,8 +25,6 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright as sw
-from shardwright.train.config import DataConfig
-from shardwright.train.data.corpus import batch, load_corpus
 from shardwright.train.finetune.adapters import adapt, is_adapter, statement
 from shardwright.train.finetune.peft_files import write_adapters
 from shardwright.train.finetune.settings import FinetuneConfig
@@ -52,6 +51,14 @@ def make_pretrained(folder: Path) -> None:
     torch.manual_seed(0)
     key_map, config = hugging_face.key_map(shape), hugging_face.config_json(shape)
     sw.save_pretrained(model_of(shape), folder, key_map=key_map, config=config)
+
+
+def batch(tokens: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets, int64 [BATCH, LENGTH]: pieces of the text that depend on the number alone."""
+    generator = torch.Generator().manual_seed(number)
+    starts = torch.randint(len(tokens) - LENGTH, (BATCH, 1), generator=generator)
+    rows = tokens[starts + torch.arange(LENGTH + 1)].long()
+    return rows[:, :-1], rows[:, 1:]
 
 
 def main() -> None:
@@ -110,10 +117,10 @@ def main() -> None:
     say(f"on {mesh.size()} ranks; {statement(model)}")
 
     optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(adapters, lr=3e-2, weight_decay=0.0))
-    corpus = load_corpus(DataConfig(source="pydoc"))
+    tokens = torch.frombuffer(bytearray("\n\n".join(topics.values()).encode()), dtype=torch.uint8)
     for step in range(options.steps):
-        number = (step * mesh.size() + mesh.get_rank()) * BATCH  # every rank has data of its own
-        inputs, targets = (t.to(device) for t in batch(corpus, 0, number, BATCH, LENGTH))
+        number = step * mesh.size() + mesh.get_rank()  # every rank has data of its own
+        inputs, targets = (t.to(device) for t in batch(tokens, number))
         loss = F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
         loss.backward()
         sw.clip_grad_norm_(adapters, 1.0)

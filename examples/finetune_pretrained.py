@@ -19,6 +19,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from pydoc_data.topics import topics  # half a MB of English text, a part of every CPython
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright as sw
-from shardwright.train.config import DataConfig
-from shardwright.train.data.corpus import Corpus, batch, load_corpus
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import model_of
 from shardwright.train.models.presets import LlamaConfig
@@ -50,21 +49,21 @@ def make_pretrained(folder: Path) -> None:
     )
 
 
-def corpus_for(folder: Path, vocab_size: int) -> Corpus:
-    """Python's own reference as ids of the folder's tokenizer; as bytes if the model has exactly one id for each byte.
+def tokens_for(folder: Path, vocab_size: int) -> torch.Tensor:
+    """Python's own reference as ids of the folder's tokenizer, int [N]; as bytes if the model has one id for each byte.
 
     Other text would train other rows of the embedding than those that the pretrained model uses, in silence. So a model
     with another vocabulary and without tokenizer.json ends the program.
     """
-    corpus = load_corpus(DataConfig(source="pydoc"))
+    text = "\n\n".join(topics.values())
     file = folder / "tokenizer.json"
     if not file.is_file():
-        if vocab_size != corpus.vocab_size:
+        if vocab_size != 256:
             raise SystemExit(
                 f"error: {folder}: expected tokenizer.json for a model of {vocab_size} ids, found none; bytes are ids "
-                f"only of a model with {corpus.vocab_size}. Copy the model's tokenizer.json into the folder."
+                "only of a model with 256. Copy the model's tokenizer.json into the folder."
             )
-        return corpus
+        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError:
@@ -76,9 +75,15 @@ def corpus_for(folder: Path, vocab_size: int) -> Corpus:
             f"error: {file}: expected ids below the model's {vocab_size}, found {max(ids)}; this tokenizer does not "
             "belong to this model"
         )
-    text = bytes(corpus.train.tolist()).decode("utf-8", "ignore")
-    tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids, dtype=torch.int32)
-    return Corpus(tokens, tokens[:0], corpus.sha256, vocab_size)
+    return torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids, dtype=torch.int32)
+
+
+def batch(tokens: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets, int64 [BATCH, LENGTH]: pieces of the text that depend on the number alone."""
+    generator = torch.Generator().manual_seed(number)
+    starts = torch.randint(len(tokens) - LENGTH, (BATCH, 1), generator=generator)
+    rows = tokens[starts + torch.arange(LENGTH + 1)].long()
+    return rows[:, :-1], rows[:, 1:]
 
 
 def main() -> None:
@@ -114,7 +119,7 @@ def main() -> None:
     target = target or Path(scratch) / "tuned"
 
     shape = hugging_face.shape_of(json.loads((source / "config.json").read_text()))
-    corpus = corpus_for(source, shape.vocab_size)  # before anything is allocated
+    tokens = tokens_for(source, shape.vocab_size)  # before anything is allocated
     key_map = hugging_face.key_map(shape)
     torch.manual_seed(0)
     with sw.deferred_init():  # nothing is allocated
@@ -132,8 +137,8 @@ def main() -> None:
 
     optimizer = sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
     for step in range(options.steps):
-        number = (step * mesh.size() + mesh.get_rank()) * BATCH  # every rank has data of its own
-        inputs, targets = (t.to(device) for t in batch(corpus, 0, number, BATCH, LENGTH))
+        number = step * mesh.size() + mesh.get_rank()  # every rank has data of its own
+        inputs, targets = (t.to(device) for t in batch(tokens, number))
         loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
         loss.backward()
         sw.clip_grad_norm_(model.parameters(), 1.0)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.house import circles, imports_of_package
+
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 README = (ROOT / "README.md").read_text()
@@ -125,3 +127,27 @@ def test_tests_import_no_tests() -> None:
     )
     tests = (ROOT / "tests").rglob("*.py")
     assert [str(path.relative_to(ROOT)) for path in tests if imports.search(path.read_text())] == []
+
+
+def test_modules_import_in_one_direction() -> None:
+    """Imports for type checkers and imports inside functions count, too: they show which module knows which."""
+    graph = imports_of_package()
+    assert len(graph) > 200
+    assert circles(graph) == []
+
+
+def test_circles_are_found(tmp_path: Path) -> None:
+    """The search itself: a module that another one imports in a function, and an import for type checkers."""
+    files = {
+        "first.py": "def late():\n    from shardwright.room import second\n",
+        "second.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shardwright.room.third import A\n",
+        "third.py": "from .first import late\n",
+        "fourth.py": "import shardwright.room.first\n",
+        "__init__.py": "",
+    }
+    room = tmp_path / "shardwright" / "room"
+    room.mkdir(parents=True)
+    for name, text in files.items():
+        (room / name).write_text(text)
+    names = [f"shardwright.room.{name}" for name in ("first", "second", "third")]
+    assert circles(imports_of_package(tmp_path)) == [names]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -34,14 +34,14 @@ class Class(NamedTuple):
     attributes: int
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(SOURCE).with_suffix("").parts
+def module_name(path: Path, source: Path = SOURCE) -> str:
+    parts = path.relative_to(source).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(path: Path, modules: set[str]) -> set[str]:
+def imports_of(path: Path, modules: set[str], source: Path = SOURCE) -> set[str]:
     """Modules of the package that a file imports, those inside functions and for type checkers among them."""
-    own = module_name(path)
+    own = module_name(path, source)
     package = own if path.name == "__init__.py" else own.rpartition(".")[0]
     result: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -56,6 +56,13 @@ def imports_of(path: Path, modules: set[str]) -> set[str]:
                 full = f"{base}.{alias.name}"
                 result.add(full if full in modules else base)
     return (result & modules) - {own}
+
+
+def imports_of_package(source: Path = SOURCE) -> Graph:
+    """By module below a folder, the modules there that it imports."""
+    paths = sorted(source.rglob("*.py"))
+    modules = {module_name(path, source) for path in paths}
+    return {module_name(path, source): imports_of(path, modules, source) for path in paths}
 
 
 def circles(graph: Graph) -> list[list[str]]:
@@ -171,10 +178,7 @@ def main() -> int:
 
     source = sorted(SOURCE.rglob("*.py"))
     tests = sorted(TESTS.rglob("*.py"))
-    modules = {module_name(path) for path in source}
-    graph: Graph = defaultdict(set)
-    for path in source:
-        graph[module_name(path)] = imports_of(path, modules)
+    graph = imports_of_package()
     rings = circles(graph)
     print(f"circles of imports: {len(rings)}")
     for ring in rings:

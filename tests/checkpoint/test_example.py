@@ -24,10 +24,9 @@ def losses(output: str) -> list[float]:
 @multirank(2)
 def test_it_makes_loads_tunes_and_saves(rank: int, world_size: int, tmp_path: Path) -> None:
     pytest.importorskip("pydantic", reason="needs the extra train")
-    from shardwright.train.config import DataConfig
-    from shardwright.train.data.corpus import batch, load_corpus
     from shardwright.train.models import hugging_face
     from shardwright.train.models.build import model_of
+    from tests.train.kit.text import batch, pydoc, text_of
 
     script = ROOT / "examples" / "finetune_pretrained.py"
     first = printed_by(script, "--to", tmp_path / "tuned", scratch=tmp_path)
@@ -43,7 +42,7 @@ def test_it_makes_loads_tunes_and_saves(rank: int, world_size: int, tmp_path: Pa
     shape = hugging_face.shape_of(json.loads((tmp_path / "tuned" / "config.json").read_text()))
     model = model_of(shape)
     sw.load_pretrained(model, tmp_path / "tuned", key_map=hugging_face.key_map(shape))
-    inputs, targets = batch(load_corpus(DataConfig(source="pydoc")), 0, 0, 4, 128)
+    inputs, targets = batch(text_of(pydoc()), 0, 0, 4, 128)
     loss = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     assert loss.item() < losses(first)[0] - 1
 

@@ -155,7 +155,7 @@ def start(
     *arguments: str | Path, environment: dict[str, str] | None = None, **options: Any
 ) -> subprocess.Popen[str]:
     """`shardwright` as a process of its own."""
-    source = Path(cli.__file__).parents[1]
+    source = Path(cli.__file__).parents[2]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(source), **(environment or {})}
     command = [sys.executable, "-m", "shardwright", *map(str, arguments)]
     return subprocess.Popen(

@@ -11,7 +11,7 @@ import torch
 from shardwright import cli
 from shardwright.train.checkpoint import load_weights
 from shardwright.train.config import load_config
-from shardwright.train.data import decode
+from shardwright.train.data.tokenizers import Bytes
 from shardwright.train.generate import generate, sample
 from shardwright.train.models.build import build_model
 
@@ -24,7 +24,7 @@ def test_without_temperature_the_likeliest_token_is_taken(plain_run: Path) -> No
         with torch.no_grad():
             tokens.append(int(model(torch.tensor([tokens[-32:]]))[0, -1].argmax()))
     text = generate(plain_run, "The class", tokens=70, temperature=0.0, top_k=0, seed=0)
-    assert text == "The class" + decode(tokens[9:])
+    assert text == "The class" + Bytes().decode(tokens[9:])
 
 
 def test_draws_repeat_with_the_seed_and_differ_without(plain_run: Path) -> None:

@@ -16,7 +16,6 @@ from shardwright._torch import memory_can_be_swapped
 from shardwright.train import checkpoint, parallel
 from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
-from shardwright.train.data.corpus import batch
 from shardwright.train.errors import UserError
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import build_model
@@ -29,8 +28,9 @@ from tests.support.matrix import select, together
 from tests.support.pool import multirank, world_mesh
 from tests.train.jobs import tiny
 from tests.train.kit.hybrid import TINY, whole_loss
-from tests.train.kit.parallel import corpus, next_step
+from tests.train.kit.parallel import next_step
 from tests.train.kit.tensor_parallel import trainer
+from tests.train.kit.text import batch, random_text
 
 MODEL: dict[str, Any] = {
     "kind": "hybrid", "pattern": "ME*-", "mtp_pattern": "E", "dim": 32, "n_layers": None, "n_heads": 4,
@@ -109,7 +109,7 @@ def gradients(mine: Trainer) -> dict[str, torch.Tensor]:
 
 def check_gradients(mine: Trainer, dtype: torch.dtype, tolerance: float) -> None:
     plain = plain_model(mine.config).to(dtype)
-    whole_loss(plain, *batch(corpus(), 0, 0, 8, 32)).backward()
+    whole_loss(plain, *batch(random_text(), 0, 0, 8, 32)).backward()
     found = gradients(mine)
     assert found.keys() == dict(plain.named_parameters()).keys()
     for name, p in plain.named_parameters():
@@ -150,7 +150,7 @@ def test_training_equals_the_plain_model(
     # bf16 has 8 bits, and tokens between two experts may fall to either, which are few to each.
     narrow = dtype == "bfloat16"
     check_gradients(mine, torch.bfloat16 if narrow else torch.float32, 0.2 if narrow else 2e-5)
-    for found, wanted in zip(steps(mine, 2), plain_steps(config, corpus(), 2), strict=True):
+    for found, wanted in zip(steps(mine, 2), plain_steps(config, random_text(), 2), strict=True):
         assert found == pytest.approx(wanted, rel=3e-2 if narrow else 2e-4)
 
 
@@ -203,7 +203,7 @@ def test_runs_go_on_with_other_ranks(
     assert steps(other, 1)[0] == pytest.approx(steps(one, 1)[0], rel=2e-4)
     plain = plain_model(one.config)
     checkpoint.load_weights(folder, plain)  # as `shardwright generate` does
-    text = batch(corpus(), 0, 0, 8, 32)[0]
+    text = batch(random_text(), 0, 0, 8, 32)[0]
     one.position = checkpoint.load(folder, one.model, one.optimizer, one.shapes)
     with torch.no_grad():
         logits = one.model(text)

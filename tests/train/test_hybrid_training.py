@@ -10,7 +10,6 @@ import torch
 
 import shardwright as sw
 from shardwright.train.config import Config
-from shardwright.train.data.corpus import batch as batch_of
 from shardwright.train.layouts import alike, units_of
 from shardwright.train.models.build import build_model
 from shardwright.train.models.hybrid import HYBRID_PRESETS, Hybrid, MixtureOfExperts
@@ -20,7 +19,9 @@ from shardwright.train.world import World, make_mesh
 from tests.support import multirank, world_mesh
 from tests.train import jobs
 from tests.train.kit.hybrid import tiny, tokens, whole_loss
-from tests.train.kit.parallel import corpus, dataset_of
+from tests.train.kit.parallel import dataset_of
+from tests.train.kit.text import batch as batch_of
+from tests.train.kit.text import random_text
 
 # ------------------------------------------------------------------------------
 # Sharded
@@ -117,7 +118,7 @@ def test_trainer_trains_like_a_plain_model(rank: int, world_size: int, engine: s
     job = trainer(config, rank, world_size)
     for step in range(3):
         # The whole global batch at once: the loss must not depend on how sequences are spread.
-        loss = whole_loss(plain, *batch_of(corpus(), 0, step * 8, 8, 32))
+        loss = whole_loss(plain, *batch_of(random_text(), 0, step * 8, 8, 32))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.2)
         for group in optimizer.param_groups:

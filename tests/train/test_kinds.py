@@ -11,7 +11,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.models import hugging_face, kinds
 from shardwright.train.models.build import model_of
 from shardwright.train.models.presets import PRESETS, LlamaConfig
-from shardwright.train.sections import ModelConfig
+from shardwright.train.sections.model import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,12 @@ import torch.nn.functional as F
 
 from shardwright.train.checkpoint import load_weights, saved_steps
 from shardwright.train.config import OptimizerConfig, load_config
-from shardwright.train.data import load_corpus
-from shardwright.train.data.corpus import batch
 from shardwright.train.models.build import build_model
 from shardwright.train.peaks import peak_flops
 from shardwright.train.runs import RunFolder
 from shardwright.train.trainer import learning_rate
 from tests.train.jobs import config_file, losses, records, train_here
+from tests.train.kit.text import batch, pydoc, text_of
 
 
 def test_run_folder_holds_everything(plain_run: Path) -> None:
@@ -30,7 +29,7 @@ def test_run_folder_holds_everything(plain_run: Path) -> None:
     assert all(step["mfu"] is None and step["memory_active"] > 0 for step in taken)
     assert all(0 < step["data_seconds"] < step["seconds"] for step in taken)
     assert saved_steps(folder.checkpoints) == [8, 6]  # 3 was deleted: two are kept
-    assert record["status"] == "finished" and record["corpus"]["sha256"] == load_corpus(config.data).sha256
+    assert record["status"] == "finished" and record["corpus"]["sha256"] == text_of(pydoc()).sha256
     assert record["sessions"][0]["engine"] == "none" and record["sessions"][0]["end"]
     assert record["parameters"] == build_model(config.model, 256).num_params()
     assert folder.picture.read_bytes().startswith(b"\x89PNG")
@@ -40,15 +39,15 @@ def test_run_folder_holds_everything(plain_run: Path) -> None:
 
 def test_losses_are_those_of_a_plain_loop(plain_run: Path) -> None:
     config = load_config(plain_run / "config.toml")
-    corpus = load_corpus(config.data)
+    text = text_of(pydoc(), config.data.validation_fraction)
     torch.manual_seed(0)
-    model = build_model(config.model, corpus.vocab_size)
+    model = build_model(config.model, 256)
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     for number, record in enumerate(records(plain_run)):
-        inputs, targets = batch(corpus, 0, number * 8, 8, 32)  # the whole global batch at once
+        inputs, targets = batch(text, 0, number * 8, 8, 32)  # the whole global batch at once
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -64,10 +63,10 @@ def test_losses_are_those_of_a_plain_loop(plain_run: Path) -> None:
 
 def test_validation_is_the_mean_over_its_windows(plain_run: Path) -> None:
     config = load_config(plain_run / "config.toml")
-    corpus = load_corpus(config.data)
-    model = build_model(config.model, corpus.vocab_size)
+    text = text_of(pydoc(), config.data.validation_fraction)
+    model = build_model(config.model, 256)
     load_weights(plain_run / "checkpoints" / "step-8", model)
-    inputs, targets = batch(corpus, 0, 0, 16, 32, split="validation")  # 2 global batches
+    inputs, targets = batch(text, 0, 0, 16, 32, split="validation")  # 2 global batches
     with torch.no_grad():
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     assert records(plain_run)[-1]["validation_loss"] == pytest.approx(loss.item(), rel=1e-5)

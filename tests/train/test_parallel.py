@@ -24,7 +24,8 @@ from shardwright.train.world import World, make_mesh
 from tests.support.matrix import select, together
 from tests.support.pool import multirank
 from tests.train.jobs import tiny
-from tests.train.kit.parallel import corpus, dataset_of, plain_steps, take_steps
+from tests.train.kit.parallel import dataset_of, plain_steps, take_steps
+from tests.train.kit.text import batch, random_text
 
 ENGINES = ["ddp", "fsdp1", "fsdp2", "shardwright"]
 STEPS = 3
@@ -123,14 +124,12 @@ def test_validation_between_steps_changes_nothing(rank: int, world_size: int, en
 @pytest.mark.parametrize(("batches", "windows"), [(1, 12), (9, 31)])
 def test_validation_counts_every_window_once(rank: int, world_size: int, batches: int, windows: int) -> None:
     """12 windows do not fill the last round of 3 ranks x 2 windows evenly, 31 (all there are) neither of any."""
-    from shardwright.train.data.corpus import batch
-
     config = tiny(train={"global_batch": 12, "micro_batch": 2}, validation={"batches": batches},
                   parallel={"engine": "shardwright"})  # fmt: skip
     job = trainer(config, rank, world_size)
     torch.manual_seed(0)
     plain = build_model(config.model, 256)
-    inputs, targets = batch(corpus(), 0, 0, windows, 32, split="validation")
+    inputs, targets = batch(random_text(), 0, 0, windows, 32, split="validation")
     with torch.no_grad():
         expected = F.cross_entropy(plain(inputs).flatten(0, 1), targets.flatten())
     assert job.validate() == pytest.approx(expected.item(), rel=1e-5)

@@ -63,7 +63,7 @@ def test_signal_saves_and_the_run_goes_on(tmp_path: Path) -> None:
     assert RunFolder(folder).record()["status"] == "interrupted"
     # The command works as it was printed, without the configuration's file.
     command = out.partition("to continue:\n")[2].splitlines()[0]
-    variables = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    variables = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     again = subprocess.run(
         f"{command} --train.steps {done + 1}",
         shell=True,

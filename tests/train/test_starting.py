@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwright import cli
+from shardwright.cli import program
 from shardwright.train import lock, patience
 from shardwright.train.agreement import Statement, agree, facts_of, is_to_report
 from shardwright.train.ending import Complaint, Ending, conclude
@@ -192,7 +194,8 @@ def test_a_file_in_place_of_a_package_is_named(
             "No module named 'rich.console'; 'rich' is not a package", name="rich.console"
         )
 
-    monkeypatch.setattr(cli, "_compare", fails)
+    command = dataclasses.replace(program.COMMANDS["compare"], run=fails)
+    monkeypatch.setitem(program.COMMANDS, "compare", command)
     assert cli.main(["compare", "a", "b"]) == 2
     assert capsys.readouterr().err.startswith(
         "error: Python imports /home/me/rich.py instead of the package rich; rename this file"

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from shardwright.train import checkpoint
 from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
-from shardwright.train.data.corpus import batch
 from shardwright.train.errors import UserError
 from shardwright.train.generate import sample
 from shardwright.train.models.build import build_model
 from tests.support.pool import multirank
 from tests.train.jobs import tiny
-from tests.train.kit.parallel import corpus, plain_steps, take_steps
+from tests.train.kit.parallel import plain_steps, take_steps
 from tests.train.kit.tensor_parallel import trainer
+from tests.train.kit.text import batch, random_text
 
 STEPS = 3
 
@@ -87,7 +87,7 @@ def test_validation_counts_every_window_once(rank: int, world_size: int, vocab_s
     torch.manual_seed(config.run.seed)
     plain = build_model(config.model, 256)
     windows = config.validation.batches * config.train.global_batch
-    inputs, targets = batch(corpus(), 0, 0, windows, config.train.seq_len, split="validation")
+    inputs, targets = batch(random_text(), 0, 0, windows, config.train.seq_len, split="validation")
     with torch.no_grad():
         wanted = F.cross_entropy(plain(inputs).flatten(0, 1), targets.flatten())
     assert trainer(config, rank, world_size).validate() == pytest.approx(wanted.item(), rel=1e-5)

@@ -72,7 +72,7 @@ def test_a_locale_without_utf8(tmp_path: Path) -> None:
     ]
     variables = {
         **os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(cli.__file__).parents[1]),
+        "PYTHONPATH": str(Path(cli.__file__).parents[2]),
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *commands], env=variables, capture_output=True, text=True, timeout=240

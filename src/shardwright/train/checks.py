@@ -11,7 +11,7 @@ from shardwright.train.config import Config, TrainConfig
 from shardwright.train.environment import choose_device, under_launcher
 from shardwright.train.errors import UserError
 from shardwright.train.host_memory import check_model_fits, ranks_of_host
-from shardwright.train.models.kinds import check_job, kind_of
+from shardwright.train.models.kinds import kind_of, offers_of
 from shardwright.train.models.presets import HybridConfig
 from shardwright.train.optimizers import optimizers
 
@@ -82,7 +82,9 @@ def check_ranks(config: Config, ranks: int) -> None:
     if parallel.expert > 1:
         _check_expert_parallel(config, gathered)
     config.train.accumulation_steps(ranks)
-    check_job(config)
+    shape = config.model.shape()
+    if (check_model := offers_of(shape).check) is not None:
+        check_model(shape, config)
     check_model_fits(config, world, ranks_of_host(world, under_launcher()), choose_device(config))
 
 

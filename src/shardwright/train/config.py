@@ -25,20 +25,17 @@ from shardwright.train.finetune.settings import FinetuneConfig
 from shardwright.train.models.kinds import kinds
 from shardwright.train.one_of import UNKNOWN_KEY, WRONG_NAME, OneOf
 from shardwright.train.schema import Config, toml_value
-from shardwright.train.sections import (
-    ActivationConfig,
-    CheckpointConfig,
-    DataConfig,
-    LogConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RopeScalingConfig,
-    RunConfig,
-    Section,
-    TrainConfig,
-    ValidationConfig,
-)
+from shardwright.train.sections.activations import ActivationConfig
+from shardwright.train.sections.base import Section
+from shardwright.train.sections.checkpoint import CheckpointConfig
+from shardwright.train.sections.data import DataConfig
+from shardwright.train.sections.log import LogConfig
+from shardwright.train.sections.model import ModelConfig, RopeScalingConfig
+from shardwright.train.sections.optimizer import OptimizerConfig
+from shardwright.train.sections.parallel import ParallelConfig
+from shardwright.train.sections.run import RunConfig
+from shardwright.train.sections.train import TrainConfig
+from shardwright.train.sections.validation import ValidationConfig
 
 __all__ = [
     "ActivationConfig",

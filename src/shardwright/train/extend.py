@@ -4,8 +4,8 @@ from shardwright.train.metrics import RunEnd, Sink, StepRecord
 from shardwright.train.models.decoder import Decoder
 from shardwright.train.models.kinds import Kind, Offers, kinds
 from shardwright.train.models.language_model import LanguageModel
-from shardwright.train.optimizers import NamedOptimizer, optimizers
-from shardwright.train.sinks import NamedSink, RunSite, sinks
+from shardwright.train.optimizers import NamedOptimizer, OptimizerSettings, optimizers
+from shardwright.train.sinks import NamedSink, RunConfiguration, RunSite, sinks
 
 __all__ = [
     "Decoder",
@@ -14,6 +14,8 @@ __all__ = [
     "NamedOptimizer",
     "NamedSink",
     "Offers",
+    "OptimizerSettings",
+    "RunConfiguration",
     "RunEnd",
     "RunSite",
     "Sink",

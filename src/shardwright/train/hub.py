@@ -1,4 +1,4 @@
-"""Files of models on the Hugging Face hub, by name. huggingface_hub is imported when a file is fetched.
+"""Files of models and tokenizers on the Hugging Face hub. huggingface_hub is imported when a file is fetched.
 
 HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE have their usual meaning. Nothing that is fetched is executed.
 """
@@ -92,6 +92,29 @@ def fetch_files(name: str, files: Sequence[str], key: str) -> Path:
     return _fetch(name, ", ".join(files[:3]), key, fetch)
 
 
+def fetch_folder(name: str, needed: str, optional: Sequence[str], key: str) -> Path:
+    """The local folder with one file of a model, and with those of the optional files that the model has.
+
+    Raises:
+        UserError: as :func:`fetch_file`. Without a connection an optional file may be missing in the local cache only
+            if HF_HUB_OFFLINE is set: then the files in the cache are all that are used.
+    """
+    folder = fetch_file(name, needed, key).parent
+    for file in optional:
+        try:
+            fetch_file(name, file, key)
+        except MissingFile:
+            pass
+        except Unreachable as error:
+            from huggingface_hub import constants
+
+            if not constants.HF_HUB_OFFLINE:
+                raise Unreachable(
+                    f"{error}; or set HF_HUB_OFFLINE=1 to use the files in the cache alone"
+                ) from None
+    return folder
+
+
 def pinned(name: str, file: Path) -> str:
     """The name with the commit of a fetched file as its revision: ``owner/model@commit``."""
     commit = file.parent.name
@@ -109,8 +132,8 @@ def _fetch(name: str, what: str, key: str, fetch: Callable[[str, str | None, str
         )
     except ImportError:
         raise UserError(
-            f"{key}: found no folder {name} here, and models of the hub need huggingface_hub, which is not installed; "
-            "install shardwright[hf], or set a folder"
+            f"{key}: found nothing at {name} here, and models of the hub need huggingface_hub, which is not installed; "
+            "install shardwright[hf], or set a path on this machine"
         ) from None
     repository, _, revision = name.partition("@")
     endpoint = os.environ.get("HF_ENDPOINT") or None
@@ -123,13 +146,13 @@ def _fetch(name: str, what: str, key: str, fetch: Callable[[str, str | None, str
         problem = f"{repository} on {hub} has no revision {revision}; set another one after @"
     except RepositoryNotFoundError:
         problem = (
-            f"found neither a folder {name} here nor a model {repository} on {hub}; correct the name, or set HF_TOKEN "
-            "for a private model"
+            f"found nothing at {name} here, and no model {repository} on {hub}; correct the name, or set HF_TOKEN for "
+            "a private model"
         )
     except LocalEntryNotFoundError:
         raise Unreachable(
             f"{key}: {what} of {repository} is not in the local cache, and {hub} does not answer; connect this "
-            "machine, or set the folder of a model"
+            "machine, or set a path on this machine"
         ) from None
     except EntryNotFoundError:
         raise MissingFile(f"{key}: {repository} on {hub} has no {what}; set a model that has it") from None

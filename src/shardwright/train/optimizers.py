@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwright.extend.registry import ExtensionError, Registry, call, check_signature
 
@@ -15,10 +15,36 @@ if TYPE_CHECKING:
     import torch
 
     from shardwright.optim.needs import Needs
-    from shardwright.train.config import OptimizerConfig
 
     Parameters = list[tuple[str, torch.nn.Parameter]]
-    Make = Callable[[Parameters, Parameters, OptimizerConfig], torch.optim.Optimizer]
+    Make = Callable[[Parameters, Parameters, "OptimizerSettings"], torch.optim.Optimizer]
+
+
+class OptimizerSettings(Protocol):
+    """The values of `[optimizer]` of which an optimizer is made."""
+
+    @property
+    def lr(self) -> float: ...
+
+    @property
+    def betas(self) -> tuple[float, float]: ...
+
+    @property
+    def eps(self) -> float: ...
+
+    @property
+    def weight_decay(self) -> float: ...
+
+    @property
+    def momentum(self) -> float: ...
+
+    @property
+    def ns_steps(self) -> int: ...
+
+    @property
+    def options(self) -> Mapping[str, bool | int | float | str]:
+        """The options that the configuration sets, without the defaults."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +84,7 @@ class NamedOptimizer:
         check_signature(f"NamedOptimizer {self.name!r}: make", self.make, "decayed", "others", "settings")
 
     def build(
-        self, decayed: Parameters, others: Parameters, settings: OptimizerConfig
+        self, decayed: Parameters, others: Parameters, settings: OptimizerSettings
     ) -> torch.optim.Optimizer:
         """What ``make`` makes.
 
@@ -87,7 +113,7 @@ class NamedOptimizer:
         return None
 
 
-def _adamw(decayed: Parameters, others: Parameters, settings: OptimizerConfig) -> torch.optim.Optimizer:
+def _adamw(decayed: Parameters, others: Parameters, settings: OptimizerSettings) -> torch.optim.Optimizer:
     import torch
 
     groups: list[dict[str, Any]] = [
@@ -106,7 +132,7 @@ def _groups(decayed: Parameters, others: Parameters) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def _adamw8bit(decayed: Parameters, others: Parameters, settings: OptimizerConfig) -> torch.optim.Optimizer:
+def _adamw8bit(decayed: Parameters, others: Parameters, settings: OptimizerSettings) -> torch.optim.Optimizer:
     from shardwright.optim import AdamW8bit
 
     return AdamW8bit(
@@ -114,7 +140,7 @@ def _adamw8bit(decayed: Parameters, others: Parameters, settings: OptimizerConfi
     )
 
 
-def _muon(decayed: Parameters, others: Parameters, settings: OptimizerConfig) -> torch.optim.Optimizer:
+def _muon(decayed: Parameters, others: Parameters, settings: OptimizerSettings) -> torch.optim.Optimizer:
     """Both rules have one rate and one decay, since Muon's updates are scaled to AdamW's."""
     from shardwright.optim import Muon
 

@@ -15,19 +15,17 @@ from shardwright.train.finetune.settings import FinetuneConfig, conflict
 from shardwright.train.models.kinds import kind_of
 from shardwright.train.models.presets import HybridConfig
 from shardwright.train.optimizers import optimizers
-from shardwright.train.sections import (
-    ActivationConfig,
-    CheckpointConfig,
-    DataConfig,
-    LogConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    Section,
-    TrainConfig,
-    ValidationConfig,
-)
+from shardwright.train.sections.activations import ActivationConfig
+from shardwright.train.sections.base import Section
+from shardwright.train.sections.checkpoint import CheckpointConfig
+from shardwright.train.sections.data import DataConfig
+from shardwright.train.sections.log import LogConfig
+from shardwright.train.sections.model import ModelConfig
+from shardwright.train.sections.optimizer import OptimizerConfig
+from shardwright.train.sections.parallel import ParallelConfig
+from shardwright.train.sections.run import RunConfig
+from shardwright.train.sections.train import TrainConfig
+from shardwright.train.sections.validation import ValidationConfig
 
 
 class Config(Section):

@@ -42,7 +42,7 @@ def address(folder: Path) -> None:
         ("pyarrow", rows, ".parquet files need pyarrow, which is not installed; install shardwright[data]"),
         ("tokenizers", file_of_a_tokenizer, "package tokenizers, which is not installed; install shardwright[data]"),
         ("jinja2", template, "need the package jinja2, which is not installed; install shardwright[data]"),
-        ("huggingface_hub", name, "me/tiny is neither a file nor a folder here, and the hub needs huggingface_hub"),
+        ("huggingface_hub", name, "found nothing at me/tiny here, and models of the hub need huggingface_hub"),
         ("fsspec", address, "expected a file system for s3:// that is installed, found none for s3://box/a.txt"),
     ],
 )  # fmt: skip

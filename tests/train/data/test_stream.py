@@ -19,15 +19,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.train.data import Corpus, SampleOrder
 from shardwright.train.data.batch import IGNORED, Batch
-from shardwright.train.data.corpus import batch
 from shardwright.train.data.loader import Loader, Share
 from shardwright.train.data.mixing import SLOTS, Appended
+from shardwright.train.data.order import SampleOrder
 from shardwright.train.data.packing import PackingName, pack
 from shardwright.train.data.stream import Part, Source, Stream
 from shardwright.train.data.tokens import Tokens
 from shardwright.train.errors import UserError
+from tests.train.kit.text import Text, batch
 from tests.train.kit.tokens import random_tokens, source_of, tokens_of
 
 SEQ_LEN, GLOBAL, STEPS = 16, 24, 12
@@ -150,18 +150,18 @@ def test_streams_do_not_change_between_versions() -> None:
 
 
 # ------------------------------------------------------------------------------
-# As the byte corpus has them
+# As a text of bytes has them
 
 
 @pytest.mark.parametrize("seed", [0, 5, 2**40])
 @pytest.mark.parametrize("separate", [False, True])
-def test_windows_of_one_text_are_those_of_the_corpus(seed: int, separate: bool) -> None:
+def test_windows_of_one_text_are_those_of_the_text(seed: int, separate: bool) -> None:
     text = torch.randint(0, 256, (5003,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     tokens = Tokens(text.numpy(), np.array([len(text)]), None, "")
     stream = Stream([source_of(tokens, 32, "split", separate=separate)], [1.0], seed, separate=separate)
-    corpus = Corpus(text, text[:0], sha256="")
+    plain = Text(text, text[:0])
     for first, count in [(0, 8), (150, 40), (10**12, 3)]:
-        inputs, targets = batch(corpus, seed, first, count, 32)
+        inputs, targets = batch(plain, seed, first, count, 32)
         ours = stream.batch(first, count)
         assert torch.equal(ours.inputs, inputs) and torch.equal(ours.targets, targets)
         assert stream.trained(first, count) == count * 32
@@ -171,7 +171,7 @@ def test_windows_of_several_documents_are_those_of_their_text() -> None:
     text = torch.randint(0, 256, (900,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     tokens = Tokens(text.numpy(), np.array([100, 100, 350, 899, 900]), None, "")
     stream = Stream([source_of(tokens, 16, "split", separate=False)], [1.0], 3, separate=False)
-    inputs, targets = batch(Corpus(text, text[:0], sha256=""), 3, 40, 60, 16)
+    inputs, targets = batch(Text(text, text[:0]), 3, 40, 60, 16)
     assert torch.equal(stream.batch(40, 60).inputs, inputs)
     assert torch.equal(stream.batch(40, 60).targets, targets)
 

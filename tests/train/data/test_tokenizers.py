@@ -315,10 +315,10 @@ def test_a_hub_name_fetches_the_tokenizer_and_nothing_else(
 def test_names_that_cannot_be_fetched_say_why(tmp_path: Path, hub: tuple[str, type[Hub]]) -> None:
     endpoint, _ = hub
     message = fetch(tmp_path, endpoint, "me/none")["error"]
-    assert "found neither a file or folder me/none here nor a model me/none on http://127" in message
+    assert "data.tokenizer: found nothing at me/none here, and no model me/none on http://127" in message
     assert "has no revision v9; set another" in fetch(tmp_path, endpoint, "me/tiny@v9")["error"]
     offline = fetch(tmp_path, endpoint, "me/tiny", HF_HUB_OFFLINE="1")["error"]
-    assert "not all files of me/tiny are in the local cache of the hub" in offline
+    assert "tokenizer.json of me/tiny is not in the local cache" in offline
     (tmp_path / "hub" / "tokenizer.json").unlink()
     assert "has no tokenizer.json" in fetch(tmp_path, endpoint, "me/tiny")["error"]
 
@@ -330,7 +330,5 @@ def test_a_hub_that_does_not_answer_is_no_hub_without_the_file(
     (tmp_path / "hub" / "tokenizer_config.json").unlink()
     handler.broken.add("tokenizer_config.json")
     message = fetch(tmp_path, endpoint, "me/tiny")["error"]
-    assert (
-        f"not all files of me/tiny are in the local cache of the hub, and {endpoint} does not answer"
-        in message
-    )
+    missing = f"tokenizer_config.json of me/tiny is not in the local cache, and {endpoint} does not answer"
+    assert missing in message and "set HF_HUB_OFFLINE=1" in message

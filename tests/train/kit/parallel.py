@@ -8,22 +8,16 @@ import torch
 import torch.nn.functional as F
 
 from shardwright.train.config import Config
-from shardwright.train.data import Corpus
 from shardwright.train.data.dataset import Dataset, byte_dataset
 from shardwright.train.models.build import build_model
 from shardwright.train.stop import StopRequest
 from shardwright.train.trainer import Trainer, tensors_of
+from tests.train.kit.text import Text, batch, random_text
 
 
-def corpus() -> Corpus:
-    """Random bytes: any mistake in who sees what changes the loss."""
-    tokens = torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
-    return Corpus(tokens[:3000], tokens[3000:], "random")
-
-
-def dataset_of(config: Config, text: Corpus | None = None) -> Dataset:
-    """The samples of a corpus, or of random bytes."""
-    text = text or corpus()
+def dataset_of(config: Config, text: Text | None = None) -> Dataset:
+    """The samples of a text, or of random bytes."""
+    text = text or random_text()
     return byte_dataset(config, bytes(text.train.tolist()), bytes(text.validation.tolist()), text.sha256)
 
 
@@ -44,8 +38,6 @@ def take_steps(job: Trainer, count: int) -> list[tuple[float, float]]:
 
 def plain_steps(config: Config, count: int) -> list[tuple[float, float]]:
     """The same steps by plain PyTorch on the whole global batch."""
-    from shardwright.train.data.corpus import batch
-
     torch.manual_seed(config.run.seed)
     model, train = build_model(config.model, 256), config.train
     matrices, vectors = (
@@ -58,7 +50,9 @@ def plain_steps(config: Config, count: int) -> list[tuple[float, float]]:
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     results = []
     for step in range(count):
-        inputs, targets = batch(corpus(), 0, step * train.global_batch, train.global_batch, train.seq_len)
+        inputs, targets = batch(
+            random_text(), 0, step * train.global_batch, train.global_batch, train.seq_len
+        )
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), train.max_norm)

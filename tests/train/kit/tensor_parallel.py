@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from shardwright.train.config import Config
-from shardwright.train.data import Corpus
 from shardwright.train.trainer import Trainer
 from shardwright.train.world import World, make_mesh
 from tests.train.kit.parallel import dataset_of
+from tests.train.kit.text import Text
 
 
-def trainer(config: Config, rank: int, world_size: int, text: Corpus | None = None) -> Trainer:
+def trainer(config: Config, rank: int, world_size: int, text: Text | None = None) -> Trainer:
     mesh = make_mesh(config.parallel, "cpu", world_size)
     world = World(rank, world_size, torch.device("cpu"), mesh, config.parallel.tensor)
     return Trainer(config, world, dataset_of(config, text))

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 
 import shardwright as sw
 from shardwright.train import parallel
-from shardwright.train.data.corpus import batch
 from shardwright.train.models import hf
 from shardwright.train.trainer import Trainer
 from tests.engine.kit.models import full
 from tests.support import multirank
 from tests.train.kit.architectures import ARCHITECTURES, folder_with, reloaded
 from tests.train.kit.foreign import job_of
-from tests.train.kit.parallel import corpus, next_step
+from tests.train.kit.parallel import next_step
+from tests.train.kit.text import batch, random_text
 
 pytest.importorskip("transformers", reason="needs transformers")
 
@@ -56,7 +56,7 @@ def expected(path: Path, job: Trainer, ranks: int) -> Expected:
     tokens, losses, sums = 4 * 16, 0.0, {}
     for rank in range(ranks):
         count = 4 // ranks
-        inputs, targets = batch(corpus(), job.config.run.seed, rank * count, count, 16)
+        inputs, targets = batch(random_text(), job.config.run.seed, rank * count, count, 16)
         logits = model(input_ids=inputs, use_cache=False).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").sum()
         model.zero_grad()

@@ -284,7 +284,7 @@ def test_only_the_files_of_the_index_are_fetched(server: list[str], llama: Path,
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("owner/nothing", "found neither a folder owner/nothing here nor a model owner/nothing on http"),
+        ("owner/nothing", "found nothing at owner/nothing here, and no model owner/nothing on http"),
         ("owner/bare", "owner/bare on .* has no config.json"),
         ("owner/llama@v9", "owner/llama on .* has no revision v9; set another one after @"),
         (

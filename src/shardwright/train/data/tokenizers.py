@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from shardwright.train.data.hub import fetched, is_hub_name
 from shardwright.train.errors import UserError
+from shardwright.train.hub import fetch_folder, is_hub_name
 
 Place: TypeAlias = tuple[int, int]
 """The first character of a token in its text, and the one after its last."""
@@ -28,6 +28,8 @@ FILE, CONFIG, TEMPLATE, SPECIAL = (
     "chat_template.jinja",
     "special_tokens_map.json",
 )
+#: Ends of names that are files, and no models of the hub.
+_ENDINGS = (".json", ".model", ".txt", ".jinja")
 #: The texts of a token at the end of documents, in the order of preference, where no configuration names one.
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 #: Texts that may stand before a text that goes on inside a line, so that no token joins both.
@@ -246,8 +248,8 @@ def open_tokenizer(name: str) -> Tokenizer:
         raise UserError(f"{KEY}: expected {FILE} in {path}, found none{hint}")
     if path.is_file():
         return FromFile(path)
-    if is_hub_name(name):
-        return FromFile(fetched(name, FILE, (CONFIG, TEMPLATE, SPECIAL)) / FILE)
+    if is_hub_name(name) and not name.endswith(_ENDINGS):
+        return FromFile(fetch_folder(name, FILE, (CONFIG, TEMPLATE, SPECIAL), KEY) / FILE)
     raise UserError(
         f"{KEY}: expected bytes, the path of a {FILE} or of its folder, or a hub name, found nothing at {name}"
     )

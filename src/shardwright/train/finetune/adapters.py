@@ -17,12 +17,16 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.engine.tensors.parameter import unit_of
-from shardwright.train.finetune.layers import Adapter, Dropout, adapted_class, plain_class, row_lengths
+from shardwright.train.finetune.layers import (
+    ADAPTER_PARAMETERS,
+    Adapter,
+    Dropout,
+    adapted_class,
+    plain_class,
+    row_lengths,
+)
 from shardwright.train.finetune.selection import layers_to_adapt, parameters_to_train
 from shardwright.train.finetune.settings import FinetuneConfig
-
-ADAPTER_PARAMETERS = ("lora_a", "lora_b", "lora_magnitude")
-"""Names of the parameters of an adapter in its layer."""
 
 
 def adapt(model: nn.Module, settings: FinetuneConfig, seed: int) -> None:

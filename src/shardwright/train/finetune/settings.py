@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from shardwright.train.sections import DType, Section
+from shardwright.train.sections.base import DType, Section
 
 if TYPE_CHECKING:
-    from shardwright.train.sections import ParallelConfig, TrainConfig
+    from shardwright.train.sections.parallel import ParallelConfig
+    from shardwright.train.sections.train import TrainConfig
 
 Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
 

@@ -60,9 +60,6 @@ class Decoder(LanguageModel):
 
     parts = ("config", "tok_embeddings", "layers", "norm", "output")
 
-    #: Whether forward keeps the documents of a sample apart. Samples of several documents need a model that does.
-    separates: bool = False
-
     def blocks(self) -> list[nn.Module]:
         """The parts that may be gathered and freed one at a time, in the order in which forward runs them."""
         return list(self.layers)
@@ -70,6 +67,15 @@ class Decoder(LanguageModel):
     def head(self) -> list[nn.Module]:
         """The parts that forward uses last, and the embedding where it shares their matrix."""
         return [*([self.tok_embeddings] if self.tied else []), self.norm, self.output]
+
+    def length_of(self, tokens_BS: Tensor) -> int:
+        """The tokens of a sample, S for [B, S]. Raises ValueError where that is more than `max_seq_len`."""
+        length = tokens_BS.shape[1]
+        if length > self.config.max_seq_len:
+            raise ValueError(
+                f"expected at most max_seq_len = {self.config.max_seq_len} tokens, found {length}"
+            )
+        return length
 
     @torch.no_grad()
     def init_weights(self) -> None:

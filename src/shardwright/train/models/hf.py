@@ -23,10 +23,11 @@ from shardwright.checkpoint.conversions import transformers_key_map
 from shardwright.checkpoint.files import INDEX, StoredTensor, open_stored
 from shardwright.checkpoint.names import Source
 from shardwright.train.errors import UserError
-from shardwright.train.finetune.adapters import ADAPTER_PARAMETERS
+from shardwright.train.finetune.layers import ADAPTER_PARAMETERS
 from shardwright.train.hub import fetch_file, fetch_files, fetch_first
 from shardwright.train.models.documents import Separation, separation_of
-from shardwright.train.models.language_model import LanguageModel, draws_numbers, multiplied
+from shardwright.train.models.foreign import ForeignModel
+from shardwright.train.models.language_model import draws_numbers, multiplied
 from shardwright.train.models.shapes import CONFIG, HuggingFaceShape, is_folder
 from shardwright.train.models.units import Units, find_units
 
@@ -40,10 +41,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _USED = ("num_experts_per_tok", "moe_k", "top_k")
 
 
-class HuggingFaceModel(LanguageModel):
+class HuggingFaceModel(ForeignModel):
     """A causal language model of transformers. Its parameters have transformers' names after "model."."""
-
-    foreign = True
 
     def __init__(self, shape: HuggingFaceShape) -> None:
         """Make the model in float32, on the default device.
@@ -77,12 +76,6 @@ class HuggingFaceModel(LanguageModel):
     @property
     def separates(self) -> bool:  # type: ignore[override]
         return bool(self.separation)
-
-    def blocks(self) -> list[nn.Module]:
-        return list(self.units.blocks)
-
-    def head(self) -> list[nn.Module]:
-        return list(self.units.head)
 
     def forward(
         self,

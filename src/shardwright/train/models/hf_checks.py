@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
-from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.models.hf import config_of, opened
 from shardwright.train.models.shapes import HuggingFaceShape
 
 
-def check(shape: HuggingFaceShape, config: Config) -> None:
+class TrainKeys(Protocol):
+    """The keys of `[train]` that these checks read."""
+
+    @property
+    def compile(self) -> str: ...
+
+    @property
+    def cuda_graph(self) -> bool: ...
+
+
+class Job(Protocol):
+    """The sections of a configuration that these checks read."""
+
+    @property
+    def train(self) -> TrainKeys: ...
+
+
+def check(shape: HuggingFaceShape, config: Job) -> None:
     """Refuse a job that the model cannot run.
 
     Raises:

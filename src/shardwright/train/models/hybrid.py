@@ -302,11 +302,7 @@ class Hybrid(Decoder):
         With `documents` [B, S] (int) each document is computed as if it were alone. `positions` have no effect, since
         no layer knows positions.
         """
-        length = tokens_BS.shape[1]
-        if length > self.config.max_seq_len:
-            raise ValueError(
-                f"expected at most max_seq_len = {self.config.max_seq_len} tokens, found {length}"
-            )
+        length = self.length_of(tokens_BS)
         packed = documents_of(documents, tokens_BS)
         embedded_BSD = self.tok_embeddings(tokens_BS)
         x_BSD, uneven = _through(self.layers, embedded_BSD, packed)

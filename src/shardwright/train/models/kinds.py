@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from shardwright.checkpoint.names import Source
-    from shardwright.train.config import Config
     from shardwright.train.models.language_model import LanguageModel
     from shardwright.train.models.plans import Plan
 
@@ -37,8 +36,9 @@ class Offers:
         key_map: Hugging Face's names of its tensors.
         config_json: what config.json beside them says.
         shapes: by `model_type` of a config.json, the shape that it describes.
-        check: refuses, with a UserError, a job that the model cannot run. The launcher and each rank call it, before
-            anything is allocated. It may fetch files.
+        check: refuses, with a UserError, a job that the model cannot run. It also takes the whole configuration, a
+            ``shardwright.train.config.Config``. The launcher and each rank call it, before anything is allocated. It
+            may fetch files.
     """
 
     model: Callable[[Any], LanguageModel]
@@ -47,7 +47,7 @@ class Offers:
     key_map: Callable[[Any], dict[str, Source | None]] | None = None
     config_json: Callable[[Any], dict[str, Any]] | None = None
     shapes: Mapping[str, Callable[[Mapping[str, Any]], Shape]] = field(default_factory=dict)
-    check: Callable[[Any, Config], None] | None = None
+    check: Callable[[Any, Any], None] | None = None
 
     def __post_init__(self) -> None:
         check_signature("Offers: model", self.model, "shape")
@@ -263,14 +263,6 @@ def sizes_of(shape: Shape) -> Sizes:
         model = offers_of(shape).model(shape)
     sizes = [p.numel() for p in model.parameters()]
     return Sizes(sum(sizes), sum(b.numel() for b in model.buffers()), max(sizes, default=0))
-
-
-def check_job(config: Config) -> None:
-    """Refuse a job that the configured model cannot run. Raises UserError."""
-    shape = config.model.shape()
-    check = offers_of(shape).check
-    if check is not None:
-        check(shape, config)
 
 
 def tensor_plan(shape: Shape, experts: DeviceMesh | None = None) -> Plan:

@@ -156,11 +156,7 @@ class Llama(Decoder):
         With `documents` [B, S] (int) each document is computed as if it were alone. `positions` [B, S] (int64) are by
         default those of each token in its document. There are no `extras`: None is returned beside the logits.
         """
-        length = tokens_BS.shape[1]
-        if length > self.config.max_seq_len:
-            raise ValueError(
-                f"expected at most max_seq_len = {self.config.max_seq_len} tokens, found {length}"
-            )
+        length = self.length_of(tokens_BS)
         packed = documents_of(documents, tokens_BS)
         if positions is None and packed is not None:
             positions = packed.ages_BS

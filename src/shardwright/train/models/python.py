@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.extend.registry import ExtensionError, call, import_value
-from shardwright.train.config import Config
 from shardwright.train.errors import UserError
-from shardwright.train.models.language_model import LanguageModel, multiplied
+from shardwright.train.models.foreign import ForeignModel
+from shardwright.train.models.language_model import multiplied
 from shardwright.train.models.shapes import PythonShape
 from shardwright.train.models.units import Units, find_units
 
@@ -28,11 +28,10 @@ EXPECTED = (
 )
 
 
-class PythonModel(LanguageModel):
+class PythonModel(ForeignModel):
     """A user's model. Its parameters have the user's names after "model."."""
 
     draws = True
-    foreign = True
     whole_graph = False
 
     def __init__(self, shape: PythonShape) -> None:
@@ -52,12 +51,6 @@ class PythonModel(LanguageModel):
         self.units = _units(self.model, shape)
         self.tied = self.units.tied
         self._embedding = [m for m in self.model.modules() if isinstance(m, nn.Embedding)][:1]
-
-    def blocks(self) -> list[nn.Module]:
-        return list(self.units.blocks)
-
-    def head(self) -> list[nn.Module]:
-        return list(self.units.head)
 
     def forward(
         self,
@@ -81,7 +74,7 @@ class PythonModel(LanguageModel):
         return 6 * multiplied(self.model, self._embedding[0] if self._embedding else None, self.tied)
 
 
-def check(shape: PythonShape, config: Config) -> None:
+def check(shape: PythonShape, config: object) -> None:
     """Refuse a job that the model cannot run. The model is built on the meta device for this.
 
     Raises:

@@ -123,8 +123,9 @@ def settings_of(site: RunSite) -> dict[str, Any]:
     The configuration is the one that the user wrote, with the model's sizes. The stored configuration of a resumed run
     has absolute paths, which the user may not have written; they are left out.
     """
-    config = site.config.model_copy(update={"model": site.config.model.resolved()})
-    values = dict(flat(config.model_dump(mode="json", exclude_none=True)))
+    tables = site.config.model_dump(mode="json", exclude_none=True)
+    tables["model"] = site.config.model.resolved().model_dump(mode="json", exclude_none=True)
+    values = dict(flat(tables))
     if site.steps_done:
         values = {key: value for key, value in values.items() if not _has_path(value)}
     return {**values, **dict(flat(site.facts, "facts."))}

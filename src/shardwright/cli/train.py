@@ -1,0 +1,110 @@
+"""`shardwright train`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwright.cli.command import Call, Command, Overrides
+from shardwright.cli.parsing import Parser, integer, wants_traceback
+from shardwright.train.errors import UserError
+
+if TYPE_CHECKING:
+    from shardwright.train.config import Config
+
+
+def _run(call: Call) -> int:
+    from shardwright.train.starting import START
+
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not launched or (os.environ["RANK"] == "0" and "SHARDWRIGHT_LAUNCHER" not in os.environ):
+        START.begin("loading PyTorch")
+    try:
+        try:
+            config, resume = _job_of(call.options, call.overrides)
+        except UserError as error:
+            if not launched:
+                raise
+            from shardwright.train.launch import refuse_config
+
+            return refuse_config(error, wants_traceback(call.arguments))
+
+        from shardwright.train.launch import run_train
+
+        return run_train(config, nproc=call.options.nproc, resume=resume, argv=call.arguments)
+    finally:
+        START.end()
+
+
+def _job_of(options: argparse.Namespace, overrides: Overrides) -> tuple[Config, str | None]:
+    """The configuration, and the run to continue: None for a new run, "" for the newest run with that name."""
+    from shardwright.train.config import load_config, stored_config
+
+    path, resume = options.config, options.resume
+    if path is None and resume is not None and resume.endswith(".toml"):
+        # `--resume CONFIG.toml`: a run is a folder, so this can only be the config.
+        path, resume = resume, ""
+    if path is None and resume:
+        # A run's folder has the configuration of its last start.
+        path = Path(resume, "config.toml")
+        if not path.is_file():
+            raise UserError(f"--resume: expected the folder of a run, found no config.toml in {resume}")
+        return stored_config(Path(resume), overrides), resume
+    if path is None:
+        raise UserError(
+            "train: expected CONFIG.toml or --resume RUN, found neither; examples are in the folder examples/"
+        )
+    return load_config(Path(path), overrides), resume
+
+
+def _keys_help(width: int) -> str:
+    """Every key of the configuration with type, default and description, wrapped to `width` columns."""
+    from shardwright.train.config import keys, section_summary
+
+    intro = (
+        "Every key of CONFIG.toml can be set on the command line too. Values are TOML; words need no quotes. "
+        "Other keys have their defaults. `shardwright extensions` lists all registered values and the options of "
+        "optimizers."
+    )
+    blocks = [
+        "",
+        "configuration keys:",
+        *textwrap.wrap(intro, width, initial_indent="  ", subsequent_indent="  "),
+    ]
+    section = ""
+    for key in keys():
+        if key.path.partition(".")[0] != section:
+            section = key.path.partition(".")[0]
+            blocks += ["", *textwrap.wrap(f"[{section}] {section_summary(section)}", width)]
+        facts = f"--{key.path}  {key.expected}; default {key.default}"
+        blocks += textwrap.wrap(facts, width, initial_indent="  ", subsequent_indent=" " * 6)
+        blocks += textwrap.wrap(
+            key.description, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False
+        )
+    return "\n".join(blocks) + "\n"
+
+
+def _add_options(parser: Parser) -> None:
+    parser.usage = (
+        "shardwright train CONFIG.toml [--section.key value ...]\n"
+        "                         [--nproc N] [--resume [RUN]] [--debug]\n"
+        "       shardwright train --resume RUN [--section.key value ...]\n"
+        "                         [--nproc N] [--debug]"
+    )
+    parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="the job, in TOML")
+    parser.add_argument(
+        "--nproc", metavar="N", type=integer(1),
+        help="ranks to start on this machine (default: one for each of its GPUs, else 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--resume", metavar="RUN", nargs="?", const="",
+        help="continue this run folder from its last checkpoint, with its own configuration unless you name a "
+        "CONFIG.toml; without RUN: the newest run with the name in CONFIG.toml",
+    )  # fmt: skip
+    parser.keys_help = _keys_help
+
+
+COMMAND = Command("train", "train the model of a configuration", _add_options, _run, takes_keys=True)

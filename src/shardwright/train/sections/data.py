@@ -1,0 +1,155 @@
+"""The section `[data]`."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from shardwright.train.sections.base import Section
+
+# strict=False on the outside only: TOML has lists where an immutable model wants tuples.
+Paths = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, min_length=1)]
+DataKind = Literal["documents", "conversations", "completions"]
+_KIND = (
+    "What a row holds. documents: a text. conversations: messages with role and content, of which the assistant's are "
+    "trained. completions: a prompt and a text, of which the text is trained."
+)
+
+
+class SourceConfig(Section):
+    """One of several sources, with its share of the tokens of the run."""
+
+    path: str | Paths = Field(min_length=1, description="As data.source.")
+    weight: float = Field(
+        gt=0,
+        description="Share of the tokens of the run that come from this source, in proportion to the others.",
+    )
+    kind: DataKind = Field(default="documents", description=_KIND)
+    text_key: str = Field(default="text", min_length=1, description="Key or column of a document's text.")
+    messages_key: str = Field(default="messages", min_length=1, description="Key or column of the messages.")
+    prompt_key: str = Field(default="prompt", min_length=1, description="Key or column of the prompt.")
+    completion_key: str = Field(
+        default="completion", min_length=1, description="Key or column of the text after the prompt."
+    )
+
+
+class DataConfig(Section):
+    """The training data and its tokenizer."""
+
+    source: str | Paths = Field(
+        default="pydoc",
+        min_length=1,
+        description=(
+            "pydoc: the English reference text that is part of every CPython. Otherwise the path of a .txt, .jsonl, "
+            ".parquet, .arrow or .npy file, of a folder of a data set, a pattern such as data/*.jsonl, a URL, or "
+            "a list "
+            "of these, read in that order."
+        ),
+    )
+    sources: Annotated[tuple[SourceConfig, ...], Field(strict=False)] = Field(
+        default=(),
+        description=(
+            "Several sources with weights, as tables [[data.sources]] with path, weight and the keys below, in place "
+            "of data.source."
+        ),
+    )
+    kind: DataKind = Field(default="documents", description=_KIND)
+    text_key: str = Field(
+        default="text", min_length=1, description="Key or column of a document's text in a file with rows."
+    )
+    messages_key: str = Field(
+        default="messages", min_length=1, description="Key or column of the messages of a conversation."
+    )
+    prompt_key: str = Field(
+        default="prompt", min_length=1, description="Key or column of the prompt of a completion."
+    )
+    completion_key: str = Field(
+        default="completion", min_length=1, description="Key or column of the text after the prompt."
+    )
+    tokenizer: str = Field(
+        default="bytes",
+        min_length=1,
+        description=(
+            "bytes: every byte of the UTF-8 text is a token. Otherwise the path of a tokenizer.json or of its folder, "
+            "or the name of a model on the Hugging Face hub."
+        ),
+    )
+    chat_template: str = Field(
+        default="", description="File with the chat template of conversations. Empty: the tokenizer's own."
+    )
+    packing: Literal["split", "best_fit", "none"] = Field(
+        default="split",
+        description=(
+            "How documents fill the samples of seq_len tokens. split: one after the other, cut where a sample ends. "
+            "best_fit: whole documents that fit together, and padding. none: one document in each sample."
+        ),
+    )
+    document_mask: bool | Literal["auto"] = Field(
+        default="auto",
+        description=(
+            "Whether a token sees only its own document in a sample of several. auto: yes, except for text that is "
+            "tokenised as bytes and split."
+        ),
+    )
+    validation_fraction: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="Fraction of each source, taken from its end, that is used only for validation.",
+    )
+    cache: str = Field(
+        default="",
+        description="Folder for tokens, which are made once. Empty: shardwright/tokens in the user's cache folder.",
+    )
+    workers: int = Field(
+        default=1,
+        ge=0,
+        description="Threads of each rank that prepare batches ahead of the step. 0: each batch when it is needed.",
+    )
+
+    @model_validator(mode="after")
+    def _keys_fit(self) -> DataConfig:
+        if self.sources:
+            for key in ("source", "kind", "text_key", "messages_key", "prompt_key", "completion_key"):
+                value, default = getattr(self, key), type(self).model_fields[key].default
+                if value != default:
+                    raise ValueError(
+                        f"{key}: expected it in each of data.sources, found {value!r} beside them; move it there"
+                    )
+        only = {"none": False, "best_fit": True}.get(self.packing)
+        if only is not None and self.document_mask not in ("auto", only):
+            why = "one document" if self.packing == "none" else "whole documents that nothing else separates"
+            raise ValueError(
+                f"document_mask: expected 'auto' with packing {self.packing!r}, which puts {why} in a sample, found "
+                f"{str(self.document_mask).lower()}"
+            )
+        return self
+
+    @property
+    def separates(self) -> bool:
+        """Whether tokens must see their own document alone in samples of several."""
+        if self.packing != "split":
+            return self.packing == "best_fit"
+        if self.document_mask == "auto":
+            kinds = {self.kind, *(source.kind for source in self.sources)}
+            return self.tokenizer != "bytes" or kinds != {"documents"}
+        return self.document_mask
+
+    def resolved(self) -> DataConfig:
+        """The same data with absolute paths, to be found from any folder."""
+        changes: dict[str, Any] = {"source": _absolute(self.source)}
+        changes["sources"] = tuple(
+            source.model_copy(update={"path": _absolute(source.path)}) for source in self.sources
+        )
+        for key in ("tokenizer", "chat_template", "cache"):
+            if (value := getattr(self, key)) != "bytes" and os.path.exists(value):
+                changes[key] = os.path.abspath(value)
+        return self.model_copy(update=changes)
+
+
+def _absolute(source: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    if not isinstance(source, str):
+        return tuple(str(_absolute(each)) for each in source)
+    return source if source == "pydoc" or "://" in source else os.path.abspath(source)

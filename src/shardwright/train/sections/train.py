@@ -1,0 +1,90 @@
+"""The section `[train]`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from shardwright.train.errors import UserError
+from shardwright.train.sections.base import Section
+
+
+class TrainConfig(Section):
+    """Steps, batch sizes and compilation."""
+
+    steps: int = Field(default=300, ge=1, description="Optimizer steps in all.")
+    seq_len: int = Field(default=256, ge=1, description="Tokens per sequence.")
+    global_batch: int = Field(default=16, ge=1, description="Sequences per optimizer step, over all ranks.")
+    micro_batch: int = Field(
+        default=8, ge=1,
+        description="Sequences per rank and forward pass. global_batch / (ranks x micro_batch) passes are "
+        "accumulated per step; this must be a whole number.",
+    )  # fmt: skip
+    max_norm: float = Field(
+        default=1.0,
+        ge=0,
+        description=(
+            "Gradients are scaled down to this global norm. 0: the norm is measured, but gradients are never scaled."
+        ),
+    )
+    accumulate: Literal["communicate", "hold"] = Field(
+        default="communicate",
+        description=(
+            "When to reduce the gradients of micro-batches. communicate: after each one (least memory). hold: only "
+            "after the last one (least communication)."
+        ),
+    )
+    cuda_graph: bool = Field(
+        default=False,
+        description=(
+            "Capture forward and backward of a step in a CUDA graph and replay it, so that the host does not launch "
+            "each kernel. Needs GPUs, the engine shardwright, and a model whose shapes do not depend on values."
+        ),
+    )
+    compile: Literal["none", "inductor", "aot_eager", "eager"] = Field(
+        default="none",
+        description=(
+            "Compile each block with torch.compile and this backend, as one graph. Only inductor makes the block "
+            "faster."
+        ),
+    )
+    float8: Literal["none", "tensorwise", "rowwise"] = Field(
+        default="none",
+        description=(
+            "Multiply in float8 in the linear layers of blocks, by this recipe of torchao. tensorwise: one scale for "
+            "each tensor; weights are also gathered in float8. rowwise: one scale for each row. Needs a GPU with "
+            "float8, parallel.param_dtype = bfloat16, and shardwright[float8]."
+        ),
+    )
+    memory_snapshot: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = Field(
+        default=(),
+        description=(
+            "Steps, such as [3], in which every rank records the history of its GPU memory. Open the files in the "
+            "run's folder at pytorch.org/memory_viz."
+        ),
+    )
+
+    def accumulation_steps(self, ranks: int) -> int:
+        """Micro-batches per rank and optimizer step. Raises UserError where that is not a whole number."""
+        problem = self.batch_problem(ranks)
+        if problem:
+            raise UserError(problem)
+        return self.global_batch // (ranks * self.micro_batch)
+
+    def batch_problem(self, ranks: int) -> str | None:
+        """What is wrong with the batch sizes on so many ranks, in a line; `None` if nothing is."""
+        unit = ranks * self.micro_batch
+        if self.global_batch % unit == 0:
+            return None
+        below, above = self.global_batch // unit * unit, -(-self.global_batch // unit) * unit
+        nearest = f"{below} or {above}" if below else f"{above}"
+        if self.global_batch % ranks == 0:
+            share = self.global_batch // ranks
+            micro = max(m for m in range(1, min(share, self.micro_batch) + 1) if share % m == 0)
+            nearest += f", or train.micro_batch = {micro}"
+        who = "one rank" if ranks == 1 else f"{ranks} ranks"
+        return (
+            f"train.global_batch: expected a multiple of {who} x train.micro_batch = {self.micro_batch} "
+            f"(that is {unit}), found {self.global_batch}; nearest that fit: {nearest}"
+        )
