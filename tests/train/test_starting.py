@@ -49,7 +49,7 @@ def answers(*statements: Statement | None) -> list[str]:
 
 
 def stated(sha256: str = "a" * 64, **sections: Any) -> Statement:
-    return Statement(facts_of(tiny(**sections), sha256, None, "cpu"))
+    return Statement(facts_of(tiny(**sections), {"the text of data.source": sha256}, None, "cpu"))
 
 
 def test_ranks_that_differ_get_one_answer_that_names_them() -> None:
