@@ -87,10 +87,8 @@ def check_grown(known: Known, tokens: Tokens, places: Sequence[object], name: st
         )
     firsts = np.cumsum([0, *(file.documents for file in tokens.files)]).tolist()
     for number, (old, new) in enumerate(zip(known.files, tokens.files, strict=False)):
-        first = firsts[number]
-        grown = old.documents < new.documents and _begins_with(tokens, first, new, old)
-        extents = [part[number] for part in known.parts if number < len(part)]
-        if (old != new and not grown) or not all(_holds(tokens, first, new, extent) for extent in extents):
+        grown = old.documents < new.documents and _begins_with(tokens, firsts[number], new, old)
+        if old != new and not grown:
             raise UserError(
                 f"--resume: expected the {old.documents:,} documents that the run has of {places[number]}, then any "
                 "appended ones, found other tokens: a document, the tokenizer or the template was changed, or a new "
@@ -159,12 +157,6 @@ def _stop(tokens: Tokens, first: int, file: FileFacts, documents: int) -> int:
     if documents == file.documents:
         return _end(tokens, first) + file.tokens
     return _end(tokens, first + documents) - file.joint
-
-
-def _holds(tokens: Tokens, first: int, file: FileFacts, extent: Extent) -> bool:
-    """Whether the tail is there: a new file of another kind may be separated otherwise from the one before."""
-    documents, tail = extent
-    return not documents or _stop(tokens, first, file, documents) + tail <= _end(tokens, first + documents)
 
 
 def _begins_with(tokens: Tokens, first: int, file: FileFacts, old: FileFacts) -> bool:
