@@ -289,4 +289,4 @@ def test_other_text_for_validation_alone_is_said_and_a_split_stays_one(
     assert "the validation source differs" in capsys.readouterr().out
     assert train_here(config, "--run.dir", split, "--train.steps", "1") == 0
     assert train_here(config, *one, "--resume", split, "--train.steps", "2") == 2
-    assert "expected data.validation_fraction = 0.05 as in" in capsys.readouterr().err
+    assert "expected data.validation_source = " in capsys.readouterr().err

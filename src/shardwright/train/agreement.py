@@ -61,7 +61,7 @@ def facts_of(
     facts = {key: "none" if value is None else toml_value(value) for key, value in flat(values)}
     return {
         **facts,
-        **{name: f"sha256 {fingerprint[:12]}" for name, fingerprint in fingerprints.items()},
+        **{name: f"sha256 {each[:12]}" if len(each) == 64 else each for name, each in fingerprints.items()},
         "--resume": "not given" if resume is None else resume or "the newest run",
         "the device": device,
         "the version of shardwright": shardwright.__version__,

@@ -257,6 +257,37 @@ def test_stretches_read_like_one_array() -> None:
     assert np.shares_memory(row[5:20], array)
 
 
+@pytest.mark.parametrize("data", SETTINGS)
+def test_trained_tokens_of_a_source_that_grew_in_the_middle(tmp_path: Path, data: dict[str, Any]) -> None:
+    """Then ids and marks of the first part lie in stretches."""
+
+    def append(name: str, first: int, stop: int) -> None:
+        rows = [
+            {"prompt": f"<{n}>" + "p" * (n % 5), "completion": "c" * (n * 7 % 31 + 1)}
+            for n in range(first, stop)
+        ]
+        with open(tmp_path / name, "a") as stream:
+            stream.writelines(json.dumps(row) + "\n" for row in rows)
+
+    append("a1.jsonl", 0, 20)
+    append("a2.jsonl", 100, 120)
+    config = config_of(tmp_path, appended=True, kind="completions", **data)
+    before = load_dataset(config)
+    append("a1.jsonl", 20, 40)
+    grown = again(config, known(before), 2 * GLOBAL)
+    old, new = (each.train.sources[0].parts[0] for each in (before, grown))
+    assert isinstance(new.tokens.trained, Row) and old.tokens.trained is not None
+    assert new.packing.trained_counts.tolist() == old.packing.trained_counts.tolist()
+    assert rows(grown, 0, 2 * GLOBAL) == rows(before, 0, 2 * GLOBAL)
+    assert 0 < new.packing.trained_counts.sum() < len(new.tokens.ids)
+    with pytest.raises(UserError, match="found other tokens"):
+        again(
+            config_of(tmp_path, appended=True, kind="documents", text_key="completion", **data),
+            known(before),
+            0,
+        )
+
+
 # ------------------------------------------------------------------------------
 # What is refused
 
