@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -187,3 +189,104 @@ def test_changed_settings_are_printed_and_count(tmp_path: Path, capsys: pytest.C
     assert records(folder)[-1]["lr"] == 0.005
     assert cli.main(["train", "--resume", str(tmp_path / "nowhere")]) == 2
     assert "--resume: expected the folder of a run, found no config.toml in" in capsys.readouterr().err
+
+
+def test_a_run_continues_with_appended_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From its command line, on one and on two ranks: refused without data.appended, and used with it."""
+    data = tmp_path / "data"
+    data.mkdir()
+
+    def append(name: str, count: int) -> None:
+        with open(data / name, "a") as stream:
+            stream.writelines(
+                f'{{"text": "{name} document {number} {"word " * 12}"}}\n' for number in range(count)
+            )
+
+    append("a.jsonl", 40)
+    append("b.jsonl", 40)
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    where = ("--data.source", f"{data}/*.jsonl", "--data.packing", "best_fit")
+    assert train_here(config, *where, "--run.dir", folder, "--train.steps", "3") == 0
+    saved = json.loads((folder / "data.json").read_text())
+    append("a.jsonl", 60)
+    append("c.jsonl", 40)
+    capsys.readouterr()
+    assert train_here(config, *where, "--resume", folder, "--train.steps", "5") == 2
+    error = capsys.readouterr().err
+    assert "found 100 more; set data.appended to true" in error and error.count("\n") == 1
+    assert json.loads((folder / "data.json").read_text()) == saved
+    where = (*where, "--data.appended", "true")
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    assert train_here(config, *where, "--resume", folder, "--train.steps", "20") == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        r"appended to .*: 100 documents of [0-9,]+ tokens: \d+ samples after the others of its epoch 1", out
+    )
+    assert len(json.loads((folder / "data.json").read_text())["sources"][0]["parts"]) == 2
+    # On two ranks, with a stop and a resume after the growth: the same losses, so the same samples.
+    engine = ("--parallel.engine", "ddp")
+    two = ranks(2, "train", config, *engine, *where, "--resume", copy, "--train.steps", "6")
+    assert two == [(0, ""), (0, "")]
+    assert train_here(config, *where, "--resume", copy, "--train.steps", "20") == 0
+    assert losses(copy) == pytest.approx(losses(folder), rel=1e-5)
+    assert len(losses(copy)) == 20
+    (data / "b.jsonl").write_text("")
+    append("b.jsonl", 39)
+    capsys.readouterr()
+    assert train_here(config, *where, "--resume", folder, "--train.steps", "25") == 2
+    assert f"documents that the run has of {data}/b.jsonl" in capsys.readouterr().err
+
+
+def test_a_list_of_files_may_get_new_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / name for name in ("z.txt", "a.txt")]
+    for path in paths:
+        path.write_text(f"{path.name} has a text of its own. " * 60)
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    first, both = json.dumps([str(paths[0])]), json.dumps([str(path) for path in paths])
+    assert train_here(config, "--data.source", first, "--run.dir", folder, "--train.steps", "2") == 0
+    resumed = ("--resume", folder, "--train.steps", "4", "--data.source", both)
+    assert train_here(config, *resumed) == 2
+    assert "expected data.source = " in capsys.readouterr().err
+    assert train_here(config, *resumed, "--data.appended", "true") == 0
+    assert "appended to" in capsys.readouterr().out
+
+
+def test_a_damaged_record_of_the_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, folder = config_file(tmp_path), tmp_path / "run"
+    assert train_here(config, "--run.dir", folder, "--train.steps", "1") == 0
+    whole = json.loads((folder / "data.json").read_text())
+    source = whole["sources"][0]
+    for content in (
+        "{", "[]", "{}", '{"sources": [], "validation": ""}', '{"sources": [{}], "validation": ""}',
+        json.dumps({**whole, "sources": [{**source, "epochs": [1]}]}),
+        json.dumps({**whole, "sources": [{**source, "files": [[1]]}]}),
+    ):  # fmt: skip
+        (folder / "data.json").write_text(content)
+        capsys.readouterr()
+        assert train_here(config, "--resume", folder, "--train.steps", "2") == 2
+        error = capsys.readouterr().err
+        assert "data.json: expected the documents of the run, found" in error and error.count("\n") == 1
+    (folder / "data.json").unlink()  # as of a run of an earlier version
+    assert train_here(config, "--resume", folder, "--train.steps", "2") == 0
+    assert json.loads((folder / "data.json").read_text()) == whole
+
+
+def test_other_text_for_validation_alone_is_said_and_a_split_stays_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / name).write_text(f"{name} validates. " * 80)
+    config, folder, split = config_file(tmp_path), tmp_path / "run", tmp_path / "split"
+    one, two = (("--data.validation_source", tmp_path / name) for name in ("one.txt", "two.txt"))
+    assert train_here(config, *one, "--run.dir", folder, "--train.steps", "4") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"  validation: \S+one\.txt +1 +1,520", out)
+    assert re.search(r"validation +\d+\.\d+ on the validation source", out)
+    assert train_here(config, *one, "--resume", folder, "--train.steps", "5") == 0
+    assert "do not compare" not in capsys.readouterr().out
+    assert train_here(config, *two, "--resume", folder, "--train.steps", "6") == 0
+    assert "the validation source differs" in capsys.readouterr().out
+    assert train_here(config, "--run.dir", split, "--train.steps", "1") == 0
+    assert train_here(config, *one, "--resume", split, "--train.steps", "2") == 2
+    assert "expected data.validation_source = " in capsys.readouterr().err

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ import pytest
 import torch.distributed as dist
 
 from shardwright import cli
+from shardwright.checkpoint.metadata import Damaged
 from shardwright.cli import program
 from shardwright.train import lock, patience
-from shardwright.train.agreement import Statement, agree, facts_of, is_to_report
+from shardwright.train.agreement import Statement, agree, facts_of, first_of_host, is_to_report
 from shardwright.train.ending import Complaint, Ending, conclude
 from shardwright.train.environment import collective_timeout
 from shardwright.train.errors import UserError
@@ -51,13 +54,25 @@ def answers(*statements: Statement | None) -> list[str]:
 
 
 def stated(sha256: str = "a" * 64, **sections: Any) -> Statement:
-    return Statement(facts_of(tiny(**sections), sha256, None, "cpu"))
+    return Statement(facts_of(tiny(**sections), {"the text of data.source": sha256}, None, "cpu"))
 
 
 def test_ranks_that_differ_get_one_answer_that_names_them() -> None:
     assert answers(stated(), stated()) == ["", ""]
     # The same text may lie elsewhere on another host.
     assert answers(stated(), stated(data={"source": "elsewhere.txt"})) == ["", ""]
+    source = {"path": "/here/a.jsonl", "weight": 1.0}
+    here = {
+        "sources": [source],
+        "tokenizer": "/here/t",
+        "chat_template": "/here/c",
+        "validation_source": "/here/v",
+    }
+    there = {**here, "sources": [{**source, "path": "/there/a.jsonl"}], "tokenizer": "/there/t"}
+    there |= {"chat_template": "/there/c", "validation_source": "/there/v"}
+    assert answers(stated(data=here), stated(data=there)) == ["", ""]
+    heavier = {**here, "sources": [{**source, "weight": 2.0}]}
+    assert "found data.sources: " in answers(stated(data=here), stated(data=heavier))[0]
     rate = stated(optimizer={"lr": 0.5})
     (first, *others) = answers(stated(), rate, stated(), rate)
     assert first.startswith(
@@ -87,6 +102,121 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(agreement, "PATIENCE", timedelta(seconds=0.2))
     monkeypatch.setenv("SHARDWRIGHT_TIMEOUT", "0.2")
     assert answers(stated(), None)[0].startswith("expected 2 ranks to start, got no answer from rank 1;")
+
+
+def test_a_mistake_counts_before_ranks_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for the others is short then: they may be at work for long."""
+    from shardwright.train import agreement
+
+    monkeypatch.setattr(agreement, "SECONDS_TO_JOIN", 0.2)
+    mistake = Statement({}, "data.source: expected a file, found nothing at a.txt")
+    began = time.monotonic()
+    assert answers(stated(), mistake, None)[:2] == [f"rank 1: {mistake.mistake}"] * 2
+    assert answers(mistake, mistake, None)[:2] == [f"ranks 0, 1: {mistake.mistake}"] * 2
+    assert time.monotonic() - began < 10
+
+
+class Host:
+    """Ranks of hosts, as threads, that read data: who began, in order, and what each got."""
+
+    def __init__(self) -> None:
+        self.store, self.began, self.got = dist.HashStore(), [], {}  # type: ignore[var-annotated]
+
+    def read(
+        self, rank: int, local: int, work: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+    ) -> threading.Thread:
+        def ask() -> None:
+            def begin() -> str:
+                self.began.append(rank)
+                return work()
+
+            try:
+                self.got[rank] = first_of_host(self.store, rank, begin)
+            except Exception as error:
+                self.got[rank] = f"{type(error).__name__}: {error}"
+
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        thread = threading.Thread(target=ask)
+        thread.start()
+        time.sleep(0.1)  # it has read the variable
+        return thread
+
+
+def test_the_first_rank_of_a_host_reads_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, ready = Host(), threading.Event()
+    threads = [host.read(1, 1, lambda: "one", monkeypatch), host.read(2, 2, lambda: "two", monkeypatch)]
+    threads.append(host.read(0, 0, lambda: "zero" if ready.wait(30) else "", monkeypatch))
+    assert host.began == [0]
+    monkeypatch.setenv("GROUP_RANK", "1")  # another host
+    threads.append(host.read(3, 0, lambda: "three", monkeypatch))
+    assert host.began == [0, 3]
+    ready.set()
+    for thread in threads:
+        thread.join()
+    assert host.got == {0: "zero", 1: "one", 2: "two", 3: "three"} and sorted(host.began[2:]) == [1, 2]
+
+
+@pytest.mark.parametrize("error", [UserError("data: bad"), OSError("data: bad"), Damaged("data: bad")])
+def test_a_mistake_of_the_first_rank_of_a_host_ends_the_wait(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail() -> str:
+        raise error
+
+    host = Host()
+    threads = [host.read(1, 1, lambda: "one", monkeypatch), host.read(0, 0, fail, monkeypatch)]
+    for thread in threads:
+        thread.join()
+    assert host.began == [0] and host.got[1] == "UserError: data: bad"
+
+
+def test_a_rank_without_a_first_one_on_its_host_reads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from datetime import timedelta
+
+    from shardwright.train import agreement
+
+    monkeypatch.setattr(agreement, "PATIENCE", timedelta(seconds=0.2))
+    host = Host()
+    host.read(1, 1, lambda: "one", monkeypatch).join()
+    assert host.got == {1: "one"}
+
+
+def test_a_verdict_ends_the_wait_for_the_first_rank_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host()
+    thread = host.read(1, 1, lambda: "one", monkeypatch)
+    host.store.set("start/verdict", "rank 0: wrong")
+    thread.join()
+    assert host.got == {1: "UserError: rank 0: wrong"} and not host.began
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("launched", [True, False])
+def test_damaged_data_are_one_line_within_seconds(tmp_path: Path, count: int, launched: bool) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "whole"}\n' * 20000 + '{"text": "cut o')
+    config, began = config_file(tmp_path), time.monotonic()
+    arguments = (
+        "train",
+        config,
+        "--parallel.engine",
+        "ddp",
+        "--data.source",
+        data,
+        "--run.dir",
+        tmp_path / "run",
+    )
+    if launched:
+        status, _, said = run(*arguments, "--nproc", str(count))
+        assert status == 2
+    else:
+        ended = ranks(count, *arguments)
+        assert [status for status, _ in ended] == [2] * count
+        said = "".join(err for _, err in ended)
+    assert said.startswith("error: data.source: expected JSON, found an error at column 10 of line 20001 of")
+    assert said.count("\n") == 1 and not (tmp_path / "run").exists()
+    assert (
+        time.monotonic() - began < 60
+    )  # programs start slowly on a busy machine; ranks would wait 10 minutes
 
 
 def test_one_rank_reports_what_several_met(monkeypatch: pytest.MonkeyPatch) -> None:

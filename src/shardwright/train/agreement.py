@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 import shardwright
+from shardwright.checkpoint.metadata import Damaged
 from shardwright.train.config import Config, toml_value
 from shardwright.train.errors import UserError
 from shardwright.train.resuming import flat
@@ -26,6 +30,13 @@ PATIENCE = timedelta(minutes=1)
 unequal time to load programs and text."""
 SECONDS_TO_REPORT = 2.0
 """Seconds in which a rank waits for the first one to report the same mistake."""
+SECONDS_TO_JOIN = 5.0
+"""Seconds from the first mistake of a rank to the verdict, in which other ranks may state theirs."""
+
+PATHS = ("source", "validation_source", "tokenizer", "chat_template", "cache")
+"""Keys of `[data]` that name files of a host."""
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -36,19 +47,62 @@ class Statement:
     mistake: str | None = None
 
 
-def facts_of(config: Config, text_sha256: str, resume: str | None, device: str) -> dict[str, str]:
-    """The facts that must be equal on all ranks. The path of the text may differ by host, so its content counts."""
-    facts = {key: "none" if value is None else toml_value(value) for key, value in flat(config.model_dump())}
-    for key in ("data.source", "data.cache"):
-        del facts[key]
+def facts_of(
+    config: Config, fingerprints: Mapping[str, str], resume: str | None, device: str
+) -> dict[str, str]:
+    """The facts that must be equal on all ranks. Paths of data may differ by host: the `fingerprints` of their content
+    count, each under its name in messages."""
+    values = config.model_dump()
+    data = values["data"]
+    for key in PATHS:
+        del data[key]
+    for source in (*data["sources"], *data["validation_sources"]):
+        del source["path"]
+    facts = {key: "none" if value is None else toml_value(value) for key, value in flat(values)}
     return {
         **facts,
-        "the text of data.source": f"sha256 {text_sha256[:12]}",
+        **{name: f"sha256 {each[:12]}" if len(each) == 64 else each for name, each in fingerprints.items()},
         "--resume": "not given" if resume is None else resume or "the newest run",
         "the device": device,
         "the version of shardwright": shardwright.__version__,
         "the version of torch": torch.__version__,
     }
+
+
+def first_of_host(store: dist.Store, rank: int, work: Callable[[], Result]) -> Result:
+    """Run `work` on every rank, on the first rank of each host before the others. Called by every rank.
+
+    `work` leaves a result on the host's disk, so that it is quick for the others. If the first rank makes a mistake,
+    the others do not begin: each raises the same UserError.
+    """
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    host = f"host/{os.environ.get('GROUP_RANK', '')}/{socket.gethostname()}"
+    if local:
+        if mistake := _wait_for_first(store, host):
+            raise UserError(mistake)
+        return work()
+    store.set(f"{host}/begun", str(rank))
+    mistake = ""
+    try:
+        return work()
+    except (UserError, OSError, Damaged) as error:
+        mistake = str(error)
+        raise
+    finally:
+        store.set(host, mistake)
+
+
+def _wait_for_first(store: dist.Store, host: str) -> str:
+    """The mistake of the first rank of this host; empty if it made none. If no rank says that it is the first, this one
+    does not wait for it. A verdict on the ranks ends the wait, too."""
+    deadline = time.monotonic() + PATIENCE.total_seconds()
+    while not store.check([host]):
+        if store.check(["start/verdict"]):
+            return store.get("start/verdict").decode()
+        if time.monotonic() > deadline and not store.check([f"{host}/begun"]):
+            return ""
+        time.sleep(0.05)
+    return store.get(host).decode()
 
 
 def agree(store: dist.Store, rank: int, size: int, statement: Statement, timeout: timedelta) -> None:
@@ -58,6 +112,8 @@ def agree(store: dist.Store, rank: int, size: int, statement: Statement, timeout
     """
     timeout = max(timeout, PATIENCE)
     store.set(f"start/{rank}", json.dumps([statement.facts, statement.mistake]))
+    if statement.mistake is not None:
+        store.set("start/mistake", "")
     if rank == 0:
         store.set("start/verdict", _verdict(_statements(store, size, timeout)))
     # The first rank gives up after `timeout`; its answer needs a moment more.
@@ -68,28 +124,20 @@ def agree(store: dist.Store, rank: int, size: int, statement: Statement, timeout
 
 
 def _statements(store: dist.Store, size: int, timeout: timedelta) -> list[Statement | None]:
-    """Of every rank, None for those that have not come in time."""
+    """Of every rank, None for those that have not come in time. A mistake of one rank shortens the wait for the others:
+    they may be at work that has become useless."""
+    keys = [f"start/{rank}" for rank in range(size)]
     deadline = time.monotonic() + timeout.total_seconds()
-    statements: list[Statement | None] = []
-    for rank in range(size):
-        time_left = max(0.001, deadline - time.monotonic())
-        try:
-            store.wait([f"start/{rank}"], timedelta(seconds=time_left))
-        except RuntimeError:
-            statements.append(None)
-            continue
-        statements.append(Statement(*json.loads(store.get(f"start/{rank}"))))
-    return statements
+    shortened = False
+    while not store.check(keys) and time.monotonic() < deadline:
+        if not shortened and store.check(["start/mistake"]):
+            shortened, deadline = True, min(deadline, time.monotonic() + SECONDS_TO_JOIN)
+        time.sleep(0.01)
+    return [Statement(*json.loads(store.get(key))) if store.check([key]) else None for key in keys]
 
 
 def _verdict(statements: Sequence[Statement | None]) -> str:
     """The error for these statements; empty if there is none."""
-    missing = [rank for rank, statement in enumerate(statements) if statement is None]
-    if missing:
-        return (
-            f"expected {len(statements)} ranks to start, got no answer from {ranks_in_words(missing)}; look at the "
-            "output or the log of these ranks and hosts"
-        )
     mistakes: dict[str, list[int]] = {}
     for rank, statement in enumerate(statements):
         if statement is not None and statement.mistake is not None:
@@ -98,6 +146,12 @@ def _verdict(statements: Sequence[Statement | None]) -> str:
         return next(iter(mistakes))
     if mistakes:
         return ". ".join(f"{ranks_in_words(ranks)}: {mistake}" for mistake, ranks in mistakes.items())
+    missing = [rank for rank, statement in enumerate(statements) if statement is None]
+    if missing:
+        return (
+            f"expected {len(statements)} ranks to start, got no answer from {ranks_in_words(missing)}; look at the "
+            "output or the log of these ranks and hosts"
+        )
     return _difference([statement.facts for statement in statements if statement is not None])
 
 

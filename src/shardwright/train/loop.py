@@ -22,8 +22,8 @@ from shardwright.train import checkpoint, metrics, plan_picture, report
 from shardwright.train.activations import Recompiles
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset
-from shardwright.train.data.statement import figures_of, statement
-from shardwright.train.data.stream import Stream
+from shardwright.train.data.statement import statement, tokens_of
+from shardwright.train.data_record import resumed_data, write_data_record
 from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters, finetuning
 from shardwright.train.models.kinds import sizes_of
@@ -34,7 +34,6 @@ from shardwright.train.runs import (
     RunFolder,
     RunRecord,
     Session,
-    check_same_corpus,
     now,
     versions,
     write_json,
@@ -64,11 +63,14 @@ def train(config: Config, folder: RunFolder, dataset: Dataset, world: World, res
 
 def _train(config: Config, folder: RunFolder, dataset: Dataset, world: World, resume: bool) -> int:
     START.doing(f"building the model of {sizes_of(config.model.shape()).parameters:,} parameters")
+    lines: list[str] = []
     if resume:
-        check_same_corpus(folder, dataset.sha256)
+        dataset, lines = resumed_data(config, folder, dataset)
     with Reporter([metrics.Lines(0, 1)] if world.is_first else []) as notices:
         if resume and world.is_first and (changes := changes_in_words(folder.config(), config)):
             notices.say(changes)
+        for line in lines:
+            notices.say(line)
         trainer = Trainer(
             config, world, dataset, reads_weights=not resume or config.finetune.method != "full"
         )
@@ -259,12 +261,8 @@ def open_record(trainer: Trainer, folder: RunFolder) -> RunRecord:
         param_dtype=parallel_config.param_dtype, reduce_dtype=parallel_config.reduce_dtype, versions=versions(),
         **{key: str(getattr(parallel_config, key)) for key in plan},
     )  # fmt: skip
+    write_data_record(folder, dataset)
     return RunRecord(folder, trainer.config, facts, session)
-
-
-def tokens_of(stream: Stream | None) -> int:
-    """The tokens of all documents of a stream's sources."""
-    return 0 if stream is None else sum(figures_of(source).tokens for source in stream.sources)
 
 
 def data_in_words(trainer: Trainer) -> str:
@@ -308,6 +306,8 @@ def figures_in_words(trainer: Trainer) -> str:
 
 
 def validation_text(config: Config) -> str:
+    if config.data.validation_source or config.data.validation_sources:
+        return "the validation source"
     return f"the text's last {100 * config.data.validation_fraction:.3g}%, which no step trains on"
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from shardwright.checkpoint.metadata import Damaged
-from shardwright.train.agreement import PATIENCE, Statement, agree, facts_of, is_to_report
+from shardwright.train.agreement import PATIENCE, Statement, agree, facts_of, first_of_host, is_to_report
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset, load_dataset
 from shardwright.train.ending import Complaint, fail
@@ -96,8 +96,8 @@ def _start_together(
         config = configured()
         device = pick_device(config)
         START.doing("reading the data")
-        dataset = load_dataset(config, progress=rank == 0)
-        statement = Statement(facts_of(config, dataset.sha256, resume, device.type))
+        dataset = first_of_host(store, rank, lambda: load_dataset(config, progress=rank == 0))
+        statement = Statement(facts_of(config, dataset.fingerprints, resume, device.type))
     except (UserError, OSError, Damaged) as error:
         agree(store, rank, size, Statement({}, str(error)), collective_timeout())
         raise UserError(str(error)) from error

@@ -45,6 +45,11 @@ class RunFolder:
         return self.path / "run.json"
 
     @property
+    def data_file(self) -> Path:
+        """The documents of each source that the run has."""
+        return self.path / "data.json"
+
+    @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
 
@@ -222,11 +227,24 @@ def check_same_job(folder: RunFolder, config: Config, what: str) -> None:
 
     Steps, learning rate, engine, ranks and precisions may change. The model and the sequence of samples may not.
     """
-    stored = folder.config()
-    for key, before, after in differences(stored, config):
+    for key, before, after in differences(_where_content_decides(folder.config(), config), config):
         raise UserError(
             f"{what}: expected {key} = {before} as in {folder.path}, found {after}; start a new run for that"
         )
+
+
+def _where_content_decides(stored: Config, config: Config) -> Config:
+    """The stored configuration with the current paths and keys of data whose content is compared, or may change."""
+    before, after = stored.data, config.data
+    changes: dict[str, Any] = {}
+    if after.appended:  # a list may have new files
+        changes["source"] = after.source
+        if len(before.sources) == len(after.sources):
+            pairs = zip(before.sources, after.sources, strict=True)
+            changes["sources"] = tuple(old.model_copy(update={"path": new.path}) for old, new in pairs)
+    if before.split_fraction == after.split_fraction:  # other text for validation alone changes no step
+        changes.update({key: getattr(after, key) for key in ("validation_source", "validation_sources")})
+    return stored.model_copy(update={"data": before.model_copy(update=changes)})
 
 
 def differences(first: Config, second: Config) -> Iterator[tuple[str, object, object]]:
@@ -239,11 +257,12 @@ def differences(first: Config, second: Config) -> Iterator[tuple[str, object, ob
     if kind_named(first.model.kind) is kind_named(second.model.kind):  # by a short name or an import path
         shapes = vars(first.model.shape()), vars(second.model.shape())
         pairs = [(f"model.{key}", value, shapes[1][key]) for key, value in shapes[0].items()]
-    free = {"workers", "cache"}  # which no sample depends on
+    free = {"workers", "cache", "appended", "validation_fraction"}  # which no sample depends on
     if first.data.separates == second.data.separates:
         free.add("document_mask")
     data = [(key, value, getattr(second.data, key)) for key, value in first.data if key not in free]
     pairs += [(f"data.{key}", before, after) for key, before, after in data]
+    pairs.append(("data.validation_fraction", first.data.split_fraction, second.data.split_fraction))
     pairs += [
         *(
             (f"finetune.{key}", value, getattr(second.finetune, key))
@@ -259,14 +278,21 @@ def differences(first: Config, second: Config) -> Iterator[tuple[str, object, ob
             yield key, before, after
 
 
-def check_same_corpus(folder: RunFolder, sha256: str) -> None:
+def check_same_corpus(folder: RunFolder, sha256: str, train_tokens: int) -> None:
     """Raise if the text of the run has changed but its `data.source` has not."""
-    stored = folder.record()["corpus"]["sha256"]
+    corpus = folder.record()["corpus"]
+    stored, stored_tokens = corpus["sha256"], corpus.get("train_tokens", train_tokens)
     if stored != sha256:
         raise UserError(
             f"--resume: expected the corpus of {folder.path} (sha256 {stored[:12]}), found other tokens "
             f"(sha256 {sha256[:12]}): the text behind data.source, the tokenizer or the template has changed; "
             "restore it or start a new run"
+        )
+    if stored_tokens != train_tokens:
+        raise UserError(
+            f"--resume: expected the {stored_tokens:,} training tokens of {folder.path}, found {train_tokens:,} in the "
+            "same corpus: its documents begin elsewhere, or an earlier version cut off the validation part elsewhere; "
+            "start a new run"
         )
 
 

@@ -101,10 +101,10 @@ class Config(Section):
                 "shardwright supports that on shards; expected 'adamw' with parallel.engine "
                 f"{self.parallel.engine!r}, found {self.optimizer.name!r}"
             )
-        if self.validation.every and not self.data.validation_fraction:
+        if self.validation.every and not self.data.validates:
             raise ValueError(
                 "validation.every: expected 0, since data.validation_fraction = 0 leaves no text to validate on, "
-                f"found {self.validation.every}"
+                f"found {self.validation.every}; or set data.validation_source"
             )
         return self
 

@@ -27,7 +27,7 @@ from shardwright.train.activations import Recompiles, prepare_blocks
 from shardwright.train.checks import check_batch_fits, check_separates
 from shardwright.train.config import Config, OptimizerConfig
 from shardwright.train.data.batch import Batch
-from shardwright.train.data.dataset import Dataset
+from shardwright.train.data.dataset import Dataset, extended
 from shardwright.train.data.loader import Loader, Share
 from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters
@@ -376,8 +376,11 @@ class Trainer:
         checkpoint.save(folder.checkpoints, self.model, self.optimizer, self.position, keep, reporter.say)
 
     def load(self, folder: RunFolder, reporter: Reporter) -> None:
-        """Go on from the run's newest whole checkpoint."""
+        """Go on from the run's newest whole checkpoint, with the documents that were appended to its data since."""
         self.close()
         self.position = checkpoint.load_newest(
             folder.checkpoints, self.model, self.optimizer, self.shapes, reporter.say
         )
+        self.dataset, lines = extended(self.config, self.dataset, self.position.samples)
+        for line in lines:
+            reporter.say(line)

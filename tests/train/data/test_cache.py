@@ -126,6 +126,9 @@ def test_the_number_of_processes_changes_nothing(
     assert len({each.fingerprint for each in made}) == 1
     for each in made[1:]:
         assert np.array_equal(each.ids, made[0].ids) and np.array_equal(each.ends, made[0].ends)
+        assert each.files == made[0].files
+    alone = [make(tmp_path, path, tokenizer=tokenizer).files[0] for path in paths]
+    assert list(made[0].files) == alone and [each.documents for each in alone] == [1, 1500]
 
 
 def test_documents_stand_between_the_ids_of_their_tokenizer(tmp_path: Path, tokenizer: FromFile) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.train.data import packing as packing_module
 from shardwright.train.data.batch import IGNORED, Batch, Rows
-from shardwright.train.data.packing import Packed, Packing, PackingName, assign, best_fit, pack, split
+from shardwright.train.data.packing import Packing, PackingName, assign, best_fit, pack, split
 from shardwright.train.data.tokens import Tokens
 from tests.train.kit.tokens import random_tokens, tokens_of
 
@@ -239,15 +240,23 @@ def test_best_fit_does_not_change_between_versions() -> None:
     assert packing.lengths.tolist() == [8, 8, 8, 7, 5, 3, 4, 2, 2]
 
 
-def test_arrays_are_written_and_mapped(tmp_path: Path) -> None:
-    packing = best_fit(random_tokens(5, documents=100, longest=30, masked=True), 16)
-    packing.save(tmp_path)
-    again = Packed.load(tmp_path)
-    assert (again.seq_len, again.truncated, again.padding) == (16, 0, packing.padding)
-    for name in ("bounds", "starts", "lengths", "trained_counts"):
-        array = getattr(again, name)
-        assert isinstance(array.base, np.memmap) and not array.flags.writeable
-        assert array.tolist() == getattr(packing, name).tolist()
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
+def test_trained_tokens_are_counted_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = random_tokens(3, documents=200, longest=30, masked=True)
+    whole = [pack(tokens, 16, name, separate=True).trained_counts.tolist() for name in ("best_fit", "none")]
+    monkeypatch.setattr(packing_module, "_CHUNK", chunk)
+    assert whole == [
+        pack(tokens, 16, name, separate=True).trained_counts.tolist() for name in ("best_fit", "none")
+    ]
+
+
+def test_trained_tokens_are_counted_in_bounded_memory() -> None:
+    tokens = tokens_of([1000] * 8000, [1] * 8_000_000)
+    tracemalloc.start()
+    best_fit(tokens, 4096)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8_000_000 * 4  # 8 bytes per flag would be 64 MB
 
 
 def test_no_documents_make_no_samples() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -86,9 +87,8 @@ def test_the_table_shows_every_source_and_its_epochs() -> None:
         source_of(tokens_of([9] * 1000), 16, "best_fit", separate=True, name="b.jsonl"),
     ]
     stream = Stream(sources, [3, 1], 0, separate=True)
-    held = Stream(
-        [source_of(tokens_of([20]), 16, "split", separate=True, name="b.jsonl")], [1], 0, separate=True
-    )
+    rest = source_of(tokens_of([20]), 16, "split", separate=True, name="b.jsonl")
+    held = Stream([replace(rest, label="validation")], [1], 0, separate=True)
     text = statement(stream, held, lambda ids: "", packing="best_fit", first=0, samples=4096)
     _, header, first, second, validation, *_ = text.split("\n")
     assert [" ".join(line.split()) for line in (header, first, second, validation)] == [

@@ -256,7 +256,7 @@ def test_appended_data_leaves_the_past_and_the_epoch_under_way(
     tokens = random_tokens(9, 25, longest=40, first_id=50_001)
     part = Part(tokens, pack(tokens, SEQ_LEN, packing, separate=separate))
     sources = [old.sources[0], old.sources[1].grown(part, epoch), old.sources[2]]
-    new = Stream(sources, [0.5, 0.2, 0.3], 11, separate=separate, slots=old.mixing.slots)
+    new = Stream(sources, [0.5, 0.2, 0.3], 11, separate=separate)
     assert new.mixing == old.mixing
     seen, later = 0, []
     for index in range(at + 1500):

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.train.config import Config
+from shardwright.train.data.dataset import load_dataset
+from shardwright.train.data.statement import statement
 from shardwright.train.data.validation import part_of, training_and_validation
+from shardwright.train.errors import UserError
+from tests.train.jobs import tiny
 from tests.train.kit.tokens import tokens_of
 
 
@@ -54,3 +63,87 @@ def test_parts_have_fingerprints_of_their_own() -> None:
     assert part_of(tokens, 10, 20).ends.tolist() == [10]
     assert part_of(tokens, 5, 15).ends.tolist() == [5, 10]
     assert np.shares_memory(part_of(tokens, 5, 15).ids, tokens.ids)
+
+
+# ------------------------------------------------------------------------------
+# Data for validation alone
+
+
+def write(path: Path, *texts: str) -> str:
+    path.write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def config_of(tmp_path: Path, **data: Any) -> Config:
+    source = write(tmp_path / "train.jsonl", *(f"{number} trained " * 9 for number in range(40)))
+    values = {
+        "source": source,
+        "text_key": "body",
+        "packing": "best_fit",
+        "cache": str(tmp_path / "cache"),
+        **data,
+    }
+    return tiny(data=values)
+
+
+def test_a_source_for_validation_leaves_all_of_the_other_for_training(tmp_path: Path) -> None:
+    other = write(tmp_path / "val.jsonl", *("validated " * 9 for _ in range(20)))
+    split, own = load_dataset(config_of(tmp_path)), load_dataset(config_of(tmp_path, validation_source=other))
+    assert (
+        own.train.sources[0].parts[0].tokens.documents
+        == 40
+        > split.train.sources[0].parts[0].tokens.documents
+    )
+    assert own.validation is not None
+    samples = own.validation.sources[0].samples
+    assert b"trained" not in bytes(own.validation.batch(0, samples).inputs.flatten().tolist())
+    assert own.prompt().startswith("validated") and own.sha256 == split.sha256
+    lines = statement(
+        own.train, own.validation, own.tokenizer.decode, packing="best_fit", first=0, samples=80
+    )
+    training, validation = [line.split() for line in lines.split("\n")[2:4]]
+    assert training[0].endswith("train.jsonl") and training[1] == "40"
+    assert validation[0] == "validation:" and validation[1].endswith("val.jsonl") and validation[2] == "20"
+
+
+def test_several_sources_for_validation_have_keys_and_weights(tmp_path: Path) -> None:
+    rows = [{"prompt": "question ", "completion": "answer " * 6}] * 30
+    (tmp_path / "qa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tables = [
+        {"path": write(tmp_path / "val.jsonl", *["validated " * 9] * 30), "weight": 3.0, "text_key": "body"},
+        {"path": str(tmp_path / "qa.jsonl"), "weight": 1.0, "kind": "completions"},
+    ]
+    dataset = load_dataset(config_of(tmp_path, validation_sources=tables))
+    assert dataset.validation is not None
+    assert dataset.validation.shares() == pytest.approx([0.75, 0.25], abs=0.01)
+    first, second = dataset.validation.sources
+    assert first.trained > 0 and second.parts[0].tokens.trained is not None
+    assert [each.label[:11] for each in (first, second)] == ["validation:"] * 2
+
+
+def test_mistakes_of_a_source_for_validation_name_its_key(tmp_path: Path) -> None:
+    for data, message in [
+        ({"validation_source": str(tmp_path / "none.jsonl")}, "data.validation_source: expected a file"),
+        ({"validation_source": write(tmp_path / "x.jsonl", "x")}, "in the validation source .*x.jsonl"),
+        (
+            {"validation_sources": [{"path": str(tmp_path / "none.jsonl"), "weight": 1.0}]},
+            "data.validation_sources.0.path: expected a file",
+        ),
+        (
+            {"validation_sources": [{"path": write(tmp_path / "y.jsonl", "y"), "weight": 1.0}]},
+            "data.validation_sources.0.text_key: expected key 'text', found 'body'",
+        ),
+    ]:  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            load_dataset(config_of(tmp_path, **data))
+    both = {"validation_source": "a.jsonl", "validation_sources": [{"path": "a.jsonl", "weight": 1.0}]}
+    with pytest.raises(ValueError, match="validation_source: expected it in one of"):
+        config_of(tmp_path, **both)
+    assert tiny(data={"validation_fraction": 0.0, "validation_source": "a.jsonl"}).data.validates
+
+
+def test_a_run_without_validation_reads_no_source_for_it(tmp_path: Path) -> None:
+    config = config_of(tmp_path, validation_source=str(tmp_path / "none.jsonl"))
+    off = config.model_copy(update={"validation": config.validation.model_copy(update={"every": 0})})
+    dataset = load_dataset(off)
+    assert dataset.validation is None and dataset.train.sources[0].parts[0].tokens.documents == 40

@@ -16,17 +16,21 @@ import numpy as np
 from shardwright.train.data.documents import Span
 from shardwright.train.data.encoding import Job, Part, separator
 from shardwright.train.data.places import Place
-from shardwright.train.data.tokens import ENDS, IDS, TRAINED, Facts
+from shardwright.train.data.tokens import ENDS, IDS, TRAINED, Facts, FileDigest, FileFacts
 
 _BLOCK = 1 << 20
 
 
 class Assembly:
-    """The files of tokens under construction: parts are added in order."""
+    """The files of tokens under construction: parts are added in order. `places` are the files that they come from."""
 
-    def __init__(self, folder: Path, job: Job) -> None:
+    def __init__(self, folder: Path, job: Job, places: Sequence[Place]) -> None:
         self.tokens = self.documents = 0
         self._job = job
+        self._places = places
+        self._done: list[FileFacts] = []  # of the files before the one that is being added
+        self._file = _File()
+        self._begun = False  # whether a part was added
         self._trained = self._untrained = 0
         self._files = {IDS: _Hashed(folder / IDS), ENDS: _Hashed(folder / ENDS)}
         if job.masked:
@@ -36,7 +40,8 @@ class Assembly:
         self._raw = False  # the last part was of a file of tokens
 
     def add(self, span: Span, part: Part, files: Sequence[Path]) -> None:
-        self._new_file = self._new_file or span.start == 0
+        if span.start == 0:
+            self._begin_file(span.place)
         if not part.empty:
             self._join(span.place, part)
             self._copy(part, files)
@@ -44,6 +49,24 @@ class Assembly:
             self._raw = span.place.kind == ".npy"
         for file in files:
             file.unlink()
+
+    def _begin_file(self, place: Place) -> None:
+        if self._begun:
+            self._end_file()
+        self._begun = True
+        while self._places[len(self._done)] != place:
+            self._end_file()  # a file without a span
+        self._new_file = True
+
+    def _end_file(self) -> None:
+        if self._ended and not self._new_file:
+            self._file.digest.add_ends(np.array([self.tokens - self._file.start]))
+        place = self._places[len(self._done)]
+        joint = len(separator(self._job, place))
+        tokens = self.tokens - self._file.start if self._file.documents else 0
+        self._done.append(FileFacts(self._file.documents, tokens, joint, self._file.digest.hexdigest()))
+        self._file = _File()
+        self._new_file = True
 
     def _join(self, place: Place, part: Part) -> None:
         if not self._ended:
@@ -56,14 +79,22 @@ class Assembly:
             self._files[IDS].write(joint)
             self.tokens += len(joint)
             self._trained += len(joint)
+        if not self._new_file:
+            self._file.digest.add_ids(joint)
+            self._file.digest.add_ends(np.array([self.tokens - self._file.start]))
         self._write_end()
 
     def _copy(self, part: Part, files: Sequence[Path]) -> None:
-        for name, path in zip((IDS, TRAINED), (files[0], files[2]), strict=True):
+        if self._new_file:
+            self._file.start = self.tokens
+        digest = self._file.digest
+        adders = (digest.add_ids, digest.add_trained)
+        for name, path, add in zip((IDS, TRAINED), (files[0], files[2]), adders, strict=True):
             if name in self._files:
                 with open(path, "rb") as stream:
                     while block := stream.read(_BLOCK):
                         self._files[name].write(block)
+                        add(block)
         with open(files[1], "rb") as stream:
             left = part.documents - part.ends  # the last end may still move
             while left:
@@ -71,10 +102,12 @@ class Assembly:
                 if not len(ends):
                     raise EOFError(f"{files[1]} lacks the ends of {left:,} documents")
                 self._files[ENDS].write((ends + self.tokens).astype(np.int64).tobytes())
+                digest.add_ends(ends + (self.tokens - self._file.start))
                 left -= len(ends)
         self._ended = part.ends
         self.tokens += part.tokens
         self.documents += part.documents
+        self._file.documents += part.documents
         self._trained += part.trained
         self._untrained += part.untrained_documents
 
@@ -84,6 +117,8 @@ class Assembly:
 
     def facts(self) -> Facts:
         """Write what is left. Nothing is added after this."""
+        while len(self._done) < len(self._places):
+            self._end_file()
         if self._ended:
             self._write_end()
         digests = {name: file.close() for name, file in self._files.items()}
@@ -97,6 +132,7 @@ class Assembly:
             masked=self._job.masked,
             fingerprint=hashlib.sha256(whole.encode()).hexdigest(),
             digests=digests,
+            files=tuple(self._done),
         )
 
     def __enter__(self) -> Assembly:
@@ -105,6 +141,14 @@ class Assembly:
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
             file.close()
+
+
+class _File:
+    """The file whose parts are being added."""
+
+    def __init__(self) -> None:
+        self.start = self.documents = 0  # its first token; its documents so far
+        self.digest = FileDigest()
 
 
 class _Hashed:

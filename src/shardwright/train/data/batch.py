@@ -57,7 +57,7 @@ class Rows:
     ) -> None:
         """Row rows[k] becomes sample samples[k]; int64 [k] each."""
         pieces = packing.pieces(samples)
-        ids, trained = np.asarray(tokens.ids), None if tokens.trained is None else np.asarray(tokens.trained)
+        ids, trained = _plain(tokens.ids), None if tokens.trained is None else _plain(tokens.trained)
         columns = _columns(pieces)
         # Slices, not an index per token: most pieces are long, and a slice of a memory map is one copy.
         for row, column, start, inputs, targets in zip(
@@ -82,6 +82,11 @@ class Rows:
             None if self._documents is None else torch.from_numpy(self._documents),
             None if self._positions is None else torch.from_numpy(self._positions),
         )
+
+
+def _plain(row: Any) -> Any:
+    """A memory map as an array of the base class, whose slices cost less."""
+    return np.asarray(row) if isinstance(row, np.ndarray) else row
 
 
 def _columns(pieces: Pieces) -> NDArray[np.int64]:

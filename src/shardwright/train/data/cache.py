@@ -37,7 +37,7 @@ from shardwright.train.lock import UNSUPPORTED
 from shardwright.train.patience import patience
 from shardwright.train.writing import writing
 
-FORMAT = 1  #: of the folders and of how tokens are made: older folders are then not used
+FORMAT = 2  #: of the folders and of how tokens are made: older folders are then not used
 WORTH_A_PROCESS = 4 << 20  #: bytes of data: fewer do not pay for the start of a process
 _RECENT = 2_000_000_000  #: ns: a file that changed so shortly ago could change again without a new time
 _BLOCK = 1 << 20
@@ -299,7 +299,7 @@ def _assemble(
     todo = (span for place in files for span in spans(place, job.source))
     done, noted = 0, time.monotonic()
     with (
-        Assembly(building, job) as assembly,
+        Assembly(building, job, files) as assembly,
         _bar(progress, total) as advance,
         closing(encoded(job, todo, parts_folder, 1 if here else workers)) as parts,
     ):

@@ -4,23 +4,64 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from shardwright.train.config import Config, DataConfig
 from shardwright.train.data.cache import tokenised
+from shardwright.train.data.documents import places
+from shardwright.train.data.growth import (
+    Known,
+    appended_documents,
+    check_grown,
+    known_of,
+    parts_of,
+    seen,
+    with_part,
+)
 from shardwright.train.data.items import Source as Files
 from shardwright.train.data.packing import pack
+from shardwright.train.data.places import Place
+from shardwright.train.data.statement import shortened_name
 from shardwright.train.data.stream import Part, Source, Stream
 from shardwright.train.data.tokenizers import Bytes, Tokenizer, open_tokenizer
 from shardwright.train.data.tokens import Tokens
 from shardwright.train.data.validation import training_and_validation
 from shardwright.train.errors import UserError
+from shardwright.train.sections.data import SourceConfig
 
 VALIDATION_SEED = 0  # of the order of validation samples: the same ones whatever the run's own seed
 PROMPT = 48  # tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Material:
+    """A source as tokens, before it is cut into samples.
+
+    Attributes:
+        name: its paths.
+        weight: as in the configuration.
+        tokens: all of them.
+        places: the files.
+        known: what the run knows of it.
+    """
+
+    name: str
+    weight: float
+    tokens: Tokens
+    places: tuple[Place, ...]
+    known: Known
+
+    def parts(self) -> list[Tokens]:
+        """The parts of the run."""
+        return [self.tokens] if self.is_whole else parts_of(self.known, self.tokens)[:-1]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the run began with all tokens."""
+        return not self.known.epochs and not appended_documents(self.known, self.tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,13 +72,34 @@ class Dataset:
         tokenizer: of all sources.
         train: the samples of the steps.
         validation: the samples that no step trains on; None where a run validates nothing.
-        sha256: a digest of the tokens of all sources. It is that of the text where a token is a byte.
+        sha256: a digest of the tokens of all sources, and of the ends of documents where samples depend on them. It is
+            that of the text where a token is a byte and samples do not.
+        materials: the sources; none for texts in memory.
+        validation_materials: the sources for validation alone.
     """
 
     tokenizer: Tokenizer
     train: Stream
     validation: Stream | None
     sha256: str
+    materials: tuple[Material, ...] = ()
+    validation_materials: tuple[Material, ...] = ()
+
+    @property
+    def validation_sha256(self) -> str:
+        """A digest of the sources for validation alone. Empty without one."""
+        return _joined_digest(self.validation_materials) if self.validation_materials else ""
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Digests of what is behind the paths of `[data]`, each under its name in messages."""
+        digests = {
+            "the text of data.source": self.sha256,
+            "the tokenizer of data.tokenizer": self.tokenizer.fingerprint,
+        }
+        if self.validation_sha256:
+            digests["the text of data.validation_source"] = self.validation_sha256
+        return digests
 
     @property
     def vocab_size(self) -> int:
@@ -70,32 +132,120 @@ def load_dataset(config: Config, progress: bool = False) -> Dataset:
     tokenizer = open_tokenizer(data.tokenizer)
     template = _template(data)
     cache = Path(data.cache) if data.cache else None
-    names, weights, tokens = [], [], []
-    for files, weight in _files(data):
-        names.append(", ".join(files.paths))
-        weights.append(weight)
-        tokens.append(tokenised(files, tokenizer, cache=cache, template=template, progress=progress))
-    return dataset_of(config, tokenizer, tokens, names, weights)
+
+    def material(files: Files, weight: float) -> Material:
+        tokens = tokenised(files, tokenizer, cache=cache, template=template, progress=progress)
+        known = known_of(tokens, _identity(config, tokens))
+        return Material(", ".join(files.paths), weight, tokens, tuple(places(files)), known)
+
+    materials = [material(*each) for each in _files(data)]
+    validation = [material(*each) for each in _validation_files(data)] if config.validation.every else []
+    return _dataset(config, tokenizer, materials, validation)
 
 
-def dataset_of(
-    config: Config,
-    tokenizer: Tokenizer,
-    tokens: Sequence[Tokens],
-    names: Sequence[str],
-    weights: Sequence[float],
+def continued(config: Config, dataset: Dataset, known: Sequence[Known]) -> Dataset:
+    """The samples of a run that knows this of its sources, without documents that were appended since.
+
+    Raises UserError where documents were changed or removed, and where some were appended without `data.appended`.
+    """
+    materials = [_recognised(config, *each) for each in zip(dataset.materials, known, strict=True)]
+    if all(each.is_whole for each in materials):
+        return dataset
+    return _dataset(config, dataset.tokenizer, materials, dataset.validation_materials)
+
+
+def extended(config: Config, dataset: Dataset, samples: int) -> tuple[Dataset, list[str]]:
+    """The samples of a run from here on, after its first `samples` ones: with documents that were appended, where
+    `data.appended` asks for them. Also lines that say so."""
+    materials, lines = [], []
+    for each, epoch in zip(dataset.materials, dataset.train.epochs_under_way(samples), strict=False):
+        documents = appended_documents(each.known, each.tokens)
+        known = each.known
+        if documents and config.data.appended:
+            identity = _identity(config, each.tokens)
+            part = parts_of(known, each.tokens)[-1]
+            number = len(_part(config, part).packing)
+            known = (
+                with_part(known, each.tokens, identity, epoch)
+                if number
+                else seen(known, each.tokens, identity)
+            )
+            use = (
+                f"{number:,} samples after the others of its epoch {epoch + 1}"
+                if number
+                else "too few for a sample; they come in once more are appended"
+            )
+            lines.append(
+                f"appended to {each.name}: {documents:,} documents of {len(part.ids):,} tokens: {use}"
+            )
+        materials.append(replace(each, known=known))
+    if not lines:
+        return dataset, []
+    return _dataset(config, dataset.tokenizer, materials, dataset.validation_materials), lines
+
+
+def _recognised(config: Config, material: Material, known: Known) -> Material:
+    """The source with what a run knows of it. Raises as `continued`."""
+    tokens = material.tokens
+    same = known.identity == material.known.identity
+    if same and not known.epochs and known.documents == sum(file.documents for file in known.files):
+        return material  # the same tokens, maybe in other files
+    check_grown(known, tokens, material.places, material.name)
+    if not same and not config.data.appended:
+        more = tokens.documents - sum(file.documents for file in known.files)
+        raise UserError(
+            f"--resume: expected the documents that the run has of {material.name}, found {more:,} more; set "
+            "data.appended to true to continue with them, or restore the data"
+        )
+    return replace(material, known=known)
+
+
+def _dataset(
+    config: Config, tokenizer: Tokenizer, materials: Sequence[Material], validation: Sequence[Material]
 ) -> Dataset:
-    """The samples of tokens: one of `tokens`, `names` and `weights` for each source. Raises as :func:`load_dataset`."""
-    parts = [training_and_validation(each, config.data.validation_fraction) for each in tokens]
-    validation = None
+    """The samples of sources. Without sources for `validation` a part of each is kept for it, of its first part: what
+    no step trains on stays the same when documents are appended."""
+    training, kept = [], []
+    for each in materials:
+        first, *more = each.parts()
+        begin, rest = training_and_validation(first, config.data.split_fraction)
+        source = Source(each.name, (_part(config, begin),))
+        for tokens, epoch in zip(more, each.known.epochs, strict=True):
+            source = source.grown(_part(config, tokens), epoch)
+        training.append(source)
+        kept.append(rest)
+    stream = None
     if config.validation.every:
-        rest = [
-            (f"the validation part of {name}", part) for name, (_, part) in zip(names, parts, strict=True)
-        ]
-        validation = _stream(config, rest, weights, VALIDATION_SEED)
-    training = [(name, part) for name, (part, _) in zip(names, parts, strict=True)]
+        if validation:
+            sources = [
+                Source(
+                    f"the validation source {each.name}",
+                    (_part(config, each.tokens),),
+                    label=f"validation: {shortened_name(each.name)}",
+                )
+                for each in validation
+            ]
+        else:
+            labels = [f"validation of {shortened_name(each.name)}" for each in materials]
+            sources = [
+                Source(
+                    f"the validation part of {each.name}",
+                    (_part(config, rest),),
+                    label=label if len(labels) > 1 else "validation",
+                )
+                for each, rest, label in zip(materials, kept, labels, strict=True)
+            ]
+        weights = [each.weight for each in validation or materials]
+        stream = Stream(sources, weights, VALIDATION_SEED, separate=config.data.separates)
     return Dataset(
-        tokenizer, _stream(config, training, weights, config.run.seed), validation, _digest(tokens)
+        tokenizer,
+        Stream(
+            training, [each.weight for each in materials], config.run.seed, separate=config.data.separates
+        ),
+        stream,
+        _digest(config, materials),
+        tuple(materials),
+        tuple(validation),
     )
 
 
@@ -104,53 +254,62 @@ def byte_dataset(config: Config, training: bytes, validation: bytes, sha256: str
 
     def stream(name: str, text: bytes, seed: int) -> Stream:
         ids = np.frombuffer(text, np.uint8)
-        return _stream(config, [(name, Tokens(ids, np.array([len(ids)]), None, name))], [1.0], seed)
+        source = Source(name, (_part(config, Tokens(ids, np.array([len(ids)]), None, name)),))
+        return Stream([source], [1.0], seed, separate=config.data.separates)
 
     rest = stream("the validation text", validation, VALIDATION_SEED) if config.validation.every else None
     return Dataset(Bytes(), stream("the training text", training, config.run.seed), rest, sha256)
 
 
-def _stream(
-    config: Config, parts: Sequence[tuple[str, Tokens]], weights: Sequence[float], seed: int
-) -> Stream:
+def _part(config: Config, tokens: Tokens) -> Part:
     separate = config.data.separates
-    sources = [
-        Source(name, (Part(each, pack(each, config.train.seq_len, config.data.packing, separate=separate)),))
-        for name, each in parts
-    ]
-    return Stream(sources, weights, seed, separate=separate)
+    return Part(tokens, pack(tokens, config.train.seq_len, config.data.packing, separate=separate))
 
 
-def _digest(tokens: Sequence[Tokens]) -> str:
-    if (
-        len(tokens) == 1
-        and tokens[0].ids.dtype == np.uint8
-        and tokens[0].trained is None
-        and tokens[0].sha256
-    ):
-        return tokens[0].sha256  # the digest that runs of text had before there were tokens
-    return hashlib.sha256("\n".join(each.fingerprint for each in tokens).encode()).hexdigest()
+def _digest(config: Config, materials: Sequence[Material]) -> str:
+    if len(materials) == 1 and _ends_count_for_nothing(config, materials[0].tokens):
+        return materials[0].tokens.sha256  # the digest that runs of text had before there were tokens
+    return _joined_digest(materials)
+
+
+def _joined_digest(materials: Sequence[Material]) -> str:
+    return hashlib.sha256("\n".join(each.tokens.fingerprint for each in materials).encode()).hexdigest()
+
+
+def _identity(config: Config, tokens: Tokens) -> str:
+    """Equal for tokens that make the same samples."""
+    digest = tokens.sha256 if _ends_count_for_nothing(config, tokens) else tokens.fingerprint
+    training, _ = training_and_validation(tokens, config.data.split_fraction)
+    return f"{digest} {len(training.ids)}"  # where the cut is also depends on documents
+
+
+def _ends_count_for_nothing(config: Config, tokens: Tokens) -> bool:
+    """Whether the documents are one text, cut into samples wherever they end: bytes that are split, without a mask."""
+    one_text = config.data.packing == "split" and not config.data.separates
+    return one_text and tokens.ids.dtype == np.uint8 and tokens.trained is None and bool(tokens.sha256)
 
 
 def _files(data: DataConfig) -> list[tuple[Files, float]]:
-    if not data.sources:
-        keys = data.kind, data.text_key, data.messages_key, data.prompt_key, data.completion_key
-        return [(Files(_paths(data.source), *keys), 1.0)]
+    return _files_of_tables("sources", data.sources) or [(_files_at(data.source, data, "data.source"), 1.0)]
+
+
+def _validation_files(data: DataConfig) -> list[tuple[Files, float]]:
+    if data.validation_source:
+        return [(_files_at(data.validation_source, data, "data.validation_source"), 1.0)]
+    return _files_of_tables("validation_sources", data.validation_sources)
+
+
+def _files_of_tables(key: str, tables: Sequence[SourceConfig]) -> list[tuple[Files, float]]:
     return [
-        (
-            Files(
-                _paths(each.path),
-                each.kind,
-                each.text_key,
-                each.messages_key,
-                each.prompt_key,
-                each.completion_key,
-                f"data.sources.{number}.path",
-            ),
-            each.weight,
-        )
-        for number, each in enumerate(data.sources)
+        (_files_at(each.path, each, f"data.{key}.{number}.path"), each.weight)
+        for number, each in enumerate(tables)
     ]
+
+
+def _files_at(path: str | tuple[str, ...], keys: DataConfig | SourceConfig, key: str) -> Files:
+    return Files(
+        _paths(path), keys.kind, keys.text_key, keys.messages_key, keys.prompt_key, keys.completion_key, key
+    )
 
 
 def _paths(source: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -127,23 +126,6 @@ class Packed:
         index = np.repeat(first, counts) + _count_up(counts)
         lengths = self.lengths[index]
         return Pieces(np.repeat(np.arange(len(samples)), counts), self.starts[index], lengths, lengths)
-
-    def save(self, folder: Path) -> None:
-        """Write the arrays into an empty folder, for `load`."""
-        for name in _ARRAYS:
-            np.save(folder / f"{name}.npy", getattr(self, name))
-        np.save(folder / "sizes.npy", np.array([self.seq_len, self.truncated]))
-
-    @classmethod
-    def load(cls, folder: Path) -> Packed:
-        """Arrays that `save` wrote, memory-mapped: no rank holds them. Raises OSError or ValueError where they are
-        damaged."""
-        seq_len, truncated = (int(number) for number in np.load(folder / "sizes.npy"))
-        arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in _ARRAYS}
-        return cls(seq_len=seq_len, truncated=truncated, **arrays)
-
-
-_ARRAYS = ("bounds", "starts", "lengths", "trained_counts")
 
 
 def pack(tokens: Tokens, seq_len: int, packing: PackingName, *, separate: bool) -> Packing:
@@ -269,7 +251,7 @@ def _count_up(counts: Integers) -> Integers:
     return np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-_CHUNK = 1 << 20  # pieces counted at once, and bytes of flags
+_CHUNK = 1 << 20  # flags counted at once
 
 
 def _trained_in_windows(flags: NDArray[Any] | None, samples: int, seq_len: int) -> Integers:
@@ -290,11 +272,15 @@ def _trained(flags: NDArray[Any] | None, starts: Integers, lengths: Integers) ->
     if flags is None:
         return lengths
     counts = np.empty(len(starts), np.int64)
-    for first in range(0, len(starts), _CHUNK):
-        begins = starts[first : first + _CHUNK] + 1
-        stops = begins + lengths[first : first + _CHUNK]
+    first = 0
+    while first < len(starts):
+        # A sum takes 8 bytes per flag, so a chunk is measured in flags. It has at least one piece.
+        last = max(first + 1, int(np.searchsorted(starts, starts[first] + _CHUNK)))
+        begins = starts[first:last] + 1
+        stops = begins + lengths[first:last]
         origin = begins[0]
         part = np.append(flags[origin : stops[-1]] != 0, False)  # a sum may start at the last stop, then
         edges = np.stack([begins, stops], axis=1).ravel() - origin
-        counts[first : first + _CHUNK] = np.add.reduceat(part, edges, dtype=np.int64)[::2]
+        counts[first:last] = np.add.reduceat(part, edges, dtype=np.int64)[::2]
+        first = last
     return counts

@@ -47,6 +47,11 @@ def figures_of(source: Source) -> Figures:
     )
 
 
+def tokens_of(stream: Stream | None) -> int:
+    """The tokens of all documents of a stream's sources."""
+    return 0 if stream is None else sum(figures_of(source).tokens for source in stream.sources)
+
+
 def statement(
     stream: Stream, validation: Stream | None, decode: Decode, *, packing: str, first: int, samples: int
 ) -> str:
@@ -86,12 +91,13 @@ def _table(stream: Stream, validation: Stream | None, samples: int) -> Iterator[
     for source, epochs, part in zip(stream.sources, stream.epochs(samples), shares, strict=True):
         share = f"{100 * part:.3g}%"
         rows.append(
-            [_short(source.name), *_cells(figures_of(source), stream.seq_len), share, f"{epochs:.2f}"]
+            [shortened_name(source.name), *_cells(figures_of(source), stream.seq_len), share, f"{epochs:.2f}"]
         )
     if validation is not None:
         for source in validation.sources:
-            name = "validation" if len(validation.sources) == 1 else f"validation of {_short(source.name)}"
-            rows.append([name, *_cells(figures_of(source), validation.seq_len), "", ""])
+            rows.append(
+                [source.label or source.name, *_cells(figures_of(source), validation.seq_len), "", ""]
+            )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *cells in rows:
         numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
@@ -115,7 +121,7 @@ def _sample_lines(stream: Stream, index: int, decode: Decode) -> Iterator[str]:
     pieces = part.packing.pieces(np.array([place.sample]))
     targets = stream.batch(index, 1).targets[0].numpy()
     trained, filled = int((targets != IGNORED).sum()), int(pieces.inputs.sum())
-    of = f", of {_short(source.name)}" if len(stream.sources) > 1 else ""
+    of = f", of {shortened_name(source.name)}" if len(stream.sources) > 1 else ""
     yield (
         f"sample {index + 1}{of}: {_count(len(pieces.starts), 'piece of a document', 'pieces of documents')}, "
         f"{trained:,} trained tokens, {filled - trained:,} not trained, {stream.seq_len - filled:,} of padding"
@@ -155,7 +161,7 @@ def _count(number: int, one: str, more: str) -> str:
     return f"{number:,} {one if number == 1 else more}"
 
 
-def _short(name: str, limit: int = 40) -> str:
+def shortened_name(name: str, limit: int = 40) -> str:
     return name if len(name) <= limit else "..." + name[3 - limit :]
 
 

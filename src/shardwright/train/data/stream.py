@@ -7,7 +7,7 @@ sequence cannot depend on them; a position in the data is one integer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -36,6 +36,8 @@ class Source:
     name: str
     parts: tuple[Part, ...]
     appended: tuple[Appended, ...] = ()
+    label: str = ""
+    """The name in the table of a run's data. Empty: `name`."""
 
     def __post_init__(self) -> None:
         sizes = np.cumsum([len(part.packing) for part in self.parts]).tolist()
@@ -62,7 +64,8 @@ class Source:
         old, more = self.samples, len(part.packing)
         if not more:
             return self
-        return Source(self.name, (*self.parts, part), (*self.appended, Appended(epoch, old, old + more)))
+        appended = (*self.appended, Appended(epoch, old, old + more))
+        return replace(self, parts=(*self.parts, part), appended=appended)
 
     @property
     def trained(self) -> int:
@@ -83,7 +86,7 @@ class Stream:
 
     `weights`: shares of the tokens of the run, one per source; only their proportions count. `seed`: of the order.
     `separate`: batches number their documents, for a model that keeps them apart; the packings must be made with the
-    same value. `slots`: of a run that is continued, so that appended data does not change the proportions.
+    same value. Appended data does not change the proportions of a run.
 
     Raises UserError for a source without a sample or trained tokens, and for a weight that is too small.
     """
@@ -95,14 +98,13 @@ class Stream:
         seed: int,
         *,
         separate: bool,
-        slots: tuple[int, ...] | None = None,
     ) -> None:
         self.sources = tuple(sources)
         self.separate = separate
         self.seq_len = self.sources[0].parts[0].packing.seq_len
         for source in self.sources:
             _check(source, self.seq_len)
-        self.mixing = Mixing(slots or _slots(self.sources, weights), seed)
+        self.mixing = Mixing(_slots(self.sources, weights), seed)
         self._orders = [
             GrowingOrder(
                 len(source.parts[0].packing), seed_of(seed, f"source {n}") if n else seed, source.appended

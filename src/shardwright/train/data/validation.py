@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from shardwright.train.data.tokens import Tokens
+from shardwright.train.data.tokens import Row, Tokens
 
 
 def part_of(tokens: Tokens, start: int, stop: int) -> Tokens:
@@ -13,8 +15,12 @@ def part_of(tokens: Tokens, start: int, stop: int) -> Tokens:
     ends = tokens.ends[first:last] - start if start else tokens.ends[:last]
     if stop > start and (not len(ends) or ends[-1] < stop - start):
         ends = np.append(ends, stop - start)
-    trained = None if tokens.trained is None else tokens.trained[start:stop]
-    return Tokens(tokens.ids[start:stop], ends, trained, f"{tokens.fingerprint}[{start}:{stop}]")
+    trained = None if tokens.trained is None else _between(tokens.trained, start, stop)
+    return Tokens(_between(tokens.ids, start, stop), ends, trained, f"{tokens.fingerprint}[{start}:{stop}]")
+
+
+def _between(row: Any, start: int, stop: int) -> Any:
+    return row.between(start, stop) if isinstance(row, Row) else row[start:stop]
 
 
 def training_and_validation(tokens: Tokens, fraction: float) -> tuple[Tokens, Tokens]:

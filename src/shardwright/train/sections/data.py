@@ -97,7 +97,30 @@ class DataConfig(Section):
         default=0.05,
         ge=0,
         lt=1,
-        description="Fraction of each source, taken from its end, that is used only for validation.",
+        description=(
+            "Fraction of each source, taken from its end, that is used only for validation. Not used with "
+            "validation_source or validation_sources."
+        ),
+    )
+    validation_source: str | Paths = Field(
+        default="",
+        description=(
+            "Data for validation alone, as data.source and with its kind and keys. Then all of data.source is trained."
+        ),
+    )
+    validation_sources: Annotated[tuple[SourceConfig, ...], Field(strict=False)] = Field(
+        default=(),
+        description=(
+            "Several sources for validation, as tables [[data.validation_sources]] with the keys of data.sources, in "
+            "place of validation_source."
+        ),
+    )
+    appended: bool = Field(
+        default=False,
+        description=(
+            "Whether a run that resumes continues with documents that were appended to its files, or that are in new "
+            "files after them. Other changes of the data are always an error."
+        ),
     )
     cache: str = Field(
         default="",
@@ -118,6 +141,11 @@ class DataConfig(Section):
                     raise ValueError(
                         f"{key}: expected it in each of data.sources, found {value!r} beside them; move it there"
                     )
+        if self.validation_source and self.validation_sources:
+            raise ValueError(
+                f"validation_source: expected it in one of data.validation_sources, found {self.validation_source!r} "
+                "beside them; move it there"
+            )
         only = {"none": False, "best_fit": True}.get(self.packing)
         if only is not None and self.document_mask not in ("auto", only):
             why = "one document" if self.packing == "none" else "whole documents that nothing else separates"
@@ -137,12 +165,25 @@ class DataConfig(Section):
             return self.tokenizer != "bytes" or kinds != {"documents"}
         return self.document_mask
 
+    @property
+    def split_fraction(self) -> float:
+        """Fraction of each source that is kept for validation."""
+        return 0.0 if self.validation_source or self.validation_sources else self.validation_fraction
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is text to validate on."""
+        return bool(self.validation_source or self.validation_sources or self.validation_fraction)
+
     def resolved(self) -> DataConfig:
         """The same data with absolute paths, to be found from any folder."""
         changes: dict[str, Any] = {"source": _absolute(self.source)}
-        changes["sources"] = tuple(
-            source.model_copy(update={"path": _absolute(source.path)}) for source in self.sources
-        )
+        if self.validation_source:
+            changes["validation_source"] = _absolute(self.validation_source)
+        for key in ("sources", "validation_sources"):
+            changes[key] = tuple(
+                source.model_copy(update={"path": _absolute(source.path)}) for source in getattr(self, key)
+            )
         for key in ("tokenizer", "chat_template", "cache"):
             if (value := getattr(self, key)) != "bytes" and os.path.exists(value):
                 changes[key] = os.path.abspath(value)
