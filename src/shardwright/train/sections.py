@@ -663,7 +663,10 @@ class ParallelConfig(Section):
         default="dynamic",
         description=f"How the engine shardwright allocates the memory of a step. {summaries(memories)}",
     )
-    prefetch: Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^\d+ ?[KMG]iB$")] = Field(
+    prefetch: (
+        Annotated[int, Field(ge=0)]
+        | Annotated[str, Field(pattern=r"^\d+ ?[KMG]iB$", description='bytes, such as "512 MiB"')]
+    ) = Field(
         default=1,
         description=(
             'Number of units that the engine shardwright gathers ahead, or number of bytes, such as "512 MiB".'
