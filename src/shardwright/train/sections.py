@@ -726,6 +726,11 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"replicas: expected at least 2 with strategy {self.strategy!r}, found {self.replicas}"
             )
+        if strategy.axes is None and self.replicas > 1:
+            raise ValueError(
+                f"replicas: expected 1 with strategy {self.strategy!r}, which treats all ranks alike, found "
+                f"{self.replicas}; set strategy = 'hsdp' for groups of ranks that each hold a whole model"
+            )
         reshard = self.reshard_after_forward
         if strategy.keeps_parameters and any(strategy.stages) and reshard not in ("default", "never"):
             raise ValueError(
