@@ -14,12 +14,12 @@ from shardwright.train.errors import UserError
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raise a UserError if a write below `path` fails (disk full, read-only, no permission)."""
+def writing(path: Path, key: str = "") -> Iterator[None]:
+    """Raise a UserError if a write below `path` fails (disk full, read-only, no permission). It names the key."""
     try:
         yield
     except OSError as error:
-        raise UserError(unwritable(path, error)) from error
+        raise UserError(f"{key}: " * bool(key) + unwritable(path, error)) from error
 
 
 def unwritable(path: Path, error: BaseException) -> str:

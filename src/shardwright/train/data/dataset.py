@@ -11,9 +11,10 @@ import numpy as np
 
 from shardwright.train.config import Config, DataConfig
 from shardwright.train.data.cache import tokenised
+from shardwright.train.data.chat import check_template
 from shardwright.train.data.items import Source as Files
 from shardwright.train.data.packing import pack
-from shardwright.train.data.stream import Part, Source, Stream
+from shardwright.train.data.stream import VALIDATION_PART, Part, Source, Stream
 from shardwright.train.data.tokenizers import Bytes, Tokenizer, open_tokenizer
 from shardwright.train.data.tokens import Tokens
 from shardwright.train.data.validation import training_and_validation
@@ -75,6 +76,7 @@ def load_dataset(config: Config, progress: bool = False) -> Dataset:
         names.append(", ".join(files.paths))
         weights.append(weight)
         tokens.append(tokenised(files, tokenizer, cache=cache, template=template, progress=progress))
+        _check_completions(files, tokens[-1], tokenizer)
     return dataset_of(config, tokenizer, tokens, names, weights)
 
 
@@ -87,16 +89,13 @@ def dataset_of(
 ) -> Dataset:
     """The samples of tokens: one of `tokens`, `names` and `weights` for each source. Raises as :func:`load_dataset`."""
     parts = [training_and_validation(each, config.data.validation_fraction) for each in tokens]
+    training = [(name, part) for name, (part, _) in zip(names, parts, strict=True)]
+    train = _stream(config, training, weights, config.run.seed)
     validation = None
     if config.validation.every:
-        rest = [
-            (f"the validation part of {name}", part) for name, (_, part) in zip(names, parts, strict=True)
-        ]
+        rest = [(f"{VALIDATION_PART}{name}", part) for name, (_, part) in zip(names, parts, strict=True)]
         validation = _stream(config, rest, weights, VALIDATION_SEED)
-    training = [(name, part) for name, (part, _) in zip(names, parts, strict=True)]
-    return Dataset(
-        tokenizer, _stream(config, training, weights, config.run.seed), validation, _digest(tokens)
-    )
+    return Dataset(tokenizer, train, validation, _digest(tokens))
 
 
 def byte_dataset(config: Config, training: bytes, validation: bytes, sha256: str) -> Dataset:
@@ -161,7 +160,22 @@ def _template(data: DataConfig) -> str | None:
     if not data.chat_template:
         return None
     try:
-        return Path(data.chat_template).read_text(encoding="utf-8")
+        template = Path(data.chat_template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UserError(f"data.chat_template: cannot read {data.chat_template}: {reason}") from None
+        raise UserError(
+            f"data.chat_template: cannot read {data.chat_template}: {reason}; set the path of a jinja template"
+        ) from None
+    if "conversations" in {data.kind, *(source.kind for source in data.sources)}:
+        check_template(template, data.chat_template)
+    return template
+
+
+def _check_completions(files: Files, tokens: Tokens, tokenizer: Tokenizer) -> None:
+    """Refuse completions of which only the token that ends each is trained."""
+    has_end = isinstance(tokenizer, Bytes) or tokenizer.end is not None
+    if files.kind == "completions" and has_end and tokens.trained_tokens <= len(tokens.ends):
+        raise UserError(
+            f"{files.section}.completion_key: expected texts to train on, found {len(tokens.ends):,} empty completions "
+            f"in {', '.join(files.paths)}; set it to the key of the text after the prompt"
+        )

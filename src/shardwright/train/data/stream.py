@@ -20,6 +20,9 @@ from shardwright.train.data.packing import Packing, Windows
 from shardwright.train.data.tokens import Tokens
 from shardwright.train.errors import UserError
 
+VALIDATION_PART = "the validation part of "
+"""Begins the names of sources for validation."""
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
@@ -195,14 +198,26 @@ def _check(source: Source, seq_len: int) -> None:
             raise ValueError(f"{source.name}: expected samples of {seq_len}, found {part.packing.seq_len}")
     if not source.samples:
         tokens = sum(len(part.tokens.ids) for part in source.parts)
+        validates = source.name.startswith(VALIDATION_PART)
+        more = "; raise data.validation_fraction, set validation.every to 0, or use more text"
+        if tokens < 2:
+            raise UserError(
+                f"train.seq_len: expected text for samples of {seq_len} tokens, found {tokens} tokens in {source.name}"
+                + (more if validates else "; use more text")
+            )
         if isinstance(source.parts[0].packing, Windows):
             raise UserError(
-                f"train.seq_len: expected at most {max(tokens - 1, 0)}, since {source.name} has {tokens} tokens, found "
-                f"{seq_len}; use a shorter sequence or more text"
+                f"train.seq_len: expected at most {max(tokens - 1, 0)}, since {source.name} has {tokens} tokens"
+                f"{'' if validates else ' to train on'}, found {seq_len}"
+                + (
+                    more
+                    if validates
+                    else "; use a shorter sequence or more text, or lower data.validation_fraction"
+                )
             )
         raise UserError(
             f"data.source: expected documents of at least two tokens in {source.name}, found {tokens} tokens and no "
-            "such document; check the file and the key of its text"
+            "such document" + (more if validates else "; check the file and the key of its text")
         )
     if not source.trained:
         raise UserError(
