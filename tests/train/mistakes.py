@@ -195,6 +195,7 @@ def make_models(folder: Path) -> None:
     (copy("llama-json") / "config.json").write_text('{"model_type": "llama",')
     config = json.loads((folder / "llama" / "config.json").read_text())
     (copy("llama-wide") / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
+    (copy("llama-deeper") / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
     encoder = {**config, "model_type": "bert", "architectures": ["BertModel"]}
     (copy("bert") / "config.json").write_text(json.dumps(encoder))
     index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}

@@ -176,7 +176,7 @@ FILES: list[tuple[str, str]] = [
     ),
     (
         f'{TWO}path = "unanswered.jsonl"\nkind = "completions"',
-        "data.sources.1.completion_key: expected texts to train on, found 99 empty completions in unanswered.jsonl; set",
+        "data.sources.1.completion_key: expected texts to train on, found 99 empty completions in unanswered.jsonl; se",
     ),
     (
         f'{TWO}path = "sound.txt"'.replace("]]\nweight = 1\npath", "]]\nweight = 1e-9\npath"),
@@ -447,6 +447,10 @@ MODELS: list[tuple[str, str]] = [
     (
         f"{HF} llama-wide",
         "model.path: ...gate_proj.weight' ... expected shape (48, 16), found (32, 16)...; take config.json and",
+    ),
+    (
+        f"{HF} llama-deeper",
+        "model.path: ... Missing in the files (9): ...; take config.json and the weights from the same model",
     ),
     (
         f"{HF} llama-index",

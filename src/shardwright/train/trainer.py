@@ -341,9 +341,11 @@ class Trainer:
     def _check_loss(self) -> None:
         """Compute the model's own loss once, of samples of the size that steps have."""
         batch = self.dataset.train.batch(0, self.config.train.micro_batch).to(self.world.device)
+        torch.compiler.set_stance("force_eager")  # nothing is compiled for one pass
         self.model.eval()
         outputs.called(f"loss(batch) of the model of kind {self.config.model.kind!r}", self._losses, batch)
         self.model.train()
+        torch.compiler.set_stance("default")
         parallel.free_gathered(self.model)
 
     @torch.no_grad()

@@ -126,7 +126,10 @@ class HuggingFaceModel(LanguageModel):
                 allow_unexpected=[key for key in stored if any(text.search(key) for text in ignored)],
             )
         except (ValueError, OSError) as error:
-            reason = " ".join(str(error).split()).rstrip(".")
+            reason = " ".join(str(error).split())
+            reason = reason.partition(" If names differ, ")[0].rstrip(
+                "."
+            )  # the rest is for callers in Python
             raise UserError(
                 f"model.path: {reason}; take {CONFIG} and the weights from the same model"
             ) from error
