@@ -644,6 +644,7 @@ def test_there_are_enough_cases() -> None:
 def test_one_line_names_the_thing_and_the_fix(
     folder: Path, capsys: pytest.CaptureFixture[str], text: str, command: str, error: str
 ) -> None:
+    shutil.rmtree(folder / "run", ignore_errors=True)  # of a case that failed
     (folder / "wrong.toml").write_text(text)
     before = state_of(folder)
     capsys.readouterr()
