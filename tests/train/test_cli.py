@@ -87,7 +87,7 @@ def test_help_lists_every_key_within_the_width(
     assert max(map(len, text.splitlines())) <= columns
     flat = " ".join(text.split())
     for key in keys():
-        assert f"--{key.path} {key.expected}; default {key.default} {key.description}" in flat
+        assert f"{key.title} {key.expected}; default {key.default} {key.description}" in flat
     assert "--nproc N" in text and "--resume [RUN]" in text
 
 

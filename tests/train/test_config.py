@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from shardwright.train.config import (
+    OTHER_NAMES,
     Config,
     DataConfig,
     ModelConfig,
@@ -144,10 +145,13 @@ def test_unknown_override_is_refused_with_the_nearest_key(tmp_path: Path, key: s
             "unknown key model.rope_scaling.factr; did you mean model.rope_scaling.factor?",
         ),
         ("[train]\nsteps = 'many'", 'train.steps: expected an integer >= 1, found "many" (a string)'),
-        ("[train]\nsteps = 3.0", "train.steps: expected an integer >= 1, found 3.0 (a number)"),
+        ("[train]\nsteps = 3.0", "train.steps: expected an integer >= 1, found 3.0 (a number); write 3"),
         ("[train]\nsteps = true", "train.steps: expected an integer >= 1, found true (a boolean)"),
         ("[train]\nsteps = 0", "train.steps: expected an integer >= 1, found 0 (an integer)"),
-        ("[train]\nmax_norm = '1'", 'train.max_norm: expected a number >= 0, found "1" (a string)'),
+        (
+            "[train]\nmax_norm = '1'",
+            'train.max_norm: expected a number >= 0, found "1" (a string); write it without quotes',
+        ),
         ("[optimizer]\nlr = nan", "optimizer.lr: expected a number > 0, found nan (a number)"),
         ("[optimizer]\nlr = 2026-01-01", "optimizer.lr: expected a number > 0, found 2026-01-01 (a date)"),
         (
@@ -261,6 +265,19 @@ def test_missing_file_folder_and_other_bytes_are_refused(tmp_path: Path) -> None
 )
 def test_values_that_do_not_fit_one_another_are_refused(tmp_path: Path, text: str, part: str) -> None:
     assert part in refusal(tmp_path, text)
+
+
+def test_names_of_other_trainers_lead_to_keys() -> None:
+    paths = {key.path for key in keys()}
+    for name, key in OTHER_NAMES.items():
+        assert key in paths and name not in {path.rpartition(".")[2] for path in paths}, name
+        assert nearest_key(name) == nearest_key(f"train.{name}") == key
+
+
+def test_keys_of_tables_in_a_list_keep_their_number() -> None:
+    assert nearest_key("data.sources.3.wieght") == "data.sources.3.weight"
+    assert nearest_key("data.sources.3.packng") == "data.packing"
+    assert nearest_key("data.wieght") != "data.sources.N.weight"
 
 
 def test_nearest_key_prefers_the_same_section() -> None:

@@ -15,6 +15,7 @@ from shardwright import cli
 from shardwright.train.checkpoint import saved_steps, what_is_missing
 from shardwright.train.ending import Complaint, Ending, culprit
 from shardwright.train.runs import RunFolder
+from shardwright.train.trainer import Trainer
 from tests.train.jobs import (
     config_file,
     finish,
@@ -94,6 +95,18 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert expected in refused(capsys, "train", config, *given, *arguments), arguments
         # Nothing is left behind that would stand in the way of the corrected command.
         assert not (tmp_path / f"run{number}").exists(), arguments
+
+
+def test_a_failure_before_the_run_begins_leaves_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Trainer) -> None:
+        raise RuntimeError("of the machine")
+
+    monkeypatch.setattr(Trainer, "check_model", fails)
+    assert train_here(config_file(tmp_path), "--run.dir", tmp_path / "run") == 1
+    assert "error: RuntimeError: of the machine (add --debug" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def _keys_help(width: int) -> str:
         if key.path.partition(".")[0] != section:
             section = key.path.partition(".")[0]
             blocks += ["", *textwrap.wrap(f"[{section}] {section_summary(section)}", width)]
-        facts = f"--{key.path}  {key.expected}; default {key.default}"
+        facts = f"{key.title}  {key.expected}; default {key.default}"
         blocks += textwrap.wrap(facts, width, initial_indent="  ", subsequent_indent=" " * 6)
         blocks += textwrap.wrap(
             key.description, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False

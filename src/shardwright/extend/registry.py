@@ -10,6 +10,8 @@ import importlib
 import inspect
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, Protocol, TypeVar
@@ -73,15 +75,20 @@ def call(owner: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def in_words(error: BaseException) -> str:
-    """An error's class, message and the line that raised it."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = (
-        f" ({os.path.basename(trace.tb_frame.f_code.co_filename)}, line {trace.tb_lineno})" if trace else ""
-    )
+    """An error's class, message and the line that raised it: the last one outside of installed packages, if any."""
+    lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    own = [(file, number) for file, number in lines if not _is_installed(file)]
+    file, number = (own or lines or [("", 0)])[-1]
+    where = f" ({os.path.basename(file)}, line {number})" if file else ""
     message = " ".join(str(error).split())
     return f"{type(error).__name__}{': ' if message else ''}{message}{where}"
+
+
+def _is_installed(file: str) -> bool:
+    """Whether a file of code belongs to Python, to this package or to another installed one."""
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders |= {os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__)}
+    return file.startswith(("<", *(f"{folder}{os.sep}" for folder in folders)))
 
 
 T = TypeVar("T", bound=Named)
@@ -213,8 +220,17 @@ def _load(what: str, point: EntryPoint) -> Any:
         return point.load()
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        if isinstance(error, ModuleNotFoundError):
-            top = point.module.removesuffix(".py").partition(".")[0]
+        top = point.module.removesuffix(".py").partition(".")[0]
+        missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if missing and missing != top:
+            reason += f". {point.module} imports {missing}: install it"
+        elif isinstance(error, AttributeError) and error.obj is sys.modules.get(point.module):
+            names = [name for name in vars(error.obj) if not name.startswith("_")]
+            near = difflib.get_close_matches(str(error.name), names, 1)
+            reason += (
+                f"; did you mean {point.module}:{near[0]}?" if near else "; correct the name after the colon"
+            )
+        elif missing:
             reason += f". Start in the folder that has {top}.py or {top}/, or name that folder in PYTHONPATH"
             if point.module.endswith(".py"):
                 reason += f". An import path has no .py: {point.module.removesuffix('.py')}:{point.attr}"

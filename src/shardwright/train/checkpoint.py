@@ -320,7 +320,11 @@ def _newest(checkpoints: Path, steps: list[int], read: Callable[[Path], T], say:
                 f"; falling back to {step_folder(checkpoints, older).name}" if older is not None else ""
             )
             say(f"{folder} is damaged ({problem}){next_one}")
-    problems = f"found only damaged ones ({'; '.join(damaged)})" if damaged else "found none"
+    problems = (
+        f"found only damaged ones ({'; '.join(damaged)})"
+        if damaged
+        else "found none; the run has saved nothing"
+    )
     raise UserError(f"{checkpoints}: expected a whole checkpoint, {problems}")
 
 

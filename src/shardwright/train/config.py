@@ -7,6 +7,7 @@ are answered at once.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,12 +66,21 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the file: `path` is section.key, `expected` says in words which values it takes."""
+    """One key of the file: `path` is section.key, `expected` says in words which values it takes.
+
+    The path of a key in a list of tables has the letter N for the number of the table: data.sources.N.weight.
+    """
 
     path: str
     expected: str
     default: str
     description: str
+
+    @property
+    def title(self) -> str:
+        """For the help: the option of the command line, or the table and the key of a list of tables."""
+        table, is_row, name = self.path.partition(f".{_ROW}.")
+        return f"[[{table}]] {name}" if is_row else f"--{self.path}"
 
 
 def keys() -> Iterator[Key]:
@@ -105,13 +115,22 @@ def section_summary(name: str) -> str:
 def _keys_of(table: type[Section] | None, prefix: str) -> Iterator[Key]:
     for name, info in table.model_fields.items() if table else ():
         path, inner = f"{prefix}.{name}", _table_of(info.annotation)
-        if inner is not None:
+        row = _row_of(info.annotation)
+        if row is not None:
+            yield Key(path, _expected(info), "none", info.description or "")
+            yield from _keys_of(row, f"{path}.{_ROW}")
+        elif inner is not None:
             for key in _keys_of(inner, path):
                 yield replace(key, default=f"from the preset ({key.default} if the table is present)")
         else:
-            value = info.get_default(call_default_factory=True)
+            value = None if info.is_required() else info.get_default(call_default_factory=True)
             default = "the preset's" if value is None else toml_value(value)
-            yield Key(path, _expected(info), default, info.description or "")
+            yield Key(
+                path,
+                _expected(info),
+                "none, required" if info.is_required() else default,
+                info.description or "",
+            )
 
 
 def _table_of(annotation: Any) -> type[Section] | None:
@@ -154,6 +173,11 @@ def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if registry is not None:
         return str(registry.expected())
     if origin is Annotated:
+        own_words = next(
+            (m.description for m in args[1:] if isinstance(m, FieldInfo) and m.description), None
+        )
+        if own_words is not None:
+            return str(own_words)
         inner = [m for part in args[1:] for m in (part.metadata if isinstance(part, FieldInfo) else [part])]
         return _in_words(args[0], [*inner, *metadata])
     if origin is Literal:
@@ -175,6 +199,8 @@ def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     return words + _range_in_words(metadata)
 
 
+#: Stands for the number of a table in the path of a key.
+_ROW = "N"
 _WORDS: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 
 
@@ -187,10 +213,55 @@ def _range_in_words(metadata: Sequence[Any]) -> str:
     return " " + " and ".join(bounds) if bounds else ""
 
 
+#: By the names that other trainers use, the keys here.
+OTHER_NAMES = {
+    "batch_size": "train.micro_batch",
+    "bf16": "parallel.param_dtype",
+    "checkpointing_steps": "checkpoint.every",
+    "dataset": "data.source",
+    "epochs": "train.steps",
+    "eval_steps": "validation.every",
+    "gradient_accumulation_steps": "train.global_batch",
+    "gradient_checkpointing": "activations.checkpoint",
+    "gradient_clipping": "train.max_norm",
+    "hidden_size": "model.dim",
+    "learning_rate": "optimizer.lr",
+    "logging_steps": "log.every",
+    "lora_alpha": "finetune.alpha",
+    "lora_r": "finetune.rank",
+    "lr_scheduler_type": "optimizer.schedule",
+    "max_grad_norm": "train.max_norm",
+    "max_length": "train.seq_len",
+    "max_seq_length": "train.seq_len",
+    "max_steps": "train.steps",
+    "model_name_or_path": "model.path",
+    "num_hidden_layers": "model.n_layers",
+    "num_train_epochs": "train.steps",
+    "output_dir": "run.dir",
+    "per_device_train_batch_size": "train.micro_batch",
+    "r": "finetune.rank",
+    "report_to": "log.sinks",
+    "save_steps": "checkpoint.every",
+    "sequence_length": "train.seq_len",
+    "target_modules": "finetune.targets",
+    "torch_dtype": "parallel.param_dtype",
+}
+
+
 def nearest_key(path: str) -> str | None:
-    """The valid key most like `path`: one of the same section, else one of the same name elsewhere."""
+    """The valid key most like `path`: one of the same section, else one of the same name elsewhere.
+
+    A table of a list keeps its number: data.sources.0.weight.
+    """
     section, name = _section(path), _name(path)
-    all_keys = [key.path for key in keys()]
+    number = next((part for part in section.split(".") if part.isdecimal()), None)
+    if number is not None:
+        near_key = nearest_key(".".join([_ROW if part == number else part for part in path.split(".")]))
+        return near_key and near_key.replace(f".{_ROW}.", f".{number}.")
+    all_keys = [key.path for key in keys() if _ROW not in key.path.split(".") or _ROW in section.split(".")]
+    other = OTHER_NAMES.get(name)
+    if other is not None and path not in all_keys:
+        return other
     if section in map(_section, all_keys):
         near = difflib.get_close_matches(name, [_name(k) for k in all_keys if _section(k) == section], 1)
         if near:
@@ -199,6 +270,8 @@ def nearest_key(path: str) -> str | None:
     if elsewhere:
         same_name = [k for k in all_keys if _name(k) == elsewhere[0]]
         return difflib.get_close_matches(path, same_name, 1, cutoff=0.0)[0]
+    if section in map(_section, all_keys):
+        return None
     near = difflib.get_close_matches(path, all_keys, 1, cutoff=0.7)
     return near[0] if near else None
 
@@ -317,6 +390,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _override(values: dict[str, Any], key: str, text: str) -> None:
     """Put `text` at the dotted `key` of `values`."""
     info = _field_at(key.split("."))
+    whole = re.match(r"(.+?)\.\d+(\.|$)", key)
+    if whole and (field := _field_at(whole[1].split("."))) is not None and _row_of(field.annotation):
+        raise UserError(
+            f"command line: {key}: one table of a list cannot be set here; change it in the file, or set all tables: "
+            f"--{whole[1]} '[{{ path = \"...\", weight = 1 }}]'"
+        )
     own = _own_type(values, key) if info is None else None
     if info is None and own is None:
         raise UserError(f"command line: {_unknown(key, text)}")
@@ -360,14 +439,21 @@ def _value_of(text: str, takes_text: bool) -> Any:
 
 def _one_line(error: ValidationError, path: Path, overridden: set[str]) -> str:
     seen: dict[str, str] = {}
-    for detail in error.errors(include_url=False):
+    # A mistyped key is often the reason why another one is missing.
+    details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] == "missing")
+    for detail in details:
         key, message = _explain(detail)
         seen.setdefault(key, message)
-    (key, first), *rest = seen.items()
-    where = "command line" if key in overridden else str(path)
-    if overridden and any(detail["type"] == "value_error" for detail in error.errors(include_url=False)):
-        where = f"{path} and command line"  # Values that do not fit one another may come from both.
-    more = f" (and {len(rest)} more: {', '.join(name for name, _ in rest)})" if rest else ""
+    (key, first), *others = seen.items()
+    rest = [name for name, _ in others if not first.endswith(f"did you mean {name}?")]
+    where = "command line" if any(f"{key}.".startswith(f"{each}.") for each in overridden) else str(path)
+    if details[0]["type"] == "value_error":
+        # Values that do not fit one another may come from both. Of [run] none has to fit another section.
+        section = ".".join(map(str, details[0]["loc"]))
+        sections = {section} if section else set(Config.model_fields) - {"run"}
+        if any(each.partition(".")[0] in sections for each in overridden):
+            where = f"{path} and command line"
+    more = f" (and {len(rest)} more: {', '.join(rest)})" if rest else ""
     return f"{where}: {first}{more}"
 
 
@@ -390,11 +476,12 @@ def _explain(detail: ErrorDetails) -> tuple[str, str]:
     # Beyond the field lie the arms of a union and the indices of a list: the field's own words cover them.
     depth = max(n for n in range(len(location) + 1) if n == 0 or _field_at(location[:n]) is not None)
     key, info = ".".join(map(str, location[:depth])), _field_at(location[:depth])
-    if detail["type"] == "string_pattern_mismatch":
+    pattern = detail["type"] == "string_pattern_mismatch" and depth == len(location)
+    if pattern:
         expected = "letters, digits, '.', '_' and '-', not starting with '.' or '-'"
     elif detail["type"] in ("string_too_short", "too_short"):
         expected = "a value that is not empty"
-    elif info is None:
+    elif info is None or (isinstance(location[depth - 1], int) and _row_of(info.annotation)):
         expected = "a table"
     elif depth == 1:
         expected = f"a table ([{key}])"
@@ -402,7 +489,28 @@ def _explain(detail: ErrorDetails) -> tuple[str, str]:
         expected = _expected(info)
     is_missing = detail["type"] == "missing" and depth == len(location)
     found = "none" if is_missing else _value_in_words(detail["input"])
-    return key, f"{key}: expected {expected}, found {found}"
+    return key, f"{key}: expected {expected}, found {found}{_remedy(key, info, detail)}"
+
+
+def _remedy(key: str, info: FieldInfo | None, detail: ErrorDetails) -> str:
+    """What to write, where the value says what its author meant."""
+    value, kind = detail["input"], detail["type"]
+    if info is None:
+        return ""
+    if _row_of(info.annotation):
+        return f"; write a table [[{key.partition('.0')[0]}]]" if isinstance(value, dict | str) else ""
+    if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+        near = f"[[{key}s]]" if _field_at(f"{key}s".split(".")) else f"[{key}]"
+        return f"; write {near}"
+    if kind == "tuple_type" and isinstance(value, str):
+        return f"; write [{toml_value(value)}]"
+    plain = kind in ("int_type", "float_type", "bool_type") and str not in get_args(info.annotation)
+    if isinstance(value, str) and plain:
+        parsed = _value_of(value, takes_text=False)
+        return "; write it without quotes" if isinstance(parsed, int | float) else ""
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return f"; write {int(value)}"
+    return ""
 
 
 def _unknown(key: str, value: object) -> str:
@@ -413,11 +521,10 @@ def _unknown(key: str, value: object) -> str:
     near_key = nearest_key(key)
     if near_key:
         return f"unknown key {key}; did you mean {near_key}?"
-    section = _section(key)
+    section = re.sub(r"\.\d+(\.|$)", rf".{_ROW}\1", _section(key))
     siblings = [_name(k.path) for k in keys() if _section(k.path) == section]
-    hint = (
-        f"the keys of [{section}] are {', '.join(siblings)}" if siblings else "see shardwright train --help"
-    )
+    title = f"[[{section.removesuffix(f'.{_ROW}')}]]" if section.endswith(f".{_ROW}") else f"[{section}]"
+    hint = f"the keys of {title} are {', '.join(siblings)}" if siblings else "see shardwright train --help"
     return f"unknown key {key}; {hint}"
 
 

@@ -69,7 +69,7 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
             if alone is None:
                 return _launch(config, folder, ranks, argv)
             return alone(config, folder, resume is not None)
-        except (UserError, KeyboardInterrupt):
+        except BaseException:
             discard_if_unused(folder, lock)
             raise
 

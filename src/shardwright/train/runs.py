@@ -146,7 +146,7 @@ def open_for_writing(folder: Path, what: str) -> None:
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise UserError(f"{what}: expected a folder, found a file at {folder}")
     probe = folder / ".writable"
-    with writing(folder):
+    with writing(folder, what):
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"")
         probe.unlink()

@@ -302,10 +302,14 @@ class Trainer:
 
     @torch.no_grad()
     def check_model(self) -> None:
-        """Run a model whose code is not ours on a few tokens. Raises ExtensionError if it returns no logits, or if a
-        token sees a later one, which is the target that it shall predict."""
-        if not self.foreign or (self.has_loss and not self.config.run.sample_tokens):
+        """Run a model whose code is not ours on a few tokens. Raises ExtensionError if it returns no logits, if its own
+        loss cannot be used, or if a token sees a later one, which is the target that it shall predict."""
+        if not self.foreign:
             return
+        if self.has_loss:
+            self._check_loss()
+            if not self.config.run.sample_tokens:
+                return
         kind, vocabulary = self.config.model.kind, self.dataset.vocab_size
         length = min(CHECKED_TOKENS, self.config.train.seq_len)
         tokens = torch.arange(length, device=self.world.device).remainder(vocabulary).unsqueeze(0)
@@ -313,7 +317,8 @@ class Trainer:
         self.model.eval()
         with parallel.compute_precision(self.config.parallel, self.world.device):
             try:
-                outputs.check_logits(kind, self.model(tokens), tokens, vocabulary)
+                logits = outputs.called(f"forward of the model of kind {kind!r}", self.model, tokens)
+                outputs.check_logits(kind, logits, tokens, vocabulary)
             except ExtensionError as error:
                 if not self.has_loss:
                     raise
@@ -332,6 +337,16 @@ class Trainer:
                 "Each token would see the token that it shall predict, and the loss would mean nothing. Give its "
                 "attention a causal mask"
             )
+
+    def _check_loss(self) -> None:
+        """Compute the model's own loss once, of samples of the size that steps have."""
+        batch = self.dataset.train.batch(0, self.config.train.micro_batch).to(self.world.device)
+        torch.compiler.set_stance("force_eager")  # nothing is compiled for one pass
+        self.model.eval()
+        outputs.called(f"loss(batch) of the model of kind {self.config.model.kind!r}", self._losses, batch)
+        self.model.train()
+        torch.compiler.set_stance("default")
+        parallel.free_gathered(self.model)
 
     @torch.no_grad()
     def validate(self) -> float:

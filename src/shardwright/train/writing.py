@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -13,17 +14,22 @@ from shardwright.train.errors import UserError
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raise a UserError if a write below `path` fails (disk full, read-only, no permission)."""
+def writing(path: Path, key: str = "") -> Iterator[None]:
+    """Raise a UserError if a write below `path` fails (disk full, read-only, no permission). It names the key."""
     try:
         yield
     except OSError as error:
-        raise UserError(unwritable(path, error)) from error
+        raise UserError(f"{key}: " * bool(key) + unwritable(path, error)) from error
 
 
 def unwritable(path: Path, error: BaseException) -> str:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-    return f"{path}: cannot write: {reason}; earlier files are unchanged. Free some space, or choose another folder"
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    denied = isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    advice = "Free some space, or choose another folder" if full else "Choose another folder"
+    if denied:
+        advice = "Choose a folder in which you may write"
+    return f"{path}: cannot write: {reason}; earlier files are unchanged. {advice}"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -152,7 +152,7 @@ DAMAGED = [
     ("a.jsonl", b"", {}, "found an empty file at PATH; remove it"),
     ("a.txt", b"caf\xe9!", {}, "found byte 0xe9 at offset 3 of PATH; convert the file to UTF-8"),
     ("a.txt", b"x" * (SPAN + 9) + b"\xff", {}, f"found byte 0xff at offset {SPAN + 9} of PATH"),
-    ("a.txt", "x".encode("utf-16"), {}, "found byte 0xff at offset 0 of PATH"),
+    ("a.txt", "x".encode("utf-16"), {}, "found UTF-16 in PATH; convert the file to UTF-8 (iconv -f UTF-16"),
     (
         "a.jsonl",
         b'{"text": "x"}\n{"text": "caf\xe9"}\n',
@@ -353,8 +353,8 @@ def test_what_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], None]
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("*.parquet", "expected files, found none that match *.parquet"),
-        ("pydocs", "found nothing at pydocs; expected pydoc or the path of"),
+        ("*.parquet", "expected files, found none that match FOLDER/*.parquet; correct the folder"),
+        ("pydocs", "found nothing at FOLDER/pydocs; expected pydoc or the path of"),
         ("nothing://a/b.txt", "expected a path or a URL that fsspec knows"),
     ],
 )
@@ -365,7 +365,7 @@ def test_sources_that_stand_for_nothing_are_refused(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
         texts_of(url)
-    assert message in str(caught.value) and url in str(caught.value)
+    assert message.replace("FOLDER", str(tmp_path)) in str(caught.value) and url in str(caught.value)
 
 
 def test_a_file_system_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

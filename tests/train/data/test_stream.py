@@ -292,7 +292,8 @@ def test_parts_and_their_history_belong_together() -> None:
 
 def test_a_source_shorter_than_a_sample_is_refused() -> None:
     with pytest.raises(
-        UserError, match=r"train.seq_len: expected at most 4, since small.txt has 5 tokens, found 16"
+        UserError,
+        match=r"train.seq_len: expected at most 4, since small.txt has 5 tokens to train on, found 16",
     ):
         Stream(
             [source_of(tokens_of([5]), 16, "split", separate=False, name="small.txt")], [1], 0, separate=False

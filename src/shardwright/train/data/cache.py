@@ -75,7 +75,7 @@ def tokenised(
     template = _template_for(source, tokenizer, template)
     workers = workers or _cores()
     cache = Path(cache or default_cache()).absolute()
-    with writing(cache):
+    with writing(cache, "data.cache"):
         cache.mkdir(parents=True, exist_ok=True)
     before = [_identity(place) for place in files]
     key = _key(files, source, tokenizer, template, cache, workers)
@@ -313,7 +313,9 @@ def _assemble(
         parts_folder.rmdir()
         if not assembly.tokens:
             names = ", ".join(job.source.paths)
-            raise UserError(f"{job.source.key}: expected text, found none in {names}")
+            raise UserError(
+                f"{job.source.key}: expected text, found none in {names}; remove it, or correct the file"
+            )
         return assembly.facts()
 
 

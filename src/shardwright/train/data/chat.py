@@ -109,8 +109,10 @@ def has_generation(template: str) -> bool:
 
 
 def check_template(template: str, where: object) -> None:
-    """Raise UserError if a template is not valid jinja."""
+    """Raise UserError if a template is empty or not valid jinja."""
     import_jinja()
+    if not template.strip():
+        raise UserError(f"{KEY}: expected a jinja template, found an empty one in {where}; set another file")
     from jinja2 import TemplateSyntaxError
 
     try:

@@ -11,6 +11,7 @@ import numpy as np
 
 from shardwright.train.config import Config, DataConfig
 from shardwright.train.data.cache import tokenised
+from shardwright.train.data.chat import check_template
 from shardwright.train.data.documents import places
 from shardwright.train.data.growth import (
     Known,
@@ -25,7 +26,7 @@ from shardwright.train.data.items import Source as Files
 from shardwright.train.data.packing import pack
 from shardwright.train.data.places import Place
 from shardwright.train.data.statement import shortened_name
-from shardwright.train.data.stream import Part, Source, Stream
+from shardwright.train.data.stream import VALIDATION_PART, VALIDATION_SOURCE, Part, Source, Stream
 from shardwright.train.data.tokenizers import Bytes, Tokenizer, open_tokenizer
 from shardwright.train.data.tokens import Tokens
 from shardwright.train.data.validation import training_and_validation
@@ -135,6 +136,7 @@ def load_dataset(config: Config, progress: bool = False) -> Dataset:
 
     def material(files: Files, weight: float) -> Material:
         tokens = tokenised(files, tokenizer, cache=cache, template=template, progress=progress)
+        _check_completions(files, tokens, tokenizer)
         known = known_of(tokens, _identity(config, tokens))
         return Material(", ".join(files.paths), weight, tokens, tuple(places(files)), known)
 
@@ -214,12 +216,15 @@ def _dataset(
             source = source.grown(_part(config, tokens), epoch)
         training.append(source)
         kept.append(rest)
+    train = Stream(
+        training, [each.weight for each in materials], config.run.seed, separate=config.data.separates
+    )
     stream = None
     if config.validation.every:
         if validation:
             sources = [
                 Source(
-                    f"the validation source {each.name}",
+                    f"{VALIDATION_SOURCE}{each.name}",
                     (_part(config, each.tokens),),
                     label=f"validation: {shortened_name(each.name)}",
                 )
@@ -229,7 +234,7 @@ def _dataset(
             labels = [f"validation of {shortened_name(each.name)}" for each in materials]
             sources = [
                 Source(
-                    f"the validation part of {each.name}",
+                    f"{VALIDATION_PART}{each.name}",
                     (_part(config, rest),),
                     label=label if len(labels) > 1 else "validation",
                 )
@@ -239,9 +244,7 @@ def _dataset(
         stream = Stream(sources, weights, VALIDATION_SEED, separate=config.data.separates)
     return Dataset(
         tokenizer,
-        Stream(
-            training, [each.weight for each in materials], config.run.seed, separate=config.data.separates
-        ),
+        train,
         stream,
         _digest(config, materials),
         tuple(materials),
@@ -320,7 +323,22 @@ def _template(data: DataConfig) -> str | None:
     if not data.chat_template:
         return None
     try:
-        return Path(data.chat_template).read_text(encoding="utf-8")
+        template = Path(data.chat_template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UserError(f"data.chat_template: cannot read {data.chat_template}: {reason}") from None
+        raise UserError(
+            f"data.chat_template: cannot read {data.chat_template}: {reason}; set the path of a jinja template"
+        ) from None
+    if "conversations" in {data.kind, *(each.kind for each in (*data.sources, *data.validation_sources))}:
+        check_template(template, data.chat_template)
+    return template
+
+
+def _check_completions(files: Files, tokens: Tokens, tokenizer: Tokenizer) -> None:
+    """Refuse completions of which only the token that ends each is trained."""
+    has_end = isinstance(tokenizer, Bytes) or tokenizer.end is not None
+    if files.kind == "completions" and has_end and tokens.trained_tokens <= len(tokens.ends):
+        raise UserError(
+            f"{files.section}.completion_key: expected texts to train on, found {len(tokens.ends):,} empty completions "
+            f"in {', '.join(files.paths)}; set it to the key of the text after the prompt"
+        )

@@ -121,12 +121,12 @@ def items_of(row: Mapping[str, Any], source: Source, origin: Origin) -> Iterator
     """The item of a row, a long document in parts. Raises UserError if the row does not hold what it should."""
     check_keys(row, source, origin)
     if source.kind == "documents":
-        yield from parts(_text(row, "text_key", source.text_key, origin))
+        yield from parts(_text(row, "text_key", source, origin))
     elif source.kind == "completions":
-        prompt = _text(row, "prompt_key", source.prompt_key, origin)
-        yield Completion(prompt, _text(row, "completion_key", source.completion_key, origin), origin)
+        prompt = _text(row, "prompt_key", source, origin)
+        yield Completion(prompt, _text(row, "completion_key", source, origin), origin)
     else:
-        yield _conversation(row, source.messages_key, origin)
+        yield _conversation(row, source, origin)
 
 
 def check_keys(names: Mapping[str, Any], source: Source, where: object) -> None:
@@ -189,22 +189,26 @@ def cut(window: str | bytes) -> int | None:
     return None
 
 
-def _text(row: Mapping[str, Any], setting: str, key: str, origin: Origin) -> str:
-    value = row[key]
+def _text(row: Mapping[str, Any], setting: str, source: Source, origin: Origin) -> str:
+    key = getattr(source, setting)
+    value, full_setting = row[key], f"{source.section}.{setting}"
     if not isinstance(value, str):
+        hint = _hint(value, setting, source.section)
         raise UserError(
-            f"data.{setting}: expected a string, found {_name(value)} in {key!r} of {origin}{_hint(value)}"
+            f"{full_setting}: expected a string, found {_name(value)} in {key!r} of {origin}; {hint}"
         )
-    _check_characters(value, f"data.{setting}", key, origin)
+    _check_characters(value, full_setting, key, origin)
     return value
 
 
-def _hint(value: Any) -> str:
+def _hint(value: Any, setting: str, section: str) -> str:
     if value is None:
-        return "; remove the row, or give it a text"
+        return "remove the row, or give it a text"
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
-        return '; set data.kind = "conversations" for lists of messages'
-    return ""
+        return f'set {section}.kind = "conversations" for lists of messages'
+    return (
+        f"write it as a string, or set {section}.{setting} to the key of the {setting.removesuffix('_key')}"
+    )
 
 
 def _check_characters(text: str, setting: str, key: str, origin: object) -> None:
@@ -217,38 +221,43 @@ def _check_characters(text: str, setting: str, key: str, origin: object) -> None
         ) from None
 
 
-def _conversation(row: Mapping[str, Any], key: str, origin: Origin) -> Conversation:
+def _conversation(row: Mapping[str, Any], source: Source, origin: Origin) -> Conversation:
+    key, setting = source.messages_key, f"{source.section}.messages_key"
     messages = row[key]
     if not isinstance(messages, list) or not messages:
         found = "an empty list" if messages == [] else _name(messages)
+        hint = "remove the row" if messages == [] else f"set {setting} to the key of such a list"
         raise UserError(
-            f"data.messages_key: expected a list of messages, found {found} in {key!r} of {origin}"
+            f"{setting}: expected a list of messages, found {found} in {key!r} of {origin}; {hint}"
         )
     for number, message in enumerate(messages, start=1):
         where = f"message {number} in {key!r} of {origin}"
         if not isinstance(message, Mapping):
             raise UserError(
-                f"data.messages_key: expected an object with role and content, found {_name(message)} as {where}"
+                f"{setting}: expected an object with role and content, found {_name(message)} as {where}; write "
+                '{"role": "user", "content": "..."}'
             )
         if not isinstance(message.get("role"), str) or not ({"content", "tool_calls"} & message.keys()):
             raise UserError(
-                f"data.messages_key: expected the keys role (a string) and content, found "
+                f"{setting}: expected the keys role (a string) and content, found "
                 f"{', '.join(map(repr, message)) or 'none'} in {where}; rename them"
             )
         content = message.get("content")
         # Many templates would write None as a word. Only calls of tools may stand in place of a text.
         if not isinstance(content, str | list) and (content is not None or not message.get("tool_calls")):
             raise UserError(
-                f"data.messages_key: expected a string as content, found {_name(content)} in {where}"
+                f"{setting}: expected a string as content, found {_name(content)} in {where}; write a string, or "
+                "remove the row"
             )
         for text in _strings(message):
-            _check_characters(text, "data.messages_key", key, origin)
+            _check_characters(text, setting, key, origin)
     tools = row.get(TOOLS)
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
     ):
         raise UserError(
-            f"data.messages_key: expected a list of objects, found {_name(tools)} in {TOOLS!r} of {origin}"
+            f"{setting}: expected a list of objects, found {_name(tools)} in {TOOLS!r} of {origin}; write a list, or "
+            f"leave {TOOLS!r} out"
         )
     return Conversation(tuple(messages), tuple(tools) if tools else None, origin)
 

@@ -94,10 +94,26 @@ def _bytes(stream: BinaryIO, start: int, stop: int) -> bytes:
     return stream.read(stop - start)
 
 
+#: By the first bytes of a file that is no text: what it is, and what to do.
+_FORMS = {
+    b"\x1f\x8b": ("gzip's bytes", "unpack the file first (gunzip)"),
+    b"\x28\xb5\x2f\xfd": ("zstd's bytes", "unpack the file first (unzstd)"),
+    b"\xfd7zXZ": ("the bytes of xz", "unpack the file first (unxz)"),
+    b"\xff\xfe": ("UTF-16", "convert the file to UTF-8 (iconv -f UTF-16 -t UTF-8)"),
+    b"\xfe\xff": ("UTF-16", "convert the file to UTF-8 (iconv -f UTF-16 -t UTF-8)"),
+}
+
+
 def _decoded(content: bytes, place: Place, offset: int, where: object = None) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
+        if not offset and (
+            form := next((form for start, form in _FORMS.items() if content.startswith(start)), None)
+        ):
+            raise UserError(
+                f"{place.key}: expected UTF-8 text, found {form[0]} in {place}; {form[1]}"
+            ) from None
         raise UserError(
             f"{place.key}: expected UTF-8 text, found byte 0x{content[error.start]:02x} at offset "
             f"{offset + error.start} of {place}{f', in {where}' if where else ''}; convert the file to UTF-8 "
@@ -151,12 +167,15 @@ def _parsed(line: bytes, origin: Origin) -> dict[str, object]:
         ) from None
     if not isinstance(row, dict):
         raise UserError(
-            f"{key}: expected a JSON object per line, found {type(row).__name__} in {origin}{_remedy(text)}"
+            f"{key}: expected a JSON object per line, found {type(row).__name__} in {origin}; write an object such as "
+            '{"text": "..."}'
         )
     return row
 
 
 def _remedy(text: str) -> str:
+    if "\0" in text:
+        return "; the line has NUL bytes, as after a crash: copy the file again, or remove the line"
     if text.strip() in ("[", "{") or text.startswith("["):
         return "; the file seems to hold one JSON value over many lines: write one object per line"
     if not text.endswith("}") and not text.endswith("\n"):

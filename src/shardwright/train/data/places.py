@@ -5,6 +5,7 @@ Nothing here reads what a file holds. fsspec is imported only for a URL.
 
 from __future__ import annotations
 
+import difflib
 import glob
 import hashlib
 import io
@@ -123,10 +124,11 @@ def remote_version(place: Place) -> str | None:
 def unreadable(place: Place, error: BaseException) -> UserError:
     """The error of a file that cannot be read."""
     if isinstance(error, FileNotFoundError):
-        return UserError(f"{place.key}: expected a file, found nothing at {place}")
+        return UserError(f"{place.key}: expected a file, found nothing at {place}; correct the path")
     reason = error.strerror if isinstance(error, OSError) and error.strerror else None
     reason = reason or " ".join(f"{type(error).__name__}: {error}".split())
-    return UserError(f"{place.key}: cannot read {place}: {reason[:300]}")
+    hint = "; allow this user to read it (chmod)" if isinstance(error, PermissionError) else ""
+    return UserError(f"{place.key}: cannot read {place}: {reason[:300]}{hint}")
 
 
 # -- local files -------------------------------------------------------------------------------------------------------
@@ -139,14 +141,30 @@ def _local_names(path: str, key: str) -> list[str]:
     if os.path.exists(full):
         return [full]
     if not glob.has_magic(path):
-        hint = "" if os.path.splitext(path)[1] else f"; expected {PYDOC} or the path of {_NAMED}"
-        raise UserError(f"{key}: expected a file, found nothing at {path}{hint}")
+        raise UserError(f"{key}: expected a file, found {_absent(path, full)}")
     names = sorted(name for name in glob.glob(full, recursive=True) if os.path.isfile(name))
     if not names:
         raise UserError(
-            f"{key}: expected files, found none that match {path}; check the folder, or quote * as it is meant"
+            f"{key}: expected files, found none that match {full}; correct the folder or the pattern"
         )
     return names
+
+
+def _absent(path: str, full: str) -> str:
+    """What is at a path without a file, and what to do."""
+    if os.path.islink(full):
+        return f"a link to {os.readlink(full)}, which leads nowhere, at {full}; correct the link"
+    folder, name = os.path.split(full)
+    try:
+        there = os.listdir(folder)
+    except OSError:
+        there = []
+    stems = {os.path.splitext(each)[0]: each for each in there}
+    if near := difflib.get_close_matches(os.path.splitext(name)[0], stems, 1, cutoff=0.75):
+        return f"nothing at {full}; did you mean {stems[near[0]]}?"
+    if not os.path.splitext(path)[1]:
+        return f"nothing at {full}; expected {PYDOC} or the path of {_NAMED}"
+    return f"nothing at {full}; correct the path"
 
 
 def _dataset_names(folder: Path, key: str) -> list[str]:

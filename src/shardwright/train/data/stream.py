@@ -20,6 +20,10 @@ from shardwright.train.data.packing import Packing, Windows
 from shardwright.train.data.tokens import Tokens
 from shardwright.train.errors import UserError
 
+VALIDATION_PART = "the validation part of "
+VALIDATION_SOURCE = "the validation source "
+"""Begin the names of sources for validation: those that are split off, and those that are set."""
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
@@ -197,17 +201,34 @@ def _check(source: Source, seq_len: int) -> None:
             raise ValueError(f"{source.name}: expected samples of {seq_len}, found {part.packing.seq_len}")
     if not source.samples:
         tokens = sum(len(part.tokens.ids) for part in source.parts)
-        if isinstance(source.parts[0].packing, Windows):
+        validates = source.name.startswith(VALIDATION_PART)
+        if tokens < 2:
             raise UserError(
-                f"train.seq_len: expected at most {max(tokens - 1, 0)}, since {source.name} has {tokens} tokens, found "
-                f"{seq_len}; use a shorter sequence or more text"
+                f"train.seq_len: expected text for samples of {seq_len} tokens, found {tokens} tokens in "
+                f"{source.name}; {_way_to_samples(source) if validates else 'use more text'}"
             )
+        if isinstance(source.parts[0].packing, Windows):
+            use = "" if source.name.startswith((VALIDATION_PART, VALIDATION_SOURCE)) else " to train on"
+            raise UserError(
+                f"train.seq_len: expected at most {max(tokens - 1, 0)}, since {source.name} has {tokens} tokens{use}, "
+                f"found {seq_len}; {_way_to_samples(source)}"
+            )
+        check = "check the file and the key of its text"
         raise UserError(
             f"data.source: expected documents of at least two tokens in {source.name}, found {tokens} tokens and no "
-            "such document; check the file and the key of its text"
+            f"such document; {_way_to_samples(source) if validates else check}"
         )
     if not source.trained:
         raise UserError(
             f"data.source: expected trained tokens in {source.name}, found 0 in {source.samples} samples; for "
             "conversations, check that messages have the role assistant, and that train.seq_len reaches their answers"
         )
+
+
+def _way_to_samples(source: Source) -> str:
+    """What to do about a source that is too short."""
+    if source.name.startswith(VALIDATION_PART):
+        return "raise data.validation_fraction, set validation.every to 0, or use more text"
+    if source.name.startswith(VALIDATION_SOURCE):
+        return "use a shorter sequence or more text"
+    return "use a shorter sequence or more text, or lower data.validation_fraction"

@@ -309,7 +309,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{folder}: expected a folder of adapters, found no {CONFIG_FILE} in it") from None
+        raise UserError(
+            f"{folder}: expected a folder of adapters, found no {CONFIG_FILE} in it; correct finetune.adapters"
+        ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: expected JSON, found a file that cannot be read: {error}") from None
     if not isinstance(config, dict):

@@ -195,9 +195,13 @@ def _nearest(pattern: str, names: list[str]) -> str:
     ends = list(dict.fromkeys(name.split(".", depth)[-1] for depth in (9, 2) for name in names))
     ends += [".".join(name.split(".")[-2:]) for name in names]
     near = difflib.get_close_matches(wanted, list(dict.fromkeys([*ends, *names])), 3, cutoff=0.5)
+    if not near:  # a part of a name, such as "nrom" of "norm.weight"
+        parts = {part: end for end in reversed(ends) for part in end.split(".")}
+        near = [parts[part] for part in difflib.get_close_matches(wanted, list(parts), 3, cutoff=0.6)]
     if near:
         return f"near names: {', '.join(near)}"
-    return f"there are {_some(dict.fromkeys(name.rpartition('.')[2] for name in names))}"
+    lasts = dict.fromkeys(name.rpartition(".")[2] for name in names)
+    return f"there are {_some(lasts if len(lasts) > 2 else dict.fromkeys(ends))}"
 
 
 def _some(names: Iterable[str], limit: int = 6) -> str:

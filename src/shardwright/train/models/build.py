@@ -40,5 +40,8 @@ def build_model(model_config: ModelConfig, vocab_size: int) -> LanguageModel:
         key, expected = "vocab_size", least
         if key not in kind_of(shape).numbers:
             key, expected = "path", f"a model with a vocabulary of {least}"
-        raise UserError(f"model.{key}: expected {expected}, found {shape.vocab_size}")
+        raise UserError(
+            f"model.{key}: expected {expected}, found {shape.vocab_size}; or set data.tokenizer to a tokenizer with at "
+            "most as many tokens"
+        )
     return model_of(shape)

@@ -119,7 +119,13 @@ class HuggingFaceModel(ForeignModel):
                 allow_unexpected=[key for key in stored if any(text.search(key) for text in ignored)],
             )
         except (ValueError, OSError) as error:
-            raise UserError(f"model.path: {' '.join(str(error).split())}") from error
+            reason = " ".join(str(error).split())
+            reason = reason.partition(" If names differ, ")[0].rstrip(
+                "."
+            )  # the rest is for callers in Python
+            raise UserError(
+                f"model.path: {reason}; take {CONFIG} and the weights from the same model"
+            ) from error
 
     def flops_per_token(self, seq_len: int) -> int:
         """Six for each weight that a token is multiplied with, and 12 x width x length for each attention.
@@ -351,7 +357,8 @@ def opened(shape: HuggingFaceShape) -> dict[str, StoredTensor]:
     try:
         return open_stored(weights_path(shape))
     except (ValueError, OSError) as error:
-        raise UserError(f"model.path: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise UserError(f"model.path: {reason}; copy or fetch the files of the model again") from error
 
 
 def _names(model: nn.Module) -> list[str]:

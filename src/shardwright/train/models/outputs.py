@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.extend.registry import ExtensionError, call
+from shardwright.extend.registry import ExtensionError, call, in_words
 
 
 def check_class(kind: str, model: nn.Module, auxiliary: object) -> None:
@@ -42,6 +43,20 @@ def check_class(kind: str, model: nn.Module, auxiliary: object) -> None:
         raise ExtensionError(
             f"The model of kind {kind!r} has forward{signature}: {error}. Expected {expected}"
         ) from None
+
+
+def called(owner: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a user's function.
+
+    Raises:
+        ExtensionError: the function raised an error that is not about memory or about other ranks.
+    """
+    try:
+        return function(*arguments)
+    except (ExtensionError, MemoryError, torch.OutOfMemoryError, dist.DistError):
+        raise
+    except Exception as error:
+        raise ExtensionError(f"{owner} raised {in_words(error)}. Correct this function") from error
 
 
 def check_logits(kind: str, logits: Any, targets_BS: Tensor, vocab_size: int) -> Tensor:

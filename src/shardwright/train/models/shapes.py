@@ -78,6 +78,11 @@ def _read(path: str) -> tuple[Path, Mapping[str, Any]]:
         file = Path(path, CONFIG)
         if not file.is_file():
             raise ValueError(f"path: expected a folder with a {CONFIG}, found none in {path}")
+    elif os.path.isfile(path):
+        raise ValueError(
+            f"path: expected a folder with a {CONFIG}, found a file at {path}; set the folder "
+            f"{os.path.dirname(path) or '.'}"
+        )
     elif is_hub_name(path):
         try:
             file = fetch_file(path, CONFIG, "path")
@@ -92,7 +97,9 @@ def _read(path: str) -> tuple[Path, Mapping[str, Any]]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"path: cannot read {file}: {type(error).__name__}: {reason}") from None
+        raise ValueError(
+            f"path: cannot read {file}: {type(error).__name__}: {reason}; copy or fetch the file again"
+        ) from None
     if not isinstance(content, dict):
         raise ValueError(f"path: expected a JSON object in {file}, found {type(content).__name__}")
     return file, content
@@ -169,8 +176,9 @@ class PythonShape:
         module, _, name = self.target.partition(":")
         if not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
             raise ValueError(
-                f"target: expected an import path package.module:function, found {self.target!r}; an import path has "
-                "no .py"
+                f"target: expected an import path package.module:function, found {self.target!r}"
+                + ("; an import path has no .py" if ".py" in self.target or "/" in self.target else "")
+                + ("" if ":" in self.target else f"; name the function after a colon, as in {module}:build")
             )
         own = {"vocab_size", "max_seq_len"} & self.arguments.keys()
         if own:

@@ -110,7 +110,8 @@ def _blocks(model: nn.Module, chosen: str, classes: Collection[str], key: str) -
         of = f" of {' or '.join(sorted(classes))}" if classes else ""
         raise UserError(
             f"{key}: expected a model with one list of layers{of} (torch.nn.ModuleList), found "
-            f"{_in_words(candidates) or 'no list'} in {type(model).__name__}; set {key} to the name of a list"
+            f"{_in_words(candidates) or 'no list'} in {type(model).__name__}; "
+            + (f"set {key} to the name of a list" if candidates else "put the layers into such a list")
         )
     if len(largest) > 1 and sizes[largest[1]] * 2 > sizes[largest[0]]:
         raise UserError(

@@ -92,7 +92,10 @@ class ParallelConfig(Section):
         default="dynamic",
         description=f"How the engine shardwright allocates the memory of a step. {summaries(memories)}",
     )
-    prefetch: Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^\d+ ?[KMG]iB$")] = Field(
+    prefetch: (
+        Annotated[int, Field(ge=0)]
+        | Annotated[str, Field(pattern=r"^\d+ ?[KMG]iB$", description='bytes, such as "512 MiB"')]
+    ) = Field(
         default=1,
         description=(
             'Number of units that the engine shardwright gathers ahead, or number of bytes, such as "512 MiB".'
@@ -151,6 +154,11 @@ class ParallelConfig(Section):
         if strategy.axes == 2 and self.replicas < 2:
             raise ValueError(
                 f"replicas: expected at least 2 with strategy {self.strategy!r}, found {self.replicas}"
+            )
+        if strategy.axes is None and self.replicas > 1:
+            raise ValueError(
+                f"replicas: expected 1 with strategy {self.strategy!r}, which treats all ranks alike, found "
+                f"{self.replicas}; set strategy = 'hsdp' for groups of ranks that each hold a whole model"
             )
         reshard = self.reshard_after_forward
         if strategy.keeps_parameters and any(strategy.stages) and reshard not in ("default", "never"):
