@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from shardwright.checkpoint import load_pretrained
 from shardwright.checkpoint.conversions import transformers_key_map
 from shardwright.checkpoint.files import INDEX, StoredTensor, open_stored
+from shardwright.checkpoint.model import OtherRankFailed, mesh_of, on_every_rank
 from shardwright.checkpoint.names import Source
+from shardwright.engine.unit.owning import units_of
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import ADAPTER_PARAMETERS
 from shardwright.train.hub import fetch_file, fetch_files, fetch_first
@@ -113,19 +115,27 @@ class HuggingFaceModel(LanguageModel):
         """
         if self.config.weights != "pretrained":
             return
-        stored = opened(self.config)
         ignored = [re.compile(text) for text in self.model._keys_to_ignore_on_load_unexpected or ()]
         computed = [f"{PREFIX}{name}" for name in self.model._keys_to_ignore_on_save or ()]
-        try:
+
+        def places() -> tuple[Path, dict[str, Source], list[str]]:
+            """The files, where each tensor is in them, and the keys that the model does not need."""
+            stored = opened(self.config)
             sources = transformers_key_map(self.model, _names(self), stored) or {}
+            unneeded = [key for key in stored if any(text.search(key) for text in ignored)]
+            return weights_path(self.config), {f"{PREFIX}{name}": each for name, each in sources.items()}, unneeded
+
+        try:
+            # Files may be damaged on one host alone. Then no other rank may wait in the collectives of load_pretrained.
+            path, sources, unneeded = on_every_rank(mesh_of(units_of(self)), places)
             load_pretrained(
                 self,
-                weights_path(self.config),
-                key_map={f"{PREFIX}{name}": source for name, source in sources.items()},
+                path,
+                key_map=sources,
                 allow_missing=[*computed, *(f"*.{name}" for name in ADAPTER_PARAMETERS)],
-                allow_unexpected=[key for key in stored if any(text.search(key) for text in ignored)],
+                allow_unexpected=unneeded,
             )
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, OtherRankFailed) as error:
             raise UserError(f"model.path: {' '.join(str(error).split())}") from error
 
     def flops_per_token(self, seq_len: int) -> int:
