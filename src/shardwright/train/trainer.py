@@ -31,7 +31,7 @@ from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.loader import Loader, Share
 from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters
-from shardwright.train.generate import sample
+from shardwright.train.generate import prompt_ids, sample
 from shardwright.train.models import outputs
 from shardwright.train.models.language_model import sees_later_tokens
 from shardwright.train.reporter import Reporter
@@ -359,13 +359,20 @@ class Trainer:
 
     @torch.no_grad()
     def sample(self) -> tuple[str, str]:
-        """A prompt from the data and what the model makes of it. Ranks run in step, so any size of model fits."""
+        """A prompt from the data and what the model makes of it. Ranks run in step, so any size of model fits.
+
+        The text may end early, see `sample`. It is empty if the prompt has no token.
+        """
         tokenizer = self.dataset.tokenizer
         prompt = self.dataset.prompt()
+        ids = prompt_ids(tokenizer, prompt)
+        if not ids:
+            return prompt, ""
         torch.compiler.set_stance("force_eager")  # every token is of another length
         tokens = sample(
-            self.model, torch.tensor(tokenizer.encode(prompt)), count=self.config.run.sample_tokens, temperature=0.8,
+            self.model, torch.tensor(ids), count=self.config.run.sample_tokens, temperature=0.8,
             top_k=50, seed=0, context=self.config.train.seq_len, device=self.world.device, multiple=self.world.tensor,
+            ends=tokenizer.ends,
         )  # fmt: skip
         torch.compiler.set_stance("default")
         parallel.free_gathered(self.model)

@@ -123,7 +123,11 @@ class HuggingFaceModel(LanguageModel):
             stored = opened(self.config)
             sources = transformers_key_map(self.model, _names(self), stored) or {}
             unneeded = [key for key in stored if any(text.search(key) for text in ignored)]
-            return weights_path(self.config), {f"{PREFIX}{name}": each for name, each in sources.items()}, unneeded
+            return (
+                weights_path(self.config),
+                {f"{PREFIX}{name}": each for name, each in sources.items()},
+                unneeded,
+            )
 
         try:
             # Files may be damaged on one host alone. Then no other rank may wait in the collectives of load_pretrained.
