@@ -403,7 +403,7 @@ def test_a_language_model_without_a_method_is_refused(folder: Path, name: str) -
         + "".join(text for method, text in methods.items() if method != name)
         + '\nPART = Kind("part", "", Shape, {"debug": Shape()}, lambda: Offers(Part))\n'
     )
-    config = Config.model_validate({"model": {"kind": "my_small:PART"}})
+    config = Config.model_validate({"model": {"kind": "my_small:PART"}, "train": {"seq_len": 64}})
     with pytest.raises(
         UserError, match=f"kind 'part' to return a LanguageModel .* found a Part without {name}$"
     ):

@@ -1,7 +1,7 @@
 """`shardwright export`: the checkpoint of a run as a folder of Hugging Face, with tokenizer and generation settings.
 
-One process reads one tensor after another, so the model never is in memory as a whole. Of a run with adapters the frozen
-base is in memory once, and each layer is folded when it is written. The folder gets its name when it is complete.
+One process reads one tensor after another, so the model never is in memory as a whole. Of a run with adapters it holds
+the frozen base once, and folds one layer at a time. The folder gets its name when it is complete.
 """
 
 from __future__ import annotations

@@ -213,8 +213,8 @@ class FromFile:
         if name is not None:
             if name not in vocabulary:
                 raise UserError(
-                    f"{KEY}: expected the eos_token of {self.file.with_name(CONFIG)} in the vocabulary, found no {name!r} in "
-                    f"{self.file}; take both files from the same model"
+                    f"{KEY}: expected the eos_token of {self.file.with_name(CONFIG)} in the vocabulary, found no "
+                    f"{name!r} in {self.file}; take both files from the same model"
                 )
             return vocabulary[name]
         return next((vocabulary[name] for name in _USUAL_ENDS if name in added), None)

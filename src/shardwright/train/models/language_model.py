@@ -31,8 +31,8 @@ NEEDED = (
 class LanguageModel(nn.Module):
     """A causal language model: token numbers [B, S] (int64) in, logits [B, S, V] (float) out.
 
-    A subclass has `blocks`, `head` and a forward, which `missing_members` looks for. A module of another class may be used too, if it has every member in
-    `NEEDED`: see `missing_members`.
+    A subclass has `blocks`, `head` and a forward. A module of another class may be used too, if it has every member in
+    `NEEDED`. `missing_members` names what a model lacks.
 
     ``forward(tokens)`` returns the logits. ``forward(tokens, extras=True)`` returns a pair of logits and extras, if the
     model has `auxiliary` losses. ``forward(tokens, documents=..., positions=...)`` keeps the documents of a sample
