@@ -85,8 +85,8 @@ class LanguageModel(nn.Module):
 
     @staticmethod
     def auxiliary_sums(extras: Any, targets_BS: Tensor) -> dict[str, Tensor]:
-        """The losses in `auxiliary`, from the extras of forward; summed over B * S tokens, so that division by the
-        number of tokens gives a mean."""
+        """The losses in `auxiliary`, from the extras of forward; summed over the trained tokens, those whose target is
+        not -100, so that division by their number gives a mean."""
         return {}
 
     def read_weights(self) -> None:
