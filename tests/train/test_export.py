@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,12 @@ from shardwright.train import byte_tokenizer, checkpoint
 from shardwright.train import export as exporting
 from shardwright.train.errors import UserError
 from shardwright.train.export import export
+from shardwright.train.finetune import adapters
+from shardwright.train.finetune.layers import Adapter
+from shardwright.train.models import hugging_face
 from shardwright.train.models.build import build_model
 from shardwright.train.runs import RunFolder
+from tests.train.data.samples import save_tokenizer
 from tests.train.jobs import HYBRID, config_file, tiny, train_here
 
 FILES = [
@@ -202,25 +208,87 @@ def test_a_tokenizer_of_another_model_is_refused(
         monkeypatch.setattr(
             exporting,
             "tokenizer_of",
-            lambda config, size=tokenizer: exporting.ExportedTokenizer(size, None, None, None),
+            lambda config, size=tokenizer: exporting.ExportedTokenizer(size, None, (), None),
         )
         with pytest.raises(UserError, match=message):
             export(run, tmp_path / "new")
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "mine.json"])
 def test_files_of_another_tokenizer_are_copied(
-    plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Its end of documents becomes the end of generated texts."""
+    """A tokenizer with another name gets the usual one. Its ends become the ends of generated texts."""
     files = tmp_path / "tokenizer"
     files.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"):
-        (files / name).write_text(f"{name} of a folder")
-    monkeypatch.setattr(
-        exporting, "tokenizer_of", lambda config: exporting.ExportedTokenizer(256, None, 7, files)
-    )
-    export(plain_run, tmp_path / "out")
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "chat_template.jinja of a folder"
-    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 1000
-    for name in ("config.json", "generation_config.json"):
-        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == 7
+    for each in (
+        "tokenizer.json",
+        "mine.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "model.safetensors",
+    ):
+        (files / each).write_text(f"{each} of a folder")
+    for ends, expected in (((7,), 7), ((7, 9), [7, 9]), ((), None)):
+        tokenizer = exporting.ExportedTokenizer(256, None, ends, files / name)
+        monkeypatch.setattr(exporting, "tokenizer_of", lambda config, each=tokenizer: each)
+        out = tmp_path / f"out{len(ends)}"
+        export(plain_run, out)
+        assert (out / "tokenizer.json").read_text() == f"{name} of a folder"
+        assert (out / "chat_template.jinja").read_text() == "chat_template.jinja of a folder"
+        assert (out / "model.safetensors").stat().st_size > 1000 and not (out / "mine.json").exists()
+        for file in ("config.json", "generation_config.json"):
+            assert json.loads((out / file).read_text())["eos_token_id"] == expected
+
+
+def test_the_tokenizer_of_a_configuration(tmp_path: Path) -> None:
+    """A file with a name of its own, with a list of ends beside it."""
+    pytest.importorskip("tokenizers", reason="needs tokenizers")
+    save_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").rename(tmp_path / "mine.json")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 0]}')
+    tokenizer = exporting.tokenizer_of(tiny(data={"tokenizer": str(tmp_path / "mine.json")}))
+    assert tokenizer.file == tmp_path / "mine.json"
+    assert exporting.special_ids(tokenizer) == {
+        "bos_token_id": 1,
+        "eos_token_id": [5, 0],
+        "pad_token_id": None,
+    }
+
+
+ADAPTERS = ("--finetune.rank", "4", "--finetune.train_also", '["norm.weight"]', "--run.sample_tokens", "0")
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_adapters_are_folded_one_layer_at_a_time(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The values are those of `merge`. Beside the base, no more than one folded weight is in memory."""
+    run = tmp_path / "run"
+    job = config_file(tmp_path, tiny(train={"steps": 2}, optimizer={"lr": 0.1}).to_toml())
+    assert train_here(job, "--finetune.method", method, *ADAPTERS, "--run.dir", run) == 0
+    config = RunFolder(run).config()
+    torch.manual_seed(config.run.seed)
+    model = build_model(config.model, 256)
+    adapters.adapt(model, config.finetune, config.run.seed)
+    checkpoint.load_weights(run / "checkpoints" / "step-2", model)
+    adapters.merge(model)
+    folded: list[weakref.ref[torch.Tensor]] = []
+    merged = Adapter.merged
+
+    def counted(layer: Adapter) -> torch.Tensor:
+        assert not any(each() is not None for each in folded)
+        weight = merged(layer)
+        folded.append(weakref.ref(weight))
+        return weight
+
+    monkeypatch.setattr(Adapter, "merged", counted)
+    monkeypatch.setattr(copy, "deepcopy", None)
+    export(run, tmp_path / "out")
+    assert len(folded) == 14
+    stored = open_stored(tmp_path / "out")
+    values = model.state_dict()
+    for name, key in hugging_face.key_map(config.model.shape()).items():
+        if isinstance(key, str):
+            assert torch.equal(stored[key].view(), values[name]), name
+    assert len(stored) == 21

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import torch
 from shardwright import cli
 from shardwright.train.checkpoint import load_weights
 from shardwright.train.config import load_config
-from shardwright.train.data.tokenizers import Bytes
+from shardwright.train.data.tokenizers import Bytes, open_tokenizer
 from shardwright.train.generate import generate, sample
 from shardwright.train.models.build import build_model
+from tests.train.data.samples import save_tokenizer, texts
+from tests.train.jobs import config_file, tiny, train_here
 
 
 def test_without_temperature_the_likeliest_token_is_taken(plain_run: Path) -> None:
@@ -53,6 +56,39 @@ def test_top_k_limits_the_draw(top_k: int, allowed: set[int]) -> None:
     assert set(drawn) == allowed
 
 
+def test_an_end_token_ends_the_text() -> None:
+    def drawn(count: int, *ends: int) -> list[int]:
+        return sample(
+            Ramp(), torch.tensor([0]), count=count, temperature=5.0, top_k=0, seed=0, context=4,
+            device=torch.device("cpu"), ends=ends,
+        )  # fmt: skip
+
+    all_of_them = drawn(30)
+    assert len(all_of_them) == 30 and {3, 7} < set(all_of_them)
+    stop = min(all_of_them.index(3), all_of_them.index(7))
+    assert drawn(30, 7, 3) == all_of_them[:stop]
+
+
+def test_a_run_with_a_tokenizer_ends_documents_and_begins_them(tmp_path: Path) -> None:
+    """Its end token, those of generation_config.json, and an empty prompt. The command prints none of the ends."""
+    pytest.importorskip("tokenizers", reason="needs tokenizers")
+    files = save_tokenizer(tmp_path / "tokenizer")
+    job = config_file(tmp_path, tiny(train={"steps": 1}, model={"vocab_size": 700}).to_toml())
+    folder = tmp_path / "run"
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(texts(20)))
+    options = ("--data.source", text, "--data.tokenizer", files, "--data.cache", tmp_path / "cache")
+    assert train_here(job, *options, "--run.dir", folder, "--validation.every", "0") == 0
+    whole = generate(folder, "", tokens=20, temperature=0.0, top_k=0, seed=0)
+    tokenizer = open_tokenizer(str(files))
+    ids = tokenizer.encode(whole)
+    assert tokenizer.begin == 1 and len(ids) > 1
+    last = ids[-1]
+    (files / "generation_config.json").write_text(json.dumps({"eos_token_id": [last, 0]}))
+    cut = generate(folder, "", tokens=20, temperature=0.0, top_k=0, seed=0)
+    assert len(cut) < len(whole) and whole.startswith(cut)
+
+
 def test_any_engine_and_number_of_ranks_can_be_read(plain_run: Path, sharded_run: Path) -> None:
     texts = [
         generate(folder, "import ", tokens=30, temperature=0.0, top_k=0, seed=0)
@@ -79,7 +115,10 @@ def test_what_cannot_be_read_is_refused(
 def test_bad_prompts_and_seeds_are_refused(plain_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (("--prompt", "a\udcff"), "--prompt: expected UTF-8 text"),
-        (("--prompt", ""), "--prompt: expected at least one character"),
+        (
+            ("--prompt", ""),
+            "--prompt: expected a text of at least one token, found none in ''; data.tokenizer = 'bytes'",
+        ),
         (
             ("--prompt", "a", "--seed", str(2**63)),
             "--seed: expected an integer from 0 to 9223372036854775807",

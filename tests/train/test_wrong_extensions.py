@@ -384,3 +384,27 @@ def test_the_extensions_command_lists_values_with_origin_and_options(
     finally:
         optimizers._values.pop("sign", None)
         kinds._values.pop("lost", None)
+
+
+@pytest.mark.parametrize("name", ["blocks", "head", "forward"])
+def test_a_language_model_without_a_method_is_refused(folder: Path, name: str) -> None:
+    """LanguageModel declares these methods and has no default for them."""
+    methods = {
+        "blocks": "    def blocks(self):\n        return [self.layer]\n",
+        "head": "    def head(self):\n        return [self.layer]\n",
+        "forward": "    def forward(self, tokens):\n        return self.layer(tokens)\n",
+    }
+    (folder / "my_small.py").write_text(
+        "from dataclasses import dataclass\nfrom torch import nn\n"
+        "from shardwright.train.extend import Kind, LanguageModel, Offers\n\n"
+        "@dataclass(frozen=True)\nclass Shape:\n    vocab_size: int = 256\n    max_seq_len: int = 64\n\n"
+        "class Part(LanguageModel):\n    def __init__(self, shape):\n        super().__init__()\n"
+        "        self.layer = nn.Embedding(256, 256)\n"
+        + "".join(text for method, text in methods.items() if method != name)
+        + '\nPART = Kind("part", "", Shape, {"debug": Shape()}, lambda: Offers(Part))\n'
+    )
+    config = Config.model_validate({"model": {"kind": "my_small:PART"}, "train": {"seq_len": 64}})
+    with pytest.raises(
+        UserError, match=f"kind 'part' to return a LanguageModel .* found a Part without {name}$"
+    ):
+        build_model(config.model, 256)

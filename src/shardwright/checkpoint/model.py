@@ -166,8 +166,13 @@ def aliases_of(model: nn.Module, tensors: list[ModelTensor]) -> dict[str, str]:
     }
 
 
+class OtherRankFailed(RuntimeError):
+    """Another rank raised the error that the message names."""
+
+
 def raise_everywhere(mesh: DeviceMesh | None, error: Exception | None) -> None:
-    """If a rank failed, raise on every rank: the error itself on that rank, its text on the others."""
+    """If a rank failed, raise on every rank: the error itself on that rank, an OtherRankFailed with its text on the
+    others."""
     errors = (
         []
         if mesh is None
@@ -179,7 +184,7 @@ def raise_everywhere(mesh: DeviceMesh | None, error: Exception | None) -> None:
         if failure is not None:
             assert mesh is not None
             rank = mesh.mesh.flatten()[number].item()
-            raise RuntimeError(f"Rank {rank} failed, so all ranks stop. {failure[0]}: {failure[1]}")
+            raise OtherRankFailed(f"Rank {rank} failed, so all ranks stop. {failure[0]}: {failure[1]}")
 
 
 def on_every_rank(mesh: DeviceMesh | None, action: Callable[[], Any]) -> Any:

@@ -33,9 +33,18 @@ def _as_typed(text: str) -> str:
 
 def _add_options(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", help="run folder with a checkpoint")
-    parser.add_argument("--prompt", metavar="TEXT", required=True, help="the text that the model continues")
     parser.add_argument(
-        "--tokens", metavar="N", type=integer(1), default=200, help="tokens to add (default 200)"
+        "--prompt",
+        metavar="TEXT",
+        required=True,
+        help='the text that the model continues; "": a document from its beginning, if the tokenizer marks it',
+    )
+    parser.add_argument(
+        "--tokens",
+        metavar="N",
+        type=integer(1),
+        default=200,
+        help="tokens to add at most; a token that ends a document ends the text (default 200)",
     )
     parser.add_argument(
         "--temperature", metavar="T", type=number(0), default=0.8,

@@ -154,12 +154,25 @@ def check_batch_fits(train: TrainConfig, windows: int) -> None:
         )
 
 
+def numbers_padding(config: Config, model: LanguageModel) -> bool:
+    """Whether forward must know padding as a document, since losses beside the cross-entropy are over all its tokens.
+
+    Models of other libraries leave padding out themselves.
+    """
+    return config.data.packing == "none" and bool(model.auxiliary) and not model.foreign and model.separates
+
+
 def check_separates(config: Config, model: LanguageModel) -> None:
     """Refuse samples of several documents for a model that would mix them."""
     if config.data.separates and config.train.cuda_graph:
         raise UserError(
             "train.cuda_graph: expected false with documents that are kept apart in a sample, whose number changes in "
             'every step, found true; set data.document_mask to false, or data.packing to "none"'
+        )
+    if config.train.cuda_graph and numbers_padding(config, model):
+        raise UserError(
+            "train.cuda_graph: expected false with data.packing 'none' and a model with losses beside the "
+            "cross-entropy, which must not count padding, found true; its amount changes in every step"
         )
     if config.train.cuda_graph and model.draws:
         raise UserError(

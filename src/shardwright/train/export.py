@@ -1,16 +1,15 @@
 """`shardwright export`: the checkpoint of a run as a folder of Hugging Face, with tokenizer and generation settings.
 
-One process reads one tensor after another, so the model never is in memory as a whole. The folder gets its name when it
-is complete.
+One process reads one tensor after another, so the model never is in memory as a whole. Of a run with adapters it holds
+the frozen base once, and folds one layer at a time. The folder gets its name when it is complete.
 """
 
 from __future__ import annotations
 
-import copy
 import importlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,8 @@ from shardwright.train.writing import unwritable
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: Settings of `shardwright generate`, which the folder has as its generation settings.
 TEMPERATURE, TOP_K = 0.8, 50
-TOKENIZER_FILES = (
-    "tokenizer.json",
+TOKENIZER_FILE = "tokenizer.json"
+FILES_BESIDE_TOKENIZER = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -59,14 +58,15 @@ class ExportedTokenizer:
 
     Attributes:
         vocab_size: the largest id + 1.
-        begin, end: ids that begin and end a document, or None.
-        files: the folder with its files; None: the byte tokenizer, whose files are made.
+        begin: the id that begins a document, or None.
+        ends: ids at which a text ends.
+        file: its tokenizer.json, beside which its other files are; None: the byte tokenizer, whose files are made.
     """
 
     vocab_size: int
     begin: int | None
-    end: int | None
-    files: Path | None
+    ends: tuple[int, ...]
+    file: Path | None
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,14 @@ def export(
     model = _with_adapters(config) if merges else _without_values(shape)
 
     def write(position: Position, read: Read) -> Exported:
-        plain = _merged(model, config, source, read) if merges else model
-        form = _form(plain, key_map, dtype)
+        if merges:
+            _read_adapters(model, config, source, read)
+        form = _form(model, key_map, dtype)
+        layers = {f"{name}.weight": layer for name, layer in adapters.adapted_layers(model)}
 
         def read_group(group: list[ModelTensor]) -> dict[str, Tensor]:
             if merges:
-                return {entry.name: entry.tensor.detach() for entry in group}
+                return {entry.name: _folded(entry, layers) for entry in group}
             tensors = {entry.name: torch.empty_like(entry.tensor, device="cpu") for entry in group}
             read(tensors)
             return tensors
@@ -168,22 +170,26 @@ def _with_adapters(config: Config) -> nn.Module:
     return model
 
 
-def _merged(model: nn.Module, config: Config, source: RunFolder, read: Read) -> nn.Module:
-    """The model with the trained values of a checkpoint, its adapters folded into the weights."""
+def _read_adapters(model: nn.Module, config: Config, source: RunFolder, read: Read) -> None:
+    """Give a model the trained values of a checkpoint. Raises UserError if its base is not that of the run."""
     shapes = checkpoint.shapes_of(model)
     values = {name: tensor for name, tensor in model.state_dict().items() if name in shapes}
     read(values)
     model.load_state_dict(values, strict=False)
     check_same_base(source.base_file, base_of(model, source_of(config)))
-    merged = copy.deepcopy(model)
-    adapters.merge(merged)
-    return merged
+
+
+def _folded(entry: ModelTensor, layers: Mapping[str, adapters.Adapter]) -> Tensor:
+    """A tensor of the model, with the adapter of its layer folded in. `layers`: by the names of their weights."""
+    layer = next((layers[name] for name in entry.names if name in layers), None)
+    return entry.tensor.detach() if layer is None else layer.merged()
 
 
 def _form(model: nn.Module, key_map: KeyMap, dtype: str | None) -> StoredForm:
     chosen = DTYPES[dtype] if dtype is not None else None
     try:
-        return stored_form(tensors_of(model), key_map, chosen, with_values=False)
+        tensors = [entry for entry in tensors_of(model) if not adapters.is_adapter(entry.name)]
+        return stored_form(tensors, key_map, chosen, with_values=False)
     except ValueError as error:
         raise UserError(f"export: {error}") from error
 
@@ -207,13 +213,9 @@ def tokenizer_of(config: Config) -> ExportedTokenizer:
     """The tokenizer of a run's `data.tokenizer`."""
     name = str(config.data.tokenizer)
     if name == "bytes":
-        return ExportedTokenizer(byte_tokenizer.VOCAB_SIZE, None, None, None)
+        return ExportedTokenizer(byte_tokenizer.VOCAB_SIZE, None, (), None)
     tokenizer: Any = importlib.import_module("shardwright.train.data.tokenizers").open_tokenizer(name)
-    if tokenizer.files is None:
-        raise UserError(f"data.tokenizer: expected a tokenizer with files to copy, found none for {name}")
-    return ExportedTokenizer(
-        tokenizer.vocab_size, getattr(tokenizer, "begin", None), tokenizer.end, Path(tokenizer.files)
-    )
+    return ExportedTokenizer(tokenizer.vocab_size, tokenizer.begin, tokenizer.ends, tokenizer.file)
 
 
 def check_vocabulary(tokenizer: int, recorded: int, model: int, run: Path) -> None:
@@ -230,9 +232,14 @@ def check_vocabulary(tokenizer: int, recorded: int, model: int, run: Path) -> No
         )
 
 
-def special_ids(tokenizer: ExportedTokenizer) -> dict[str, int | None]:
-    """Ids for config.json. Without these keys transformers takes ids 1 and 2, which are ordinary tokens here."""
-    return {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end, "pad_token_id": None}
+def special_ids(tokenizer: ExportedTokenizer) -> dict[str, Any]:
+    """Ids for config.json: each an int or None, and several ends as a list.
+
+    Without these keys transformers takes ids 1 and 2, which are ordinary tokens here.
+    """
+    ends = tokenizer.ends
+    end = list(ends) if len(ends) > 1 else ends[0] if ends else None
+    return {"bos_token_id": tokenizer.begin, "eos_token_id": end, "pad_token_id": None}
 
 
 def generation_settings(config: Config, tokenizer: ExportedTokenizer) -> dict[str, Any]:
@@ -251,13 +258,12 @@ def name_of_dtype(form: StoredForm) -> str:
 
 
 def write_tokenizer(folder: Path, tokenizer: ExportedTokenizer, longest: int) -> None:
-    """Put the tokenizer's files into a folder. Raises a UserError if the source has none."""
-    if tokenizer.files is None:
-        write_json(folder / "tokenizer.json", byte_tokenizer.tokenizer_json())
+    """Put the tokenizer's files into a folder, under the names that transformers looks for."""
+    if tokenizer.file is None:
+        write_json(folder / TOKENIZER_FILE, byte_tokenizer.tokenizer_json())
         write_json(folder / "tokenizer_config.json", byte_tokenizer.tokenizer_config(longest))
         return
-    names = [name for name in TOKENIZER_FILES if (tokenizer.files / name).is_file()]
-    if not names:
-        raise UserError(f"data.tokenizer: expected tokenizer files in {tokenizer.files}, found none")
-    for name in names:
-        shutil.copyfile(tokenizer.files / name, folder / name)
+    shutil.copyfile(tokenizer.file, folder / TOKENIZER_FILE)
+    for name in FILES_BESIDE_TOKENIZER:
+        if (tokenizer.file.parent / name).is_file():
+            shutil.copyfile(tokenizer.file.parent / name, folder / name)

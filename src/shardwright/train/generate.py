@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.train import checkpoint
-from shardwright.train.data.tokenizers import open_tokenizer
+from shardwright.train.data.tokenizers import Tokenizer, open_tokenizer
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapt, merge
 from shardwright.train.finetune.base import base_of, check_same_base
@@ -34,8 +35,10 @@ def sample(
     context: int,
     device: torch.device,
     multiple: int = 1,
+    ends: Collection[int] = (),
 ) -> list[int]:
-    """`count` token numbers that follow `prompt` (int64, 1-D). The model sees the last `context` tokens.
+    """At most `count` token numbers that follow `prompt` (int64, 1-D, not empty). The model sees the last `context`
+    tokens. Before the first token in `ends` the text is over, and that token is left out.
 
     What it sees is filled up to a `multiple`, which divides `context`, as sequence parallelism wants it.
 
@@ -51,7 +54,10 @@ def sample(
         window_1S = torch.tensor([window + [0] * (-len(window) % multiple)], device=device)
         logits_V = model(window_1S)[0, len(window) - 1]
         logits_V = (logits_V.full_tensor() if isinstance(logits_V, DTensor) else logits_V).float().cpu()
-        tokens.append(_draw(logits_V, temperature, top_k, generator))
+        token = _draw(logits_V, temperature, top_k, generator)
+        if token in ends:
+            break
+        tokens.append(token)
     model.train(training)
     return tokens[len(prompt) :]
 
@@ -67,22 +73,36 @@ def _draw(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Gen
     return int(places[choice])
 
 
+def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text, after the id that begins a document, if the tokenizer has one: as in training."""
+    ids = tokenizer.encode(text)
+    return ids if tokenizer.begin is None or ids[:1] == [tokenizer.begin] else [tokenizer.begin, *ids]
+
+
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # stdout is for what was generated
 
 
 def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> str:
-    """The prompt and `tokens` tokens the run's newest checkpoint puts after it.
+    """The prompt and the text that the run's newest checkpoint puts after it.
 
-    Raises UserError for a folder that is no run or has no whole checkpoint, and for a prompt that is no text.
+    This text has at most `tokens` tokens, and ends before the first token that ends a document for the tokenizer or its
+    generation_config.json. An empty prompt asks for a document from its beginning.
+
+    Raises UserError for a folder that is no run or has no whole checkpoint, for a prompt that is no text, and for one
+    without a token if the tokenizer has no token that begins a document.
     """
-    if not prompt:
-        raise UserError("--prompt: expected at least one character, found none")
     if any("\ud800" <= character <= "\udfff" for character in prompt):
         raise UserError("--prompt: expected UTF-8 text, found other bytes")
     folder = RunFolder(run)
     record, config = folder.record(), folder.config()
     tokenizer = open_tokenizer(config.data.tokenizer)
+    ids = prompt_ids(tokenizer, prompt)
+    if not ids:
+        raise UserError(
+            f"--prompt: expected a text of at least one token, found none in {prompt!r}; data.tokenizer = "
+            f"{config.data.tokenizer!r} has no token that begins a document"
+        )
     device = torch.device("cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu")
     torch.manual_seed(config.run.seed)  # of a frozen base, which the checkpoint does not hold
     model = build_model(config.model, record["vocab_size"])
@@ -93,12 +113,10 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int
     if config.finetune.method != "full":
         check_same_base(folder.base_file, base_of(model, source_of(config)))
         merge(model)
-    ids = tokenizer.encode(prompt)
-    if tokenizer.begin is not None and ids[:1] != [tokenizer.begin]:
-        ids = [tokenizer.begin, *ids]  # as before each document in training
     new_tokens = sample(
         model.to(device), torch.tensor(ids, dtype=torch.int64), count=tokens, temperature=temperature, top_k=top_k,
         seed=seed,
         context=config.train.seq_len, device=device,  # positions beyond were never trained
+        ends=tokenizer.ends,
     )  # fmt: skip
     return prompt + tokenizer.decode([*ids, *new_tokens]).removeprefix(tokenizer.decode(ids))

@@ -24,16 +24,17 @@ import shardwright as sw
 from shardwright.extend import ExtensionError
 from shardwright.train import checkpoint, float8, parallel
 from shardwright.train.activations import Recompiles, prepare_blocks
-from shardwright.train.checks import check_batch_fits, check_separates
+from shardwright.train.checks import check_batch_fits, check_separates, numbers_padding
 from shardwright.train.config import Config, OptimizerConfig
 from shardwright.train.data.batch import Batch
 from shardwright.train.data.dataset import Dataset, extended
 from shardwright.train.data.loader import Loader, Share
 from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters
-from shardwright.train.generate import sample
+from shardwright.train.generate import prompt_ids, sample
 from shardwright.train.models import outputs
 from shardwright.train.models.language_model import sees_later_tokens
+from shardwright.train.models.packed import within_trained
 from shardwright.train.reporter import Reporter
 from shardwright.train.runs import (
     RunFolder,
@@ -76,6 +77,15 @@ def documents_of(batch: Batch) -> dict[str, Tensor]:
     if batch.documents is None or batch.positions is None:
         return {}
     return {"documents": batch.documents, "positions": batch.positions}
+
+
+def padding_of(batch: Batch) -> dict[str, Tensor]:
+    """What forward gets beside the tokens of a batch with one document in a sample: padding is another document, which
+    no loss of the first one depends on."""
+    padding_BS = ~within_trained(batch.targets)
+    index_S = torch.arange(padding_BS.shape[1], device=padding_BS.device)
+    length_B1 = (~padding_BS).sum(1, keepdim=True)
+    return {"documents": padding_BS.int(), "positions": index_S - length_B1 * padding_BS}
 
 
 def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
@@ -123,6 +133,7 @@ class Trainer:
         self.parameters = plain.num_params()
         self.flops_per_token = plain.flops_per_token(config.train.seq_len) - adapters.skipped_flops(plain)
         self.auxiliary, self.auxiliary_sums = plain.auxiliary, plain.auxiliary_sums
+        self.numbers_padding = numbers_padding(config, plain)
         self.draws, self.has_loss, self.foreign = plain.draws, plain.has_loss, plain.foreign
         self.shapes = checkpoint.shapes_of(plain)
         matrices = parallel.matrix_names(plain)
@@ -157,7 +168,7 @@ class Trainer:
         started = time.perf_counter()
         data = next(self._steps())
         batches = [each.to(self.world.device, non_blocking=True) for each in data.batches]
-        counts = self._counts(max(1, data.trained), train.global_batch * train.seq_len)
+        counts = self._counts(data.trained)
         data_seconds = time.perf_counter() - started
         rate = learning_rate(step, train.steps, self.config.optimizer)
         for group in self.optimizer.param_groups:
@@ -208,13 +219,9 @@ class Trainer:
             )
         return self._loader
 
-    def _counts(self, trained: int, positions: int) -> Tensor:
-        """What each loss of a step is a mean over: float64 [1 + auxiliaries].
-
-        Auxiliary losses of documents that are kept apart are over trained tokens, others over all positions.
-        """
-        others = trained if self.dataset.train.separate else positions
-        counts = [trained, *[others] * len(self.auxiliary)]
+    def _counts(self, trained: int) -> Tensor:
+        """The number of trained tokens of a step, over which each loss is a mean: float64 [1 + auxiliaries]."""
+        counts = [max(1, trained)] * (1 + len(self.auxiliary))
         return torch.tensor(counts, dtype=torch.float64, device=self.world.device)
 
     def _loss_weights(self, counts: Tensor) -> Tensor:
@@ -268,7 +275,8 @@ class Trainer:
         if not self.auxiliary:
             return self._losses(batch).sum()[None]
         with parallel.compute_precision(self.config.parallel, self.world.device):
-            returned = self.model(batch.inputs, extras=True, **documents_of(batch))
+            documents = padding_of(batch) if self.numbers_padding else documents_of(batch)
+            returned = self.model(batch.inputs, extras=True, **documents)
         kind, targets_BS = self.config.model.kind, batch.targets
         logits, extras = outputs.check_pair(kind, returned)
         logits_BSV = outputs.check_logits(kind, logits, targets_BS, self.dataset.vocab_size)
@@ -374,13 +382,20 @@ class Trainer:
 
     @torch.no_grad()
     def sample(self) -> tuple[str, str]:
-        """A prompt from the data and what the model makes of it. Ranks run in step, so any size of model fits."""
+        """A prompt from the data and what the model makes of it. Ranks run in step, so any size of model fits.
+
+        The text may end early, see `sample`. It is empty if the prompt has no token.
+        """
         tokenizer = self.dataset.tokenizer
         prompt = self.dataset.prompt()
+        ids = prompt_ids(tokenizer, prompt)
+        if not ids:
+            return prompt, ""
         torch.compiler.set_stance("force_eager")  # every token is of another length
         tokens = sample(
-            self.model, torch.tensor(tokenizer.encode(prompt)), count=self.config.run.sample_tokens, temperature=0.8,
+            self.model, torch.tensor(ids), count=self.config.run.sample_tokens, temperature=0.8,
             top_k=50, seed=0, context=self.config.train.seq_len, device=self.world.device, multiple=self.world.tensor,
+            ends=tokenizer.ends,
         )  # fmt: skip
         torch.compiler.set_stance("default")
         parallel.free_gathered(self.model)

@@ -32,7 +32,7 @@ def test_bytes_are_the_default_and_lose_nothing() -> None:
     tokenizer = open_tokenizer("bytes")
     assert isinstance(tokenizer, Bytes)
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
-    assert (tokenizer.vocab_size, tokenizer.end, tokenizer.chat_template, tokenizer.files) == (
+    assert (tokenizer.vocab_size, tokenizer.end, tokenizer.chat_template, tokenizer.file) == (
         256,
         None,
         None,
@@ -60,13 +60,25 @@ def test_settings_of_the_file_do_not_cut_or_fill_texts(tmp_path: Path) -> None:
     assert len(tokenizer.encode("x")) == 1
 
 
+@pytest.mark.parametrize(
+    ("ids", "ends"), [(None, (0,)), (0, (0,)), (5, (0, 5)), ([7, 0, 5], (7, 0, 5)), ([7, True, -1, 10**6], (0, 7))]
+)  # fmt: skip
+def test_ends_of_the_generation_settings(tmp_path: Path, ids: object, ends: tuple[int, ...]) -> None:
+    """A list keeps its order. Ids that the vocabulary does not have are left out."""
+    save_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    tokenizer = open_tokenizer(str(tmp_path))
+    assert (tokenizer.end, tokenizer.ends) == (0, ends)
+    assert open_tokenizer("bytes").ends == ()
+
+
 def test_special_tokens_are_known(tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "a")
     tokenizer = open_tokenizer(str(tmp_path / "a"))
     assert tokenizer.encode("<|endoftext|><|bos|>") == [tokenizer.end, tokenizer.begin] == [0, 1]
     assert {0, 1, 2, 3} < tokenizer.special and len(tokenizer.special) == 13
     assert tokenizer.names == {"eos_token": "<|endoftext|>", "bos_token": "<|bos|>"}
-    assert tokenizer.files == tmp_path / "a"
+    assert tokenizer.file == tmp_path / "a" / "tokenizer.json"
     # Without a post-processor that adds it, a text does not begin with bos_token.
     assert open_tokenizer(str(save_tokenizer(tmp_path / "b", "pieces"))).begin is None
     (tmp_path / "b" / "tokenizer_config.json").unlink()
@@ -267,7 +279,7 @@ def fetch(tmp_path: Path, endpoint: str, name: str, **variables: str) -> dict[st
         "try:\n"
         "    t = open_tokenizer(sys.argv[1])\n"
         "    print(json.dumps({'ids': t.encode('the'), 'end': t.end, 'template': t.chat_template,"
-        " 'files': sorted(p.name for p in t.files.iterdir()), 'torch': 'torch' in sys.modules}))\n"
+        " 'files': sorted(p.name for p in t.file.parent.iterdir()), 'torch': 'torch' in sys.modules}))\n"
         "except UserError as error:\n"
         "    print(json.dumps({'error': str(error)}))\n"
     )
@@ -306,6 +318,7 @@ def test_a_hub_name_fetches_the_tokenizer_and_nothing_else(
         "tokenizer_config.json",
         "chat_template.jinja",
         "special_tokens_map.json",
+        "generation_config.json",
     }
     # What has been fetched is used without a connection.
     assert fetch(tmp_path, endpoint, "me/tiny", HF_HUB_OFFLINE="1") == found

@@ -23,9 +23,9 @@ def dataset_of(config: Config, text: Text | None = None) -> Dataset:
 
 def next_step(job: Trainer) -> list[torch.Tensor]:
     """The arguments of `job.work` for its next step, which is not taken."""
-    data, train = next(job._steps()), job.config.train
+    data = next(job._steps())
     job.close()
-    counts = job._counts(data.trained, train.global_batch * train.seq_len)
+    counts = job._counts(data.trained)
     return [job._loss_weights(counts), *tensors_of(data.batches)]
 
 

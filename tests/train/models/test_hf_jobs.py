@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from shardwright import cli
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.train import parallel
 from shardwright.train.data.batch import Batch
+from shardwright.train.errors import UserError
 from shardwright.train.float8 import convert
 from shardwright.train.models import hf
 from shardwright.train.models.build import build_model
@@ -63,6 +65,25 @@ def test_values_are_read_or_drawn_into_shards(rank: int, world_size: int, tmp_pa
             assert torch.equal(parameter, values[name.removeprefix(hf.PREFIX)]), name
         for name, buffer in plain.named_buffers():
             assert torch.equal(dict(job.model.named_buffers())[hf.PREFIX + name], buffer)
+
+
+@multirank(2, timeout=40)
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_files_that_are_damaged_on_one_host(rank: int, world_size: int, damage: str, tmp_path: Path) -> None:
+    """Every rank ends with one error. None waits for the rank that cannot read."""
+    if rank == 0:
+        for number in range(world_size):
+            folder_with("llama", tmp_path / str(number))
+        file = tmp_path / "1" / "model.safetensors"
+        os.truncate(file, file.stat().st_size - 100) if damage == "truncated" else file.unlink()
+    dist.barrier()
+    message = {
+        "truncated": "model.safetensors: the header does not fit a complete safetensors file",
+        "missing": "model.path: expected weights",
+    }[damage]
+    own = f"Rank 1 failed, so all ranks stop. UserError: .*{message}" if rank == 0 else message
+    with pytest.raises(UserError, match=own):
+        job_of(tmp_path / str(rank), rank, world_size)
 
 
 @multirank(2)

@@ -22,11 +22,12 @@ Place: TypeAlias = tuple[int, int]
 """The first character of a token in its text, and the one after its last."""
 
 KEY = "data.tokenizer"
-FILE, CONFIG, TEMPLATE, SPECIAL = (
+FILE, CONFIG, TEMPLATE, SPECIAL, GENERATION = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
     "special_tokens_map.json",
+    "generation_config.json",
 )
 #: Ends of names that are files, and no models of the hub.
 _ENDINGS = (".json", ".model", ".txt", ".jinja")
@@ -46,6 +47,10 @@ class Tokenizer(Protocol):
     @property
     def end(self) -> int | None:
         """The id that ends a document."""
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Ids at which a generated text ends: `end`, and those of the model's generation settings."""
 
     @property
     def begin(self) -> int | None:
@@ -68,8 +73,8 @@ class Tokenizer(Protocol):
         """The source of its jinja template."""
 
     @property
-    def files(self) -> Path | None:
-        """The folder whose tokenizer files an export copies."""
+    def file(self) -> Path | None:
+        """The tokenizer.json, under any name, that an export copies with the files beside it."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -90,12 +95,13 @@ class Bytes:
 
     vocab_size = 256
     end: int | None = None
+    ends: tuple[int, ...] = ()
     begin: int | None = None
     special: frozenset[int] = frozenset()
     names: Mapping[str, str] = {}
     fingerprint = "bytes"
     chat_template: str | None = None
-    files: Path | None = None
+    file: Path | None = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -135,7 +141,7 @@ class FromFile:
 
     def __init__(self, path: Path) -> None:
         content = _content(path)
-        self.path, self.files = path, path.parent
+        self.file = path
         self._tokenizer = _parsed(content, path)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -151,13 +157,14 @@ class FromFile:
         config = _settings(path.with_name(CONFIG))
         self.names = _names(config, _settings(path.with_name(SPECIAL)))
         self.end = self._end(vocabulary, {token.content for token in added.values()})
+        self.ends = self._ends(_settings(path.with_name(GENERATION)).get("eos_token_id"))
         self.chat_template = _template(config, path.with_name(TEMPLATE))
         facts = f"{hashlib.sha256(content).hexdigest()} {self.begin} {self.end}"
         self.fingerprint = hashlib.sha256(facts.encode()).hexdigest()
         self._prefixes = self._adds_prefix()
 
     def __reduce__(self) -> tuple[type[FromFile], tuple[Path]]:
-        return FromFile, (self.path,)
+        return FromFile, (self.file,)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -208,11 +215,18 @@ class FromFile:
         if name is not None:
             if name not in vocabulary:
                 raise UserError(
-                    f"{KEY}: expected the eos_token of {self.files / CONFIG} in the vocabulary, found no {name!r} in "
-                    f"{self.path}; take both files from the same model"
+                    f"{KEY}: expected the eos_token of {self.file.with_name(CONFIG)} in the vocabulary, found no "
+                    f"{name!r} in {self.file}; take both files from the same model"
                 )
             return vocabulary[name]
         return next((vocabulary[name] for name in _USUAL_ENDS if name in added), None)
+
+    def _ends(self, value: object) -> tuple[int, ...]:
+        """The end of documents, and the ids of the generation settings: an int, a list of them, or None."""
+        listed = value if isinstance(value, list) else [value]
+        ids = [each for each in listed if type(each) is int and 0 <= each < self.vocab_size]
+        first = [self.end] if self.end is not None and self.end not in ids else []
+        return tuple(dict.fromkeys([*first, *ids]))
 
     def _adds_prefix(self) -> bool:
         """Whether a text at the start has other ids than inside a line (SentencePiece puts a blank before it)."""
@@ -249,7 +263,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     if path.is_file():
         return FromFile(path)
     if is_hub_name(name) and not name.endswith(_ENDINGS):
-        return FromFile(fetch_folder(name, FILE, (CONFIG, TEMPLATE, SPECIAL), KEY) / FILE)
+        return FromFile(fetch_folder(name, FILE, (CONFIG, TEMPLATE, SPECIAL, GENERATION), KEY) / FILE)
     raise UserError(
         f"{KEY}: expected bytes, the path of a {FILE} or of its folder, or a hub name, found nothing at {name}"
     )

@@ -34,7 +34,7 @@ def prepare(model: nn.Module, config: Config, base_file: Path, resume: bool) -> 
         reset_magnitudes(plain)
     base = base_of(plain, source_of(config))
     if resume:
-        check_same_base(base_file, base)
+        on_every_rank(mesh_of(units_of(plain)), lambda: check_same_base(base_file, base))
         return
     if config.finetune.adapters:
         read_adapters(plain, config.finetune.adapters, config.finetune, key_map=key_map(config.model.shape()))

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import logging
 import re
+import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +23,16 @@ from torch import Tensor, nn
 from shardwright.checkpoint import load_pretrained
 from shardwright.checkpoint.conversions import transformers_key_map
 from shardwright.checkpoint.files import INDEX, StoredTensor, open_stored
+from shardwright.checkpoint.model import OtherRankFailed, mesh_of, on_every_rank
 from shardwright.checkpoint.names import Source
+from shardwright.engine.unit.owning import units_of
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.layers import ADAPTER_PARAMETERS
 from shardwright.train.hub import fetch_file, fetch_files, fetch_first
 from shardwright.train.models.documents import Separation, separation_of
 from shardwright.train.models.foreign import ForeignModel
 from shardwright.train.models.language_model import draws_numbers, multiplied
+from shardwright.train.models.packed import IGNORED, within_trained
 from shardwright.train.models.shapes import CONFIG, HuggingFaceShape, is_folder
 from shardwright.train.models.units import Units, find_units
 
@@ -39,6 +44,14 @@ _NOT_CAUSAL = frozenset({"xlnet", "xlm", "xlm-prophetnet", "prophetnet", "cpmant
 #: Keys of configurations: how many experts a layer has, and how many of them a token uses.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _USED = ("num_experts_per_tok", "moe_k", "top_k")
+
+
+class Routing(NamedTuple):
+    """From which a balance loss is computed."""
+
+    loss: Callable[..., Tensor]  #: of transformers
+    top_k: int
+    logits: tuple[Tensor, ...] | None  #: of each layer of experts: [B * S, E]
 
 
 class HuggingFaceModel(ForeignModel):
@@ -60,9 +73,12 @@ class HuggingFaceModel(ForeignModel):
         values = self.model.config.get_text_config()
         self.draws = draws_numbers(self.model) or _has_dropout(values.to_dict())
         self.float32_names = _float32_names(self.model)
-        self.balance = bool(getattr(values, "output_router_logits", False))
-        if self.balance:
-            self.auxiliary = {"balance": float(getattr(values, "router_aux_loss_coef", 0.0))}
+        self.balance_loss = (
+            balance_loss(type(self.model)) if getattr(values, "output_router_logits", False) else None
+        )
+        if self.balance_loss is not None:
+            weight = getattr(values, "router_aux_loss_coef", getattr(values, "aux_loss_coef", 0.0))
+            self.auxiliary = {"balance": float(weight)}
 
     @functools.cached_property
     def separation(self) -> Separation:
@@ -84,19 +100,32 @@ class HuggingFaceModel(ForeignModel):
         documents: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Any:
-        """Logits [B, S, V]. With `extras` also transformers' balance loss of all experts, 0-d."""
+        """Logits [B, S, V]. With `extras` also the `Routing` of all experts."""
         arguments: dict[str, Any] = {"use_cache": False, "return_dict": True}
-        if self.balance:
+        if self.balance_loss is not None:
             arguments["output_router_logits"] = extras
         if documents is not None:
             dtype = self.model.get_input_embeddings().weight.dtype
             arguments |= self.separation.arguments(documents, positions, dtype)
         output = self.model(input_ids=tokens_BS, **arguments)
-        return (output.logits, output.aux_loss) if extras else output.logits
+        if not extras:
+            return output.logits
+        assert self.balance_loss is not None
+        return output.logits, Routing(self.balance_loss, self.model.num_experts_per_tok, output.router_logits)
 
     @staticmethod
     def auxiliary_sums(extras: Any, targets_BS: Tensor) -> dict[str, Tensor]:
-        return {"balance": extras.float() * (targets_BS >= 0).sum()}
+        """balance: transformers' loss over the tokens of a micro-batch up to the last trained one of each sample, for
+        each trained token."""
+        counted_BS, trained = within_trained(targets_BS), (targets_BS != IGNORED).sum()
+        counted_BS = counted_BS | (
+            trained == 0
+        )  # a mean over no token is not a number, also if it counts for nothing
+        if not extras.logits:  # a layer of experts is not in every model of the class
+            return {"balance": torch.zeros((), device=targets_BS.device)}
+        logits = tuple(each.flatten(0, -2) for each in extras.logits)
+        loss = extras.loss(logits, logits[0].shape[-1], extras.top_k, counted_BS)
+        return {"balance": loss.float() * trained}
 
     def read_weights(self) -> None:
         """Read the safetensors of the model's path: each rank no more than its part.
@@ -106,23 +135,34 @@ class HuggingFaceModel(ForeignModel):
         """
         if self.config.weights != "pretrained":
             return
-        stored = opened(self.config)
         ignored = [re.compile(text) for text in self.model._keys_to_ignore_on_load_unexpected or ()]
         computed = [f"{PREFIX}{name}" for name in self.model._keys_to_ignore_on_save or ()]
-        try:
+
+        def places() -> tuple[Path, dict[str, Source], list[str]]:
+            """The files, where each tensor is in them, and the keys that the model does not need."""
+            stored = opened(self.config)
             sources = transformers_key_map(self.model, _names(self), stored) or {}
+            unneeded = [key for key in stored if any(text.search(key) for text in ignored)]
+            return (
+                weights_path(self.config),
+                {f"{PREFIX}{name}": each for name, each in sources.items()},
+                unneeded,
+            )
+
+        try:
+            # Files may be damaged on one host alone. Then no other rank may wait in the collectives of load_pretrained.
+            path, sources, unneeded = on_every_rank(mesh_of(units_of(self)), places)
             load_pretrained(
                 self,
-                weights_path(self.config),
-                key_map={f"{PREFIX}{name}": source for name, source in sources.items()},
+                path,
+                key_map=sources,
                 allow_missing=[*computed, *(f"*.{name}" for name in ADAPTER_PARAMETERS)],
-                allow_unexpected=[key for key in stored if any(text.search(key) for text in ignored)],
+                allow_unexpected=unneeded,
             )
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, OtherRankFailed) as error:
             reason = " ".join(str(error).split())
-            reason = reason.partition(" If names differ, ")[0].rstrip(
-                "."
-            )  # the rest is for callers in Python
+            # The rest is for callers in Python.
+            reason = reason.partition(" If names differ, ")[0].rstrip(".")
             raise UserError(
                 f"model.path: {reason}; take {CONFIG} and the weights from the same model"
             ) from error
@@ -142,6 +182,26 @@ class HuggingFaceModel(ForeignModel):
         children = [{name for name, _ in block.named_children()} for block in self.blocks()]
         attentions = sum(any("attn" in name or "attention" in name for name in names) for names in children)
         return 6 * weights + 12 * attentions * int(getattr(values, "hidden_size", 0)) * seq_len
+
+
+_BALANCE_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+
+
+def balance_loss(of: type[nn.Module]) -> Callable[..., Tensor] | None:
+    """The function that a class of transformers computes its balance loss with. None: the class adds no such loss.
+
+    Raises:
+        UserError: the function has other arguments than those of nearly all classes.
+    """
+    function: Callable[..., Tensor] | None = getattr(
+        sys.modules[of.__module__], "load_balancing_loss_func", None
+    )
+    if function is not None and list(inspect.signature(function).parameters) != _BALANCE_ARGUMENTS:
+        raise UserError(
+            f"model.path: expected a model whose balance loss takes {', '.join(_BALANCE_ARGUMENTS)}, found the one of "
+            f"{of.__name__}; set output_router_logits to false in its {CONFIG}, which trains without this loss"
+        )
+    return function
 
 
 # -- building ----------------------------------------------------------------------------------------------------------

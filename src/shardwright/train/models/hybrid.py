@@ -320,18 +320,23 @@ class Hybrid(Decoder):
 
     @staticmethod
     def auxiliary_sums(extras: object, targets_BS: Tensor) -> dict[str, Tensor]:
-        """balance: `imbalance` of every sequence, for each of its tokens. mtp: cross-entropy of the token after the
-        next, where there is one, scaled from S - 1 tokens to S. With documents both are those of each document alone,
-        over its trained tokens: those whose target is not `IGNORED`."""
+        """balance: `imbalance` of every sequence, for each of its trained tokens: those whose target is not `IGNORED`.
+        mtp: cross-entropy of the token after the next, where that is trained, scaled to the number of trained tokens of
+        the sequence. With documents both are those of each document alone.
+
+        A sum over sequences or documents. So a mean over the trained tokens of a step does not depend on how they are
+        spread over micro-batches and ranks."""
         assert isinstance(extras, Extras)
         if extras.documents is not None:
             return _sums_of_documents(extras, extras.documents, targets_BS)
-        sums, length = {}, targets_BS.shape[1]
+        sums, trained_BS = {}, targets_BS != IGNORED
         if extras.imbalance_B is not None:
-            sums["balance"] = length * extras.imbalance_B.sum()
+            sums["balance"] = (extras.imbalance_B * trained_BS.sum(1)).sum()
         if extras.mtp_logits_BSV is not None:
             logits, targets = extras.mtp_logits_BSV.float().flatten(0, 1), targets_BS[:, 1:].flatten()
-            sums["mtp"] = F.cross_entropy(logits, targets, reduction="sum") * (length / (length - 1))
+            losses = whole(F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED))
+            scale_B = trained_BS.sum(1) / trained_BS[:, 1:].sum(1).clamp(min=1)
+            sums["mtp"] = (losses.view(len(targets_BS), -1).sum(1) * scale_B).sum()
         return sums
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -31,7 +32,7 @@ class LanguageModel(nn.Module):
     """A causal language model: token numbers [B, S] (int64) in, logits [B, S, V] (float) out.
 
     A subclass has `blocks`, `head` and a forward. A module of another class may be used too, if it has every member in
-    `NEEDED`: see `missing_members`.
+    `NEEDED`. `missing_members` names what a model lacks.
 
     ``forward(tokens)`` returns the logits. ``forward(tokens, extras=True)`` returns a pair of logits and extras, if the
     model has `auxiliary` losses. ``forward(tokens, documents=..., positions=...)`` keeps the documents of a sample
@@ -66,13 +67,13 @@ class LanguageModel(nn.Module):
     #: Whether torch.compile makes one graph of a block. False: a graph may have breaks.
     whole_graph: bool = True
 
+    @abstractmethod
     def blocks(self) -> list[nn.Module]:
         """The parts that may be gathered and freed one at a time, in the order in which forward runs them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def head(self) -> list[nn.Module]:
         """The parts that forward uses last, and the embedding if it has the same matrix."""
-        raise NotImplementedError
 
     def num_params(self) -> int:
         """Number of parameters; a tied matrix counts once."""
@@ -84,8 +85,8 @@ class LanguageModel(nn.Module):
 
     @staticmethod
     def auxiliary_sums(extras: Any, targets_BS: Tensor) -> dict[str, Tensor]:
-        """The losses in `auxiliary`, from the extras of forward; summed over B * S tokens, so that division by the
-        number of tokens gives a mean."""
+        """The losses in `auxiliary`, from the extras of forward; summed over the trained tokens, those whose target is
+        not -100, so that division by their number gives a mean."""
         return {}
 
     def read_weights(self) -> None:
@@ -93,12 +94,20 @@ class LanguageModel(nn.Module):
 
 
 def missing_members(model: object) -> list[str]:
-    """The names of what a model lacks; empty for a language model."""
+    """The names of members that a model lacks; empty for a language model."""
     if not isinstance(model, nn.Module):
         return ["torch.nn.Module"]
     # Not hasattr, which would evaluate properties.
     there = {*dir(type(model)), *vars(model), *model._modules, *model._parameters, *model._buffers}
-    return [name for name in (*NEEDED, *getattr(model, "parts", ())) if name not in there]
+    there -= {name for name in ("blocks", "head") if _is_abstract(type(model), name)}
+    if type(model).forward is nn.Module.forward:  # the placeholder of nn.Module
+        there.discard("forward")
+    return [name for name in ("forward", *NEEDED, *getattr(model, "parts", ())) if name not in there]
+
+
+def _is_abstract(owner: type, name: str) -> bool:
+    """Whether a class lacks a method that its base class declares. nn.Module has no metaclass that looks for it."""
+    return getattr(getattr(owner, name, None), "__isabstractmethod__", False)
 
 
 def multiplied(model: nn.Module, embedding: nn.Module | None, tied: bool) -> int:

@@ -107,6 +107,14 @@ def documents_of(documents_BS: Tensor | None, tokens_BS: Tensor) -> Documents | 
     return Documents(documents_BS)
 
 
+def within_trained(targets_BS: Tensor) -> Tensor:
+    """Which tokens are not after the last trained one of their sample: bool [B, S].
+
+    The others are padding, or tokens that no cross-entropy depends on. Losses beside it must not count them either.
+    """
+    return (targets_BS != IGNORED).flip(1).cumsum(1).flip(1) > 0
+
+
 def whole(loss: Tensor) -> Tensor:
     """The whole of a loss whose logits tensor parallelism may have cut."""
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
