@@ -56,6 +56,8 @@ __all__ = [
     "with_weights",
 ]
 
+#: Name parts of wrapper modules, which the plain model does not have.
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 Say = Callable[[str], None]
 T = TypeVar("T")
 
@@ -140,7 +142,7 @@ def save(
     """
     final = step_folder(checkpoints, position.step)
     partial = checkpoints / f".{final.name}.partial"
-    model_state, optimizer_state = get_state_dict(model, optimizer, options=_options(model))
+    model_state, optimizer_state = _states(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state["state"]}
     started = time.perf_counter()
     with patience(say, lambda: f"saving {final}: {time.perf_counter() - started:.0f} s"):
@@ -277,14 +279,30 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def _stored_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state of a plain model without its frozen parameters, which no checkpoint holds."""
-    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    frozen = _frozen_names(model)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
+
+
+def _frozen_names(model: nn.Module) -> set[str]:
+    """Every name of each frozen parameter, as in the plain model. Tied parameters have several."""
+    names = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    for wrapper in _WRAPPERS:
+        names = {name.replace(wrapper, "") for name in names}
+    return {name.removeprefix("module.") for name in names}
 
 
 def _options(model: nn.Module) -> StateDictOptions:
     """Frozen parameters are neither saved nor loaded. `check_fits` compares the names of all others."""
     frozen = any(not parameter.requires_grad for parameter in model.parameters())
     return StateDictOptions(ignore_frozen_params=frozen, strict=not frozen)
+
+
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The states of the model, without frozen parameters, and of the optimizer."""
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=_options(model))
+    for name in _frozen_names(model):  # torch leaves out one name of each
+        model_state.pop(name, None)
+    return model_state, optimizer_state
 
 
 def load_newest(
@@ -340,7 +358,7 @@ def load(
     `shapes` are those of the model before it was sharded. Rates and decay of the optimizer stay as they are. Raises
     Damaged on every rank where it is not the checkpoint that was saved, UserError where it is another model's.
     """
-    model_state, optimizer_state = get_state_dict(model, optimizer, options=_options(model))
+    model_state, optimizer_state = _states(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state["state"]}
 
     def fitting() -> Stored:

@@ -113,6 +113,20 @@ def test_every_engine_trains_adapters(tmp_path: Path) -> None:
         assert read_base(run / "base.json") == read_base(alone / "base.json")
 
 
+def test_adapters_of_a_model_with_tied_embeddings_are_read_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch leaves out a frozen parameter under one of its names, and stores it under the other."""
+    config, run = config_file(tmp_path), tmp_path / "run"
+    arguments = ("--model.tied_embeddings", "true", "--finetune.method", "lora", "--run.dir", run)
+    assert ranks(2, "train", config, *arguments, *OURS, "--train.steps", "4") == [(0, ""), (0, "")]
+    stored = stored_sizes(run / "checkpoints" / "step-4")
+    assert all("lora" in name for name in stored if name.startswith("model."))
+    capsys.readouterr()
+    assert cli.main(["generate", str(run), "--prompt", "import ", "--tokens", "5"]) == 0
+    assert train_here("--resume", run, "--train.steps", "6") == 0
+
+
 def test_another_base_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, folder = config_file(tmp_path), tmp_path / "run"
     assert train_here(config, *LORA, "--run.dir", folder, "--train.steps", "3") == 0
