@@ -37,11 +37,11 @@ def build_model(model_config: ModelConfig, vocab_size: int) -> LanguageModel:
     shape = model_config.shape()
     if shape.vocab_size < vocab_size:
         least = f"at least the tokenizer's {vocab_size}"
-        key, expected = "vocab_size", least
+        key, expected, way = "vocab_size", least, f"set model.vocab_size to {vocab_size}, or"
         if key not in kind_of(shape).numbers:
-            key, expected = "path", f"a model with a vocabulary of {least}"
+            key, expected, way = "path", f"a model with a vocabulary of {least}", "take another model, or"
         raise UserError(
-            f"model.{key}: expected {expected}, found {shape.vocab_size}; or set data.tokenizer to a tokenizer with at "
-            "most as many tokens"
+            f"model.{key}: expected {expected}, found {shape.vocab_size}; {way} set data.tokenizer to a tokenizer with "
+            "at most as many tokens"
         )
     return model_of(shape)
