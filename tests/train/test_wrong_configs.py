@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch._dynamo
 import torch.distributed as dist
 
 pytest.importorskip("transformers", reason="needs transformers")
@@ -260,7 +262,7 @@ OPTIONS: list[tuple[str, str]] = [
     # tokenizers
     (
         "--data.tokenizer tokenizer --data.source sound.jsonl",
-        "model.vocab_size: expected at least the tokenizer's 700, found 256; or",
+        "model.vocab_size: expected at least the tokenizer's 700, found 256; set model.vocab_size to 700, or",
     ),
     (
         "--data.tokenizer ./nowhere",
@@ -268,7 +270,7 @@ OPTIONS: list[tuple[str, str]] = [
     ),
     (
         "--data.tokenizer me/llma",
-        "data.tokenizer: ... neither a file or folder me/llma here nor a model ... correct the name",
+        "data.tokenizer: found nothing at me/llma here, and no model me/llma on http://...; correct the name",
     ),
     (
         "--data.tokenizer tokenizer-cut",
@@ -433,7 +435,7 @@ MODELS: list[tuple[str, str]] = [
     ),
     (
         f"{HF} me/llma",
-        "model.path: found neither a folder me/llma here nor a model me/llma on http://...; correct the name",
+        "model.path: found nothing at me/llma here, and no model me/llma on http://...; correct the name",
     ),
     (
         f"{HF} llama/config.json",
@@ -477,7 +479,7 @@ MODELS: list[tuple[str, str]] = [
     ),
     (
         f"{HF} llama --data.tokenizer tokenizer --data.source sound.jsonl",
-        "model.path: expected a model with a vocabulary of at least the tokenizer's 700, found 256; or set data.tok",
+        "model.path: ... vocabulary of at least the tokenizer's 700, found 256; take another model, or",
     ),
     (f"{HF} gpt2 --finetune.method lora", "finetune.method: ... matrices are in Conv1D, ... Use method = 'full'"),
     (
@@ -568,7 +570,7 @@ COMMANDS: list[tuple[str, str]] = [
     ),
     (
         "train --resume changed --train.steps 4",
-        "--resume: expected the corpus of changed ... found other tokens ... start a new run",
+        "--resume: expected the 1 documents ... changed.txt, ... found other tokens: ... start a new run",
     ),
     (
         "train --resume unsaved --train.steps 4",
@@ -654,7 +656,7 @@ def test_one_line_names_the_thing_and_the_fix(
     assert re.search(pattern_of(error, folder), shown), shown
     assert status == 2 and shown.startswith("error: ") and shown.count("\n") == 1, shown
     assert "Traceback" not in out + shown and "step 1/" not in out
-    assert not dist.is_initialized()
+    assert not dist.is_initialized() and torch._dynamo.eval_frame._stance.stance == "default"
     assert state_of(folder) == before
 
 

@@ -11,7 +11,8 @@ import hashlib
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -321,9 +322,8 @@ class Trainer:
         kind, vocabulary = self.config.model.kind, self.dataset.vocab_size
         length = min(CHECKED_TOKENS, self.config.train.seq_len)
         tokens = torch.arange(length, device=self.world.device).remainder(vocabulary).unsqueeze(0)
-        torch.compiler.set_stance("force_eager")  # another length than in training
-        self.model.eval()
-        with parallel.compute_precision(self.config.parallel, self.world.device):
+        precision = parallel.compute_precision(self.config.parallel, self.world.device)
+        with self._tried(), precision:  # another length than in training
             try:
                 logits = outputs.called(f"forward of the model of kind {kind!r}", self.model, tokens)
                 outputs.check_logits(kind, logits, tokens, vocabulary)
@@ -336,8 +336,6 @@ class Trainer:
                 ) from error
             # A loss of its own may have other targets than the next token.
             later = length > 1 and not self.has_loss and sees_later_tokens(self.model, tokens, vocabulary)
-        self.model.train()
-        torch.compiler.set_stance("default")
         parallel.free_gathered(self.model)
         if later:
             raise ExtensionError(
@@ -349,12 +347,21 @@ class Trainer:
     def _check_loss(self) -> None:
         """Compute the model's own loss once, of samples of the size that steps have."""
         batch = self.dataset.train.batch(0, self.config.train.micro_batch).to(self.world.device)
-        torch.compiler.set_stance("force_eager")  # nothing is compiled for one pass
-        self.model.eval()
-        outputs.called(f"loss(batch) of the model of kind {self.config.model.kind!r}", self._losses, batch)
-        self.model.train()
-        torch.compiler.set_stance("default")
+        with self._tried():
+            outputs.called(
+                f"loss(batch) of the model of kind {self.config.model.kind!r}", self._losses, batch
+            )
         parallel.free_gathered(self.model)
+
+    @contextmanager
+    def _tried(self) -> Iterator[None]:
+        """The model in eval mode. Nothing is compiled for one pass."""
+        self.model.eval()
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            self.model.train()
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -391,13 +398,12 @@ class Trainer:
         ids = prompt_ids(tokenizer, prompt)
         if not ids:
             return prompt, ""
-        torch.compiler.set_stance("force_eager")  # every token is of another length
-        tokens = sample(
-            self.model, torch.tensor(ids), count=self.config.run.sample_tokens, temperature=0.8,
-            top_k=50, seed=0, context=self.config.train.seq_len, device=self.world.device, multiple=self.world.tensor,
-            ends=tokenizer.ends,
-        )  # fmt: skip
-        torch.compiler.set_stance("default")
+        with torch.compiler.set_stance("force_eager"):  # every token is of another length
+            tokens = sample(
+                self.model, torch.tensor(ids), count=self.config.run.sample_tokens, temperature=0.8,
+                top_k=50, seed=0, context=self.config.train.seq_len, device=self.world.device,
+                multiple=self.world.tensor, ends=tokenizer.ends,
+            )  # fmt: skip
         parallel.free_gathered(self.model)
         return prompt, tokenizer.decode(tokens)
 
