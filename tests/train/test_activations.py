@@ -190,6 +190,16 @@ def test_what_the_compiler_keeps_within_a_budget() -> None:
     assert nbytes[0] < nbytes[1] < nbytes[2]
 
 
+def test_a_budget_is_that_of_one_job() -> None:
+    """A later job in the same process keeps all that it saves: torch cannot compile "ops" with a budget."""
+    import torch._functorch.config as functorch
+
+    for mode, compiler, expected in (("budget", "inductor", 0.25), ("ops", "aot_eager", 1.0)):
+        own = {"checkpoint": mode} | ({"budget": 0.25} if mode == "budget" else {})
+        build(config(activation=own, train={"compile": compiler}))
+        assert functorch.activation_memory_budget == expected
+
+
 def test_a_compiled_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.reset()
     run = ["--parallel.engine", "shardwright", "--train.steps", "5"]

@@ -53,8 +53,8 @@ def prepare_blocks(model: LanguageModel, config: Config) -> None:
         checkpoint_blocks(model, settings.checkpoint, settings.every)
         return
     _check_compilable(model, config)
-    if settings.checkpoint == "budget":
-        set_activation_memory_budget(settings.budget)
+    # The setting is one of the whole process. With less than 1 "ops" cannot be compiled.
+    set_activation_memory_budget(settings.budget if settings.checkpoint == "budget" else 1.0)
     # torch compiles a block with its checkpoint, and so computes again only what backward reads. Not where layers are
     # cut over tensor-parallel ranks: of blocks that keep nothing it takes the mesh for a tensor to keep.
     apart = config.parallel.tensor > 1 and settings.checkpoint != "ops"

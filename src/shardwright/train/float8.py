@@ -58,7 +58,7 @@ def convert(model: LanguageModel, config: Config) -> None:
     )
 
     def is_converted(layer: nn.Module, name: str) -> bool:
-        if not isinstance(layer, nn.Linear) or name.endswith("router"):
+        if not isinstance(layer, nn.Linear) or _chooses_experts(name):
             return False
         rows, columns = layer.weight.shape
         if rows % MULTIPLE or columns % MULTIPLE:
@@ -73,6 +73,11 @@ def convert(model: LanguageModel, config: Config) -> None:
         for name, layer in block.named_modules():
             if config.gathers_float8 and is_converted(layer, name):
                 layer.register_state_dict_post_hook(_put_plain_weight)
+
+
+def _chooses_experts(name: str) -> bool:
+    """Whether a layer of that name gives the scores of experts: near ties must not fall by rounding."""
+    return not {"router", "gate"}.isdisjoint(name.split("."))
 
 
 def _put_plain_weight(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

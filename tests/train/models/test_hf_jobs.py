@@ -190,6 +190,26 @@ def test_float8_converts_linear_layers_of_blocks(tmp_path: Path) -> None:
         assert len(names) == 3 * 7 and not any("lm_head" in name for name in names)
 
 
+def test_float8_leaves_routers_alone(tmp_path: Path) -> None:
+    """Those of JetMoE are linear layers inside a module that is named router."""
+    from transformers import JetMoeConfig, JetMoeForCausalLM
+
+    from shardwright.train.config import Config
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 16, "num_experts_per_tok": 2, "vocab_size": 256, "kv_channels": 16}
+    folder = tmp_path / "jetmoe"
+    JetMoeForCausalLM(JetMoeConfig(**sizes, **experts)).save_pretrained(folder)
+    values = {"model": {"kind": "hf", "path": str(folder)}, "train": {"float8": "rowwise", "seq_len": 64}}
+    config = Config.model_validate({**values, "parallel": {"param_dtype": "bfloat16"}})
+    with emulated():
+        model = build_model(config.model, 256)
+        convert(model, config)
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    routers = {kinds[name] for name in kinds if name.endswith("router.layer")}
+    assert routers == {"Linear"} and "Float8Linear" in kinds.values()
+
+
 def test_a_run_its_resume_and_the_other_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_with("qwen3", tmp_path / "qwen3")
     job = config_file(tmp_path, JOB)

@@ -79,6 +79,7 @@ class HuggingFaceModel(ForeignModel):
         if self.balance_loss is not None:
             weight = getattr(values, "router_aux_loss_coef", getattr(values, "aux_loss_coef", 0.0))
             self.auxiliary = {"balance": float(weight)}
+            self.whole_graph = False  # transformers' hooks that collect the logits of routers break graphs
 
     @functools.cached_property
     def separation(self) -> Separation:
