@@ -1,7 +1,8 @@
 """`shardwright export`: the checkpoint of a run as a folder of Hugging Face, with tokenizer and generation settings.
 
-One process reads one tensor after another, so the model never is in memory as a whole. Of a run with adapters it holds
-the frozen base once, and folds one layer at a time. The folder gets its name when it is complete.
+Or as safetensors with the names of a user's module, or the adapters alone as files of peft. One process reads one
+tensor after another, so the model never is in memory as a whole. Of a run with adapters it holds the frozen base once,
+and folds one layer at a time. The folder gets its name when it is complete.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint.files import write_json
+from shardwright.checkpoint.files import open_stored, write_json
 from shardwright.checkpoint.model import ModelTensor, tensors_of
 from shardwright.checkpoint.names import KeyMap
 from shardwright.checkpoint.save import write_stored_form
@@ -28,7 +29,8 @@ from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters
 from shardwright.train.finetune.base import base_of, check_same_base
-from shardwright.train.finetune.finetuning import source_of
+from shardwright.train.finetune.finetuning import peft_names, source_of
+from shardwright.train.finetune.peft_files import WEIGHTS_FILE, write_adapters
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import model_of
 from shardwright.train.models.foreign import module_names
@@ -174,6 +176,48 @@ def export(
         raise UserError(unwritable(folder, error)) from error
 
 
+def export_adapters(
+    run: Path,
+    folder: Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Exported:
+    """Write the adapters of a run's checkpoint, and the parameters in `finetune.train_also`, as files of peft.
+
+    Args:
+        run, folder, step, dtype, say: as for :func:`export`.
+
+    Raises:
+        UserError: as :func:`export`, or the run has no adapters, or peft's files cannot hold them.
+    """
+    chosen = _dtype_named(dtype)
+    _check_new(folder)
+    source = RunFolder(run)
+    source.record()  # raises an error for a folder that is no run
+    config = source.config()
+    if config.finetune.method == "full":
+        raise UserError(
+            f'--adapters: expected a run with finetune.method "lora" or "dora", found "full" in {run}; leave out '
+            "--adapters to export the whole model"
+        )
+    shape = config.model.shape()
+    model = _with_base(config)
+    base = str(config.model.path) if getattr(shape, "weights", None) == "pretrained" else ""
+    task = None if offers_of(shape).key_map is None else "CAUSAL_LM"
+
+    def write(position: Position, read: Read) -> Exported:
+        _read_adapters(model, config, source, read)
+        names = peft_names(model, config)
+        write_adapters(model, folder, config.finetune, key_map=names, base=base, task=task, dtype=chosen)
+        stored = open_stored(folder / WEIGHTS_FILE).values()
+        nbytes = sum(each.shape.numel() * each.dtype.itemsize for each in stored)
+        return Exported(folder, position.step, len(stored), nbytes, _reader_of_adapters(config, base, folder))
+
+    return checkpoint.with_weights(source.checkpoints, step, checkpoint.shapes_of(model), write, say)
+
+
 def _dtype_named(name: str | None) -> torch.dtype | None:
     if name is not None and name not in DTYPES:
         raise UserError(f"--dtype: expected {', '.join(DTYPES)}, found {name}")
@@ -236,6 +280,16 @@ def _reader_of(model: nn.Module, folder: Path) -> str:
     if file.exists() and len(set(map(id, names.values()))) == len(names):
         load = f"module.load_state_dict(safetensors.torch.load_file({str(file)!r}))"
     return f"with the names of your module, and the tokenizer; load the weights with {load}"
+
+
+def _reader_of_adapters(config: Config, base: str, folder: Path) -> str:
+    if base:
+        read = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r})"
+        return f"{read} reads these adapters and their base {base}"
+    return (
+        f"peft.PeftModel.from_pretrained(base, {str(folder)!r}) reads these adapters; no folder has their base, which "
+        f"is drawn from {source_of(config)}"
+    )
 
 
 def in_words(exported: Exported) -> str:
