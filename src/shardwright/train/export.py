@@ -42,9 +42,9 @@ from shardwright.train.writing import unwritable
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: Settings of `shardwright generate`, which the folder has as its generation settings.
 TEMPERATURE, TOP_K = 0.8, 50
-TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 FILES_BESIDE_TOKENIZER = (
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -64,12 +64,14 @@ class ExportedTokenizer:
         vocab_size: the largest id + 1.
         begin: the id that begins a document, or None.
         ends: ids at which a text ends.
+        end_token: the text of the token that ends a document, or None.
         file: its tokenizer.json, beside which its other files are; None: the byte tokenizer, whose files are made.
     """
 
     vocab_size: int
     begin: int | None
     ends: tuple[int, ...]
+    end_token: str | None
     file: Path | None
 
 
@@ -306,9 +308,11 @@ def tokenizer_of(config: Config) -> ExportedTokenizer:
     """The tokenizer of a run's `data.tokenizer`."""
     name = str(config.data.tokenizer)
     if name == "bytes":
-        return ExportedTokenizer(byte_tokenizer.VOCAB_SIZE, None, (), None)
+        return ExportedTokenizer(byte_tokenizer.VOCAB_SIZE, None, (), None, None)
     tokenizer: Any = importlib.import_module("shardwright.train.data.tokenizers").open_tokenizer(name)
-    return ExportedTokenizer(tokenizer.vocab_size, tokenizer.begin, tokenizer.ends, tokenizer.file)
+    return ExportedTokenizer(
+        tokenizer.vocab_size, tokenizer.begin, tokenizer.ends, tokenizer.end_token, tokenizer.file
+    )
 
 
 def check_vocabulary(tokenizer: int, recorded: int, model: int, run: Path) -> None:
@@ -354,9 +358,20 @@ def write_tokenizer(folder: Path, tokenizer: ExportedTokenizer, longest: int) ->
     """Put the tokenizer's files into a folder, under the names that transformers looks for."""
     if tokenizer.file is None:
         write_json(folder / TOKENIZER_FILE, byte_tokenizer.tokenizer_json())
-        write_json(folder / "tokenizer_config.json", byte_tokenizer.tokenizer_config(longest))
+        write_json(folder / TOKENIZER_CONFIG, byte_tokenizer.tokenizer_config(longest))
         return
     shutil.copyfile(tokenizer.file, folder / TOKENIZER_FILE)
     for name in FILES_BESIDE_TOKENIZER:
         if (tokenizer.file.parent / name).is_file():
             shutil.copyfile(tokenizer.file.parent / name, folder / name)
+    if not (folder / TOKENIZER_CONFIG).exists():
+        write_json(folder / TOKENIZER_CONFIG, tokenizer_config(tokenizer))
+
+
+def tokenizer_config(tokenizer: ExportedTokenizer) -> dict[str, Any]:
+    """The content of tokenizer_config.json for a tokenizer.json without one.
+
+    Without it transformers takes the class of tokenizer that the model type has, and no token that ends a text.
+    """
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    return values if tokenizer.end_token is None else {**values, "eos_token": tokenizer.end_token}
