@@ -17,6 +17,7 @@ from shardwright import cli
 from shardwright.checkpoint.files import open_stored
 from shardwright.train import byte_tokenizer, checkpoint
 from shardwright.train import export as exporting
+from shardwright.train.data.tokenizers import open_tokenizer
 from shardwright.train.errors import UserError
 from shardwright.train.export import export
 from shardwright.train.finetune import adapters
@@ -208,7 +209,7 @@ def test_a_tokenizer_of_another_model_is_refused(
         monkeypatch.setattr(
             exporting,
             "tokenizer_of",
-            lambda config, size=tokenizer: exporting.ExportedTokenizer(size, None, (), None),
+            lambda config, size=tokenizer: exporting.ExportedTokenizer(size, None, (), None, None),
         )
         with pytest.raises(UserError, match=message):
             export(run, tmp_path / "new")
@@ -230,7 +231,7 @@ def test_files_of_another_tokenizer_are_copied(
     ):
         (files / each).write_text(f"{each} of a folder")
     for ends, expected in (((7,), 7), ((7, 9), [7, 9]), ((), None)):
-        tokenizer = exporting.ExportedTokenizer(256, None, ends, files / name)
+        tokenizer = exporting.ExportedTokenizer(256, None, ends, None, files / name)
         monkeypatch.setattr(exporting, "tokenizer_of", lambda config, each=tokenizer: each)
         out = tmp_path / f"out{len(ends)}"
         export(plain_run, out)
@@ -254,6 +255,36 @@ def test_the_tokenizer_of_a_configuration(tmp_path: Path) -> None:
         "eos_token_id": [5, 0],
         "pad_token_id": None,
     }
+
+
+@pytest.mark.parametrize("end", ["<|endoftext|>", "</s>", None])
+def test_a_bare_tokenizer_file_gets_the_end_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str | None
+) -> None:
+    """tokenizer.json alone does not say which of its tokens ends a text. The trainer takes a usual one."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers, to compare with")
+    monkeypatch.chdir(tmp_path)
+    save_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    ends = {"<|endoftext|>", "</s>"} - {end}
+    content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] not in ends]
+    file.write_text(json.dumps(content))
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 200)
+    job = config_file(tmp_path / "job", tiny(model={"vocab_size": 800}, train={"steps": 1}).to_toml())
+    data = ("--data.source", text, "--data.tokenizer", file, "--data.cache", tmp_path / "cache")
+    options = ("--run.sample_tokens", "0", "--validation.every", "0", "--run.dir", "run")
+    assert train_here(job, *data, *options) == 0
+    export(Path("run"), tmp_path / "out")
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert read.eos_token == end
+    ours = open_tokenizer(str(file))
+    assert read.eos_token_id == ours.end and read(TEXT)["input_ids"][1:] == ours.encode(TEXT)
+    assert read.decode(ours.encode(TEXT)) == ours.decode(ours.encode(TEXT))
+    config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 ADAPTERS = ("--finetune.rank", "4", "--finetune.train_also", '["norm.weight"]', "--run.sample_tokens", "0")

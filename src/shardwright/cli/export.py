@@ -10,18 +10,27 @@ from shardwright.cli.parsing import Parser, integer
 
 
 def _run(call: Call) -> int:
-    from shardwright.train.export import export, in_words
+    from shardwright.train.errors import UserError
+    from shardwright.train.export import export, export_adapters, in_words
 
-    exported = export(
-        Path(call.options.run),
-        Path(call.options.folder),
-        step=call.options.step,
-        dtype=call.options.dtype,
-        max_shard_size=call.options.max_shard_size,
-        say=lambda text: print(text, file=sys.stderr, flush=True),
-    )
+    run, folder = Path(call.options.run), Path(call.options.folder)
+    step, dtype, size = call.options.step, call.options.dtype, call.options.max_shard_size
+    if call.options.adapters and size is not None:
+        raise UserError(
+            "--max-shard-size: expected none with --adapters, since peft reads one file; leave it out"
+        )
+    if call.options.adapters:
+        exported = export_adapters(run, folder, step=step, dtype=dtype, say=_say)
+    else:
+        exported = export(
+            run, folder, step=step, dtype=dtype, max_shard_size=size if size is not None else "5 GB", say=_say
+        )
     print(in_words(exported))
     return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _add_options(parser: Parser) -> None:
@@ -37,8 +46,13 @@ def _add_options(parser: Parser) -> None:
     parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
-        default="5 GB",
         help='bytes in a file, such as "5 GB" (the default)',
+    )
+    parser.add_argument(
+        "--adapters",
+        action="store_true",
+        help="write the adapters of a run with finetune.method lora or dora as files of peft, in place of the whole "
+        "model",
     )
 
 

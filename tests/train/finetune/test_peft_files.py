@@ -282,3 +282,21 @@ def test_parameters_without_a_place_in_the_format(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match="expected a model with adapters"):
         write_adapters(build("llama"), tmp_path / "c", own, key_map=key_map("llama"))
+
+
+def test_the_revision_of_a_base_of_the_hub(tmp_path: Path) -> None:
+    """peft reads both apart. A folder may have such a name, too."""
+    own = settings()
+    (tmp_path / "owner" / "model@1").mkdir(parents=True)
+    for number, (base, name, revision) in enumerate(
+        (
+            ("owner/model@0a1b", "owner/model", "0a1b"),
+            ("owner/model", "owner/model", None),
+            (f"{tmp_path}/owner/model@1", f"{tmp_path}/owner/model@1", None),
+            ("", None, None),
+        )
+    ):
+        folder = tmp_path / str(number)
+        write_adapters(build("llama", own), folder, own, key_map=key_map("llama"), base=base)
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert (config["base_model_name_or_path"], config["revision"]) == (name, revision)

@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright import cli
+from shardwright.train import checkpoint
 from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
+from shardwright.train.runs import RunFolder
 from tests.train.jobs import config_file, losses, ranks, run, train_here
 from tests.train.kit.architectures import ARCHITECTURES
 from tests.train.kit.foreign import JOB
@@ -272,3 +274,59 @@ def test_units(folder: Path) -> None:
         outside = 0 if model.tied else 256 * 32
         assert model.flops_per_token(8) == 6 * (model.num_params() - outside)
     assert isinstance(inner.embedding, nn.Embedding)
+
+
+#: With tied weights, a buffer, and a frozen parameter, which no checkpoint holds.
+TIED = """
+import torch
+from torch import nn
+
+class Tied(nn.Module):
+    def __init__(self, vocab_size, width=32):
+        super().__init__()
+        self.model = nn.Embedding(vocab_size, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.scale = nn.Parameter(torch.rand(width), requires_grad=False)
+        self.register_buffer("shift", torch.rand(width))
+        self.out = nn.Linear(width, vocab_size, bias=False)
+        self.out.weight = self.model.weight
+
+    def forward(self, tokens):
+        x = self.model(tokens)
+        for layer in self.layers:
+            x = x + layer(x * self.scale + self.shift).tanh()
+        return self.out(x)
+"""
+
+
+@pytest.mark.parametrize(("code", "target"), [(MODEL, "my_exported:build"), (TIED, "my_tied:Tied")])
+def test_export_writes_the_names_of_the_module(
+    folder: Path, code: str, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line that the command prints loads the file into the module."""
+    module_name, _, name = target.partition(":")
+    (folder / f"{module_name}.py").write_text(code)
+    job = config_file(folder, JOB)
+    assert train_here(job, *OWN, target, "--run.dir", "run", "--parallel.engine", "none") == 0
+    capsys.readouterr()
+    for out, options in (("out", []), ("small", ["--max-shard-size", "20 KB"])):
+        assert cli.main(["export", "run", out, *options]) == 0
+        line = capsys.readouterr().out
+        assert line.startswith(f"{out}: step 3, ") and line.count("\n") == 1
+        one_file = out == "out" and name == "build"
+        assert ("module.load_state_dict(safetensors.torch.load_file(" in line) == one_file, line
+        own = getattr(__import__(module_name), name)(256)
+        needed = "safetensors.torch" if one_file else "shardwright"
+        pytest.importorskip(needed, reason="needs safetensors, to read the file")
+        exec(f"import {needed}\n{line.strip().partition('load the weights with ')[2]}", {"module": own})
+        config = RunFolder(Path("run")).config()
+        torch.manual_seed(config.run.seed)  # of the frozen parameter
+        ours = build_model(config.model, 256)
+        checkpoint.load_weights(Path("run/checkpoints/step-3"), ours)
+        tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            assert torch.equal(own(tokens), ours(tokens))
+        files = {path.name for path in Path(out).iterdir()}
+        assert {"tokenizer.json", "tokenizer_config.json"} <= files
+        assert not files & {"config.json", "generation_config.json"}
+        assert ("model.safetensors" in files) == (out == "out")

@@ -49,6 +49,10 @@ class Tokenizer(Protocol):
         """The id that ends a document."""
 
     @property
+    def end_token(self) -> str | None:
+        """The text of the token `end`."""
+
+    @property
     def ends(self) -> tuple[int, ...]:
         """Ids at which a generated text ends: `end`, and those of the model's generation settings."""
 
@@ -95,6 +99,7 @@ class Bytes:
 
     vocab_size = 256
     end: int | None = None
+    end_token: str | None = None
     ends: tuple[int, ...] = ()
     begin: int | None = None
     special: frozenset[int] = frozenset()
@@ -157,6 +162,7 @@ class FromFile:
         config = _settings(path.with_name(CONFIG))
         self.names = _names(config, _settings(path.with_name(SPECIAL)))
         self.end = self._end(vocabulary, {token.content for token in added.values()})
+        self.end_token: str | None = None if self.end is None else self._tokenizer.id_to_token(self.end)
         self.ends = self._ends(_settings(path.with_name(GENERATION)).get("eos_token_id"))
         self.chat_template = _template(config, path.with_name(TEMPLATE))
         facts = f"{hashlib.sha256(content).hexdigest()} {self.begin} {self.end}"

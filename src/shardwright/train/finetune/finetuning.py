@@ -9,12 +9,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.checkpoint.model import mesh_of, on_every_rank
+from shardwright.checkpoint.names import KeyMap
 from shardwright.engine.unit.owning import units_of
 from shardwright.train.config import Config
 from shardwright.train.finetune.adapters import reset_magnitudes
 from shardwright.train.finetune.base import base_of, check_same_base, write_base
 from shardwright.train.finetune.peft_files import read_adapters
+from shardwright.train.models.foreign import module_names
 from shardwright.train.models.hugging_face import key_map
+from shardwright.train.models.kinds import offers_of
 
 
 def source_of(config: Config) -> str:
@@ -22,6 +25,12 @@ def source_of(config: Config) -> str:
     if getattr(config.model.shape(), "weights", None) == "pretrained":
         return f"model.path = {config.model.path}"
     return f"run.seed = {config.run.seed}"
+
+
+def peft_names(model: nn.Module, config: Config) -> KeyMap | None:
+    """The names of the base's tensors in the module that peft wraps: transformers', or the user's own."""
+    names, shape = module_names(model), config.model.shape()
+    return key_map(shape) if names is None and offers_of(shape).key_map is not None else names
 
 
 def prepare(model: nn.Module, config: Config, base_file: Path, resume: bool) -> None:
@@ -37,6 +46,6 @@ def prepare(model: nn.Module, config: Config, base_file: Path, resume: bool) -> 
         on_every_rank(mesh_of(units_of(plain)), lambda: check_same_base(base_file, base))
         return
     if config.finetune.adapters:
-        read_adapters(plain, config.finetune.adapters, config.finetune, key_map=key_map(config.model.shape()))
+        read_adapters(plain, config.finetune.adapters, config.finetune, key_map=peft_names(plain, config))
     first = not dist.is_initialized() or dist.get_rank() == 0
     on_every_rank(mesh_of(units_of(plain)), lambda: write_base(base_file, base) if first else None)

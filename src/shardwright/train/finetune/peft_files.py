@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 import shardwright as sw
@@ -25,6 +26,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import adapted_layers, is_adapter, trained_names
 from shardwright.train.finetune.selection import is_mamba_output
 from shardwright.train.finetune.settings import FinetuneConfig
+from shardwright.train.hub import is_hub_name
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -86,6 +88,8 @@ def write_adapters(
     *,
     key_map: KeyMap | None = None,
     base: str = "",
+    task: str | None = "CAUSAL_LM",
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write a model's adapters, and the parameters in ``train_also``, into a folder that peft reads.
 
@@ -98,7 +102,10 @@ def write_adapters(
         folder: must be new or empty.
         settings: the section `[finetune]` that the model was adapted with.
         key_map: names of the model's parameters in the base's own files, as for ``save_pretrained``. Default: equal.
-        base: folder or hub name of the base, for peft's ``base_model_name_or_path``.
+        base: folder or hub name of the base, for peft's ``base_model_name_or_path``. The revision in a hub name
+            ``owner/model@revision`` becomes peft's ``revision``.
+        task: peft's ``task_type``. None: the base is a module that no library knows.
+        dtype: floating-point tensors are converted to this dtype. Default: as the model has them.
 
     Raises:
         UserError: the folder is not empty or cannot be written, or a trained parameter has no place in the format.
@@ -114,7 +121,7 @@ def write_adapters(
             _write_again(partial / "model.safetensors", partial / WEIGHTS_FILE, names.copies)
         else:
             os.replace(partial / "model.safetensors", partial / WEIGHTS_FILE)
-        write_json(partial / CONFIG_FILE, _config(settings, names, base))
+        write_json(partial / CONFIG_FILE, _config(settings, names, base, task))
         sync_folder(partial)
         os.replace(partial, final)  # an empty folder gives way
         sync_folder(final.parent)
@@ -125,7 +132,7 @@ def write_adapters(
 
     try:
         on_every_rank(mesh, prepare)
-        sw.save_pretrained(model, partial, key_map=names.key_map, max_shard_size=1 << 60)
+        sw.save_pretrained(model, partial, key_map=names.key_map, max_shard_size=1 << 60, dtype=dtype)
         on_every_rank(mesh, finish if first_rank(mesh) else lambda: None)
     except OSError as error:
         raise UserError(f"{final}: cannot write: {error}; choose another folder") from error
@@ -283,12 +290,15 @@ def _short(model: nn.Module, targets: Mapping[str, str], key_map: KeyMap | None)
 # -- adapter_config.json -----------------------------------------------------------------------------------------------
 
 
-def _config(settings: FinetuneConfig, names: _Names, base: str) -> dict[str, Any]:
-    alpha = settings.alpha
+def _config(settings: FinetuneConfig, names: _Names, base: str, task: str | None) -> dict[str, Any]:
+    alpha, revision = settings.alpha, ""
+    if is_hub_name(base) and not os.path.isdir(base):
+        base, _, revision = base.partition("@")
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": task,
         "base_model_name_or_path": base or None,
+        "revision": revision or None,
         "inference_mode": True,
         "r": settings.rank,
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,

@@ -6,8 +6,12 @@ from typing import Any
 
 from torch import nn
 
+from shardwright.checkpoint.names import KeyMap
 from shardwright.train.models.language_model import LanguageModel
 from shardwright.train.models.units import Units
+
+#: In the names of parameters: what is before the names that the module itself has.
+PREFIX = "model."
 
 
 class ForeignModel(LanguageModel):
@@ -28,3 +32,8 @@ class ForeignModel(LanguageModel):
 
     def head(self) -> list[nn.Module]:
         return list(self.units.head)
+
+
+def module_names(model: nn.Module) -> KeyMap | None:
+    """The names that tensors have in the module of another package or of a user. None: the model is that module."""
+    return (lambda name: name.removeprefix(PREFIX)) if isinstance(model, ForeignModel) else None

@@ -30,14 +30,12 @@ from shardwright.train.errors import UserError
 from shardwright.train.finetune.layers import ADAPTER_PARAMETERS
 from shardwright.train.hub import fetch_file, fetch_files, fetch_first
 from shardwright.train.models.documents import Separation, separation_of
-from shardwright.train.models.foreign import ForeignModel
+from shardwright.train.models.foreign import PREFIX, ForeignModel
 from shardwright.train.models.language_model import draws_numbers, multiplied
 from shardwright.train.models.packed import IGNORED, within_trained
 from shardwright.train.models.shapes import CONFIG, HuggingFaceShape, is_folder
 from shardwright.train.models.units import Units, find_units
 
-#: In the names of parameters: what is before transformers' own names.
-PREFIX = "model."
 _WEIGHTS = (INDEX, "model.safetensors")
 #: Models with an attention that sees later tokens, beside those for masked language modelling.
 _NOT_CAUSAL = frozenset({"xlnet", "xlm", "xlm-prophetnet", "prophetnet", "cpmant"})
