@@ -163,7 +163,7 @@ def _fetch(name: str, what: str, key: str, fetch: Callable[[str, str | None, str
     except ImportError:
         raise UserError(
             f"{key}: found nothing at {name} here, and models of the hub need huggingface_hub, which is not installed; "
-            "install shardwright[hf], or set a path on this machine"
+            "install the extra hf, or set a path on this machine"
         ) from None
     repository, _, revision = name.partition("@")
     endpoint = os.environ.get("HF_ENDPOINT") or None
