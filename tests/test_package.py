@@ -126,7 +126,7 @@ def test_a_missing_extra_is_named() -> None:
     )
     assert done.returncode == 1
     assert "needs the extra lightning" in done.stderr.splitlines()[-1]
-    assert "pip install 'shardwright[lightning]'" in done.stderr.splitlines()[-1]
+    assert "pip install -e '.[lightning]' in the checkout" in done.stderr.splitlines()[-1]
 
 
 def test_installed_wheel_runs(built: tuple[Path, Path], tmp_path: Path) -> None:

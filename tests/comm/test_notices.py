@@ -18,7 +18,7 @@ from torch import nn
 from shardwright import fully_shard
 
 dist.init_process_group("gloo")
-atexit.register(dist.destroy_process_group)  # as the README says, and after the import
+atexit.register(dist.destroy_process_group)  # as docs/engine.md says, and after the import
 model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 fully_shard(model[1])
 fully_shard(model)

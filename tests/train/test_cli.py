@@ -280,7 +280,7 @@ def test_without_the_extra_it_is_named(capsys: Capture, monkeypatch: pytest.Monk
     for arguments in (["train", job], ["train", "--help"]):
         message = refused(capsys, *arguments)
         assert message.startswith("pydantic is not installed; ")
-        assert message.endswith("needs the extra train: pip install 'shardwright[train]'")
+        assert message.endswith("needs the extra train: pip install -e '.[train]' in the checkout")
 
 
 def test_another_missing_module_is_a_failure(

@@ -305,7 +305,7 @@ def test_a_missing_package_is_named_before_anything_is_made(tmp_path: Path, rank
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 2, done
-    needs = "the trainer needs the extra train: pip install 'shardwright[train]'"
+    needs = "the trainer needs the extra train: pip install -e '.[train]' in the checkout"
     assert done.stderr == f"error: rich is not installed; {needs}\n"
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.toml"]
 

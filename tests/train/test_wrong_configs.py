@@ -570,7 +570,7 @@ COMMANDS: list[tuple[str, str]] = [
     ),
     (
         "train --resume changed --train.steps 4",
-        "--resume: expected the 1 documents ... changed.txt, ... found other tokens: ... start a new run",
+        "--resume: expected the 1 documents ...changed.txt, ... found other tokens: ... start a new run",
     ),
     (
         "train --resume unsaved --train.steps 4",
@@ -663,7 +663,8 @@ def test_one_line_names_the_thing_and_the_fix(
 def test_a_process_ends_with_status_2(folder: Path) -> None:
     before = state_of(folder)
     status, out, shown = run("train", "tiny.toml", "--run.dir", "run", "--data.source", "cut.jsonl")
-    assert (status, out) == (2, "") and "line 200 of" in shown and "Traceback" not in shown
+    # A slow machine is patient in words on the output.
+    assert status == 2 and "error" not in out and "line 200 of" in shown and "Traceback" not in shown
     assert shown.splitlines()[-1].startswith("error: ") and shown.count("error: ") == 1
     assert state_of(folder) == before
 

@@ -84,7 +84,7 @@ def _status_of(arguments: list[str]) -> int:
                 "folder"
             )
             return _failed(message, STATUS_USER_ERROR, arguments)
-        need = f"{root} is not installed; the trainer needs the extra train: pip install 'shardwright[train]'"
+        need = f"{root} is not installed; the trainer needs the extra train: pip install -e '.[train]' in the checkout"
         return _failed(need, STATUS_USER_ERROR, arguments)
     except Exception as error:
         return _failed_itself(error, arguments)

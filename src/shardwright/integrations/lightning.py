@@ -23,7 +23,7 @@ try:
     from lightning.fabric.accelerators import Accelerator
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"ShardwrightStrategy needs the extra lightning ({error}): pip install 'shardwright[lightning]'",
+        f"ShardwrightStrategy needs the extra lightning ({error}): pip install -e '.[lightning]' in the checkout",
         name=error.name,
     ) from error
 

@@ -27,7 +27,7 @@ def check_float8(config: Config, kind: str) -> None:
         return
     if importlib.util.find_spec("torchao") is None:
         raise UserError(
-            f"train.float8: {config.train.float8!r} needs torchao, found none; install shardwright[float8], or set it "
+            f"train.float8: {config.train.float8!r} needs torchao, found none; install the extra float8, or set it "
             "to 'none'"
         )
     device = "the CPU"

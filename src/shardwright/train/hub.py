@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +16,10 @@ from shardwright.train.errors import UserError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+
+TRIES, PAUSE = 2, 1.0
+"""How often a hub is asked for a file that is not in the cache, and the seconds between. huggingface_hub itself asks
+seven times over 23 s, and prints each failure."""
 
 T = TypeVar("T")
 
@@ -63,13 +68,15 @@ def fetch_file(name: str, file: str, key: str) -> Path:
     def fetch(repository: str, revision: str | None, endpoint: str | None) -> Path:
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
+        cached = try_to_load_from_cache(repository, file, revision=revision)
         if revision is not None and _COMMIT.fullmatch(revision):
             # What is known of a commit stays true: no connection is needed, also for a file that it does not have.
-            cached = try_to_load_from_cache(repository, file, revision=revision)
             if isinstance(cached, str):
                 return Path(cached)
             if cached is not None:
                 raise MissingFile(f"{key}: {repository} has no {file} in revision {revision}")
+        if not isinstance(cached, str):
+            _check_answer(repository, file, revision, endpoint)
         return Path(hf_hub_download(repository, file, revision=revision, endpoint=endpoint))
 
     return _fetch(name, file, key, fetch)
@@ -121,19 +128,42 @@ def pinned(name: str, file: Path) -> str:
     return f"{name.partition('@')[0]}@{commit}" if _COMMIT.fullmatch(commit) else name
 
 
+def _check_answer(repository: str, file: str, revision: str | None, endpoint: str | None) -> None:
+    """Ask the hub for a file's metadata. An answer that refuses the file is an answer.
+
+    Raises:
+        LocalEntryNotFoundError: there was no answer in TRIES tries; its cause is the error of the connection.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    url = hf_hub_url(repository, file, revision=revision, endpoint=endpoint)
+    for number in range(1, TRIES + 1):
+        try:
+            get_hf_file_metadata(url, endpoint=endpoint)
+            return
+        except (HfHubHTTPError, OfflineModeIsEnabled):  # hf_hub_download raises them again, with more detail
+            return
+        except Exception as error:  # of the HTTP library
+            if number == TRIES:
+                raise LocalEntryNotFoundError(f"no answer from {url}") from error
+        time.sleep(PAUSE)
+
+
 def _fetch(name: str, what: str, key: str, fetch: Callable[[str, str | None, str | None], T]) -> T:
     try:
         from huggingface_hub.errors import (
             EntryNotFoundError,
             GatedRepoError,
             LocalEntryNotFoundError,
+            OfflineModeIsEnabled,
             RepositoryNotFoundError,
             RevisionNotFoundError,
         )
     except ImportError:
         raise UserError(
             f"{key}: found nothing at {name} here, and models of the hub need huggingface_hub, which is not installed; "
-            "install shardwright[hf], or set a path on this machine"
+            "install the extra hf, or set a path on this machine"
         ) from None
     repository, _, revision = name.partition("@")
     endpoint = os.environ.get("HF_ENDPOINT") or None
@@ -149,9 +179,12 @@ def _fetch(name: str, what: str, key: str, fetch: Callable[[str, str | None, str
             f"found nothing at {name} here, and no model {repository} on {hub}; correct the name, or set HF_TOKEN for "
             "a private model"
         )
-    except LocalEntryNotFoundError:
+    except LocalEntryNotFoundError as error:
+        cause = error.__cause__
+        known = cause is not None and not isinstance(cause, OfflineModeIsEnabled)
+        reason = f" ({_shortened(cause)})" if known else ""
         raise Unreachable(
-            f"{key}: {what} of {repository} is not in the local cache, and {hub} does not answer; connect this "
+            f"{key}: {what} of {repository} is not in the local cache, and {hub} does not answer{reason}; connect this "
             "machine, or set a path on this machine"
         ) from None
     except EntryNotFoundError:
@@ -159,6 +192,11 @@ def _fetch(name: str, what: str, key: str, fetch: Callable[[str, str | None, str
     except UserError:
         raise
     except Exception as error:  # of several HTTP libraries, or of a disk
-        reason = " ".join(str(error).split())[:200]
-        problem = f"cannot fetch {what} of {repository} from {hub}: {type(error).__name__}: {reason}"
+        problem = (
+            f"cannot fetch {what} of {repository} from {hub}: {type(error).__name__}: {_shortened(error)}"
+        )
     raise UserError(f"{key}: {problem}")
+
+
+def _shortened(error: BaseException | None) -> str:
+    return " ".join(str(error).split())[:200]

@@ -22,7 +22,7 @@ from shardwright.train import checkpoint, metrics, plan_picture, report
 from shardwright.train.activations import Recompiles
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset
-from shardwright.train.data.statement import statement, tokens_of
+from shardwright.train.data.statement import ends_in_words, statement, tokens_of
 from shardwright.train.data_record import resumed_data, write_data_record
 from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters, finetuning
@@ -275,6 +275,9 @@ def data_in_words(trainer: Trainer) -> str:
         packing=config.data.packing,
         first=trainer.position.samples,
         samples=config.train.steps * config.train.global_batch,
+        ends=ends_in_words(
+            dataset.tokenizer, [each.kind for each in config.data.sources] or [config.data.kind]
+        ),
     )
 
 

@@ -39,9 +39,9 @@ def address(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("package", "need", "message"),
     [
-        ("pyarrow", rows, ".parquet files need pyarrow, which is not installed; install shardwright[data]"),
-        ("tokenizers", file_of_a_tokenizer, "package tokenizers, which is not installed; install shardwright[data]"),
-        ("jinja2", template, "need the package jinja2, which is not installed; install shardwright[data]"),
+        ("pyarrow", rows, ".parquet files need pyarrow, which is not installed; install the extra data"),
+        ("tokenizers", file_of_a_tokenizer, "package tokenizers, which is not installed; install the extra data"),
+        ("jinja2", template, "need the package jinja2, which is not installed; install the extra data"),
         ("huggingface_hub", name, "found nothing at me/tiny here, and models of the hub need huggingface_hub"),
         ("fsspec", address, "expected a file system for s3:// that is installed, found none for s3://box/a.txt"),
     ],

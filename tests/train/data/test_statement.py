@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from shardwright.train.data.packing import PackingName
-from shardwright.train.data.statement import figures_of, statement
+from shardwright.train.data.statement import ends_in_words, figures_of, statement
 from shardwright.train.data.stream import Stream
+from shardwright.train.data.tokenizers import Bytes, open_tokenizer
 from shardwright.train.data.tokens import Tokens
 from tests.train.kit.tokens import random_tokens, source_of, tokens_of
 
@@ -123,3 +125,19 @@ def test_a_target_across_documents_is_shown_as_the_batch_has_it(separate: bool) 
     lines = lines_of(tokens, 7, "split", separate=separate)
     shown = ["  > trained     one.", "  > trained     two."] if separate else ["  > trained     one.two."]
     assert lines[-len(shown) :] == shown
+
+
+def test_the_token_at_the_end_of_documents_is_named(tmp_path: Path) -> None:
+    from tests.train.data.samples import save_tokenizer  # skips the test if the package tokenizers is missing
+
+    tokenizer = open_tokenizer(str(save_tokenizer(tmp_path, eos_token="<|im_end|>")))
+    assert tokenizer.end is not None and tokenizer.encode("<|im_end|>") == [tokenizer.end]
+    ends = ends_in_words(tokenizer, ["conversations", "documents"])
+    assert ends == f"documents end with <|im_end|>, id {tokenizer.end}"
+    assert ends_in_words(tokenizer, ["completions"]).startswith("completions end with <|im_end|>")
+    assert ends_in_words(tokenizer, ["conversations"]) == ends_in_words(Bytes(), ["documents"]) == ""
+    stream = Stream([source_of(tokens_of([20]), 16, "split", separate=True)], [1], 0, separate=True)
+    options = {"packing": "split", "first": 0, "samples": 1}
+    lines = statement(stream, None, lambda ids: "", **options, ends=ends).split("\n")  # type: ignore[arg-type]
+    assert lines[3] == f"  {ends}" and lines[4].startswith("  sample 1")
+    assert len(statement(stream, None, lambda ids: "", **options).split("\n")) == len(lines) - 1  # type: ignore[arg-type]

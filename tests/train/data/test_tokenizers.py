@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -296,6 +297,7 @@ def fetch(tmp_path: Path, endpoint: str, name: str, **variables: str) -> dict[st
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert done.stderr == ""
     return result
 
 
@@ -345,3 +347,12 @@ def test_a_hub_that_does_not_answer_is_no_hub_without_the_file(
     message = fetch(tmp_path, endpoint, "me/tiny")["error"]
     missing = f"tokenizer_config.json of me/tiny is not in the local cache, and {endpoint} does not answer"
     assert missing in message and "set HF_HUB_OFFLINE=1" in message
+
+
+def test_a_closed_port_is_asked_twice_and_prints_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"http://127.0.0.1:{free.getsockname()[1]}"
+    message = fetch(tmp_path, endpoint, "me/tiny")["error"]  # which checks that stderr is empty
+    assert f"tokenizer.json of me/tiny is not in the local cache, and {endpoint} does not answer (" in message
+    assert "Connection refused); connect this machine" in message

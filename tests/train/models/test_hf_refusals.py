@@ -308,7 +308,9 @@ def test_a_hub_that_does_not_answer(
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     http = importlib.import_module("huggingface_hub.utils._http")
-    monkeypatch.setattr(http, "time", SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None}))
+    sleeps: list[float] = []
+    monkeypatch.setattr(http, "time", SimpleNamespace(**{**vars(time), "sleep": sleeps.append}))
+    monkeypatch.setattr(hub_module, "PAUSE", 0.0)
     job = config_file(tmp_path, JOB)
     assert train_here(job, *OWN, "owner/llama", "--run.dir", tmp_path / "run") == 2
     error = capsys.readouterr().err
@@ -317,6 +319,7 @@ def test_a_hub_that_does_not_answer(
         in error
     )
     assert error.count("\n") == 1 and "Traceback" not in error
+    assert sleeps == []  # huggingface_hub waits 23 s for a hub
 
 
 def test_names(tmp_path: Path) -> None:

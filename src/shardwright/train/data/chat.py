@@ -130,7 +130,7 @@ def import_jinja() -> None:
         import jinja2  # noqa: F401
     except ImportError:
         raise UserError(
-            f"{KEY}: conversations need the package jinja2, which is not installed; install shardwright[data]"
+            f"{KEY}: conversations need the package jinja2, which is not installed; install the extra data"
         ) from None
 
 

@@ -241,7 +241,7 @@ def _pyarrow(place: Place) -> Any:
         importlib.import_module("pyarrow.ipc")
     except ImportError:
         raise UserError(
-            f"{place.key}: {place.kind} files need pyarrow, which is not installed; install shardwright[data]"
+            f"{place.key}: {place.kind} files need pyarrow, which is not installed; install the extra data"
         ) from None
     return pyarrow
 

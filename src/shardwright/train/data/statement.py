@@ -5,7 +5,7 @@ Text alone is made here; `stream` raises the errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
@@ -14,6 +14,7 @@ import numpy as np
 
 from shardwright.train.data.batch import IGNORED
 from shardwright.train.data.stream import Source, Stream
+from shardwright.train.data.tokenizers import Bytes, Tokenizer
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -52,13 +53,38 @@ def tokens_of(stream: Stream | None) -> int:
     return 0 if stream is None else sum(figures_of(source).tokens for source in stream.sources)
 
 
+def ends_in_words(tokenizer: Tokenizer, kinds: Collection[str]) -> str:
+    """The token at the end of documents and completions, in words. Empty for bytes, which have no such token, and for
+    conversations alone, which end as the chat template ends them.
+
+    Args:
+        tokenizer: of all sources.
+        kinds: of the sources: documents, conversations, completions.
+    """
+    if isinstance(tokenizer, Bytes) or set(kinds) == {"conversations"}:
+        return ""
+    subject = "documents" if "documents" in kinds else "completions"
+    if tokenizer.end is None:
+        return f"{subject} end without a token: the tokenizer has no eos_token"
+    return f"{subject} end with {_printable(tokenizer.decode([tokenizer.end]))}, id {tokenizer.end}"
+
+
 def statement(
-    stream: Stream, validation: Stream | None, decode: Decode, *, packing: str, first: int, samples: int
+    stream: Stream,
+    validation: Stream | None,
+    decode: Decode,
+    *,
+    packing: str,
+    first: int,
+    samples: int,
+    ends: str = "",
 ) -> str:
-    """Lines that describe the data of a run over `samples` samples in all, of which it has done `first`."""
+    """Lines that describe the data of a run over `samples` samples in all, of which it has done `first`. `ends` is the
+    text of :func:`ends_in_words`."""
     lines = [
         f"data: samples of {stream.seq_len:,} tokens, packing {packing}: {_view(stream, packing)}",
         *_indented(_table(stream, validation, samples)),
+        *_indented(iter([ends] if ends else [])),
         *_indented(_sample_lines(stream, first, decode)),
     ]
     return "\n".join(lines)

@@ -287,7 +287,7 @@ def _parsed(content: bytes, path: Path) -> Any:
         from tokenizers import Tokenizer as Library
     except ImportError:
         raise UserError(
-            f"{KEY}: {path} needs the package tokenizers, which is not installed; install shardwright[data]"
+            f"{KEY}: {path} needs the package tokenizers, which is not installed; install the extra data"
         ) from None
     try:
         return Library.from_str(content.decode("utf-8"))

@@ -224,13 +224,13 @@ def _transformers() -> Any:
         import transformers
     except ImportError:
         raise UserError(
-            "model.kind: 'hf' needs transformers, which is not installed; install shardwright[hf]"
+            "model.kind: 'hf' needs transformers, which is not installed; install the extra hf"
         ) from None
     major = int(transformers.__version__.partition(".")[0])
     if major < 5:
         raise UserError(
             f"model.kind: 'hf' needs transformers 5 or later, found {transformers.__version__}; install "
-            "shardwright[hf]"
+            "the extra hf again"
         )
     return transformers
 

@@ -54,7 +54,7 @@ class TrainConfig(Section):
         description=(
             "Multiply in float8 in the linear layers of blocks, by this recipe of torchao. tensorwise: one scale for "
             "each tensor; weights are also gathered in float8. rowwise: one scale for each row. Needs a GPU with "
-            "float8, parallel.param_dtype = bfloat16, and shardwright[float8]."
+            "float8, parallel.param_dtype = bfloat16, and the extra float8."
         ),
     )
     memory_snapshot: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = Field(
