@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from shardwright.train.checks import check_device, check_ranks
 from shardwright.train.config import Config
-from shardwright.train.data.corpus import batch
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
 from tests.support import multirank
@@ -26,7 +25,8 @@ from tests.support.matrix import everything, generate
 from tests.train.jobs import tiny, trainer
 from tests.train.kit.architectures import folder_with
 from tests.train.kit.foreign import NATIVE
-from tests.train.kit.parallel import corpus, take_steps
+from tests.train.kit.parallel import take_steps
+from tests.train.kit.text import batch, random_text
 
 pytest.importorskip("transformers", reason="needs transformers")
 
@@ -110,7 +110,9 @@ def plain(config: Config) -> tuple[list[float], dict[str, torch.Tensor]]:
     optimizer = torch.optim.AdamW(groups, lr=config.optimizer.lr, betas=(0.9, 0.95), eps=config.optimizer.eps)
     losses = []
     for step in range(STEPS):
-        inputs, targets = batch(corpus(), 0, step * train.global_batch, train.global_batch, train.seq_len)
+        inputs, targets = batch(
+            random_text(), 0, step * train.global_batch, train.global_batch, train.seq_len
+        )
         losses.append(0.0)
         for x, y in zip(inputs.split(train.micro_batch), targets.split(train.micro_batch), strict=True):
             out = model(x, extras=True) if model.auxiliary else (model(x), None)
