@@ -117,9 +117,8 @@ class HuggingFaceModel(ForeignModel):
         """balance: transformers' loss over the tokens of a micro-batch up to the last trained one of each sample, for
         each trained token."""
         counted_BS, trained = within_trained(targets_BS), (targets_BS != IGNORED).sum()
-        counted_BS = counted_BS | (
-            trained == 0
-        )  # a mean over no token is not a number, also if it counts for nothing
+        # A mean over no token is not a number, even if it counts for nothing.
+        counted_BS = counted_BS | (trained == 0)
         if not extras.logits:  # a layer of experts is not in every model of the class
             return {"balance": torch.zeros((), device=targets_BS.device)}
         logits = tuple(each.flatten(0, -2) for each in extras.logits)
