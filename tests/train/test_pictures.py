@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -327,3 +328,11 @@ def test_long_names_are_numbered_and_nothing_leaves_the_picture(runs: int) -> No
         extent = part.get_tightbbox()
         assert extent is not None and whole.x0 <= extent.x0 and extent.x1 <= whole.x1
         assert whole.y0 <= extent.y0 and extent.y1 <= whole.y1
+
+
+def test_docs_explain_every_key_of_the_metrics_file() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reading_runs.md").read_text(encoding="utf-8")
+    section = page.partition("## metrics.jsonl\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.M) == [
+        column.name for column in fields(metrics.StepRecord)
+    ]
