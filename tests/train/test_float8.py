@@ -98,7 +98,7 @@ def test_what_does_not_go_together(sections: dict[str, Any], told: str) -> None:
 def test_devices_without_it_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = job(float8="rowwise")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"found none; install shardwright\[float8\]"):
+    with pytest.raises(UserError, match=r"found none; install the extra float8"):
         check_float8(config, "cuda")
     check_float8(job(), "cpu")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())

@@ -199,7 +199,7 @@ def test_missing_packages(llama: Path, package: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, f"{package}.errors", None)
     path = str(llama) if package == "transformers" else "owner/model"
     with pytest.raises(
-        (UserError, ValueError), match=rf"{package}, which is not installed; install shardwright\[hf\]"
+        (UserError, ValueError), match=rf"{package}, which is not installed; install the extra hf"
     ):
         check_ranks(
             Config.model_validate({"model": {"kind": "hf", "path": path}, "train": {"seq_len": 64}}), 1
