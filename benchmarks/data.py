@@ -14,8 +14,8 @@ other one. The first round is not timed: it measures memory and reads files that
 * resume: the same from the cache, to the batch in the middle of the epoch.
 
 Columns: thousands of tokens per second of processor time, all processes together ("k/s a core"); the medians in seconds
-of time that passed; ours over the peer's, for processor time, time and memory: below 1 is better. Memory is private
-pages of all processes at most. The peer needs `pip install datasets trl accelerate`. Results go to benchmarks/results.
+of time that passed; memory, the private pages of all processes at most; ours over the peer's, for processor time, time
+and memory: below 1 is better. The peer needs `pip install datasets trl accelerate`. Results go to benchmarks/results.
 """
 
 from __future__ import annotations

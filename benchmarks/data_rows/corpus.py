@@ -1,4 +1,4 @@
-"""Documents and a tokenizer that every CPython can make: its sources and reference text, cut to lengths of web text.
+"""Documents and a tokenizer that any CPython can make: its own sources and reference text, cut to lengths of web text.
 
 The lengths are log-normal: a median of 1,600 characters, and one document in a hundred above 16,000.
 """

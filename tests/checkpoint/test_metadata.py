@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardwright.checkpoint import folders
-from shardwright.checkpoint.digests import share
+from shardwright.checkpoint.digests import Damaged, share
 from shardwright.checkpoint.folders import read_metadata
-from shardwright.checkpoint.metadata import Damaged, parse_metadata
+from shardwright.checkpoint.metadata import parse_metadata
 from tests.support.payloads import Payload, code_of_the_system, runs, saved_with
 
 

@@ -28,6 +28,10 @@ def test_run_folder_holds_everything(plain_run: Path) -> None:
     assert [step["samples"] for step in taken] == [8 * n for n in range(1, 9)]
     assert all(step["mfu"] is None and step["memory_active"] > 0 for step in taken)
     assert all(0 < step["data_seconds"] < step["seconds"] for step in taken)
+    timed = taken[3:]
+    waited = sum(step["data_seconds"] for step in timed) / sum(step["seconds"] for step in timed)
+    assert record["results"]["data_share"] == pytest.approx(waited)
+    assert f"{waited:.1%} of the steps' time" in folder.summary_file.read_text()
     assert saved_steps(folder.checkpoints) == [8, 6]  # 3 was deleted: two are kept
     assert record["status"] == "finished" and record["corpus"]["sha256"] == text_of(pydoc()).sha256
     assert record["sessions"][0]["engine"] == "none" and record["sessions"][0]["end"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import shardwright as sw
 from shardwright.train import checkpoint
 from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
+from shardwright.train.data.batch import Batch
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
+from shardwright.train.stop import StopRequest
 from shardwright.train.trainer import Trainer
 from shardwright.train.world import World, make_mesh
 from tests.support.matrix import select, together
@@ -87,6 +90,26 @@ def test_strategies_and_layouts_train_like_a_plain_model(
     for (loss, norm), (plain_loss, plain_norm) in zip(found, expected, strict=True):
         assert loss == pytest.approx(plain_loss, rel=1e-5)
         assert norm == pytest.approx(plain_norm, rel=1e-4)
+
+
+@multirank(2)
+def test_the_wait_for_data_is_the_longest_of_the_ranks(rank: int, world_size: int) -> None:
+    """Rank 0 writes the metrics. It must not hide that the other rank's data are late."""
+    job = trainer(tiny(data={"workers": 0}), rank, world_size)
+    batch = job.dataset.train.batch
+
+    def late(first: int, count: int) -> Batch:
+        if rank == 1:
+            time.sleep(0.2)
+        return batch(first, count)
+
+    job.dataset.train.batch = late  # type: ignore[method-assign]
+    stop = StopRequest()  # not entered: no handlers in the pool's workers
+    waits = [job.train_step(stop).data_seconds for _ in range(2)]
+    assert all(0.2 < wait < 20 for wait in waits)
+    found: list[list[float]] = [[] for _ in range(world_size)]
+    dist.all_gather_object(found, waits)
+    assert found[0] == found[1]
 
 
 @multirank(2)

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwright import cli
-from shardwright.checkpoint.metadata import Damaged
+from shardwright.checkpoint.digests import Damaged
 from shardwright.cli import program
 from shardwright.train import lock, patience
 from shardwright.train.agreement import Statement, agree, facts_of, first_of_host, is_to_report

@@ -6,13 +6,21 @@
 Each rank reads only its part of a file; no rank ever holds the model. In a key map :class:`Transposed`,
 :class:`Slice`, :class:`Stacked` and :class:`Joined` describe tensors that are stored in another form.
 docs/pretrained.md.
+
+Names are imported at first use, so that reading a token cache or a digest does not import the engine.
 """
 
-from shardwright.checkpoint.load import Loaded, load_pretrained
-from shardwright.checkpoint.names import Joined, KeyMap, Slice, Stacked, Transposed
-from shardwright.checkpoint.receiving import receive_weights
-from shardwright.checkpoint.save import save_pretrained
-from shardwright.checkpoint.streaming import stream_weights
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwright.checkpoint.load import Loaded, load_pretrained
+    from shardwright.checkpoint.names import Joined, KeyMap, Slice, Stacked, Transposed
+    from shardwright.checkpoint.receiving import receive_weights
+    from shardwright.checkpoint.save import save_pretrained
+    from shardwright.checkpoint.streaming import stream_weights
 
 __all__ = [
     "Joined",
@@ -26,3 +34,22 @@ __all__ = [
     "save_pretrained",
     "stream_weights",
 ]
+
+_HOMES = {
+    "Joined": "names",
+    "KeyMap": "names",
+    "Loaded": "load",
+    "Slice": "names",
+    "Stacked": "names",
+    "Transposed": "names",
+    "load_pretrained": "load",
+    "receive_weights": "receiving",
+    "save_pretrained": "save",
+    "stream_weights": "streaming",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

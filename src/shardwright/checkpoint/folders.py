@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from shardwright.checkpoint.digests import read_regular, size_of
-from shardwright.checkpoint.metadata import Damaged, parse_metadata
+from shardwright.checkpoint.digests import Damaged, read_regular, size_of
+from shardwright.checkpoint.metadata import parse_metadata
 
 METADATA = ".metadata"  #: the file that torch's distributed checkpoint writes last
 

@@ -26,9 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-
-class Damaged(ValueError):
-    """A checkpoint does not hold what a save has written. The message says what is wrong, without the folder."""
+from shardwright.checkpoint.digests import Damaged
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.checkpoint.digests import (
+    Damaged,
     Digest,
     as_json,
     check_digest,
@@ -30,7 +31,6 @@ from shardwright.checkpoint.digests import (
     unsealed,
 )
 from shardwright.checkpoint.folders import METADATA, check_sizes, files_of, not_plain, read_metadata
-from shardwright.checkpoint.metadata import Damaged
 
 OTHER_VALUES = "meta.pt"  #: in a folder, the file with what is neither model nor optimizer
 CHECKSUMS = "checksums.json"  #: in a folder, the file with the digests of all others

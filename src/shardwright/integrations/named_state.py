@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwright.checkpoint import folders
-from shardwright.checkpoint.digests import Digest
-from shardwright.checkpoint.metadata import Damaged
+from shardwright.checkpoint.digests import Damaged, Digest
 from shardwright.checkpoint.model import first_rank, on_every_rank
 from shardwright.engine import FSDPModule
 from shardwright.engine.assembly.states import everywhere

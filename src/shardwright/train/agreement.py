@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import shardwright
-from shardwright.checkpoint.metadata import Damaged
+from shardwright.checkpoint.digests import Damaged
 from shardwright.train.config import Config, toml_value
 from shardwright.train.errors import UserError
 from shardwright.train.resuming import flat

@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from shardwright.checkpoint import folders
-from shardwright.checkpoint.digests import Digest, digest_of
+from shardwright.checkpoint.digests import Damaged, Digest, digest_of
 from shardwright.checkpoint.folders import METADATA, files_of
-from shardwright.checkpoint.metadata import Damaged
 from shardwright.train.errors import UserError
 from shardwright.train.patience import patience
 from shardwright.train.stored import (

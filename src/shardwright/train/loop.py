@@ -392,6 +392,7 @@ def summary(
         f"(all {alike} tokens equally likely: ln({alike}) = {math.log(alike):.4f})",
         *validation_lines(validation, results["train_loss"], trainer.config),
         f"  tokens/s        {results['tokens_per_second']:,.0f} of all ranks (median)",
+        f"  data            {results['data_share']:.1%} of the steps' time spent waiting for data",
         f"  peak memory     {metrics.gib(results['peak_memory'])} GiB {memory_of} on the rank with the highest peak",
         *compiled,
         f"  checkpoint      {checkpoint.step_folder(folder.checkpoints, trainer.position.step)}",

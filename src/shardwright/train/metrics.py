@@ -75,7 +75,7 @@ class StepRecord:
     lr: float
     samples: int  # seen since the start of the run
     seconds: float  # of the step, without validation and checkpoints
-    data_seconds: float  # part of `seconds` spent waiting for data
+    data_seconds: float  # part of `seconds` in which the rank that waited longest waited for data
     tokens_per_second: float  # of all ranks
     flops_per_second: float  # of the model (not of the hardware), per device
     mfu: float | None  # part of the device's bf16 peak; None in float32 or where the peak is not known
@@ -385,7 +385,7 @@ def explain_figures(
         "FLOP/s": "operations that the model needs, per second and device",
         "MFU": "FLOP/s as a fraction of the device's peak" if mfu else "",
         "mem": memory,
-        "data": "fraction of the step's time in which rank 0 waited for data",
+        "data": "share of the step's time spent waiting for data, on the rank that waited longest",
     }
     lines = [f"  {name:<10}  {meaning}" for name, meaning in meanings.items() if meaning]
     return "\n".join(["figures of a step:", *lines])

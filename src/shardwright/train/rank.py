@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from shardwright.checkpoint.metadata import Damaged
+from shardwright.checkpoint.digests import Damaged
 from shardwright.train.agreement import PATIENCE, Statement, agree, facts_of, first_of_host, is_to_report
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset, load_dataset

@@ -27,7 +27,7 @@ MARKERS = ("o", "+", "x", "1", "2")
 
 
 def results(records: Records) -> dict[str, Any]:
-    """First and last loss, last validation loss, median speed of a run's records."""
+    """First and last loss, last validation loss, median speed, and the share of time spent waiting for data."""
     validations = [record["validation_loss"] for record in records if record["validation_loss"] is not None]
     timed = records[WARM_UP:] or records
     return {
@@ -36,6 +36,8 @@ def results(records: Records) -> dict[str, Any]:
         "validation_loss": validations[-1] if validations else None,
         "tokens_per_second": statistics.median(record["tokens_per_second"] for record in timed),
         "step_seconds": statistics.median(record["seconds"] for record in timed),
+        "data_share": sum(record["data_seconds"] for record in timed)
+        / max(sum(record["seconds"] for record in timed), 1e-9),
     }
 
 

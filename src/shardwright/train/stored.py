@@ -17,6 +17,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from shardwright.checkpoint.digests import (
+    Damaged,
     Digest,
     as_json,
     check_digest,
@@ -27,7 +28,7 @@ from shardwright.checkpoint.digests import (
     unsealed,
 )
 from shardwright.checkpoint.folders import METADATA, check_sizes, files_of
-from shardwright.checkpoint.metadata import Damaged, parse_metadata
+from shardwright.checkpoint.metadata import parse_metadata
 
 POSITION_FILE = "position.json"
 

@@ -110,7 +110,8 @@ def batches_of(tensors: Sequence[Tensor], separate: bool) -> list[Batch]:
 class StepResult:
     """What all ranks know after a step.
 
-    `loss` is the cross-entropy alone, `stop` the signal that asks to end here, 0 for none.
+    `loss` is the cross-entropy alone, `stop` the signal that asks to end here, 0 for none. `data_seconds` is the wait
+    for data on the rank that waited longest: the others wait for it in the step's collectives.
     """
 
     loss: float
@@ -177,7 +178,7 @@ class Trainer:
         with parallel.parallel_loss(self.config.parallel):
             loss_sums = self.work(self._loss_weights(counts), *tensors_of(batches))
         norm = parallel.clip_gradients(self.model, self.config)
-        (loss, *others), stop_signal = self._agree(loss_sums / counts, stop)
+        (loss, *others), data_seconds, stop_signal = self._agree(loss_sums / counts, data_seconds, stop)
         auxiliary = dict(zip(self.auxiliary, others, strict=True))
         grad_norm = None if norm is None else float(norm)
         result = StepResult(loss, grad_norm, data_seconds, stop_signal, auxiliary)
@@ -293,19 +294,26 @@ class Trainer:
         kind, vocab_size = self.config.model.kind, self.dataset.vocab_size
         return cross_entropy(outputs.check_logits(kind, logits, batch.targets, vocab_size), batch.targets)
 
-    def _agree(self, shares: Tensor, stop: StopRequest) -> tuple[list[float], int]:
-        """Sum the ranks' shares of the losses and, in the same reduction, the signals they have seen.
+    def _agree(
+        self, shares: Tensor, data_seconds: float, stop: StopRequest
+    ) -> tuple[list[float], float, int]:
+        """In one reduction: the sums of the losses, the longest wait for data, and the signals that ranks have seen.
 
         Signals reach ranks at different moments; by their sum all stop after the same step.
         """
         seen = [float(stop.signal_number == signal.SIGINT), float(stop.signal_number == signal.SIGTERM)]
-        totals = torch.cat([shares, torch.tensor(seen, dtype=torch.float64, device=shares.device)])
+        waits = [0.0] * self.world.size  # a rank adds to its own number alone, so the sum keeps them apart
+        waits[self.world.rank] = data_seconds
+        totals = torch.cat([shares, torch.tensor(seen + waits, dtype=torch.float64, device=shares.device)])
         dist.all_reduce(totals)
-        *losses, interrupts, terminations = totals.tolist()
-        losses = [loss / self.world.tensor for loss in losses]  # which ranks of the same data have each
+        figures = totals.tolist()
+        losses = [
+            loss / self.world.tensor for loss in figures[: len(shares)]
+        ]  # ranks of the same data have each
+        interrupts, terminations, *waits = figures[len(shares) :]
         if interrupts:
-            return losses, signal.SIGINT
-        return losses, signal.SIGTERM if terminations else 0
+            return losses, max(waits), signal.SIGINT
+        return losses, max(waits), signal.SIGTERM if terminations else 0
 
     # -- between steps
 

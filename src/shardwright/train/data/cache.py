@@ -22,8 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.files import sync_folder
-from shardwright.checkpoint.metadata import Damaged
 from shardwright.train.data import chat
 from shardwright.train.data.assembly import Assembly
 from shardwright.train.data.documents import Source, places, spans

@@ -7,6 +7,7 @@ number of ranks, goes on with the very same sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 
 _ROUNDS = 4  # Four rounds of a Feistel network give a pseudorandom permutation (Luby and Rackoff, 1988).
@@ -46,6 +47,13 @@ def _feistel(value: int, half_bits: int, key: bytes) -> int:
     mask = (1 << half_bits) - 1
     left, right = value >> half_bits, value & mask
     for turn in range(_ROUNDS):
-        digest = blake2b(turn.to_bytes(1) + right.to_bytes(8, "little"), key=key, digest_size=8).digest()
-        left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
+        left, right = right, left ^ (_round(key, turn, right) & mask)
     return left << half_bits | right
+
+
+# An epoch of n windows has 4 n rounds, and only 8 sqrt(n) different ones at most. Kept results take 15 MB at most.
+@lru_cache(maxsize=1 << 16)
+def _round(key: bytes, turn: int, right: int) -> int:
+    """A pseudorandom number of 64 bits."""
+    digest = blake2b(turn.to_bytes(1) + right.to_bytes(8, "little"), key=key, digest_size=8).digest()
+    return int.from_bytes(digest, "little")

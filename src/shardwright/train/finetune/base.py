@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint.digests import sealed, unsealed
-from shardwright.checkpoint.metadata import Damaged
+from shardwright.checkpoint.digests import Damaged, sealed, unsealed
 from shardwright.checkpoint.model import Box, ModelTensor, boxes_of, tensors_of
 from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import is_adapter
