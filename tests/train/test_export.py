@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 import warnings
 import weakref
@@ -240,6 +241,21 @@ def test_files_of_another_tokenizer_are_copied(
         assert (out / "model.safetensors").stat().st_size > 1000 and not (out / "mine.json").exists()
         for file in ("config.json", "generation_config.json"):
             assert json.loads((out / file).read_text())["eos_token_id"] == expected
+
+
+def test_the_template_of_the_run_is_exported(plain_run: Path, tmp_path: Path) -> None:
+    run, template = tmp_path / "run", tmp_path / "my.jinja"
+    shutil.copytree(plain_run, run)
+    template.write_text("{{ messages }}")
+    file = RunFolder(run).config_file
+    without = re.sub(r"(?m)^chat_template = .*\n", "", file.read_text())
+    file.write_text(without.replace("[data]\n", f'[data]\nchat_template = "{template}"\n'))
+    export(run, tmp_path / "out")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+    template.unlink()
+    with pytest.raises(UserError, match=r"data.chat_template: cannot read .*my.jinja.*restore the file"):
+        export(run, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_the_tokenizer_of_a_configuration(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def export(
     _check_new(folder)
     source = RunFolder(run)
     record, config = source.record(), source.config()
-    tokenizer = tokenizer_of(config)
+    tokenizer, template = tokenizer_of(config), _template(config)
     shape = config.model.shape()
     check_vocabulary(tokenizer.vocab_size, record["vocab_size"], shape.vocab_size, run)
     named = offers_of(shape).key_map is not None
@@ -161,6 +161,8 @@ def export(
             if values is not None:
                 write_json(partial / "generation_config.json", generation_settings(config, tokenizer))
             write_tokenizer(partial, tokenizer, config.train.seq_len)
+            if template is not None:
+                (partial / "chat_template.jinja").write_text(template, encoding="utf-8")
 
         settings = (
             None if values is None else {**values, **special_ids(tokenizer), "dtype": name_of_dtype(form)}
@@ -313,6 +315,18 @@ def tokenizer_of(config: Config) -> ExportedTokenizer:
     return ExportedTokenizer(
         tokenizer.vocab_size, tokenizer.begin, tokenizer.ends, tokenizer.end_token, tokenizer.file
     )
+
+
+def _template(config: Config) -> str | None:
+    """The text of the chat template that the run was trained with, where it is not the tokenizer's own."""
+    path = config.data.chat_template
+    try:
+        return Path(path).read_text(encoding="utf-8") if path else None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UserError(
+            f"data.chat_template: cannot read {path}, which the run was trained with: {reason}; restore the file"
+        ) from None
 
 
 def check_vocabulary(tokenizer: int, recorded: int, model: int, run: Path) -> None:

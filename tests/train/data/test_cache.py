@@ -252,6 +252,19 @@ def test_content_tokenizer_and_settings_have_folders_of_their_own(
     assert len(made) == len(folders(tmp_path)) == 4
 
 
+def test_another_text_of_a_special_token_makes_other_tokens(tmp_path: Path) -> None:
+    """A template writes it, and no file of the data and no id of the tokenizer has changed."""
+    pytest.importorskip("jinja2", reason="needs jinja2")
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("Hi", "Hello")}])
+    template = "{{ bos_token }}" + CHATML
+    first = [
+        make(tmp_path, path, tokenizer=opened, kind="conversations", template=template).ids[0]
+        for begin in ("<|bos|>", "<|im_end|>")
+        for opened in [FromFile(save_tokenizer(tmp_path / begin, bos_token=begin) / "tokenizer.json")]
+    ]
+    assert first[0] != first[1]
+
+
 def test_the_fingerprint_knows_ids_ends_and_marks(tmp_path: Path) -> None:
     one = make(tmp_path, write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}]))
     other = make(tmp_path, write_jsonl(tmp_path / "b.jsonl", [{"text": "a\nb"}]))

@@ -19,6 +19,8 @@ from shardwright.train.checks import check_ranks
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.models.build import build_model
+from shardwright.train.models.python import _summed
+from shardwright.train.models.shapes import PythonShape
 from shardwright.train.runs import RunFolder
 from tests.train.jobs import config_file, losses, ranks, run, train_here
 from tests.train.kit.architectures import ARCHITECTURES
@@ -330,3 +332,11 @@ def test_export_writes_the_names_of_the_module(
         assert {"tokenizer.json", "tokenizer_config.json"} <= files
         assert not files & {"config.json", "generation_config.json"}
         assert ("model.safetensors" in files) == (out == "out")
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_a_loss_in_bfloat16_is_summed_in_float32(each: bool) -> None:
+    """Of 4,093 targets: their number, and the sum of as many values, are no numbers of bfloat16."""
+    targets, mean = torch.zeros(1, 4093, dtype=torch.int64), torch.tensor(2.03125, dtype=torch.bfloat16)
+    loss = mean.expand(4093) if each else mean
+    assert float(_summed(PythonShape(target="my_model:build"), loss, targets)) == 2.03125 * 4093

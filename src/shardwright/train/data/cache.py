@@ -127,6 +127,8 @@ def _key(
         "keys": [source.text_key, source.messages_key, source.prompt_key, source.completion_key],
         "tokenizer": tokenizer.fingerprint,
         "template": template,
+        # A template writes these texts: bos_token, eos_token, ...
+        "names": sorted(tokenizer.names.items()) if template is not None else [],
     }
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:40]
 

@@ -196,6 +196,7 @@ def _summed(shape: PythonShape, loss: Any, targets_BS: Tensor) -> Tensor:
         ExtensionError: it is neither.
     """
     if isinstance(loss, Tensor) and loss.is_floating_point():
+        loss = loss.float()  # the product with the count would be rounded in bfloat16
         if loss.ndim == 0:
             count = (targets_BS >= 0).sum()
             return torch.where(count > 0, loss, torch.zeros_like(loss)) * count  # a mean over nothing is NaN
