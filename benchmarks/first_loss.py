@@ -9,8 +9,8 @@ command to the first line with a loss; the command is ended there. Counted: comm
 file. The model has the sizes of the preset `debug`, and its text is the reference text of CPython as bytes.
 
 pip has no cache, so each row fetches all its packages; --cache gives all rows one folder, and fills it in a round that
-is not timed. The versions are the newest that pip finds, and are printed. A row without a loss gets the first error
-of its command instead. A round runs all rows, and the next one begins with the next row. Results go to
+is not timed. The versions are the newest that pip finds, and are printed. A row without a loss on two ranks gets the
+first error of its command instead. A round runs all rows, and the next one begins with the next row. Results go to
 benchmarks/results. The machine needs a package index that has torch in this version, git, make, and 4 GB on disk.
 """
 
@@ -35,6 +35,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LOSS = re.compile(r"\bloss:?\s+\d")
+ALONE = re.compile(r"\bon 1 ranks")
+"""What a script prints that was to train on two ranks and does not."""
 PATIENCE = 900.0
 """Seconds for one command."""
 Figures = dict[str, Any]
@@ -56,7 +58,7 @@ FABRIC = (
     MODEL
     + """
 from lightning.fabric import Fabric
-fabric = Fabric()
+fabric = Fabric(accelerator="cpu", devices=2, strategy="STRATEGY")
 fabric.launch()
 model = LlamaForCausalLM(config)
 model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
@@ -66,7 +68,7 @@ for step, ids in enumerate(loader):
     fabric.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-    fabric.print(f"step {step + 1} loss {loss.item():.4f}", flush=True)
+    fabric.print(f"step {step + 1} loss {loss.item():.4f} on {fabric.world_size} ranks", flush=True)
 """
 )
 
@@ -74,7 +76,7 @@ ACCELERATE = (
     MODEL
     + """
 from accelerate import Accelerator
-accelerator = Accelerator()
+accelerator = Accelerator(CPU)
 model = LlamaForCausalLM(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -83,7 +85,7 @@ for step, ids in enumerate(loader):
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-    accelerator.print(f"step {step + 1} loss {loss.item():.4f}", flush=True)
+    accelerator.print(f"step {step + 1} loss {loss.item():.4f} on {accelerator.num_processes} ranks", flush=True)
 """
 )
 
@@ -108,8 +110,6 @@ class Way:
 
 def ways() -> list[Way]:
     clone = f"git clone -q {ROOT} shardwright"
-    fabric = {"train.py": FABRIC}, ("pip install lightning transformers",)
-    accelerate = {"train.py": ACCELERATE}, ("pip install accelerate transformers",)
     titan = "torchrun --nproc_per_node=2 -m torchtitan.train --module llama3 --config llama3_debugmodel"
     return [
         Way(
@@ -131,23 +131,24 @@ def ways() -> list[Way]:
         *(
             Way(
                 f"Lightning Fabric, {strategy}",
-                (
-                    *fabric[1],
-                    f"fabric run --accelerator=cpu --devices=2 --strategy={strategy} train.py",
-                ),
+                ("pip install lightning transformers", "python train.py"),
                 "lightning",
-                fabric[0],
+                {"train.py": FABRIC.replace("STRATEGY", strategy)},
             )
             for strategy in ("fsdp", "ddp")
         ),
         *(
             Way(
                 f"Accelerate, {name}",
-                (*accelerate[1], f"accelerate launch --cpu --num_processes 2 {options}train.py"),
+                ("pip install accelerate transformers", f"{launch} train.py"),
                 "accelerate",
-                accelerate[0],
+                {"train.py": ACCELERATE.replace("CPU", options)},
             )
-            for name, options in (("FSDP2", "--use_fsdp --fsdp_version 2 "), ("DDP", ""))
+            for name, launch, options in (
+                ("FSDP2", "accelerate launch --num_processes 2 --use_fsdp --fsdp_version 2", ""),
+                ("its launcher", "accelerate launch --cpu --num_processes 2", ""),
+                ("DDP", "torchrun --nproc_per_node 2", "cpu=True"),
+            )
         ),
         Way(
             "torchtitan",
@@ -224,6 +225,8 @@ def _run(
         for line in process.stdout:
             lines.append(line.rstrip())
             if until is not None and until.search(line):
+                if ALONE.search(line):
+                    raise Failed(f"{command}: each process trains alone: {line.strip()}")
                 return line.strip()
         status = process.wait()
     finally:
