@@ -385,7 +385,7 @@ def explain_figures(
         "FLOP/s": "operations that the model needs, per second and device",
         "MFU": "FLOP/s as a fraction of the device's peak" if mfu else "",
         "mem": memory,
-        "data": "share of the step's time spent waiting for data, on the rank that waited longest",
+        "data": "share of the step in which the slowest rank waited for data",
     }
     lines = [f"  {name:<10}  {meaning}" for name, meaning in meanings.items() if meaning]
     return "\n".join(["figures of a step:", *lines])
