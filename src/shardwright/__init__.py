@@ -15,6 +15,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from shardwright._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
@@ -25,8 +27,10 @@ if TYPE_CHECKING:
 
     from shardwright import comm_hooks, layout, optim
     from shardwright.checkpoint import (
+        load_checkpoint,
         load_pretrained,
         receive_weights,
+        save_checkpoint,
         save_pretrained,
         stream_weights,
     )
@@ -51,8 +55,6 @@ if TYPE_CHECKING:
     from shardwright.memory import Allocator
     from shardwright.optim import AdamW8bit, Muon, clip_grad_norm_, fully_shard_optimizer
 
-__version__ = "0.2.0"
-
 __all__ = [
     "AdamW8bit",
     "Allocator",
@@ -76,6 +78,7 @@ __all__ = [
     "fully_shard",
     "fully_shard_optimizer",
     "layout",
+    "load_checkpoint",
     "load_pretrained",
     "materialize",
     "memory_report",
@@ -83,6 +86,7 @@ __all__ = [
     "receive_weights",
     "register_fsdp_forward_method",
     "replace_torch",
+    "save_checkpoint",
     "save_pretrained",
     "share_comm_ctx",
     "stream_weights",
@@ -118,6 +122,7 @@ _HOMES = {
     "deferred_init": "shardwright.init",
     "fully_shard": "shardwright.engine",
     "fully_shard_optimizer": "shardwright.optim",
+    "load_checkpoint": "shardwright.checkpoint",
     "load_pretrained": "shardwright.checkpoint",
     "materialize": "shardwright.init",
     "MemoryReport": "shardwright.engine",
@@ -125,6 +130,7 @@ _HOMES = {
     "register_fsdp_forward_method": "shardwright.engine",
     "replace_torch": "shardwright.engine",
     "receive_weights": "shardwright.checkpoint",
+    "save_checkpoint": "shardwright.checkpoint",
     "save_pretrained": "shardwright.checkpoint",
     "share_comm_ctx": "shardwright.engine",
     "stream_weights": "shardwright.checkpoint",
@@ -132,20 +138,9 @@ _HOMES = {
 }
 
 
-#: Names of later versions and of torch's module that are not there yet: asking for one says so.
-_LATER = {
-    "load_checkpoint",
-    "save_checkpoint",
-}
-
-
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
-    if name in _LATER:
-        raise NotImplementedError(
-            f"shardwright.{name} is not in version {__version__}; it is planned for a later one"
-        )
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

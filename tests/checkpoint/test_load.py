@@ -374,7 +374,7 @@ def test_everything_that_does_not_fit_is_told_at_once_and_changes_nothing(
 
 def test_very_many_names_are_abbreviated(tmp_path: Path) -> None:
     torch.save({f"k{i}": torch.zeros(1) for i in range(2000)}, tmp_path / "weights.pt")
-    with pytest.raises(ValueError, match=r"\(2000\): 'k0', .*'k19' and 1,980 more\.") as told:
+    with pytest.raises(ValueError, match=r"\(2000\): 'k0', 'k1', 'k2', 'k3' and 1,996 more\.") as told:
         sw.load_pretrained(nn.Linear(1, 1), tmp_path / "weights.pt")
     assert len(str(told.value)) < 1000
 

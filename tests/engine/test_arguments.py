@@ -49,9 +49,11 @@ def test_policies_of_another_kind_are_refused(rank: int, world_size: int) -> Non
             sw.fully_shard(nn.Linear(2, 2), **option)
 
 
-def test_names_of_later_versions_say_so() -> None:
-    with pytest.raises(NotImplementedError, match=r"shardwright.load_checkpoint is not in version"):
-        _ = sw.load_checkpoint
+def test_every_public_name_is_there() -> None:
+    for name in sw.__all__:
+        assert getattr(sw, name) is not None
+    with pytest.raises(AttributeError, match=r"has no attribute 'no_such_name'"):
+        _ = sw.no_such_name
 
 
 def refused(match: str, error: type[Exception], module: object, **options: object) -> None:

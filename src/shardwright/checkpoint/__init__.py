@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardwright.checkpoint.receiving import receive_weights
     from shardwright.checkpoint.save import save_pretrained
     from shardwright.checkpoint.streaming import stream_weights
+    from shardwright.checkpoint.training import load_checkpoint, save_checkpoint
 
 __all__ = [
     "Joined",
@@ -29,8 +30,10 @@ __all__ = [
     "Slice",
     "Stacked",
     "Transposed",
+    "load_checkpoint",
     "load_pretrained",
     "receive_weights",
+    "save_checkpoint",
     "save_pretrained",
     "stream_weights",
 ]
@@ -42,8 +45,10 @@ _HOMES = {
     "Slice": "names",
     "Stacked": "names",
     "Transposed": "names",
+    "load_checkpoint": "training",
     "load_pretrained": "load",
     "receive_weights": "receiving",
+    "save_checkpoint": "training",
     "save_pretrained": "save",
     "stream_weights": "streaming",
 }

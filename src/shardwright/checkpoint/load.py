@@ -1,7 +1,7 @@
 """``load_pretrained``: weights from files straight into this rank's part of a model.
 
-First every rank checks names, shapes and dtypes from the headers of all files, and one error lists everything that does
-not fit. Then each rank copies its boxes out of the mapped files.
+First every rank checks names, shapes and dtypes from the headers of all files. One error counts the tensors that do not
+fit and names the first ones. Then each rank copies its boxes out of the mapped files.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ from shardwright.engine.tensors.parameter import refuse_while_deferring
 from shardwright.engine.unit.owning import units_of
 from shardwright.init.delivery import refuse_graphs
 
+NAMED = 4
+"""How many missing tensors an error names, and how many unexpected ones and ones that do not fit. The error stays
+readable in one line."""
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -71,8 +75,8 @@ def load_pretrained(
 
     For a sharded model every rank must call it, with the same files. For a plain model each process calls it
     independently. Floating-point values are converted to the dtype of the parameter or buffer; other dtypes must be
-    equal. Before anything is written, every rank compares names, shapes and dtypes, and one error lists everything that
-    does not fit. Call it between steps; gradients and optimizer state stay unchanged.
+    equal. Before anything is written, every rank compares names, shapes and dtypes. One error counts the tensors that
+    do not fit and names the first ones. Call it between steps; gradients and optimizer state stay unchanged.
 
     **Models without values.** In a deferred model (``sw.deferred_init``), or a model on the meta device, the loaded
     tensors have values afterwards and the others still have none. ``sw.materialize`` initialises only the tensors
@@ -103,8 +107,8 @@ def load_pretrained(
 
     Raises:
         FileNotFoundError: there are no such files.
-        ValueError: a file is damaged, or names, shapes or dtypes do not fit. One error lists all of them, and the model
-            is unchanged.
+        ValueError: a file is damaged, or names, shapes or dtypes do not fit. One error counts the tensors that are
+            missing, unexpected or of another shape, and names the first of each. The model is unchanged.
         RuntimeError: another rank failed, or the model is in use.
     """
     refuse_while_deferring("load_pretrained")
@@ -181,7 +185,7 @@ def _plan(
     may_miss: tuple[str, ...],
     may_be_unexpected: tuple[str, ...],
 ) -> _Plan:
-    """The tensors to read. Raises a ValueError that lists everything that does not fit."""
+    """The tensors to read. Raises a ValueError for everything that does not fit."""
     stored = in_memory(path) if isinstance(path, Mapping) else open_stored(path)
     plan = _Plan()
     used: set[str] = set()
@@ -274,7 +278,7 @@ def _problems_in_words(path: object, missing: list[str], unexpected: list[str], 
         ("With another shape, dtype or value", unfit),
     ):
         if entries:
-            lines.append(f"{what} ({len(entries)}): {abbreviated(entries, 20)}.")
+            lines.append(f"{what} ({len(entries)}): {abbreviated(entries, NAMED)}.")
     if missing or unexpected:
         lines.append(
             "If names differ, pass a key_map. If you intend this, pass allow_missing or allow_unexpected."

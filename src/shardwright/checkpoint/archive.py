@@ -1,0 +1,117 @@
+"""The container in which ``torch.save`` stores one tensor, built around bytes that are written as they are.
+
+torch's distributed checkpoint reads each part of a tensor as such a container: a zip file with a pickle that describes
+the tensor, and its bytes. The bytes here depend on the tensor alone, so equal tensors give equal files.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+#: The tensor's bytes begin at a multiple of it, and the container's length is one.
+ALIGNMENT = 64
+LARGEST = (1 << 32) - (1 << 16)  #: bytes of a tensor in one container; beyond it zip files have another form
+_STAMP = (0, 33)  #: time and date of all records: 1980-01-01
+
+
+def container(dtype: torch.dtype, shape: Sequence[int], data: memoryview) -> tuple[bytes, bytes]:
+    """What stands before and after the bytes ``data`` of a contiguous tensor in its container.
+
+    Raises:
+        ValueError: the tensor has more than :data:`LARGEST` bytes.
+    """
+    if len(data) > LARGEST:
+        raise ValueError(f"a part of a tensor holds {len(data):,} bytes, at most {LARGEST:,} can be written")
+    zipped = _Zip()
+    zipped.add("archive/data.pkl", _pickled(dtype, shape))
+    zipped.add("archive/byteorder", b"little")
+    zipped.add("archive/version", b"3\n")
+    zipped.add("archive/data/0", data, ALIGNMENT)
+    return bytes(zipped.head), zipped.directory()
+
+
+class _Zip:
+    """Records of a zip file without compression. The last one's data is left out."""
+
+    def __init__(self) -> None:
+        self.head = bytearray()
+        self._left_out = 0
+        self._entries = bytearray()
+        self._count = 0
+
+    def add(self, name: str, data: bytes | memoryview, alignment: int = 1) -> None:
+        start, encoded = len(self.head), name.encode()
+        begin = start + 30 + len(encoded)
+        extra = b""
+        if begin % alignment:
+            filler = -(begin + 4) % alignment
+            extra = struct.pack("<HH", 0x4246, filler) + b"Z" * filler  # as torch pads
+        fields = struct.pack(
+            "<HHHHHIIIHH", 20, 0, 0, *_STAMP, zlib.crc32(data), len(data), len(data), len(encoded), len(extra)
+        )
+        self.head += b"PK\3\4" + fields + encoded + extra
+        if isinstance(data, memoryview):
+            self._left_out = len(data)
+        else:
+            self.head += data
+        without_extra = fields[:-2] + struct.pack("<HHHHII", 0, 0, 0, 0, 0, start)
+        self._entries += b"PK\1\2" + struct.pack("<H", 20) + without_extra + encoded
+        self._count += 1
+
+    def directory(self) -> bytes:
+        count, size, begin = self._count, len(self._entries), len(self.head) + self._left_out
+        comment = bytes(-(begin + size + 22) % ALIGNMENT)
+        end = struct.pack("<HHHHIIH", 0, 0, count, count, size, begin, len(comment))
+        return bytes(self._entries) + b"PK\5\6" + end + comment
+
+
+class _Described:
+    """Pickled as the call that ``torch.save`` writes for a tensor."""
+
+    def __init__(self, call: tuple[Any, ...]) -> None:
+        self._call = call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._call
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        return value.identity if isinstance(value, _Storage) else None
+
+
+class _Storage:
+    def __init__(self, identity: tuple[Any, ...]) -> None:
+        self.identity = identity
+
+
+def _pickled(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
+    """The pickle of a contiguous tensor on the host: what torch makes of an empty one, with this shape."""
+    rebuild, (storage, *_, hooks), *_ = _of_empty(dtype)
+    count = prod(shape)
+    kind: type = torch.UntypedStorage
+    more: tuple[torch.dtype, ...] = ()
+    if isinstance(storage, torch.UntypedStorage):
+        count, more = count * dtype.itemsize, (dtype,)
+    else:
+        kind = getattr(torch, storage._pickle_storage_type())
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    held = _Storage(("storage", kind, "0", "cpu", count))
+    stream = io.BytesIO()
+    described = _Described((rebuild, (held, 0, tuple(shape), tuple(strides), False, hooks, *more)))
+    _Pickler(stream, protocol=2).dump(described)
+    return stream.getvalue()
+
+
+def _of_empty(dtype: torch.dtype) -> tuple[Any, ...]:
+    rebuild, arguments = torch.empty(0, dtype=dtype).__reduce_ex__(2)
+    return rebuild, (arguments[0], OrderedDict())

@@ -1,0 +1,152 @@
+"""Where a checkpoint appears: a folder that gets its name when everything in it is on disk.
+
+A save writes into ``.NAME.ATTEMPT.partial`` beside the place and renames it. A checkpoint that is replaced exchanges
+names with the new one in one step where the system can do that. Elsewhere it is called ``.NAME.old`` for a moment, and
+:func:`recover` gives it its name back after a crash in between. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+from shardwright.checkpoint.folders import METADATA
+from shardwright.checkpoint.index import INDEX
+from shardwright.checkpoint.writing import sync_folder
+
+_AT_FDCWD, _EXCHANGE = -100, 2
+
+
+def new_attempt() -> str:
+    """The identity of one save: no two saves have the same."""
+    return uuid.uuid4().hex[:16]
+
+
+def partial_folder(path: Path, attempt: str) -> Path:
+    """The folder in which a save writes."""
+    return path.parent / f".{path.name}.{attempt}.partial"
+
+
+def _old(path: Path) -> Path:
+    return path.parent / f".{path.name}.old"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder has what marks one, by us or by torch. It may be damaged."""
+    return any((path / name).is_file() for name in (INDEX, METADATA))
+
+
+def begin(path: Path, attempt: str, nbytes: int, overwrite: bool) -> Path:
+    """Make the folder in which a save writes.
+
+    Raises:
+        FileExistsError: something is there already, and is not to be overwritten, or is no checkpoint.
+        OSError: the folder cannot be made, or the disk has less than ``nbytes`` free.
+    """
+    recover(path)
+    if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+        if not overwrite:
+            raise FileExistsError(f"{path} exists. Choose another path, or pass overwrite=True")
+        if path.is_symlink() or not is_checkpoint(path):
+            raise FileExistsError(f"{path} is no checkpoint, so it is not overwritten. Choose another path")
+    _make_durable(path.parent)
+    folder = partial_folder(path, attempt)
+    free = shutil.disk_usage(path.parent).free
+    if free < nbytes:
+        raise OSError(errno.ENOSPC, f"the checkpoint needs {nbytes:,} bytes, {free:,} are free", str(path))
+    folder.mkdir()
+    return folder
+
+
+def _make_durable(folder: Path) -> None:
+    """Make a folder and those above it, so that a crash does not lose their names."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync_folder(each.parent)
+
+
+def commit(folder: Path, path: Path) -> None:
+    """Give a written folder its name. What had the name before is deleted after that.
+
+    Raises:
+        OSError: it cannot be renamed. What was there is still there.
+    """
+    sync_folder(folder)
+    if not os.path.lexists(path):
+        os.rename(folder, path)
+        sync_folder(path.parent)
+        return
+    if _exchange(folder, path):
+        sync_folder(path.parent)
+        remove(folder)
+        return
+    old = _old(path)
+    remove(old)
+    os.rename(path, old)
+    try:
+        os.rename(folder, path)
+    except OSError:
+        os.rename(old, path)
+        raise
+    sync_folder(path.parent)
+    remove(old)
+
+
+def recover(path: Path) -> None:
+    """Finish what a crash has interrupted: a checkpoint that was being replaced gets its name back."""
+    old = _old(path)
+    if not os.path.lexists(path) and is_checkpoint(old):
+        os.rename(old, path)
+        sync_folder(path.parent)
+
+
+def abandon(folder: Path) -> None:
+    """Remove what a failed save has written, as far as that is possible."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_leftovers(path: Path, attempt: str) -> None:
+    """Remove what killed saves to the same place have left, except for ``attempt``'s."""
+    for left in path.parent.glob(f".{_escaped(path.name)}.*.partial"):
+        if left != partial_folder(path, attempt):
+            shutil.rmtree(left, ignore_errors=True)
+    if os.path.lexists(path):
+        shutil.rmtree(_old(path), ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, a link or a file, if it is there."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        # Renamed first, so that a half-removed checkpoint is never under a checkpoint's name.
+        doomed = (
+            path if path.name.startswith(".") else path.with_name(f".{path.name}.{new_attempt()}.partial")
+        )
+        if doomed != path:
+            os.rename(path, doomed)
+        shutil.rmtree(doomed)
+
+
+def _escaped(name: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step. False where the system or the file system cannot."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    done = call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE)
+    if done == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))

@@ -1,0 +1,198 @@
+"""Saves a nested state of all ranks as one checkpoint: planned, written by every rank, committed by the first.
+
+Every rank tells the first one which boxes it has. The first rank checks that they make up every tensor, gives each box
+to one of the ranks that have it, and at the end writes the index and renames the folder. A failure on any rank removes
+the unfinished folder and is raised on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwright.checkpoint import places
+from shardwright.checkpoint.digests import Damaged
+from shardwright.checkpoint.index import Index, check_coverage
+from shardwright.checkpoint.ranks import Ranks
+from shardwright.checkpoint.state import Box, Progress, State, ignore
+from shardwright.checkpoint.values import encoded
+from shardwright.checkpoint.writing import (
+    Contents,
+    PartToWrite,
+    Written,
+    about,
+    file_of_rank,
+    write_descriptions,
+    write_parts,
+)
+
+Form = tuple[Any, torch.dtype, tuple[int, ...]]  #: path, dtype and shape of a tensor
+BoxName = tuple[str, tuple[int, ...], tuple[int, ...]]  #: name of the tensor, offsets and sizes
+
+
+def save_state(
+    path: Path,
+    state: Mapping[str, Any],
+    ranks: Ranks,
+    *,
+    overwrite: bool = False,
+    progress: Progress = ignore,
+) -> Index | None:
+    """Write a checkpoint of a nested state. Every rank must call it. Returns the index on the first rank.
+
+    Raises:
+        ValueError: a tensor or value cannot be stored, or the ranks' boxes do not make up a tensor.
+        FileExistsError: something is at ``path``, and ``overwrite`` is false or it is no checkpoint.
+        OSError: a file cannot be written. The message names rank, file and reason. What was there is unchanged.
+    """
+    plan = Plan.of(state, ranks)
+    with open_save(path, plan, ranks, overwrite) as folder:
+        own: list[Written] = []
+        ranks.together(lambda: own.append(write_parts(folder, file_of_rank(ranks.rank), plan.own, progress)))
+        return finish(path, folder, plan, ranks.at_first(own[0]), ranks)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is saved: this rank's parts, and the contents of all."""
+
+    own: list[PartToWrite]
+    contents: Contents  #: complete on the first rank; of this rank alone on others
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], ranks: Ranks) -> Plan:
+        """Agree on what every rank writes.
+
+        Raises:
+            ValueError: a tensor or value cannot be stored, or the ranks' boxes do not make up a tensor.
+        """
+        parts: dict[BoxName, Box] = {}
+        forms: dict[str, Form] = {}
+        taken: list[State] = []
+
+        def take() -> None:
+            taken.append(State.of(state))
+            for each in taken[0].tensors.values():
+                forms[each.name] = (each.path, each.dtype, each.shape)
+                for box in each.boxes_to_save():
+                    parts[each.name, box.offsets, box.sizes] = box
+            for name, value in taken[0].values.items():
+                encoded(value.value, name)
+
+        ranks.together(take)
+        everyones = ranks.at_first((forms, list(parts)))
+        whole: dict[str, Form] = {}
+        shares: list[list[BoxName]] | None = None
+
+        def divide() -> None:
+            nonlocal shares, whole
+            assert everyones is not None
+            whole = _agreed_forms([forms for forms, _ in everyones])
+            shares = _shares(whole, [boxes for _, boxes in everyones])
+
+        ranks.by_first(divide)
+        mine = ranks.from_first(shares)
+        attempt = ranks.of_first(places.new_attempt())
+        own = [PartToWrite(*name, parts[name].local) for name in mine]
+        return cls(own, Contents(attempt, ranks.size, whole or forms, taken[0].values, about()))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(prod(shape) * dtype.itemsize for _, dtype, shape in self.contents.tensors.values())
+
+
+def _agreed_forms(everyones: list[dict[str, Form]]) -> dict[str, Form]:
+    whole: dict[str, Form] = {}
+    for rank, forms in enumerate(everyones):
+        for name, form in forms.items():
+            if whole.setdefault(name, form) != form:
+                raise ValueError(
+                    f"{name} has dtype {form[1]} and shape {form[2]} on rank {rank}, and "
+                    f"{whole[name][1]} and {whole[name][2]} on a rank before it"
+                )
+    return whole
+
+
+def _shares(forms: Mapping[str, Form], everyones: list[list[BoxName]]) -> list[list[BoxName]]:
+    """The boxes that each rank writes: each box once, about the same number of bytes by each rank."""
+    holders: dict[BoxName, list[int]] = {}
+    for rank, boxes in enumerate(everyones):
+        for box in boxes:
+            holders.setdefault(box, []).append(rank)
+    by_tensor: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {name: [] for name in forms}
+    for name, offsets, sizes in holders:
+        by_tensor[name].append((offsets, sizes))
+    for name, covered in by_tensor.items():
+        try:
+            check_coverage(name, forms[name][2], covered)
+        except Damaged as problem:
+            raise ValueError(
+                f"{problem}: the ranks do not have all of the tensor, or have it cut differently"
+            ) from None
+    shares: list[list[BoxName]] = [[] for _ in everyones]
+    loads = [0] * len(everyones)
+    # Boxes that only one rank has come first; then the largest.
+    for box in sorted(holders, key=lambda each: (len(holders[each]) > 1, -_nbytes(forms, each), each)):
+        rank = min(holders[box], key=lambda each: (loads[each], each))
+        loads[rank] += _nbytes(forms, box)
+        shares[rank].append(box)
+    return [sorted(share) for share in shares]
+
+
+def _nbytes(forms: Mapping[str, Form], box: BoxName) -> int:
+    return prod(box[2]) * forms[box[0]][1].itemsize
+
+
+@contextlib.contextmanager
+def open_save(path: Path, plan: Plan, ranks: Ranks, overwrite: bool) -> Iterator[Path]:
+    """The folder in which the ranks write, which every rank sees. It is removed if anything fails.
+
+    Raises:
+        FileExistsError, OSError: as :func:`save_state`.
+    """
+    attempt = plan.contents.attempt
+    folder = places.partial_folder(path, attempt)
+    ranks.by_first(lambda: places.begin(path, attempt, plan.nbytes, overwrite))
+    try:
+        ranks.together(lambda: _check_seen(folder))
+        yield folder
+    except BaseException:
+        if ranks.is_first:
+            places.abandon(folder)
+        raise
+
+
+def _check_seen(folder: Path) -> None:
+    if not folder.is_dir():
+        raise OSError(
+            f"{folder} is not there, though the first rank has made it: all ranks must save to a file system that they "
+            "share"
+        )
+
+
+def finish(path: Path, folder: Path, plan: Plan, writes: list[Written] | None, ranks: Ranks) -> Index | None:
+    """Describe what the ranks have written, and give the folder its name. Returns the index on the first rank.
+
+    ``writes`` has what each rank has written; None on other ranks than the first.
+    """
+    index: Index | None = None
+
+    def on_first() -> None:
+        nonlocal index
+        assert writes is not None
+        index = write_descriptions(folder, plan.contents, [each for each in writes if each.parts])
+        for each in writes:
+            if not each.parts:
+                (folder / each.file).unlink()
+        places.commit(folder, path)
+        places.remove_leftovers(path, plan.contents.attempt)
+
+    ranks.by_first(on_first)
+    return index

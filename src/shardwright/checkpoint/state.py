@@ -1,0 +1,156 @@
+"""A nested state as a checkpoint holds it: named tensors with this rank's boxes of them, and values.
+
+A state is a dict of tensors (plain, DTensors, ragged ones, FSDP1's), plain values, and dicts and lists of them. A part
+of it without tensors is one value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial
+
+from shardwright._torch import boxes_to_load, boxes_to_save
+from shardwright.checkpoint.index import Path, StoredValue, name_of
+
+PART_BYTES = 64 << 20  #: a part holds at most so many bytes, so a save and a load need little memory
+
+
+class Box(NamedTuple):
+    """A box of a tensor that this rank has, and its memory: a view of that shape."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    local: Tensor
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor of a state under its name, as the state holds it."""
+
+    name: str
+    path: Path
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def boxes_to_save(self) -> list[Box]:
+        """This rank's boxes, cut into parts of at most :data:`PART_BYTES`. Every rank that has a copy has the same.
+
+        Raises:
+            ValueError: the tensor has no values of its own to save.
+        """
+        if self.tensor.is_meta:
+            raise ValueError(f"{self.name} is on the meta device: it has no values to save")
+        if isinstance(self.tensor, DTensor) and any(isinstance(p, Partial) for p in self.tensor.placements):
+            raise ValueError(
+                f"{self.name} is a DTensor that is not summed over its ranks yet (placement Partial)"
+            )
+        if self.tensor.layout is not torch.strided or self.tensor.is_quantized:
+            raise ValueError(f"{self.name} is sparse or quantized; a checkpoint holds dense tensors")
+        whole = [
+            Box(tuple(o), tuple(s), local.detach()) for o, s, local in boxes_to_save(self.name, self.tensor)
+        ]
+        return [part for box in whole for part in _cut(box, self.dtype.itemsize)]
+
+    def boxes_to_load(self) -> list[Box]:
+        """The boxes that this rank needs, with the memory to load them into."""
+        return [
+            Box(tuple(o), tuple(s), local.detach()) for o, s, local in boxes_to_load(self.name, self.tensor)
+        ]
+
+
+@dataclass(frozen=True)
+class State:
+    """A nested state in parts. Tensors and values are under the names that torch's distributed checkpoint gives."""
+
+    tensors: Mapping[str, NamedTensor]
+    values: Mapping[str, StoredValue]
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> State:
+        """Take a nested state apart.
+
+        Raises:
+            ValueError: two entries have the same name.
+        """
+        tensors: dict[str, NamedTensor] = {}
+        values: dict[str, StoredValue] = {}
+        for path, value in _leaves((), state):
+            name = name_of(path)
+            if name in tensors or name in values:
+                raise ValueError(f"two entries of the state have the name {name!r}; rename one of its keys")
+            if isinstance(value, Tensor):
+                tensors[name] = NamedTensor(name, path, value)
+            else:
+                values[name] = StoredValue(path, value)
+        return cls(tensors, values)
+
+
+def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    """Tensors, and the largest parts without tensors. The keys of the state itself are always separate."""
+    if isinstance(value, Tensor) or (path and not _has_tensors(value)):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            step = (key,) if type(key) is int else str(key)
+            yield from _leaves((*path, step), each)
+    else:
+        for number, each in enumerate(value):
+            yield from _leaves((*path, number), each)
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_tensors, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_tensors, value))
+    return isinstance(value, Tensor)
+
+
+def nested(leaves: Mapping[Path, Any]) -> Any:
+    """The nested state of these leaves: the inverse of taking it apart. Tuples that held tensors become lists."""
+    if () in leaves:
+        return leaves[()]
+    inner: dict[Any, dict[Path, Any]] = {}
+    for path, value in leaves.items():
+        inner.setdefault(path[0], {})[path[1:]] = value
+    if inner and all(isinstance(step, int) for step in inner):
+        return [nested(inner[step]) for step in sorted(inner)]
+    return {step[0] if isinstance(step, tuple) else step: nested(each) for step, each in inner.items()}
+
+
+def _cut(box: Box, itemsize: int) -> Iterator[Box]:
+    """Boxes of at most :data:`PART_BYTES`, cut along the first dimensions. A box without elements has no part."""
+    nbytes = prod(box.sizes) * itemsize
+    if not nbytes:
+        return
+    if nbytes <= PART_BYTES:
+        yield box
+        return
+    dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
+    rows = max(1, PART_BYTES // (nbytes // box.sizes[dim]))
+    for start in range(0, box.sizes[dim], rows):
+        length = min(rows, box.sizes[dim] - start)
+        offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
+        sizes = (*box.sizes[:dim], length, *box.sizes[dim + 1 :])
+        yield from _cut(Box(offsets, sizes, box.local.narrow(dim, start, length)), itemsize)
+
+
+Progress = Callable[[int], None]
+
+
+def ignore(nbytes: int) -> None:
+    """No progress is shown."""

@@ -1,0 +1,114 @@
+"""Values of a checkpoint that are no tensors, as JSON: plain ones as they are, others in a marked form.
+
+Plain: None, bool, int, float, str, and lists and dicts of them. Marked: tuples, dicts with keys that are not strings,
+``Counter``, ``OrderedDict``, floats that are no numbers, ``torch.dtype``, ``torch.Size``, ``torch.device``, bytes.
+Nothing else can be stored, and nothing that is read is called.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardwright.checkpoint.digests import Damaged
+
+_MARK = "!"  #: the first key of a marked form
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+def encoded(value: Any, name: str) -> Any:
+    """The value in JSON's types.
+
+    Raises:
+        ValueError: a value is neither plain nor marked; the message names it.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_MARK: "float", "is": repr(float(value))}
+    for plain in (int, str):  # subclasses, such as numbers of enumerations
+        if isinstance(value, plain):
+            return plain(value)
+    if isinstance(value, torch.Size):
+        return {_MARK: "Size", "is": list(value)}
+    if isinstance(value, (list, tuple)):
+        items = [encoded(each, f"{name}[{number}]") for number, each in enumerate(value)]
+        return {_MARK: "tuple", "is": items} if isinstance(value, tuple) else items
+    if kind in (torch.dtype, torch.device):
+        return {_MARK: kind.__name__, "is": str(value)}
+    if kind is bytes:
+        return {_MARK: "bytes", "is": base64.b64encode(value).decode()}
+    if isinstance(value, Mapping):
+        if kind is dict and all(type(key) is str for key in value) and _MARK not in value:
+            return {key: encoded(each, f"{name}.{key}") for key, each in value.items()}
+        pairs = [[encoded(k, f"{name}.{k}"), encoded(each, f"{name}.{k}")] for k, each in value.items()]
+        return {_MARK: kind.__name__ if kind in (Counter, OrderedDict) else "dict", "is": pairs}
+    raise ValueError(
+        f"{name} is a {kind.__module__}.{kind.__qualname__}. A checkpoint holds tensors and plain values (numbers, "
+        "strings, lists, tuples, dicts), because nothing that it holds may run as code. Pass the value as one of "
+        "these, or an object with state_dict and load_state_dict."
+    )
+
+
+def decoded(value: Any) -> Any:
+    """The inverse of :func:`encoded`.
+
+    Raises:
+        Damaged: the value has a mark that no save writes.
+    """
+    if isinstance(value, list):
+        return [decoded(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if _MARK not in value:
+        return {key: decoded(each) for key, each in value.items()}
+    mark, content = value[_MARK], value.get("is")
+    try:
+        if len(value) == 2 and mark in _DECODERS:
+            return _DECODERS[mark](content)
+    except (TypeError, ValueError, LookupError, RuntimeError):
+        pass
+    raise Damaged(f"expected a value that a save can write, found one marked {str(mark)[:40]!r}")
+
+
+def _float(content: Any) -> float:
+    return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content]
+
+
+def _items(content: Any) -> list[Any]:
+    if type(content) is not list:
+        raise TypeError
+    return [decoded(each) for each in content]
+
+
+def _size(content: Any) -> torch.Size:
+    if any(type(each) is not int or each < 0 for each in _items(content)):
+        raise TypeError
+    return torch.Size(content)
+
+
+def _dict(content: Any) -> dict[Any, Any]:
+    return dict(_items(content))
+
+
+def _counter(content: Any) -> Counter[Any]:
+    return Counter(_dict(content))
+
+
+_DECODERS: dict[str, Any] = {
+    "float": _float,
+    "tuple": lambda content: tuple(_items(content)),
+    "Size": _size,
+    "dtype": lambda content: _DTYPES[content],
+    "device": lambda content: torch.device(content),
+    "bytes": lambda content: base64.b64decode(content, validate=True),
+    "dict": _dict,
+    "Counter": _counter,
+    "OrderedDict": lambda content: OrderedDict(_items(content)),
+}

@@ -1,0 +1,358 @@
+"""``save_checkpoint`` and ``load_checkpoint``: the format, what it can hold, its errors, and that training goes on."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import random
+import warnings
+import zipfile
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import shardwright as sw
+from shardwright.checkpoint.archive import ALIGNMENT, container
+from shardwright.checkpoint.digests import Damaged
+from shardwright.checkpoint.index import INDEX, check_coverage, parse_index
+from shardwright.checkpoint.loading import load_state, open_checkpoint
+from shardwright.checkpoint.ranks import Ranks
+from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.values import decoded, encoded
+from shardwright.checkpoint.writing import bytes_of
+from tests.support.pool import multirank, world_mesh
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
+    torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+]  # fmt: skip
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+# -- the format --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (3,), (0, 3), (2, 3, 5)], ids=str)
+def test_torch_reads_the_container(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    raw = torch.randint(0, 2, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8)
+    tensor = raw.view(dtype).view(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
+    data, _held = bytes_of(tensor)
+    head, tail = container(dtype, shape, data)
+    whole = head + bytes(data) + tail
+    assert len(head) % ALIGNMENT == len(whole) % ALIGNMENT == 0
+    assert zipfile.ZipFile(io.BytesIO(whole)).testzip() is None
+    for weights_only in (True, False):
+        read = torch.load(io.BytesIO(whole), weights_only=weights_only)
+        assert read.dtype == dtype and read.shape == shape and read.is_contiguous()
+        assert bits(read) == bits(tensor)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, 3, -(10**30), 0.1, -0.0, math.inf, "é\n", b"\0\xff", [], {}, (), (1, [2, (3,)]), {"a": {"b": None}},
+        {3: 4, (1, 2): "x", None: 0}, {"!": "float", "is": "nan"}, torch.Size([2, 3]), torch.bfloat16,
+        Counter({3: 1}), OrderedDict(a=1),
+        torch.device("cpu"),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_values_return_as_they_were(value: Any) -> None:
+    text = json.dumps(encoded(value, "it"), allow_nan=False)
+    read = decoded(json.loads(text))
+    assert read == value and type(read) is type(value) and repr(read) == repr(value)
+
+
+def test_not_a_number_returns() -> None:
+    assert math.isnan(decoded(encoded(math.nan, "it")))
+
+
+@pytest.mark.parametrize(
+    "value", [object(), {1}, lambda: None, nn.Linear(1, 1), 1j], ids=lambda v: type(v).__name__
+)
+def test_other_values_are_refused_with_their_name(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^extra\.x\.y\[1\] is a .*plain values"):
+        sw.save_checkpoint(tmp_path / "c", nn.Linear(2, 2), extra={"x": {"y": [0, value]}})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("boxes", "fits"),
+    [
+        ([((0, 0), (2, 3))], True),
+        ([((0, 0), (1, 3)), ((1, 0), (1, 3))], True),
+        ([((0, 0), (2, 1)), ((0, 1), (1, 2)), ((1, 1), (1, 2))], True),
+        ([((0, 0), (1, 3))], False),
+        ([((0, 0), (1, 3)), ((0, 0), (1, 3))], False),
+        ([((0, 0), (2, 3)), ((1, 0), (0, 3))], True),
+        ([((0, 0), (2, 2)), ((0, 1), (1, 2))], False),
+        ([((0, 0), (2, 4))], False),
+        ([((0,), (2,))], False),
+        ([], False),
+    ],
+)
+def test_coverage(boxes: list[Any], fits: bool) -> None:
+    if fits:
+        check_coverage("w", (2, 3), boxes)
+    else:
+        with pytest.raises(Damaged, match="'w'"):
+            check_coverage("w", (2, 3), boxes)
+
+
+def test_coverage_of_many_columns_is_quick() -> None:
+    check_coverage("w", (7, 20_000), [((0, column), (7, 1)) for column in range(20_000)])
+
+
+def test_each_changed_byte_of_an_index_is_noticed(tmp_path: Path) -> None:
+    sw.save_checkpoint(tmp_path / "c", nn.Linear(2, 2), extra={"x": 1}, generators=False)
+    text = (tmp_path / "c" / INDEX).read_bytes()
+    assert parse_index(text).values["extra"].value == {"x": 1}
+    for place in range(len(text)):
+        changed = bytearray(text)
+        changed[place] ^= 1
+        with pytest.raises(Damaged, match=r"index\.json"):
+            parse_index(bytes(changed))
+    for length in range(0, len(text), 7):
+        with pytest.raises(Damaged):
+            parse_index(text[:length])
+
+
+# -- one process -------------------------------------------------------------------------------------------------------
+
+
+def trained(seed: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.5), nn.Linear(7, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], 0.5)
+    train(model, optimizer, schedule, steps)
+    return model, optimizer, schedule
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.randn(4, 5) + random.random()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+
+@pytest.mark.parametrize("before", [0, 1, 3])
+def test_training_goes_on_bit_for_bit(tmp_path: Path, before: int) -> None:
+    model, optimizer, schedule = trained(0, before)
+    sw.save_checkpoint(tmp_path / "c", model, optimizer, extra={"schedule": schedule, "step": before})
+    train(model, optimizer, schedule, 3)
+    other, its_optimizer, its_schedule = trained(1, 2)
+    extra = sw.load_checkpoint(tmp_path / "c", other, its_optimizer, extra={"schedule": its_schedule})
+    assert extra["step"] == before and type(its_schedule.milestones) is Counter
+    train(other, its_optimizer, its_schedule, 3)
+    for name, value in model.state_dict().items():
+        assert bits(value) == bits(other.state_dict()[name]), name
+    assert its_schedule.get_last_lr() == schedule.get_last_lr()
+
+
+def test_a_checkpoint_is_replaced_only_if_asked(tmp_path: Path) -> None:
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    sw.save_checkpoint(tmp_path / "c", one)
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        sw.save_checkpoint(tmp_path / "c", two)
+    sw.save_checkpoint(tmp_path / "c", two, overwrite=True)
+    sw.load_checkpoint(tmp_path / "c", one)
+    assert torch.equal(one.weight, two.weight)
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    with pytest.raises(FileExistsError, match="no checkpoint"):
+        sw.save_checkpoint(tmp_path / "mine", two, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        (nn.Linear(2, 3), r"model\.weight has shape \[2, 2\], expected \[3, 2\]"),
+        (nn.Linear(2, 2).double(), r"model\.weight has dtype torch\.float32, expected torch\.float64"),
+        (nn.Linear(2, 2, bias=False), r"has the tensor model\.bias, which this model does not have"),
+        (nn.Bilinear(2, 2, 2), r"model\.weight has shape"),
+        (nn.Sequential(nn.Linear(2, 2)), r"has no tensor model\.0\.weight|has the tensor model"),
+    ],
+    ids=["shape", "dtype", "more", "dims", "names"],
+)
+def test_another_model_is_refused_and_stays_as_it_is(tmp_path: Path, model: nn.Module, problem: str) -> None:
+    sw.save_checkpoint(tmp_path / "c", nn.Linear(2, 2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=problem):
+        sw.load_checkpoint(tmp_path / "c", model)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "__values.distcp", ".metadata"])
+@pytest.mark.parametrize("damage", ["bit", "short", "missing", "link"])
+def test_damage_is_noticed_before_anything_changes(tmp_path: Path, file: str, damage: str) -> None:
+    sw.save_checkpoint(tmp_path / "c", nn.Linear(20, 20), extra={"step": 1})
+    path = tmp_path / "c" / file
+    content = bytearray(path.read_bytes())
+    path.unlink()
+    if damage == "bit":
+        content[len(content) // 2] ^= 16
+        path.write_bytes(content)
+    elif damage == "short":
+        path.write_bytes(content[:-1])
+    elif damage == "link":
+        (tmp_path / "elsewhere").write_bytes(content)
+        path.symlink_to(tmp_path / "elsewhere")
+    model = nn.Linear(20, 20)
+    before = model.weight.detach().clone()
+    with pytest.raises(Damaged, match=file.replace(".", r"\.")):
+        sw.load_checkpoint(tmp_path / "c", model)
+    assert torch.equal(model.weight, before)
+
+
+def test_a_later_version_is_one_error(tmp_path: Path) -> None:
+    import hashlib
+
+    sw.save_checkpoint(tmp_path / "c", nn.Linear(2, 2))
+    path = tmp_path / "c" / INDEX
+    body = path.read_bytes().rpartition(b'"sha256": "')[0].replace(b'"version": 1', b'"version": 2')
+    path.write_bytes(body + b'"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"}\n')
+    with pytest.raises(Damaged, match=r"version 2.*newer shardwright"):
+        sw.load_checkpoint(tmp_path / "c", nn.Linear(2, 2))
+
+
+def test_states_that_cannot_be_stored_name_their_tensor(tmp_path: Path) -> None:
+    for tensor, problem in (
+        (torch.empty(2, device="meta"), "a.b is on the meta device"),
+        (torch.eye(2).to_sparse(), "a.b is sparse"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            save_state(tmp_path / "c", {"a": {"b": tensor}}, Ranks())
+    with pytest.raises(ValueError, match=r"two entries of the state have the name 'a\.b'"):
+        save_state(tmp_path / "c", {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, Ranks())
+
+
+def test_a_large_tensor_is_stored_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwright.checkpoint.state.PART_BYTES", 100)
+    state = {"wide": torch.randn(1, 3, 40), "tall": torch.randn(90, 2), "view": torch.randn(8, 9).t()}
+    save_state(tmp_path / "c", state, Ranks())
+    index = open_checkpoint(tmp_path / "c").index
+    assert index is not None
+    assert all(math.prod(part.sizes) * 4 <= 100 for each in index.tensors.values() for part in each.parts)
+    read = {name: torch.zeros(each.shape) for name, each in state.items()}
+    load_state(tmp_path / "c", read, Ranks())
+    assert all(torch.equal(read[name], state[name]) for name in state)
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+def sharded(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+    for layer in (model[0], model[2], model):
+        sw.fully_shard(layer, mesh=world_mesh(dist.get_world_size()))
+    return model, sw.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(4, 5)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(model: nn.Module) -> dict[str, Any]:
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+@multirank(1, 2, 3)
+def test_ranks_go_on_with_their_generators(rank: int, world_size: int, tmp_path: Path) -> None:
+    torch.manual_seed(rank)
+    model, optimizer = sharded(0)
+    torch.manual_seed(10 + rank)
+    step(model, optimizer)
+    sw.save_checkpoint(tmp_path / "c", model, optimizer)
+    step(model, optimizer)
+    other, its = sharded(1)
+    sw.load_checkpoint(tmp_path / "c", other, its)
+    step(other, its)
+    mine, theirs = whole(model), whole(other)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@multirank(2)
+def test_another_number_of_ranks_gets_seeds_of_its_own(rank: int, world_size: int, tmp_path: Path) -> None:
+    model, optimizer = sharded(0)
+    step(model, optimizer)
+    sw.save_checkpoint(tmp_path / "c", model, optimizer)
+    expected = whole(model)
+    plain = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+    group = [dist.new_group([r]) for r in range(world_size)][rank]
+    draws = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            sw.load_checkpoint(tmp_path / "c", plain, process_group=group)
+        assert [str(each.message)[:44] for each in caught] == ["The checkpoint was saved by 2 ranks and is l"]
+        draws.append((torch.rand(1).item(), random.random()))
+    assert draws[0] == draws[1]
+    assert all(torch.equal(expected[name], value) for name, value in plain.state_dict().items())
+
+
+@multirank(2)
+def test_ranks_raise_the_same_error(rank: int, world_size: int, tmp_path: Path) -> None:
+    model, _ = sharded(0)
+    with pytest.raises(ValueError, match=r"^rank 1: extra.x is a builtins.object"):
+        sw.save_checkpoint(tmp_path / "c", model, extra={"x": object() if rank else 0})
+    with pytest.raises(
+        ValueError, match=r"t has dtype torch.float32 and shape \(3,\) on rank 1, and .* \(2,\)"
+    ):
+        save_state(tmp_path / "c", {"t": torch.ones(2 + rank)}, Ranks())
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+        sw.load_checkpoint(tmp_path / "none", model)
+    assert not (tmp_path / "c").exists()
+    dist.barrier()
+
+
+@multirank(2)
+def test_fsdp2_reads_and_writes(rank: int, world_size: int, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    def theirs(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+        fully_shard(model, mesh=world_mesh(world_size))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    model, optimizer = sharded(0)
+    step(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.03
+    sw.save_checkpoint(tmp_path / "ours", model, optimizer)
+    other, its = theirs(1)
+    values, moments = get_state_dict(other, its)
+    state = {"model": values, "optimizer": moments}
+    dcp.load(state, checkpoint_id=str(tmp_path / "ours"))
+    set_state_dict(other, its, model_state_dict=values, optim_state_dict=moments)
+    assert its.param_groups[0]["lr"] == 0.03
+    values, moments = get_state_dict(other, its)
+    dcp.save({"model": values, "optimizer": moments}, checkpoint_id=str(tmp_path / "theirs"))
+    again, ours = sharded(2)
+    sw.load_checkpoint(tmp_path / "theirs", again, ours)
+    assert ours.param_groups[0]["lr"] == 0.03
+    torch.manual_seed(5 + rank)
+    step(model, optimizer)
+    torch.manual_seed(5 + rank)
+    step(again, ours)
+    mine, read = whole(model), whole(again)
+    assert all(torch.equal(mine[name], read[name]) for name in mine)
