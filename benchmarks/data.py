@@ -226,7 +226,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--megabytes", type=float, default=16.0, help="of the corpus")
+    parser.add_argument("--megabytes", type=float, default=16.0, help="of text")
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--only", default="", help="rows whose name has this")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of results")
