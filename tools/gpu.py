@@ -27,6 +27,12 @@ from benchmarks import gpu  # noqa: E402
 
 #: Files with tests that need a GPU. Others may need packages that such a machine does not have.
 TESTS = ["tests/engine/test_gpu.py", "tests/engine/test_sharing_a_device.py", "tests/init/test_devices.py"]
+#: Those of the trainer, which needs pydantic.
+TRAINER_TESTS = [
+    "tests/train/data/test_loader.py",
+    "tests/train/models/test_documents.py",
+    "tests/train/models/test_documents_transformers.py",
+]
 SECONDS = {"tests": 300, "steps": 200}
 
 
@@ -46,10 +52,11 @@ def run_tests(device: str) -> tuple[bool, str]:
         "-p",
         "no:cacheprovider",
     ]
+    files = TESTS + (TRAINER_TESTS if importlib.util.find_spec("pydantic") is not None else [])
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     try:
         done = subprocess.run(
-            [*command, *TESTS],
+            [*command, *files],
             cwd=ROOT,
             env=environment,
             capture_output=True,

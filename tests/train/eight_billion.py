@@ -10,9 +10,9 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright.train.config import Config
-from shardwright.train.data.dataset import byte_dataset
 from shardwright.train.trainer import Trainer
 from shardwright.train.world import World, make_mesh
+from tests.train.kit.datasets import byte_dataset
 
 RANKS = 1024
 

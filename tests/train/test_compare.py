@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shardwright import cli
+from shardwright.train import report
 from tests.train.jobs import config_file, ranks, records, train_here
 
 
@@ -51,6 +52,68 @@ def test_figures_and_pictures(plain_run: Path, tmp_path: Path, capsys: pytest.Ca
     assert (tmp_path / "out" / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_speed_is_that_of_timed_steps_of_equal_sessions() -> None:
+    """A run on two ranks that is killed after step 12, resumed from step 8 on two ranks, then on one, then on two."""
+    records = [{"step": step} for step in range(1, 31)]
+    sessions = [
+        {"from_step": from_step, "engine": "shardwright", "ranks": ranks}
+        for from_step, ranks in ((0, 2), (8, 2), (15, 1), (20, 2))
+    ]
+
+    def timed(sessions: list[dict[str, Any]]) -> list[int]:
+        return [record["step"] for record in report.timed_steps(records, sessions)]
+
+    assert timed(sessions) == [*range(4, 9), *range(12, 16), *range(24, 31)]
+    assert timed(sessions[:3]) == list(range(19, 31))
+    # From an older checkpoint than the sessions before had.
+    older = [*sessions[:2], {**sessions[0], "from_step": 5}]
+    assert timed(older) == [4, 5, *range(9, 31)]
+    assert timed([{**sessions[0], "from_step": 28}]) == [29, 30]  # too short for a warm-up
+
+
+def test_a_gap_between_sessions_and_the_warm_up_of_a_resume_change_no_speed(
+    plain_run: Path, tmp_path: Path
+) -> None:
+    """Eight steps in two sessions: only steps 4, and 8 of the second one, are timed."""
+
+    def change(record: dict[str, Any]) -> None:
+        timed = record["step"] in (4, 8)
+        record["seconds"], record["tokens_per_second"] = (1.0, 256.0) if timed else (50.0, 5.12)
+
+    resumed = altered(plain_run, tmp_path / "resumed", change)
+    record = json.loads((resumed / "run.json").read_text())
+    record["sessions"].append({**record["sessions"][0], "from_step": 4})
+    (resumed / "run.json").write_text(json.dumps(record))
+    assert cli.main(["compare", str(resumed), str(plain_run), "--out", str(tmp_path)]) == 0
+    first = json.loads((tmp_path / "compare.json").read_text())["runs"][0]
+    assert (first["tokens_per_second"], first["step_seconds"]) == (256.0, 1.0)
+
+
+def test_strategies_differ_in_what_the_engine_holds_and_leases(
+    sharded_run: Path, plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks with zero3 and zero2, and one rank without the engine."""
+    other = tmp_path / "zero2"
+    arguments = ("--parallel.engine", "shardwright", "--parallel.strategy", "zero2", "--run.dir", other)
+    assert ranks(2, "train", config_file(tmp_path), *arguments) == [(0, ""), (0, "")]
+    capsys.readouterr()
+    assert cli.main(["compare", str(sharded_run), str(other), "--out", str(tmp_path)]) == 0
+    zero3, zero2 = json.loads((tmp_path / "compare.json").read_text())["runs"]
+    parameters = 4 * json.loads((other / "run.json").read_text())["parameters"]
+    # Half of the parameters and of the two moments.
+    assert zero2["held_memory_bytes"] == zero3["held_memory_bytes"] >= 1.5 * parameters
+    assert zero2["leased_memory_bytes"] > parameters > zero3["held_memory_bytes"] / 3
+    assert zero3["leased_memory_bytes"] < zero2["leased_memory_bytes"]
+    shown = capsys.readouterr().out
+    for run in (zero2, zero3):
+        engine = [f"{run[f'{key}_memory_bytes'] / 2**20:,.2f}" for key in ("held", "leased")]
+        assert any(line.split()[1:3] == engine for line in shown.splitlines())
+    assert "engine memory" in (other / "summary.txt").read_text()
+    assert cli.main(["compare", str(other), str(plain_run), "--out", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "compare.json").read_text())["runs"][1]["held_memory_bytes"] is None
+    assert "not known: another engine" in capsys.readouterr().out
+
+
 def test_without_a_folder_results_lie_with_the_first_run(plain_run: Path, tmp_path: Path) -> None:
     copies = [shutil.copytree(plain_run, tmp_path / name) for name in ("a", "b")]
     assert cli.main(["compare", *map(str, copies)]) == 0
@@ -84,7 +147,7 @@ def test_other_texts_and_no_runs_are_refused(
     record = json.loads((other / "run.json").read_text())
     record["corpus"]["sha256"] = "0" * 64
     (other / "run.json").write_text(json.dumps(record))
-    assert "expected runs on the same text" in refusal(capsys, plain_run, other)
+    assert "expected runs on the same data" in refusal(capsys, plain_run, other)
     (other / "metrics.jsonl").write_text("")
     assert "expected at least one step" in refusal(capsys, plain_run, other)
     assert "found no run.json" in refusal(capsys, plain_run, tmp_path)

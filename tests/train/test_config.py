@@ -174,7 +174,7 @@ def test_unknown_override_is_refused_with_the_nearest_key(tmp_path: Path, key: s
             "[[data.sources]]\npath = 'a.txt'\nweight = 1\nkind = 'chats'",
             "data.sources.0.kind: expected one of documents, conversations, completions, found \"chats\" (a string)",
         ),
-        ("[data]\nsource = []", "data.source: expected a string or a list of strings, found [] (a list)"),
+        ("[data]\nsource = []", "data.source: expected a value that is not empty, found [] (a list)"),
         (
             "[parallel]\nengine = 'fsdp3'",
             'parallel.engine: expected one of shardwright, fsdp2, fsdp1, ddp, none, found "fsdp3" (a string)',

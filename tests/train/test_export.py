@@ -8,6 +8,7 @@ import re
 import shutil
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -195,11 +196,17 @@ def test_a_failure_half_way_leaves_nothing(
 def test_a_tokenizer_of_another_model_is_refused(
     plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The record of an older version has the number of ids alone."""
     run = tmp_path / "run"
     shutil.copytree(plain_run, run, ignore=shutil.ignore_patterns("checkpoints"))
     record = json.loads((run / "run.json").read_text())
+    assert record.pop("tokenizer") == {"name": "bytes", "fingerprint": "bytes"}
     for recorded, tokenizer, message in (
-        (300, 256, "expected the tokenizer of .* with 300 ids, found one with 256"),
+        (
+            300,
+            256,
+            "expected the tokenizer of .*, with 300 ids, found one with 256 at bytes; restore the files",
+        ),
         (
             300,
             300,
@@ -210,10 +217,91 @@ def test_a_tokenizer_of_another_model_is_refused(
         monkeypatch.setattr(
             exporting,
             "tokenizer_of",
-            lambda config, size=tokenizer: exporting.ExportedTokenizer(size, None, (), None, None),
+            lambda name, size=tokenizer: exporting.ExportedTokenizer(size, None, (), None, None, "bytes"),
         )
         with pytest.raises(UserError, match=message):
             export(run, tmp_path / "new")
+
+
+@pytest.fixture
+def tokenized_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | Path], Path]:
+    """Makes a run of one step with the tokenizer of a setting."""
+    pytest.importorskip("tokenizers", reason="needs tokenizers")
+    monkeypatch.chdir(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 200)
+    job = config_file(tmp_path / "job", tiny(model={"vocab_size": 800}, train={"steps": 1}).to_toml())
+
+    def made(tokenizer: str | Path) -> Path:
+        data = ("--data.source", text, "--data.tokenizer", tokenizer, "--data.cache", tmp_path / "cache")
+        options = ("--run.sample_tokens", "0", "--validation.every", "0", "--run.dir", "run")
+        assert train_here(job, *data, *options) == 0
+        return Path("run")
+
+    return made
+
+
+@pytest.mark.parametrize("damage", ["ids", "end"])
+def test_a_tokenizer_that_has_changed_since_the_run_is_refused(
+    tmp_path: Path,
+    tokenized_run: Callable[[str | Path], Path],
+    capsys: pytest.CaptureFixture[str],
+    damage: str,
+) -> None:
+    """The number of ids is the same. Two tokens have each other's ids, or another token ends documents."""
+    files = save_tokenizer(tmp_path / "tokenizer")
+    run, old = tokenized_run(files), open_tokenizer(str(files))
+    shutil.copytree(files, tmp_path / "copy")
+    if damage == "ids":
+        content = json.loads((files / "tokenizer.json").read_text())
+        vocabulary = content["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+        (files / "tokenizer.json").write_text(json.dumps(content))
+    else:
+        (files / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    new = open_tokenizer(str(files))
+    assert new.vocab_size == old.vocab_size
+    message = (
+        f"error: data.tokenizer: expected the tokenizer of run, {files} with the fingerprint {old.fingerprint[:12]}, "
+        f"found the fingerprint {new.fingerprint[:12]} at {files}; restore the files that the run was trained with, or "
+        "set data.tokenizer in run/config.toml to a copy of them\n"
+    )
+    capsys.readouterr()
+    for command in (("export", "run", "out"), ("generate", "run", "--prompt", "The")):
+        assert cli.main(list(command)) == 2
+        assert capsys.readouterr().err == message
+    assert not Path("out").exists()
+    config = RunFolder(run).config_file  # as the error says
+    config.write_text(config.read_text().replace(str(files), str(tmp_path / "copy")))
+    assert cli.main(["generate", "run", "--prompt", "The", "--tokens", "1"]) == 0
+    assert cli.main(["export", "run", "out"]) == 0
+    record = json.loads((run / "run.json").read_text())
+    del record["tokenizer"]  # as an older version wrote it
+    (run / "run.json").write_text(json.dumps(record))
+    assert cli.main(["generate", "run", "--prompt", "The", "--tokens", "1"]) == 0
+    (run / "run.json").write_text(json.dumps({**record, "tokenizer": {"name": 3}}))
+    assert "run.json: expected a valid tokenizer" in error_of(capsys, "run", "other")
+
+
+def test_a_run_keeps_the_commit_of_a_tokenizer_of_the_hub(
+    tmp_path: Path, tokenized_run: Callable[[str | Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub has another tokenizer now. The run's own commit is exported."""
+    constants = pytest.importorskip("huggingface_hub.constants", reason="needs huggingface_hub")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    model = tmp_path / "hub" / "models--me--tiny"
+    (model / "refs").mkdir(parents=True)
+    for commit, kind in (("a" * 40, "bytes"), ("b" * 40, "sentence pieces")):
+        save_tokenizer(model / "snapshots" / commit, kind)
+    (model / "refs" / "main").write_text("a" * 40)
+    run = tokenized_run("me/tiny")
+    assert json.loads((run / "run.json").read_text())["tokenizer"]["name"] == f"me/tiny@{'a' * 40}"
+    (model / "refs" / "main").write_text("b" * 40)
+    export(run, tmp_path / "out")
+    exported = (tmp_path / "out" / "tokenizer.json").read_text()
+    assert exported == (model / "snapshots" / ("a" * 40) / "tokenizer.json").read_text()
+    assert cli.main(["generate", "run", "--prompt", "The", "--tokens", "1"]) == 0
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "mine.json"])
@@ -232,8 +320,8 @@ def test_files_of_another_tokenizer_are_copied(
     ):
         (files / each).write_text(f"{each} of a folder")
     for ends, expected in (((7,), 7), ((7, 9), [7, 9]), ((), None)):
-        tokenizer = exporting.ExportedTokenizer(256, None, ends, None, files / name)
-        monkeypatch.setattr(exporting, "tokenizer_of", lambda config, each=tokenizer: each)
+        tokenizer = exporting.ExportedTokenizer(256, None, ends, None, files / name, "bytes")
+        monkeypatch.setattr(exporting, "tokenizer_of", lambda name, each=tokenizer: each)
         out = tmp_path / f"out{len(ends)}"
         export(plain_run, out)
         assert (out / "tokenizer.json").read_text() == f"{name} of a folder"
@@ -264,7 +352,7 @@ def test_the_tokenizer_of_a_configuration(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").rename(tmp_path / "mine.json")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 0]}')
-    tokenizer = exporting.tokenizer_of(tiny(data={"tokenizer": str(tmp_path / "mine.json")}))
+    tokenizer = exporting.tokenizer_of(str(tmp_path / "mine.json"))
     assert tokenizer.file == tmp_path / "mine.json"
     assert exporting.special_ids(tokenizer) == {
         "bos_token_id": 1,
@@ -275,11 +363,10 @@ def test_the_tokenizer_of_a_configuration(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", ["<|endoftext|>", "</s>", None])
 def test_a_bare_tokenizer_file_gets_the_end_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str | None
+    tmp_path: Path, tokenized_run: Callable[[str | Path], Path], end: str | None
 ) -> None:
     """tokenizer.json alone does not say which of its tokens ends a text. The trainer takes a usual one."""
     transformers = pytest.importorskip("transformers", reason="needs transformers, to compare with")
-    monkeypatch.chdir(tmp_path)
     save_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     file = tmp_path / "tokenizer.json"
@@ -287,12 +374,7 @@ def test_a_bare_tokenizer_file_gets_the_end_of_the_run(
     ends = {"<|endoftext|>", "</s>"} - {end}
     content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] not in ends]
     file.write_text(json.dumps(content))
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT * 200)
-    job = config_file(tmp_path / "job", tiny(model={"vocab_size": 800}, train={"steps": 1}).to_toml())
-    data = ("--data.source", text, "--data.tokenizer", file, "--data.cache", tmp_path / "cache")
-    options = ("--run.sample_tokens", "0", "--validation.every", "0", "--run.dir", "run")
-    assert train_here(job, *data, *options) == 0
+    tokenized_run(file)
     export(Path("run"), tmp_path / "out")
     read = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert read.eos_token == end

@@ -84,10 +84,10 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (("--model.vocab_size", "100"), "model.vocab_size"),
         (
             ("--parallel.engine", "shardwright", "--train.cuda_graph", "true"),
-            "train.cuda_graph: expected none on the CPU, found True; it needs a CUDA device",
+            "train.cuda_graph: expected false on the CPU, found true; it needs a CUDA device",
         ),
         (("--train.cuda_graph", "true"), "only steps of the engine shardwright can be captured"),
-        (("--train.memory_snapshot", "[2]"), "train.memory_snapshot: expected none on the CPU, found (2,)"),
+        (("--train.memory_snapshot", "[2]"), "train.memory_snapshot: expected [] on the CPU, found [2]"),
         (("--train.memory_snapshot", "[0]"), "train.memory_snapshot"),
     ]
     for number, (arguments, expected) in enumerate(cases):

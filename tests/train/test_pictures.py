@@ -275,6 +275,9 @@ def test_tables_fit_a_narrow_terminal(sharded_run: Path, plain_run: Path) -> Non
     assert isinstance(compare.settings_of_runs(names, settings, Console(width=140)), Table)
     console.print(compare.settings_of_runs(names, settings, console))
     console.print(compare.table_of(names, figures))
+    console.print(compare.explanation(runs), markup=False)
+    console.print(compare.memory_table(names, figures))
+    console.print(compare.memory_explanation(runs, figures), markup=False)
     shown = console.export_text()
     assert "…" not in shown and all(len(line) <= 80 for line in shown.splitlines())
     assert f"{figures[0]['train_loss']:.6f}" in shown
@@ -291,11 +294,11 @@ def test_names_tell_runs_apart(sharded_run: Path, tmp_path: Path) -> None:
 def test_comparison_picture_names_runs_with_their_settings() -> None:
     steps = [{"step": n, "loss": 5.0 / n} for n in range(1, 5)]
     curves = [
-        report.Curve("ours", "memory arena", steps, {}, 1000.0, 2**30),
-        report.Curve("same", "memory dynamic", steps, dict.fromkeys(range(1, 5), 0.0), 900.0, 2**31),
-        report.Curve("apart", "strategy ddp", steps, dict.fromkeys(range(1, 5), 1e-07), 900.0, 2**31),
+        report.Curve("ours", "memory arena", steps, {}, 1000.0, 1.0),
+        report.Curve("same", "memory dynamic", steps, dict.fromkeys(range(1, 5), 0.0), 900.0, 2.0),
+        report.Curve("apart", "strategy ddp", steps, dict.fromkeys(range(1, 5), 1e-07), 900.0, 2.0),
     ]
-    figure = report.comparison_figure(curves, "2 ranks, dtypes fp32")
+    figure = report.comparison_figure(curves, "2 ranks, dtypes fp32", compare.BY_DEVICE)
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == ["ours: memory arena", "same: memory dynamic", "apart: strategy ddp"]
     written = texts(figure)
@@ -314,10 +317,10 @@ def test_long_names_are_numbered_and_nothing_leaves_the_picture(runs: int) -> No
     steps = [{"step": n, "loss": 5.0 / n} for n in range(1, 5)]
     settings = "engine shardwright, strategy zero3, layout per_parameter, memory double_buffer, " * 2
     curves = [
-        report.Curve(f"llama-debug-20260101-1200{n:02}", settings, steps, {1: 0.0}, 1000.0, 2**30)
+        report.Curve(f"llama-debug-20260101-1200{n:02}", settings, steps, {1: 0.0}, 1000.0, 1.0)
         for n in range(runs)
     ]
-    figure = report.comparison_figure(curves, settings)
+    figure = report.comparison_figure(curves, settings, compare.BY_ENGINE)
     figure.draw_without_rendering()
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels[1].startswith("run 2, llama-debug-20260101-120001: engine shardwright")

@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import sqlite3
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +21,19 @@ from shardwright.train import sink_thread
 from shardwright.train.errors import UserError
 from shardwright.train.extend import RunEnd, RunSite, StepRecord
 from shardwright.train.services.service import ServiceSink, Stored, project_of, settings_of
+from shardwright.train.sinks import sinks
 from tests.train.jobs import TINY, config_file, records, run, tiny
 
 PACKAGES = ("wandb", "mlflow", "trackio")
 INSTALLED = [name for name in PACKAGES if importlib.util.find_spec(name) is not None]
 SOURCE = str(Path(sink_thread.__file__).parents[2])
+
+
+def test_a_missing_package_is_named_with_its_version() -> None:
+    """What an error asks to install is what the extra of that name installs."""
+    project = tomllib.loads((Path(SOURCE).parent / "pyproject.toml").read_text())["project"]
+    for name in PACKAGES:
+        assert [sinks.get(name).install] == project["optional-dependencies"][name]
 
 
 def needs(name: str) -> pytest.MarkDecorator:

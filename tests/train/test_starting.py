@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from shardwright import cli
 from shardwright.checkpoint.digests import Damaged
 from shardwright.cli import program
-from shardwright.train import lock, patience
+from shardwright.train import agreement, lock, patience
 from shardwright.train.agreement import Statement, agree, facts_of, first_of_host, is_to_report
 from shardwright.train.ending import Complaint, Ending, conclude
 from shardwright.train.environment import collective_timeout
@@ -95,19 +96,39 @@ def test_a_mistake_of_one_rank_reaches_all() -> None:
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from datetime import timedelta
-
-    from shardwright.train import agreement
-
     monkeypatch.setattr(agreement, "PATIENCE", timedelta(seconds=0.2))
     monkeypatch.setenv("SHARDWRIGHT_TIMEOUT", "0.2")
     assert answers(stated(), None)[0].startswith("expected 2 ranks to start, got no answer from rank 1;")
 
 
+@pytest.mark.parametrize("slow", [0, 1])
+def test_ranks_wait_as_long_as_another_one_makes_progress(monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
+    """Twelve times the timeout: the first rank waits for another host, or others for the first rank."""
+    monkeypatch.setattr(agreement, "PATIENCE", timedelta(seconds=0.25))
+    monkeypatch.setattr(agreement, "SECONDS_OF_A_SIGN", 0.0)
+    store, ended = dist.HashStore(), {}
+
+    def start(rank: int) -> None:
+        sign = agreement.signs_of_progress(store)
+        for _ in range(60 if rank == slow else 0):
+            time.sleep(0.05)
+            sign()
+        try:
+            agree(store, rank, 2, stated(), timedelta(seconds=0.25))
+            ended[rank] = ""
+        except (UserError, RuntimeError) as error:
+            ended[rank] = str(error)
+
+    threads = [threading.Thread(target=start, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ended == {0: "", 1: ""}
+
+
 def test_a_mistake_counts_before_ranks_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait for the others is short then: they may be at work for long."""
-    from shardwright.train import agreement
-
     monkeypatch.setattr(agreement, "SECONDS_TO_JOIN", 0.2)
     mistake = Statement({}, "data.source: expected a file, found nothing at a.txt")
     began = time.monotonic()
@@ -171,10 +192,6 @@ def test_a_mistake_of_the_first_rank_of_a_host_ends_the_wait(
 
 
 def test_a_rank_without_a_first_one_on_its_host_reads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from datetime import timedelta
-
-    from shardwright.train import agreement
-
     monkeypatch.setattr(agreement, "PATIENCE", timedelta(seconds=0.2))
     host = Host()
     host.read(1, 1, lambda: "one", monkeypatch).join()
@@ -220,8 +237,6 @@ def test_damaged_data_are_one_line_within_seconds(tmp_path: Path, count: int, la
 
 
 def test_one_rank_reports_what_several_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwright.train import agreement
-
     monkeypatch.setattr(agreement, "SECONDS_TO_REPORT", 0.1)
     store = dist.HashStore()
     assert is_to_report(store, 0, "one") and not is_to_report(store, 1, "one")

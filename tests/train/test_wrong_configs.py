@@ -25,6 +25,7 @@ pytest.importorskip("jinja2", reason="needs jinja2")
 from shardwright import cli
 from shardwright.train.data import lines
 from tests.train.jobs import TINY, ranks, run
+from tests.train.kit.architectures import folder_with
 from tests.train.kit.foreign import JOB
 from tests.train.kit.hub import hub
 from tests.train.mistakes import as_a_user, make_data, make_models, state_of
@@ -79,9 +80,20 @@ FILES: list[tuple[str, str]] = [
     ),
     ("[activations]\nbudget = 0.3", "activations.budget: only for checkpoint = 'budget'; with 'none' expected 0.5"),
     ("[validation]\nevery = -1", "validation.every: expected an integer >= 0, found -1"),
+    ("[checkpoint]\ndir = 'x'", "wrong.toml: unknown key checkpoint.dir; did you mean run.dir?"),
+    ("[checkpoint]\nevery = 1.5", "wrong.toml: checkpoint.every: expected an integer >= 0, found 1.5 (a number)"),
+    ("[checkpoint]\nkeep = 'all'", 'wrong.toml: checkpoint.keep: expected an integer >= 1, found "all" (a string)'),
     ("[checkpoint]\nkeep = 0", "checkpoint.keep: expected an integer >= 1, found 0"),
     ("[log]\nsink = ['wandb']", "unknown key log.sink; did you mean log.sinks?"),
     ("[log]\nsinks = 'wandb'", 'log.sinks: expected a list of values, ... found "wandb" (a string); write ["wandb"]'),
+    ("[log]\nsinks = ['own_models']", "log.sinks: expected one of ... or an import path (package.module:NAME), found"),
+    (
+        "[log]\nsinks = ['sinks.py:SINK']",
+        "log.sinks: ... No module named 'sinks'. ... An import path has no .py: sinks:SINK",
+    ),
+    ("[log]\nsinks = ['tensorboard', 'tensorboard']", "log.sinks: found 'tensorboard' twice. ... Name each sink once"),
+    ("[log]\nsinks = ['own_models:Model']", "log.sinks: ... expected a NamedSink at own_models:Model, found type"),
+    ("[log]\nevery = 0", "wrong.toml: log.every: expected an integer >= 1, found 0"),
     ("[log]\nsinks = ['wandbb']", "log.sinks: expected one of ... found 'wandbb'; did you mean 'wandb'?"),
     (
         "[log]\nsinks = ['my_sinks:SINK']",
@@ -131,14 +143,16 @@ FILES: list[tuple[str, str]] = [
     ("[finetune]\nmethod = 'lora'\ntargets = 'wq'", 'finetune.targets: expected a list of strings, ... write ["wq"]'),
     (
         "[finetune]\nmethod = 'dora'\ndropout = 0.1",
-        "finetune.dropout: expected 0 with method 'dora', found 0.1; use 'lora'",
+        "finetune.dropout: expected 0 with method 'dora', found 0.1; or set finetune.method to 'lora'",
     ),
     # [data] and tables of data.sources
     ("[data]\nsuorce = 'x'", "unknown key data.suorce; did you mean data.source?"),
+    ("[data]\nsource = []", "wrong.toml: data.source: expected a value that is not empty, found [] (a list)"),
+    ("[data]\nsource = ['a.txt', '']", 'wrong.toml: data.source: expected a value that is not empty, found ""'),
     ("[data]\npacking = 'best-fit'", "data.packing: expected one of split, best_fit, none, found \"best-fit\""),
     (
         "[data]\npacking = 'best_fit'\ndocument_mask = false",
-        "data.document_mask: expected 'auto' with packing 'best_fit'",
+        "data.document_mask: expected 'auto' with packing 'best_fit', ... found false; or set data.packing to 'split'",
     ),
     ("[data]\nvalidation_fraction = 5", "data.validation_fraction: expected a number >= 0 and < 1, found 5"),
     ('[data]\nsources = ["a.txt", "b.txt"]', "data.sources.0: expected a table, ... write a table [[data.sources]]"),
@@ -187,6 +201,7 @@ FILES: list[tuple[str, str]] = [
 ]  # fmt: skip
 
 ENGINE = "--parallel.engine shardwright"
+NO_SLOT = "all units keep their full parameters, so no slot ever becomes free"
 LORA = f"{ENGINE} --finetune.method lora --finetune.rank 4"
 CHATS = "--data.source chats.jsonl --data.kind conversations"
 
@@ -200,9 +215,44 @@ OPTIONS: list[tuple[str, str]] = [
         "--data.sources.0.weight 3",
         "command line: data.sources.0.weight: one table of a list cannot be set here; change it in",
     ),
+    (
+        "--data.sources '[{path=a.txt, weight=1}]'",
+        "data.sources: expected a list of tables, ... put the list into single quotes, or the shell removes the double",
+    ),
+    ("--train.memory_snapshot [three]", 'an integer >= 1, found "[three]" (a string)'),
+    (
+        "--data.source [sound.txt,sound.jsonl]",
+        "data.source: expected a string or a list of strings, found ...; write '[\"sound.txt\", \"sound.jsonl\"]'",
+    ),
+    (
+        "--log.sinks [wandb,mlflow]",
+        "found \"[wandb,mlflow]\" (a string); write '[\"wandb\", \"mlflow\"]': without single quotes the shell removes",
+    ),
     ("--data.sources '[{path=\"a.txt\", weigth=1}]'", "command line: unknown key data.sources.0.weigth; did you mean"),
     # strategy, layout, memory, parallel
-    (f"{ENGINE} --parallel.strategy hsdp", "parallel.replicas: expected at least 2 with strategy 'hsdp', found 1"),
+    (
+        f"{ENGINE} --parallel.strategy hsdp",
+        "parallel.replicas: expected at least 2 with strategy 'hsdp', found 1; or set strategy = 'zero3'",
+    ),
+    (
+        "--parallel.engine ddp --parallel.reshard_after_forward 2",
+        "parallel.reshard_after_forward: expected 'default' with engine ddp, which shards nothing, found 2",
+    ),
+    (
+        f"{ENGINE} --parallel.strategy zero2 --parallel.memory max_pool",
+        f"parallel.memory: expected 'arena' or 'dynamic' with parallel.strategy 'zero2', found 'max_pool'; {NO_SLOT}",
+    ),
+    (
+        f"{ENGINE} --parallel.reshard_after_forward never --parallel.memory double_buffer",
+        f"parallel.memory: ... with parallel.reshard_after_forward 'never', found 'double_buffer'; {NO_SLOT}",
+    ),
+    (f"{ENGINE} --train.cuda_graph true", "train.cuda_graph: expected false on the CPU, found true; it needs a CUDA"),
+    ("--train.memory_snapshot [3]", "train.memory_snapshot: expected [] on the CPU, found [3]; it needs a CUDA device"),
+    (
+        f"{ENGINE} --parallel.strategy zero1 --parallel.reshard_after_forward always",
+        "strategy 'zero1' keeps parameters whole until the optimizer's step; expected 'default' or 'never', found",
+    ),
+    (f"{ENGINE} --optimizer.lr nan", "command line: optimizer.lr: expected a number > 0, found nan (a number)"),
     (
         f"{ENGINE} --parallel.replicas 2 --nproc 2",
         "parallel.replicas: expected 1 with strategy 'zero3', ... set strategy = 'hsdp'",
@@ -253,6 +303,18 @@ OPTIONS: list[tuple[str, str]] = [
         "texts: expected a folder of adapters, found no adapter_config.json in it; correct",
     ),
     (
+        f"{LORA} --finetune.adapters sound.txt",
+        "sound.txt: expected a folder of adapters, found a file; correct finetune.adapters",
+    ),
+    (
+        f"{LORA} --finetune.adapters done",
+        "done: expected a folder of adapters, ... with shardwright export --adapters done DIR, and set that folder",
+    ),
+    (
+        f"{LORA} --finetune.targets '[\"norm\"]'",
+        "finetune.targets: ... a RMSNorm without a matrix; ... train it in full: finetune.train_also = ['norm.*']",
+    ),
+    (
         "--finetune.method dora --train.float8 rowwise --parallel.param_dtype bfloat16",
         "train.float8: expected 'none' with finetune.method = 'dora', found 'rowwise'",
     ),
@@ -260,6 +322,8 @@ OPTIONS: list[tuple[str, str]] = [
     ("--run.dir sound.txt/run", "run.dir: sound.txt/run: cannot write: Not a directory; ... Choose another folder"),
     ("--run.dir closed/run", "run.dir: closed/run: cannot write: Permission denied; ... in which you may write"),
     # tokenizers
+    ("--data.tokenizer byte", "data.tokenizer: found nothing at byte; did you mean bytes?"),
+    ("--data.tokenizer texts", "data.tokenizer: expected tokenizer.json in FOLDER/texts, found none; set the folder o"),
     (
         "--data.tokenizer tokenizer --data.source sound.jsonl",
         "model.vocab_size: expected at least the tokenizer's 700, found 256; set model.vocab_size to 700, or",
@@ -299,7 +363,7 @@ OPTIONS: list[tuple[str, str]] = [
     ),
     (
         "--data.source short.jsonl --train.seq_len 16",
-        "found 1 tokens in the validation part of short.jsonl; raise data.validation_fraction",
+        "found 1 token in the validation part of short.jsonl; raise data.validation_fraction",
     ),
     (
         "--data.source sound.jsonl --data.validation_fraction 0.001",
@@ -398,6 +462,9 @@ DATA: list[tuple[str, str]] = [
     ("loop.jsonl", "found a link to loop.jsonl, which leads nowhere, at FOLDER/loop.jsonl; correct the link"),
     ("folder.txt", "found a folder at FOLDER/folder.txt; set the path of"),
     ("texts", "found a folder at FOLDER/texts; set FOLDER/texts/*.jsonl"),
+    ("http://127.0.0.1:9/rows.jsonl", "cannot read http://127.0.0.1:9/rows.jsonl: ...; correct the URL, or check the"),
+    ("nosuch://rows.jsonl", "expected a path or a URL that fsspec knows, ... found nosuch://rows.jsonl"),
+    ('["sound.txt", "own_models.py"]', "expected pydoc or the path of ..., found FOLDER/own_models.py"),
     ("texts/*.txt", "found none that match FOLDER/texts/*.txt; correct the folder or the pattern"),
     ("sounds.jsonl", "found nothing at FOLDER/sounds.jsonl; did you mean sound."),
     ('["sound.jsonl", "nowhere.jsonl"]', "found nothing at FOLDER/nowhere.jsonl; correct the path"),
@@ -441,6 +508,8 @@ MODELS: list[tuple[str, str]] = [
         f"{HF} llama/config.json",
         "model.path: expected a folder ..., found a file at llama/config.json; set the folder llama",
     ),
+    (f"{HF} sound.txt", "model.path: expected a folder with a config.json, found a file at sound.txt; set the folder"),
+    (f"{HF} texts", "model.path: ... found none in FOLDER/texts; set the folder of a model, or its"),
     (f"{HF} llama-weightless", "model.path: expected weights (...) in llama-weightless, found none; ... \"random\""),
     (
         f"{HF} llama-json",
@@ -534,7 +603,10 @@ MODELS: list[tuple[str, str]] = [
         f"{PYTHON}:Failing",
         "forward of the model ... raised RuntimeError: weights are shy today (own_models.py, line ...). Correct",
     ),
-    (f"{PYTHON}:Model --data.packing best_fit", "data.document_mask: ... or set data.packing to \"none\""),
+    (
+        f"{PYTHON}:Model --data.packing best_fit",
+        "data.packing: expected 'none' or 'split' with model.kind 'python', ... found \"best_fit\"; set data.packing =",
+    ),
     (f"{PYTHON}:Model --data.document_mask true", "data.document_mask: expected false with model.kind 'python'"),
     (f"{PYTHON}:Model --model.vocab_size 100", "model.vocab_size: expected at least the tokenizer's 256, found 100"),
     (f"{PYTHON}:Model --parallel.tensor 2 --nproc 2", "parallel.tensor: expected 1 with model.kind 'python', found 2"),
@@ -553,6 +625,11 @@ COMMANDS: list[tuple[str, str]] = [
     ),
     ("train --resume nowhere", "--resume: expected the folder of a run, found no config.toml in nowhere"),
     (
+        "train --resume done --train.steps 4 --run.dir other",
+        "run.dir: expected none with --resume done, which continues in that folder, found other; leave --run.dir out",
+    ),
+    ("train --resume cut --train.steps 4", "cut/checkpoints: ... found only damaged ones (step-2: ...); restore one o"),
+    (
         "train --resume done",
         "train.steps: expected more than 2, the steps that done already has, ...; set more steps to continue",
     ),
@@ -565,12 +642,16 @@ COMMANDS: list[tuple[str, str]] = [
         "expected data.packing = split as in done, found best_fit; start a new run",
     ),
     (
+        "train --resume done --data.chat_template sound.txt",
+        "expected data.chat_template = none as in done, found FOLDER/sound.txt; start a new run",
+    ),
+    (
         "train --resume done --model.dim 64",
         "--resume: expected model.dim = 32 as in done, found 64; start a new run for that",
     ),
     (
         "train --resume changed --train.steps 4",
-        "--resume: expected the 1 documents ...changed.txt, ... found other tokens: ... start a new run",
+        "--resume: expected the 1 document ...changed.txt, ... found other tokens: ... start a new run",
     ),
     (
         "train --resume unsaved --train.steps 4",
@@ -587,7 +668,21 @@ COMMANDS: list[tuple[str, str]] = [
         "closed/out: cannot write: Permission denied; ... Choose a folder in which you may write",
     ),
     ("generate unsaved --prompt x", "unsaved/checkpoints: expected a whole checkpoint, found none"),
+    ("generate sound.txt --prompt x", "sound.txt: expected the folder of a run, found a file; give the folder, such a"),
+    ("generate done --prompt x --temperature nan", "argument --temperature: expected a number >= 0, found 'nan'"),
+    (
+        "generate diverged --prompt x",
+        "expected finite logits, found ...: the training has diverged. Use a checkpoint of an earlier step, or",
+    ),
+    ("export done/config.toml out", "done/config.toml: expected the folder of a run, found a file; give the folder"),
+    ("export done out --step two", "argument --step: expected an integer >= 0, found 'two'"),
+    ("export --adapters done out", '--adapters: expected a run with finetune.method "lora" or "dora", found "full"'),
     ("compare done nowhere", "nowhere: expected the folder of a run, found no run.json in it"),
+    ("compare done", "compare: expected two runs or more, found 1"),
+    ("compare done sound.txt", "sound.txt: expected the folder of a run, found a file; give the folder, such as runs/"),
+    ("compare done stepless", "stepless/metrics.jsonl: cannot read the metrics: No such file or directory; restore th"),
+    ("compare done damaged", "damaged/run.json: cannot read the record of the run: ...; the file is damaged: restore"),
+    ("report done", "unknown command report; did you mean export?"),
 ]  # fmt: skip
 
 
@@ -622,6 +717,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         os.chdir(folder)
         job = "train tiny.toml --run.dir done --train.steps 2 --data.source sound.txt"
         assert cli.main(job.split()) == 0
+        diverged = "--run.dir diverged --train.steps 1 --optimizer.lr 1e10 --validation.every 0"
+        assert cli.main(["train", "tiny.toml", *diverged.split(), "--data.source", "sound.txt"]) == 0
+        for name in ("cut", "stepless", "damaged"):
+            shutil.copytree("done", name)
+        for part in Path("cut").glob("checkpoints/*/*.distcp"):
+            os.truncate(part, 100)
+        os.remove("stepless/metrics.jsonl")
+        os.truncate("damaged/run.json", 100)
         shutil.copytree("done", "unsaved")
         shutil.rmtree("unsaved/checkpoints")
         shutil.copytree("done", "changed")
@@ -658,6 +761,64 @@ def test_one_line_names_the_thing_and_the_fix(
     assert "Traceback" not in out + shown and "step 1/" not in out
     assert not dist.is_initialized() and torch._dynamo.eval_frame._stance.stance == "default"
     assert state_of(folder) == before
+
+
+#: A wrong command, and the options that its error advises to set.
+ADVICE: list[tuple[str, str]] = [
+    (f"foreign {PYTHON}:Model --data.packing best_fit", '--data.packing none --data.document_mask "auto"'),
+    (f"foreign {PYTHON}:Model --data.packing best_fit", "--data.packing split --data.document_mask false"),
+    (f"foreign {PYTHON}:Model --data.document_mask true", '--data.packing none --data.document_mask "auto"'),
+    (f"foreign {PYTHON}:Model --data.document_mask true", "--data.packing split --data.document_mask false"),
+    (f"foreign {HF} mamba --data.packing best_fit", '--data.packing none --data.document_mask "auto"'),
+    (f"foreign {HF} mamba --data.packing best_fit", "--data.packing split --data.document_mask false"),
+    (f"foreign {HF} llama-weightless", "--model.weights random"),
+    (f"foreign {HF} llama --finetune.method lora", "--finetune.rank 8"),
+    (
+        f"foreign {HF} llama --finetune.method lora --finetune.rank 4 --finetune.targets '[\"model.norm\"]'",
+        "--finetune.targets [] --finetune.train_also '[\"model.norm.*\"]'",
+    ),
+    ("tiny --data.packing best_fit --data.document_mask false", "--data.document_mask auto"),
+    ("tiny --data.packing best_fit --data.document_mask false", "--data.packing split"),
+    (
+        "tiny --parallel.engine ddp --parallel.reshard_after_forward 2",
+        "--parallel.reshard_after_forward default",
+    ),
+    (f"tiny {ENGINE} --parallel.strategy hsdp", "--parallel.strategy zero3"),
+    (f"tiny {ENGINE} --parallel.strategy zero2 --parallel.memory max_pool", "--parallel.memory arena"),
+    (f"tiny {ENGINE} --parallel.grad_dtype bfloat16", "--optimizer.name adamw8bit"),
+    (f"tiny {ENGINE} --optimizer.in_backward true", "--train.max_norm 0"),
+    ("tiny --parallel.engine fsdp2 --optimizer.name muon", "--optimizer.name adamw"),
+    ("tiny --parallel.engine fsdp1 --train.compile inductor", "--train.compile none"),
+    ("tiny --activations.checkpoint budget", "--activations.checkpoint ops"),
+    ("tiny --finetune.method dora --finetune.dropout 0.1", "--finetune.method lora"),
+    ("tiny --data.validation_fraction 0", "--validation.every 0"),
+    ("tiny --data.validation_fraction 0", "--data.validation_source sound.txt"),
+    ("tiny --data.source short.jsonl --train.seq_len 16", "--validation.every 0"),
+    ("tiny --data.source short.jsonl --train.seq_len 16", "--data.validation_fraction 0.5"),
+    ("tiny --data.source sound.jsonl --data.tokenizer tokenizer", "--model.vocab_size 700"),
+]
+
+
+@pytest.mark.parametrize(("command", "advice"), ADVICE, ids=[f"{n}" for n in range(len(ADVICE))])
+def test_the_advice_of_an_error_works(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: str, advice: str
+) -> None:
+    """The settings that the error names lead to a run, not to another error."""
+    if not Path("mamba").exists():
+        folder_with("mamba", folder / "mamba")
+    shutil.rmtree("run", ignore_errors=True)
+    job, _, options = command.partition(" ")
+    wrong = shlex.split(f"train {job}.toml --run.dir run --train.steps 1 {options}")
+    assert cli.main(wrong) == 2
+    shown = capsys.readouterr().err
+    assert all(key.rpartition(".")[2] in shown for key in re.findall(r"--(\S+)", advice)), shown
+    assert cli.main([*wrong, *shlex.split(advice)]) == 0, capsys.readouterr().err
+    shutil.rmtree("run")
+
+
+def test_a_run_that_diverges_ends_without_a_sample(folder: Path) -> None:
+    assert "(none: expected finite logits" in Path("diverged/summary.txt").read_text()
+    assert '"status": "finished"' in Path("diverged/run.json").read_text()
 
 
 def test_a_process_ends_with_status_2(folder: Path) -> None:

@@ -321,7 +321,8 @@ def test_a_forward_that_takes_no_extras_is_refused(folder: Path) -> None:
     (folder / "my_small.py").write_text(MODELS.replace("tokens, extras=False", "tokens"))
     config = Config.model_validate({"model": {"kind": "my_small:SMALL"}, "train": {"seq_len": 64}})
     with pytest.raises(
-        UserError, match=r"kind 'small' has forward\(tokens\): .* Expected forward\(tokens, extras"
+        UserError,
+        match=r"forward\(tokens\) of the model of kind 'small': .* Expected forward\(tokens, extras",
     ):
         build_model(config.model, 256)
 

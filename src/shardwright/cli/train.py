@@ -52,6 +52,12 @@ def _job_of(options: argparse.Namespace, overrides: Overrides) -> tuple[Config, 
         path = Path(resume, "config.toml")
         if not path.is_file():
             raise UserError(f"--resume: expected the folder of a run, found no config.toml in {resume}")
+        for key, value in overrides:
+            if key == "run.dir" and os.path.abspath(value) != os.path.abspath(resume):
+                raise UserError(
+                    f"run.dir: expected none with --resume {resume}, which continues in that folder, found {value}; "
+                    "leave --run.dir out"
+                )
         return stored_config(Path(resume), overrides), resume
     if path is None:
         raise UserError(

@@ -30,11 +30,17 @@ PATIENCE = timedelta(minutes=1)
 unequal time to load programs and text."""
 SECONDS_TO_REPORT = 2.0
 """Seconds in which a rank waits for the first one to report the same mistake."""
+SECONDS_OF_A_SIGN = 1.0
+"""Seconds between two signs of progress of a rank that is at work on the start, at least."""
 SECONDS_TO_JOIN = 5.0
 """Seconds from the first mistake of a rank to the verdict, in which other ranks may state theirs."""
 
+SIGNS = "start/signs"
+"""The key that counts signs of progress of all ranks. Ranks wait for the others as long as it grows."""
 PATHS = ("source", "validation_source", "tokenizer", "chat_template", "cache")
 """Keys of `[data]` that name files of a host."""
+MODEL = "the model of model.path"
+"""In messages, and the key of its fingerprint."""
 
 Result = TypeVar("Result")
 
@@ -50,9 +56,11 @@ class Statement:
 def facts_of(
     config: Config, fingerprints: Mapping[str, str], resume: str | None, device: str
 ) -> dict[str, str]:
-    """The facts that must be equal on all ranks. Paths of data may differ by host: the `fingerprints` of their content
-    count, each under its name in messages."""
+    """The facts that must be equal on all ranks. Paths of data, and of a `MODEL`, may differ by host: the
+    `fingerprints` of their content count, each under its name in messages."""
     values = config.model_dump()
+    if MODEL in fingerprints:
+        del values["model"]["path"]
     data = values["data"]
     for key in PATHS:
         del data[key]
@@ -67,6 +75,19 @@ def facts_of(
         "the version of shardwright": shardwright.__version__,
         "the version of torch": torch.__version__,
     }
+
+
+def signs_of_progress(store: dist.Store) -> Callable[[], None]:
+    """A function that a rank at work calls after each part of it, from any thread: the others then wait longer."""
+    last = 0.0
+
+    def sign() -> None:
+        nonlocal last
+        if time.monotonic() - last >= SECONDS_OF_A_SIGN:
+            last = time.monotonic()
+            store.add(SIGNS, 1)
+
+    return sign
 
 
 def first_of_host(store: dist.Store, rank: int, work: Callable[[], Result]) -> Result:
@@ -106,7 +127,8 @@ def _wait_for_first(store: dist.Store, host: str) -> str:
 
 
 def agree(store: dist.Store, rank: int, size: int, statement: Statement, timeout: timedelta) -> None:
-    """Return if all ranks state the same. Called by every rank.
+    """Return if all ranks state the same. Called by every rank. The wait for a rank that does not answer ends after
+    `timeout` without a sign of progress of any rank.
 
     Raises UserError, the same one on every rank, which names the ranks and the first key that differs.
     """
@@ -116,22 +138,37 @@ def agree(store: dist.Store, rank: int, size: int, statement: Statement, timeout
         store.set("start/mistake", "")
     if rank == 0:
         store.set("start/verdict", _verdict(_statements(store, size, timeout)))
-    # The first rank gives up after `timeout`; its answer needs a moment more.
-    store.wait(["start/verdict"], timeout + PATIENCE)
+    _wait_for_verdict(
+        store, timeout + PATIENCE
+    )  # The first rank gives up after `timeout`; its answer needs a moment.
     verdict = store.get("start/verdict").decode()
     if verdict:
         raise UserError(verdict)
 
 
+def _wait_for_verdict(store: dist.Store, timeout: timedelta) -> None:
+    """Return when there is a verdict. Raises DistStoreError after `timeout` without one and without progress."""
+    while True:
+        signs = store.add(SIGNS, 0)
+        try:
+            store.wait(["start/verdict"], timeout)
+            return
+        except dist.DistStoreError:
+            if store.add(SIGNS, 0) == signs:
+                raise
+
+
 def _statements(store: dist.Store, size: int, timeout: timedelta) -> list[Statement | None]:
-    """Of every rank, None for those that have not come in time. A mistake of one rank shortens the wait for the others:
-    they may be at work that has become useless."""
+    """Of every rank, None for those that have not come in time. Each sign of progress extends the time. A mistake of
+    one rank shortens the wait for the others: they may be at work that has become useless."""
     keys = [f"start/{rank}" for rank in range(size)]
     deadline = time.monotonic() + timeout.total_seconds()
-    shortened = False
+    signs, shortened = store.add(SIGNS, 0), False
     while not store.check(keys) and time.monotonic() < deadline:
         if not shortened and store.check(["start/mistake"]):
             shortened, deadline = True, min(deadline, time.monotonic() + SECONDS_TO_JOIN)
+        elif not shortened and (newest := store.add(SIGNS, 0)) != signs:
+            signs, deadline = newest, time.monotonic() + timeout.total_seconds()
         time.sleep(0.01)
     return [Statement(*json.loads(store.get(key))) if store.check([key]) else None for key in keys]
 

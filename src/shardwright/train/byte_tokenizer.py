@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-VOCAB_SIZE = 256
-
 
 def characters() -> list[str]:
     """For each byte the character by which byte-level BPE writes it.

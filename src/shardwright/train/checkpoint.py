@@ -338,7 +338,7 @@ def _newest(checkpoints: Path, steps: list[int], read: Callable[[Path], T], say:
             )
             say(f"{folder} is damaged ({problem}){next_one}")
     problems = (
-        f"found only damaged ones ({'; '.join(damaged)})"
+        f"found only damaged ones ({'; '.join(damaged)}); restore one of them"
         if damaged
         else "found none; the run has saved nothing"
     )

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwright.train.config import Config, TrainConfig
+from shardwright.train.config import Config, TrainConfig, toml_value
 from shardwright.train.environment import choose_device, under_launcher
 from shardwright.train.errors import UserError
 from shardwright.train.host_memory import check_model_fits, ranks_of_host
 from shardwright.train.models.kinds import kind_of, offers_of
 from shardwright.train.models.presets import HybridConfig
 from shardwright.train.optimizers import optimizers
+from shardwright.train.sections.data import ONE_OR_UNMASKED, UNMASKED
 
 if TYPE_CHECKING:
     from shardwright.train.models.language_model import LanguageModel
@@ -28,13 +29,14 @@ def check_device(config: Config, kind: str) -> None:
         from shardwright.train.float8 import check_float8
 
         check_float8(config, kind)
-    for key, value in (
-        ("cuda_graph", config.train.cuda_graph),
-        ("memory_snapshot", config.train.memory_snapshot),
+    for key, value, expected in (
+        ("cuda_graph", config.train.cuda_graph, False),
+        ("memory_snapshot", config.train.memory_snapshot, ()),
     ):
-        if value and kind != "cuda":
+        if value != expected and kind != "cuda":
             raise UserError(
-                f"train.{key}: expected none on the {kind.upper()}, found {value}; it needs a CUDA device"
+                f"train.{key}: expected {toml_value(expected)} on the {kind.upper()}, found {toml_value(value)}; it "
+                "needs a CUDA device"
             )
 
 
@@ -49,11 +51,6 @@ def check_ranks(config: Config, ranks: int) -> None:
     if parallel.engine == "ddp" and parallel.reduce_dtype != "float32":
         raise UserError(
             f"parallel.reduce_dtype: expected float32 with engine ddp, found {parallel.reduce_dtype}"
-        )
-    if parallel.engine in ("ddp", "none") and parallel.reshard_after_forward != "default":
-        raise UserError(
-            f"parallel.reshard_after_forward: expected default with engine {parallel.engine}, which shards nothing, "
-            f"found {parallel.reshard_after_forward}"
         )
     kind = kind_of(config.model.shape()).name
     for key, value in (("tensor", parallel.tensor), ("expert", parallel.expert)):
@@ -164,25 +161,38 @@ def numbers_padding(config: Config, model: LanguageModel) -> bool:
 
 def check_separates(config: Config, model: LanguageModel) -> None:
     """Refuse samples of several documents for a model that would mix them."""
-    if config.data.separates and config.train.cuda_graph:
-        raise UserError(
-            "train.cuda_graph: expected false with documents that are kept apart in a sample, whose number changes in "
-            'every step, found true; set data.document_mask to false, or data.packing to "none"'
+    data = config.data
+    if config.train.cuda_graph:
+        _check_graph_of(model, config)
+    if data.separates and not model.separates:
+        key, expected, value = (
+            ("packing", "'none' or 'split'", data.packing)
+            if data.packing == "best_fit"
+            else ("document_mask", "false", data.document_mask)
         )
-    if config.train.cuda_graph and numbers_padding(config, model):
         raise UserError(
-            "train.cuda_graph: expected false with data.packing 'none' and a model with losses beside the "
-            "cross-entropy, which must not count padding, found true; its amount changes in every step"
+            f"data.{key}: expected {expected} with model.kind {config.model.kind!r}, whose tokens would see other "
+            f"documents of their sample, found {toml_value(value)}; set {ONE_OR_UNMASKED}"
         )
-    if config.train.cuda_graph and model.draws:
+
+
+def _check_graph_of(model: LanguageModel, config: Config) -> None:
+    """Refuse to capture steps that differ: in the numbers they draw, in documents or in padding."""
+    if model.draws:
         raise UserError(
             "train.cuda_graph: expected false with a model that may draw random numbers (model.kind "
             f"{config.model.kind!r}), found true; a graph cannot draw from another seed in each step"
         )
-    if config.data.separates and not model.separates:
+    if config.data.separates:
+        # With "none" such a model numbers its padding, and the amount of padding changes in every step.
+        other = UNMASKED if model.auxiliary and not model.foreign else ONE_OR_UNMASKED
         raise UserError(
-            f"data.document_mask: expected false with model.kind {config.model.kind!r}, whose tokens would see other "
-            f'documents of their sample, found {config.data.document_mask!r}; or set data.packing to "none", '
-            "which puts "
-            "one document in each sample"
+            "train.cuda_graph: expected false with documents that are kept apart in a sample, whose number changes in "
+            f"every step, found true; or set {other}"
+        )
+    if numbers_padding(config, model):
+        raise UserError(
+            "train.cuda_graph: expected false with data.packing 'none' and a model with losses beside the "
+            "cross-entropy, which must not count padding, found true; its amount changes in every step. Or set "
+            f"{UNMASKED}"
         )

@@ -22,7 +22,7 @@ from rich.text import Text
 from shardwright.train import metrics, report
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
-from shardwright.train.runs import RunFolder, differences, open_for_writing
+from shardwright.train.runs import RunFolder, differences, open_for_writing, value_in_words
 from shardwright.train.writing import write_json, writing
 
 MOST_IN_PAIRS = 4
@@ -138,7 +138,9 @@ def read_run(path: Path) -> Run:
     record, config = folder.record(), folder.config()
     steps = metrics.read_records(folder.metrics_file)
     if not steps:
-        raise UserError(f"{folder.metrics_file}: expected at least one step, found none")
+        raise UserError(
+            f"{folder.metrics_file}: expected at least one step, found none; continue the run, or leave it out"
+        )
     return Run(folder, config, record, steps)
 
 
@@ -148,13 +150,13 @@ def check_comparable(first: Run, other: Run) -> None:
         # The text must be the same; its path may differ.
         if key != "data.source":
             raise UserError(
-                f"compare: expected runs of the same job, found {key} = {before} in {first.folder.path} and {after} in "
-                f"{other.folder.path}"
+                f"compare: expected runs of the same job, found {key} = {value_in_words(before)} in "
+                f"{first.folder.path} and {value_in_words(after)} in {other.folder.path}"
             )
     texts = [run.record["corpus"]["sha256"] for run in (first, other)]
     if texts[0] != texts[1]:
         raise UserError(
-            f"compare: expected runs on the same text, found corpus sha256 {texts[0][:12]} in {first.folder.path} and "
+            f"compare: expected runs on the same data, found sha256 {texts[0][:12]} in {first.folder.path} and "
             f"{texts[1][:12]} in {other.folder.path}"
         )
 
@@ -201,17 +203,22 @@ def compare(runs: list[Path], out: Path | None) -> int:
         console.print(settings_of_runs(names, special, console))
     console.print(table_of(names, figures))
     console.print(explanation(read), markup=False, highlight=False)
+    console.print(memory_table(names, figures))
+    console.print(memory_explanation(read, figures), markup=False, highlight=False)
     if 2 < len(read) <= MOST_IN_PAIRS:
         console.print(pair_table(names, pairs))
     write_json(target / "compare.json", {"runs": figures, "pairs": pairs})
+    on_gpu = any(session["device"] == "cuda" for run in read for session in run.record["sessions"])
+    by_engine = not on_gpu and all(figure["leased_memory_bytes"] is not None for figure in figures)
     with writing(target):
         report.comparison(
             [
-                curve_of(run, read[0], figure, name, settings_in_words(settings))
+                curve_of(run, read[0], figure, name, settings_in_words(settings), by_engine)
                 for run, figure, name, settings in zip(read, figures, names, special, strict=True)
             ],
             target / "compare.png",
             settings_in_words(common),
+            BY_ENGINE if by_engine else BY_DEVICE,
         )
     print(f"wrote {target / 'compare.json'} and {target / 'compare.png'}")
     return 0
@@ -219,7 +226,8 @@ def compare(runs: list[Path], out: Path | None) -> int:
 
 def figures_of(run: Run, first: Run) -> dict[str, Any]:
     """The row of a run in compare.json, with plain names and units."""
-    results, reference = report.results(run.steps), report.results(first.steps)
+    results, reference = (report.results(each.steps, each.record["sessions"]) for each in (run, first))
+    ended = run.record.get("results", {})
     distance = None if run is first else agreement(first, run)
     return {
         "run": str(run.folder.path),
@@ -238,9 +246,10 @@ def figures_of(run: Run, first: Run) -> dict[str, Any]:
         "tokens_per_second": results["tokens_per_second"],
         "step_seconds": results["step_seconds"],
         "step_time_ratio": results["step_seconds"] / reference["step_seconds"],
+        "held_memory_bytes": ended.get("held_memory"),
+        "leased_memory_bytes": ended.get("leased_memory"),
         # A run that failed has no figure of all ranks, so this is the largest of rank 0.
-        "peak_memory_bytes": run.record.get("results", {}).get("peak_memory")
-        or max(step["memory_reserved"] for step in run.steps),
+        "peak_memory_bytes": ended.get("peak_memory") or max(step["memory_reserved"] for step in run.steps),
     }
 
 
@@ -311,7 +320,6 @@ def table_of(names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> Tabl
         "at\nstep",
         "tok/s",
         "step\ntime",
-        "peak\nGiB",
     ):
         table.add_column(name, justify="right", no_wrap=True)
     for name, figure in zip(names, figures, strict=True):
@@ -321,25 +329,70 @@ def table_of(names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> Tabl
             f"{figure['train_loss']:.6f}", "-" if validation is None else f"{validation:.4f}",
             *in_words(difference, figure["at_step"]),
             f"{figure['tokens_per_second']:,.0f}", f"{figure['step_time_ratio']:.2f}x",
-            metrics.gib(figure["peak_memory_bytes"]),
         )  # fmt: skip
     return table
 
 
 def explanation(runs: Sequence[Run]) -> str:
     """The meaning of each column of the results."""
-    devices = {session["device"] for run in runs for session in run.record["sessions"]}
-    words_of_device = {"cuda": "held by torch's allocator", "cpu": "of the process"}
-    peak = " or, on a GPU, ".join(words_of_device.get(device, "held") for device in sorted(devices))
     lines = [
         "max diff    largest |loss - loss of the first run| / loss of the first run",
-        "tok/s       tokens per second of all ranks together, median of the steps",
+        f"tok/s       tokens per second of all ranks together, median without the first {report.WARM_UP} steps",
         "step time   median, relative to the first run",
-        f"peak GiB    most memory {peak}, on the rank with the highest peak",
     ]
+    if any(len(run.record["sessions"]) > 1 for run in runs):
+        lines += [
+            "            of a resumed run: of its last session, and of earlier ones with the same engine, ranks,",
+            "            device, dtypes, strategy, layout and memory, without the first",
+            f"            {report.WARM_UP} steps of each session",
+        ]
     if any("/" in run.dtypes for run in runs):
         lines.append("dtypes      of the computation / of the reduction of gradients")
     return "\n".join(f" {line}" for line in lines) + "\n"
+
+
+def memory_table(names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> Table:
+    """The memory of each run, on the rank with most of it."""
+    table = Table(
+        title="Memory", title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    table.add_column("run", overflow="fold", min_width=12)
+    for name in ("held\nMiB", "leased\nMiB", "peak\nGiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, figure in zip(names, figures, strict=True):
+        engine = (figure["held_memory_bytes"], figure["leased_memory_bytes"])
+        table.add_row(
+            name,
+            *("-" if nbytes is None else f"{nbytes / 2**20:,.2f}" for nbytes in engine),
+            metrics.gib(figure["peak_memory_bytes"]),
+        )
+    return table
+
+
+def memory_explanation(runs: Sequence[Run], figures: Sequence[Mapping[str, Any]]) -> str:
+    """The meaning of each column of the memory."""
+    devices = {session["device"] for run in runs for session in run.record["sessions"]}
+    words_of_device = {"cuda": "held by torch's allocator", "cpu": "of the whole process, with its libraries"}
+    peak = " or, on a GPU, ".join(words_of_device.get(device, "held") for device in sorted(devices))
+    lines = [
+        "held        shards of parameters, optimizer state and buffers between steps",
+        "leased      most memory that the engine takes for a step beside that; activations do not count",
+        f"peak GiB    most memory {peak}",
+        "            each on the rank with most",
+    ]
+    if any(figure["leased_memory_bytes"] is None for figure in figures):
+        lines.append(
+            "-           not known: another engine than shardwright, a run that failed, or an older version"
+        )
+    return "\n".join(f" {line}" for line in lines) + "\n"
+
+
+BY_ENGINE = report.MemoryPanel(
+    "Memory of the engine: held, and leased in a step", "MiB on the rank with most, without activations"
+)
+BY_DEVICE = report.MemoryPanel(
+    "Most memory held by a rank", "GiB on the rank with the highest peak (on the CPU: its whole process)"
+)
 
 
 def in_words(difference: float | None, step: int | None) -> tuple[str, str]:
@@ -365,12 +418,15 @@ def pair_table(names: Sequence[str], pairs: Sequence[Mapping[str, Any]]) -> Tabl
     return table
 
 
-def curve_of(run: Run, first: Run, figure: Mapping[str, Any], name: str, settings: str) -> report.Curve:
+def curve_of(
+    run: Run, first: Run, figure: Mapping[str, Any], name: str, settings: str, by_engine: bool
+) -> report.Curve:
+    engine = (figure["held_memory_bytes"], figure["leased_memory_bytes"])
     return report.Curve(
         name=name,
         settings=settings,
         records=run.steps,
         difference={} if run is first else relative_differences(first, run),
         tokens_per_second=figure["tokens_per_second"],
-        peak_memory=figure["peak_memory_bytes"],
+        memory=sum(engine) / 2**20 if by_engine else figure["peak_memory_bytes"] / 2**30,
     )

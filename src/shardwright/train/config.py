@@ -407,7 +407,12 @@ def _override(values: dict[str, Any], key: str, text: str) -> None:
             return  # The file has a plain value where a table belongs; checking will say so.
         table = inner
     annotation = own if info is None else info.annotation
-    table[name] = _value_of(text, takes_text=str in (annotation, *get_args(annotation)))
+    takes_text = str in (annotation, *get_args(annotation))
+    value = table[name] = _value_of(text, takes_text)
+    if _takes_text_or_list(annotation) and isinstance(value, str) and _is_bracketed(value):
+        raise UserError(
+            f"command line: {key}: expected a string or a list of strings, found {value}; {_quoted(value)}"
+        )
 
 
 def _own_type(values: dict[str, Any], key: str) -> Any:
@@ -439,8 +444,12 @@ def _value_of(text: str, takes_text: bool) -> Any:
 
 def _one_line(error: ValidationError, path: Path, overridden: set[str]) -> str:
     seen: dict[str, str] = {}
-    # A mistyped key is often the reason why another one is missing.
-    details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] == "missing")
+    # A mistyped key is often the reason why another one is missing. Of the arms of a union, the one that is only empty
+    # is the one that was meant.
+    details = sorted(
+        error.errors(include_url=False),
+        key=lambda detail: (detail["type"] == "missing", not _is_empty(detail)),
+    )
     for detail in details:
         key, message = _explain(detail)
         seen.setdefault(key, message)
@@ -479,7 +488,7 @@ def _explain(detail: ErrorDetails) -> tuple[str, str]:
     pattern = detail["type"] == "string_pattern_mismatch" and depth == len(location)
     if pattern:
         expected = "letters, digits, '.', '_' and '-', not starting with '.' or '-'"
-    elif detail["type"] in ("string_too_short", "too_short"):
+    elif _is_empty(detail):
         expected = "a value that is not empty"
     elif info is None or (isinstance(location[depth - 1], int) and _row_of(info.annotation)):
         expected = "a table"
@@ -492,10 +501,42 @@ def _explain(detail: ErrorDetails) -> tuple[str, str]:
     return key, f"{key}: expected {expected}, found {found}{_remedy(key, info, detail)}"
 
 
+def _is_empty(detail: ErrorDetails) -> bool:
+    """Whether the error is about an empty string or list."""
+    return detail["type"] in ("string_too_short", "too_short") and not detail["input"]
+
+
+def _is_bracketed(text: str) -> bool:
+    """Whether a text is a list whose quotes the shell has removed, such as [a,b]."""
+    return text.startswith("[") and text.endswith("]")
+
+
+def _quoted(text: str) -> str:
+    """What to write for such a list."""
+    items = [item.strip() for item in text[1:-1].split(",")]
+    return f"write '{toml_value(items)}': without single quotes the shell removes the double quotes"
+
+
+def _takes_text_or_list(annotation: Any) -> bool:
+    return str in get_args(annotation) and any(
+        get_origin(get_args(arm)[0]) is tuple for arm in get_args(annotation) if get_origin(arm) is Annotated
+    )
+
+
+def _holds_text(annotation: Any) -> bool:
+    return annotation is str or any(_holds_text(inner) for inner in get_args(annotation))
+
+
 def _remedy(key: str, info: FieldInfo | None, detail: ErrorDetails) -> str:
     """What to write, where the value says what its author meant."""
     value, kind = detail["input"], detail["type"]
     if info is None:
+        return ""
+    if kind == "tuple_type" and isinstance(value, str) and _is_bracketed(value):
+        if _row_of(info.annotation):
+            return "; put the list into single quotes, or the shell removes the double quotes inside it"
+        if _holds_text(info.annotation):
+            return f"; {_quoted(value)}"
         return ""
     if _row_of(info.annotation):
         return f"; write a table [[{key.partition('.0')[0]}]]" if isinstance(value, dict | str) else ""

@@ -13,7 +13,7 @@ from shardwright.train.data.dataset import Dataset, continued
 from shardwright.train.data.growth import Known
 from shardwright.train.data.statement import tokens_of
 from shardwright.train.errors import UserError
-from shardwright.train.runs import RunFolder, check_same_corpus, write_json
+from shardwright.train.runs import RunFolder, check_same_data, write_json
 
 
 def write_data_record(folder: RunFolder, dataset: Dataset) -> None:
@@ -30,7 +30,7 @@ def resumed_data(config: Config, folder: RunFolder, dataset: Dataset) -> tuple[D
     folder.record()  # raises an error if it is damaged
     content = _read(folder)
     if content is None or not dataset.materials:  # a run of an earlier version, or a text in memory
-        check_same_corpus(folder, dataset.sha256, tokens_of(dataset.train))
+        check_same_data(folder, dataset.sha256, tokens_of(dataset.train))
         return dataset, []
     known, validation = content
     if len(known) != len(dataset.materials):

@@ -7,7 +7,6 @@ and folds one layer at a time. The folder gets its name when it is complete.
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from shardwright.checkpoint.stored_form import StoredForm, bytes_of, stored_form
 from shardwright.train import byte_tokenizer, checkpoint
 from shardwright.train.checkpoint import Position, Read
 from shardwright.train.config import Config
+from shardwright.train.data.tokenizers import open_tokenizer
 from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters
 from shardwright.train.finetune.base import base_of, check_same_base
@@ -36,7 +36,7 @@ from shardwright.train.models.build import model_of
 from shardwright.train.models.foreign import module_names
 from shardwright.train.models.kinds import offers_of
 from shardwright.train.models.presets import Shape
-from shardwright.train.runs import RunFolder
+from shardwright.train.runs import RunFolder, check_same_tokenizer, recorded_tokenizer
 from shardwright.train.writing import unwritable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -66,6 +66,7 @@ class ExportedTokenizer:
         ends: ids at which a text ends.
         end_token: the text of the token that ends a document, or None.
         file: its tokenizer.json, beside which its other files are; None: the byte tokenizer, whose files are made.
+        fingerprint: a digest of all that decides the ids of a text.
     """
 
     vocab_size: int
@@ -73,6 +74,7 @@ class ExportedTokenizer:
     ends: tuple[int, ...]
     end_token: str | None
     file: Path | None
+    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def export(
 
     Raises:
         UserError: `run` is no run or has no whole checkpoint, `folder` exists or cannot be written, or the tokenizer
-            does not belong to the model. Nothing is written then.
+            is not the one of the run or does not belong to the model. Nothing is written then.
     """
     chosen = _dtype_named(dtype)
     try:
@@ -126,9 +128,11 @@ def export(
     _check_new(folder)
     source = RunFolder(run)
     record, config = source.record(), source.config()
-    tokenizer, template = tokenizer_of(config), _template(config)
+    name, template = recorded_tokenizer(record, config), _template(config)
+    tokenizer = tokenizer_of(name)
+    check_same_tokenizer(source, name, tokenizer.fingerprint, tokenizer.vocab_size)
     shape = config.model.shape()
-    check_vocabulary(tokenizer.vocab_size, record["vocab_size"], shape.vocab_size, run)
+    check_vocabulary(tokenizer.vocab_size, shape.vocab_size)
     named = offers_of(shape).key_map is not None
     values = hugging_face.config_json(shape) if named else None
     merges = config.finetune.method != "full"
@@ -306,14 +310,16 @@ def in_words(exported: Exported) -> str:
 # Tokenizer and settings
 
 
-def tokenizer_of(config: Config) -> ExportedTokenizer:
-    """The tokenizer of a run's `data.tokenizer`."""
-    name = str(config.data.tokenizer)
-    if name == "bytes":
-        return ExportedTokenizer(byte_tokenizer.VOCAB_SIZE, None, (), None, None)
-    tokenizer: Any = importlib.import_module("shardwright.train.data.tokenizers").open_tokenizer(name)
+def tokenizer_of(name: str) -> ExportedTokenizer:
+    """The tokenizer of a setting `data.tokenizer`."""
+    tokenizer = open_tokenizer(name)
     return ExportedTokenizer(
-        tokenizer.vocab_size, tokenizer.begin, tokenizer.ends, tokenizer.end_token, tokenizer.file
+        tokenizer.vocab_size,
+        tokenizer.begin,
+        tokenizer.ends,
+        tokenizer.end_token,
+        tokenizer.file,
+        tokenizer.fingerprint,
     )
 
 
@@ -329,13 +335,8 @@ def _template(config: Config) -> str | None:
         ) from None
 
 
-def check_vocabulary(tokenizer: int, recorded: int, model: int, run: Path) -> None:
-    """Raise a UserError unless the tokenizer is the one that the model was trained with."""
-    if tokenizer != recorded:
-        raise UserError(
-            f"data.tokenizer: expected the tokenizer of {run}, with {recorded} ids, found one with {tokenizer}; its "
-            "files have changed since the run"
-        )
+def check_vocabulary(tokenizer: int, model: int) -> None:
+    """Raise a UserError if the tokenizer has more ids than the model."""
     if tokenizer > model:
         raise UserError(
             f"data.tokenizer: expected at most the model's {model} ids, found a tokenizer with {tokenizer}; it does "

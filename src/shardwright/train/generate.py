@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -20,7 +21,11 @@ from shardwright.train.finetune.adapters import adapt, merge
 from shardwright.train.finetune.base import base_of, check_same_base
 from shardwright.train.finetune.finetuning import source_of
 from shardwright.train.models.build import build_model
-from shardwright.train.runs import RunFolder
+from shardwright.train.runs import RunFolder, check_same_tokenizer, recorded_tokenizer
+
+
+class NonFiniteLogitsError(UserError):
+    """The model's logits are not finite, so no token can be drawn."""
 
 
 @torch.no_grad()
@@ -44,25 +49,34 @@ def sample(
 
     Temperature 0 takes the likeliest token; `top_k` 0 draws from all. Drawn on the CPU from a generator of its own,
     so ranks that run the same model in step draw the same tokens.
+
+    Raises NonFiniteLogitsError, on all ranks that run the model in step.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = prompt.tolist()
     training = model.training
     model.eval()
-    for _ in range(count):
-        window = tokens[-context:]
-        window_1S = torch.tensor([window + [0] * (-len(window) % multiple)], device=device)
-        logits_V = model(window_1S)[0, len(window) - 1]
-        logits_V = (logits_V.full_tensor() if isinstance(logits_V, DTensor) else logits_V).float().cpu()
-        token = _draw(logits_V, temperature, top_k, generator)
-        if token in ends:
-            break
-        tokens.append(token)
-    model.train(training)
+    try:
+        for _ in range(count):
+            window = tokens[-context:]
+            window_1S = torch.tensor([window + [0] * (-len(window) % multiple)], device=device)
+            logits_V = model(window_1S)[0, len(window) - 1]
+            logits_V = (logits_V.full_tensor() if isinstance(logits_V, DTensor) else logits_V).float().cpu()
+            token = _draw(logits_V, temperature, top_k, generator)
+            if token in ends:
+                break
+            tokens.append(token)
+    finally:
+        model.train(training)
     return tokens[len(prompt) :]
 
 
 def _draw(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if not math.isfinite(largest := float(logits_V.max())):  # a model may exclude tokens with -inf
+        raise NonFiniteLogitsError(
+            f"expected finite logits, found {largest}: the training has diverged. Use a checkpoint of an earlier step, "
+            "or train with a lower optimizer.lr"
+        )
     if temperature == 0:
         return int(logits_V.argmax())
     if top_k:
@@ -89,14 +103,19 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int
     This text has at most `tokens` tokens, and ends before the first token that ends a document for the tokenizer or its
     generation_config.json. An empty prompt asks for a document from its beginning.
 
-    Raises UserError for a folder that is no run or has no whole checkpoint, for a prompt that is no text, and for one
-    without a token if the tokenizer has no token that begins a document.
+    Raises UserError for a folder that is no run or has no whole checkpoint, for a tokenizer whose files have changed
+    since the run, for a prompt that is no text, and for one without a token if the tokenizer has no token that begins a
+    document.
+
+    Raises NonFiniteLogitsError if the training has diverged.
     """
     if any("\ud800" <= character <= "\udfff" for character in prompt):
         raise UserError("--prompt: expected UTF-8 text, found other bytes")
     folder = RunFolder(run)
     record, config = folder.record(), folder.config()
-    tokenizer = open_tokenizer(config.data.tokenizer)
+    name = recorded_tokenizer(record, config)
+    tokenizer = open_tokenizer(name)
+    check_same_tokenizer(folder, name, tokenizer.fingerprint, tokenizer.vocab_size)
     ids = prompt_ids(tokenizer, prompt)
     if not ids:
         raise UserError(

@@ -23,6 +23,7 @@ from shardwright.train.activations import Recompiles
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.statement import ends_in_words, statement, tokens_of
+from shardwright.train.data.tokenizers import pinned_name
 from shardwright.train.data_record import resumed_data, write_data_record
 from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters, finetuning
@@ -79,7 +80,7 @@ def _train(config: Config, folder: RunFolder, dataset: Dataset, world: World, re
             with START.left_to_others():
                 trainer.load(folder, notices)
         if config.finetune.method != "full":
-            finetuning.prepare(trainer.model, config, folder.base_file, resume)
+            finetuning.prepare(trainer.model, config, folder.base_file, resume, world.mesh)
             notices.say(adapters.statement(trainer.model))
     trainer.check_model()
     done = trainer.position.step
@@ -248,6 +249,10 @@ def open_record(trainer: Trainer, folder: RunFolder) -> RunRecord:
         "parameters": trainer.parameters,
         "flops_per_token": trainer.flops_per_token,
         "vocab_size": dataset.vocab_size,
+        "tokenizer": {
+            "name": pinned_name(trainer.config.data.tokenizer, dataset.tokenizer),
+            "fingerprint": dataset.tokenizer.fingerprint,
+        },
         "corpus": {
             "sha256": dataset.sha256,
             "train_tokens": tokens_of(dataset.train),
@@ -303,7 +308,7 @@ def figures_in_words(trainer: Trainer) -> str:
         world.device,
         mfu=peak_flops(metrics.device_name(world.device), config.parallel.param_dtype) is not None,
         norm=not config.optimizer.in_backward,
-        auxiliary=trainer.auxiliary,
+        auxiliary=trainer.losses.auxiliary,
         validation=config.validation.every > 0,
     )
 
@@ -335,13 +340,16 @@ def conclude(
 
     Returns the exit status.
     """
-    memory = torch.tensor(trainer.peak_memory, device=trainer.world.device)
+    memory = torch.tensor([trainer.peak_memory, *engine_memory(trainer)], device=trainer.world.device)
     dist.all_reduce(memory, op=dist.ReduceOp.MAX)
+    peak, held, leased = memory.tolist()
     sampled = trainer.sample() if trainer.config.run.sample_tokens and not ended_by else None
     if record is None:
         return 128 + ended_by if ended_by else 0
     records = metrics.read_records(folder.metrics_file)
-    results = {**report.results(records), "peak_memory": int(memory)}
+    results = {**report.results(records, record.content["sessions"]), "peak_memory": peak}
+    if leased >= 0:
+        results |= {"held_memory": held, "leased_memory": leased}
     if trainer.config.train.compile != "none":
         results |= {"graphs": trainer.recompiles.graphs, "recompiles": trainer.recompiles.later}
     status: Literal["interrupted", "finished"] = "interrupted" if ended_by else "finished"
@@ -364,6 +372,17 @@ def conclude(
     return 0
 
 
+def engine_memory(trainer: Trainer) -> tuple[int, int]:
+    """Bytes of this rank: parameters, optimizer state and buffers between steps, and the most that the engine leased
+    during a step. -1 with other engines, and before a whole step."""
+    if trainer.config.parallel.engine != "shardwright":
+        return -1, -1
+    memory = sw.memory_report(trainer.model, trainer.optimizer)
+    if memory.peak is None:
+        return -1, -1
+    return memory.shards + memory.rest + memory.buffers + memory.optimizer, memory.peak
+
+
 def summary(
     trainer: Trainer,
     folder: RunFolder,
@@ -383,6 +402,10 @@ def summary(
     if "graphs" in results:
         later = f"{results['recompiles']} of them after step {Recompiles.WARM_UP}"
         compiled = [f"  compiled        {results['graphs']} graphs, {later}"]
+    engine = []
+    if "leased_memory" in results:
+        held, leased = (in_units(results[key]) for key in ("held_memory", "leased_memory"))
+        engine = [f"  engine memory   {held} held and at most {leased} leased, each on the rank with most"]
     memory_of = "held by torch's allocator" if trainer.world.device.type == "cuda" else "of the process"
     alike = vocabulary(trainer.config)
     lines = [
@@ -394,6 +417,7 @@ def summary(
         f"  tokens/s        {results['tokens_per_second']:,.0f} of all ranks (median)",
         f"  data            {results['data_share']:.1%} of the steps' time spent waiting for data",
         f"  peak memory     {metrics.gib(results['peak_memory'])} GiB {memory_of} on the rank with the highest peak",
+        *engine,
         *compiled,
         f"  checkpoint      {checkpoint.step_folder(folder.checkpoints, trainer.position.step)}",
         f"  loss curve      {folder.picture}",

@@ -177,8 +177,12 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot read the metrics: {error}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the metrics: {error.strerror}; restore the file") from None
+    except ValueError as error:
+        raise UserError(
+            f"{path}: cannot read the metrics: {error}; the file is damaged: restore it"
+        ) from None
     lines = text[: text.rfind("\n") + 1].splitlines()
     return [_record(line, f"line {number} of {path}") for number, line in enumerate(lines, start=1)]
 

@@ -39,6 +39,7 @@ from shardwright.train.models.plans import expert_layers
 from shardwright.train.models.styles import spread_experts
 from shardwright.train.optimizers import optimizers
 from shardwright.train.precision import dtype_of, engine_policy
+from shardwright.train.together import together
 
 # ---------------------------------------------------------------------------------------------------------------
 # The recipe
@@ -52,22 +53,30 @@ def make_expert_mesh(config: ParallelConfig, mesh: DeviceMesh) -> DeviceMesh:
     return init_device_mesh(mesh.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def build_for(config: Config, vocab_size: int, reads_weights: bool = True) -> LanguageModel:
+def build_for(
+    config: Config, vocab_size: int, reads_weights: bool = True, mesh: DeviceMesh | None = None
+) -> LanguageModel:
     """The model of `config`, for `parallelize`: without memory where the engine can shard it so.
 
     Random numbers are drawn on the CPU for any device and engine, so that one seed means one model everywhere. A model
     that is not deferred reads its stored weights here, unless a checkpoint will replace them.
+
+    Raises:
+        UserError: the weights cannot be read, on every rank of `mesh`.
     """
     if not builds_deferred(config):
-        return _adapted(config, vocab_size, reads_weights)
+        return _adapted(config, vocab_size, reads_weights, mesh)
     with sw.deferred_init(), torch.device("cpu"):
         return _adapted(config, vocab_size, reads_weights=False)
 
 
-def _adapted(config: Config, vocab_size: int, reads_weights: bool) -> LanguageModel:
+def _adapted(
+    config: Config, vocab_size: int, reads_weights: bool, mesh: DeviceMesh | None = None
+) -> LanguageModel:
     model = build_model(config.model, vocab_size)
     if reads_weights:
-        model.read_weights()
+        # A plain model does not know the other ranks. They would wait for this one in the engine's collectives.
+        together(mesh, model.read_weights)
     adapt(model, config.finetune, config.run.seed)
     return model
 
@@ -222,6 +231,12 @@ def parallelize(
         try:
             model.set_is_last_backward(True)  # the first call that looks at all units together
         except ValueError as error:
+            if keeps:  # the engine's advice is about arguments that have no key here
+                key = "strategy" if _keeps_parameters(config) else "reshard_after_forward"
+                raise UserError(
+                    f"parallel.memory: expected 'arena' or 'dynamic' with parallel.{key} {getattr(config, key)!r}, "
+                    f"found {config.memory!r}; all units keep their full parameters, so no slot ever becomes free"
+                ) from error
             raise UserError(
                 f"parallel.memory: found {config.memory!r}, which does not work with this model. {error}"
             ) from error

@@ -22,7 +22,16 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from shardwright.checkpoint.digests import Damaged
-from shardwright.train.agreement import PATIENCE, Statement, agree, facts_of, first_of_host, is_to_report
+from shardwright.train.agreement import (
+    MODEL,
+    PATIENCE,
+    Statement,
+    agree,
+    facts_of,
+    first_of_host,
+    is_to_report,
+    signs_of_progress,
+)
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset, load_dataset
 from shardwright.train.ending import Complaint, fail
@@ -36,6 +45,7 @@ from shardwright.train.environment import (
 from shardwright.train.errors import UserError
 from shardwright.train.lock import share
 from shardwright.train.loop import train
+from shardwright.train.models.shapes import HuggingFaceShape
 from shardwright.train.runs import RunFolder, open_folder
 from shardwright.train.starting import START
 from shardwright.train.trainer import NonFiniteError
@@ -96,8 +106,11 @@ def _start_together(
         config = configured()
         device = pick_device(config)
         START.doing("reading the data")
-        dataset = first_of_host(store, rank, lambda: load_dataset(config, progress=rank == 0))
-        statement = Statement(facts_of(config, dataset.fingerprints, resume, device.type))
+        dataset = first_of_host(
+            store, rank, lambda: load_dataset(config, progress=rank == 0, advanced=signs_of_progress(store))
+        )
+        fingerprints = {**dataset.fingerprints, **_model_fingerprint(config)}
+        statement = Statement(facts_of(config, fingerprints, resume, device.type))
     except (UserError, OSError, Damaged) as error:
         agree(store, rank, size, Statement({}, str(error)), collective_timeout())
         raise UserError(str(error)) from error
@@ -105,6 +118,16 @@ def _start_together(
     agree(store, rank, size, statement, collective_timeout())
     store.set_timeout(collective_timeout())
     return config, dataset
+
+
+def _model_fingerprint(config: Config) -> dict[str, str]:
+    """The digest of the files behind `model.path`, under its name in messages. Empty for a model without files."""
+    shape = config.model.shape()
+    if not isinstance(shape, HuggingFaceShape):
+        return {}
+    from shardwright.train.models import hf
+
+    return {MODEL: hf.fingerprint(shape)}
 
 
 def _report_alone(complaint: Complaint, store: dist.Store | None, debug: bool) -> int:

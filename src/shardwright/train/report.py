@@ -20,16 +20,41 @@ if TYPE_CHECKING:  # matplotlib takes half a second to import, so only the proce
 Records = Sequence[Mapping[str, Any]]
 
 WARM_UP = 3
-"""First steps that do not count for speeds, because of first allocations, lazily built kernels and caches."""
+"""First steps of a session that do not count for speeds. They allocate, build kernels and fill caches."""
+
+SPEED = (
+    "engine", "ranks", "device", "device_name", "threads", "param_dtype", "reduce_dtype", "strategy", "layout",
+    "memory",
+)  # fmt: skip
+"""Facts of a session on which its speed depends."""
 
 MARKERS = ("o", "+", "x", "1", "2")
 """Different markers, so that points of several runs stay visible at the same place."""
 
 
-def results(records: Records) -> dict[str, Any]:
-    """First and last loss, last validation loss, median speed, and the share of time spent waiting for data."""
+def timed_steps(records: Records, sessions: Records) -> Records:
+    """The steps that count for speeds: those after the warm-up of each session that ran as the last session.
+
+    If there are none, the steps of the last session, or else all.
+    """
+    last = sessions[-1]
+    timed: list[Mapping[str, Any]] = []
+    for number, session in enumerate(sessions):
+        # A resume from an older checkpoint drops the steps after it.
+        end = min((later["from_step"] for later in sessions[number + 1 :]), default=math.inf)
+        if all(session.get(key) == last.get(key) for key in SPEED):
+            begin = session["from_step"] + WARM_UP
+            timed += [record for record in records if begin < record["step"] <= end]
+    return timed or [record for record in records if record["step"] > last["from_step"]] or records
+
+
+def results(records: Records, sessions: Records) -> dict[str, Any]:
+    """First and last loss, last validation loss, median speed, and the share of time spent waiting for data.
+
+    `sessions` are those of run.json.
+    """
     validations = [record["validation_loss"] for record in records if record["validation_loss"] is not None]
-    timed = records[WARM_UP:] or records
+    timed = timed_steps(records, sessions)
     return {
         "first_loss": records[0]["loss"],
         "train_loss": records[-1]["loss"],
@@ -78,15 +103,24 @@ class Curve:
     difference: Mapping[int, float]
     """Relative difference of its loss to the first run's, by step; empty for the first run."""
     tokens_per_second: float
-    peak_memory: int
+    memory: float
+    """In the unit of the picture."""
 
 
-def comparison(curves: Sequence[Curve], path: Path, common: str) -> None:
+@dataclass(frozen=True)
+class MemoryPanel:
+    """The words of the panel with bars for memory."""
+
+    title: str
+    unit: str
+
+
+def comparison(curves: Sequence[Curve], path: Path, common: str, panel: MemoryPanel) -> None:
     """Draw the losses of all runs, their differences from the first run, and bars for speed and memory."""
-    comparison_figure(curves, common).savefig(path, dpi=110)
+    comparison_figure(curves, common, panel).savefig(path, dpi=110)
 
 
-def comparison_figure(curves: Sequence[Curve], common: str) -> Figure:
+def comparison_figure(curves: Sequence[Curve], common: str, panel: MemoryPanel) -> Figure:
     """`common` are the settings that all runs share, in words."""
     from matplotlib.lines import Line2D
 
@@ -130,9 +164,7 @@ def comparison_figure(curves: Sequence[Curve], common: str) -> Figure:
     _bars(
         speeds, "Speed of all ranks together", "tokens per second (median of the steps)", names, speed, colors
     )
-    memory = [c.peak_memory / 2**30 for c in curves]
-    axis_label = "GiB on the rank with the highest peak (on the CPU: its whole process)"
-    _bars(memories, "Most memory held by a rank", axis_label, names, memory, colors)
+    _bars(memories, panel.title, panel.unit, names, [c.memory for c in curves], colors)
     figure.legend(handles=handles, loc="outside lower center", fontsize=9, handlelength=5)
     if common:
         figure.suptitle(textwrap.fill(f"Same in all runs: {common}", 130), fontsize=10)

@@ -106,8 +106,18 @@ class RunFolder:
             record = json.loads(self.record_file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise UserError(f"{self.path}: expected the folder of a run, found no run.json in it") from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{self.record_file}: cannot read the record of the run: {error}") from None
+        except NotADirectoryError:
+            raise UserError(
+                f"{self.path}: expected the folder of a run, found a file; give the folder, such as {RUNS}/NAME-TIME"
+            ) from None
+        except OSError as error:
+            raise UserError(
+                f"{self.record_file}: cannot read the record of the run: {error.strerror}"
+            ) from None
+        except (ValueError, RecursionError) as error:
+            raise UserError(
+                f"{self.record_file}: cannot read the record of the run: {error}; the file is damaged: restore it"
+            ) from None
         if not isinstance(record, dict):
             raise UserError(f"{self.record_file}: expected a JSON object, found {type(record).__name__}")
         damaged = _damaged_key(record)
@@ -129,9 +139,12 @@ class RunFolder:
 def _damaged_key(record: Mapping[str, Any]) -> str | None:
     """The first key of a run.json that is missing or has a value of the wrong kind."""
     corpus, sessions, results = record.get("corpus"), record.get("sessions"), record.get("results", {})
+    tokenizer = record.get("tokenizer", {"name": "", "fingerprint": ""})  # records of older versions lack it
     facts = {field.name for field in fields(Session) if field.default is MISSING}
     sound = {
         "vocab_size": type(record.get("vocab_size")) is int,
+        "tokenizer": isinstance(tokenizer, dict)
+        and all(isinstance(tokenizer.get(key), str) for key in ("name", "fingerprint")),
         "corpus.sha256": isinstance(corpus, dict) and isinstance(corpus.get("sha256"), str),
         "sessions": isinstance(sessions, list)
         and sessions != []
@@ -228,9 +241,15 @@ def check_same_job(folder: RunFolder, config: Config, what: str) -> None:
     Steps, learning rate, engine, ranks and precisions may change. The model and the sequence of samples may not.
     """
     for key, before, after in differences(_where_content_decides(folder.config(), config), config):
+        old, new = value_in_words(before), value_in_words(after)
         raise UserError(
-            f"{what}: expected {key} = {before} as in {folder.path}, found {after}; start a new run for that"
+            f"{what}: expected {key} = {old} as in {folder.path}, found {new}; start a new run for that"
         )
+
+
+def value_in_words(value: object) -> str:
+    """A value of a configuration in a message; "none" for an empty one."""
+    return "none" if value in ("", None, (), {}) else str(value)
 
 
 def _where_content_decides(stored: Config, config: Config) -> Config:
@@ -278,21 +297,55 @@ def differences(first: Config, second: Config) -> Iterator[tuple[str, object, ob
             yield key, before, after
 
 
-def check_same_corpus(folder: RunFolder, sha256: str, train_tokens: int) -> None:
+def check_same_data(folder: RunFolder, sha256: str, train_tokens: int) -> None:
     """Raise if the text of the run has changed but its `data.source` has not."""
-    corpus = folder.record()["corpus"]
-    stored, stored_tokens = corpus["sha256"], corpus.get("train_tokens", train_tokens)
+    data = folder.record()["corpus"]
+    stored, stored_tokens = data["sha256"], data.get("train_tokens", train_tokens)
     if stored != sha256:
         raise UserError(
-            f"--resume: expected the corpus of {folder.path} (sha256 {stored[:12]}), found other tokens "
+            f"--resume: expected the data of {folder.path} (sha256 {stored[:12]}), found other tokens "
             f"(sha256 {sha256[:12]}): the text behind data.source, the tokenizer or the template has changed; "
             "restore it or start a new run"
         )
     if stored_tokens != train_tokens:
         raise UserError(
             f"--resume: expected the {stored_tokens:,} training tokens of {folder.path}, found {train_tokens:,} in the "
-            "same corpus: its documents begin elsewhere, or an earlier version cut off the validation part elsewhere; "
+            "same data: its documents begin elsewhere, or an earlier version cut off the validation part elsewhere; "
             "start a new run"
+        )
+
+
+def recorded_tokenizer(record: Mapping[str, Any], config: Config) -> str:
+    """The setting `data.tokenizer` of a run. A hub name gets the commit that the run has used."""
+    name = config.data.tokenizer
+    used = str(record.get("tokenizer", {}).get("name", name))
+    return used if used.partition("@")[0] == name.partition("@")[0] else name
+
+
+def check_same_tokenizer(folder: RunFolder, name: str, fingerprint: str, vocab_size: int) -> None:
+    """Raise if a tokenizer is not the one of the run.
+
+    Args:
+        folder: of the run. A record of an older version has the number of ids alone.
+        name: the setting with which the tokenizer was opened.
+        fingerprint, vocab_size: of the tokenizer.
+
+    Raises:
+        UserError: the fingerprints differ, or the numbers of ids.
+    """
+    record = folder.record()
+    recorded, ids = record.get("tokenizer"), record["vocab_size"]
+    if recorded is None:
+        expected, found = f"with {ids} ids", f"one with {vocab_size}"
+        same = vocab_size == ids
+    else:
+        expected = f"{recorded['name']} with the fingerprint {recorded['fingerprint'][:12]}"
+        found = f"the fingerprint {fingerprint[:12]}"
+        same = fingerprint == recorded["fingerprint"]
+    if not same:
+        raise UserError(
+            f"data.tokenizer: expected the tokenizer of {folder.path}, {expected}, found {found} at {name}; restore "
+            f"the files that the run was trained with, or set data.tokenizer in {folder.config_file} to a copy of them"
         )
 
 

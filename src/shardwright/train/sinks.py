@@ -203,15 +203,15 @@ sinks: Registry[NamedSink] = Registry(
         ),
         NamedSink(
             "wandb", "Weights & Biases; WANDB_MODE=offline writes to the run's folder.",
-            _service("weights_and_biases"), needs="wandb", install="shardwright[wandb]", patience=0,
+            _service("weights_and_biases"), needs="wandb", install="wandb>=0.31", patience=0,
         ),
         NamedSink(
             "mlflow", "MLflow, at MLFLOW_TRACKING_URI.",
-            _service("mlflow_tracking"), needs="mlflow", install="shardwright[mlflow]", patience=0,
+            _service("mlflow_tracking"), needs="mlflow", install="mlflow-skinny>=3.17", patience=0,
         ),
         NamedSink(
             "trackio", "trackio, on this machine or at TRACKIO_SPACE_ID.",
-            _service("trackio_projects"), needs="trackio", install="shardwright[trackio]", patience=0,
+            _service("trackio_projects"), needs="trackio", install="trackio>=0.43", patience=0,
         ),
     ),
 )  # fmt: skip

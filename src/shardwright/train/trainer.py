@@ -17,29 +17,26 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 from shardwright.extend import ExtensionError
 from shardwright.train import checkpoint, float8, parallel
 from shardwright.train.activations import Recompiles, prepare_blocks
-from shardwright.train.checks import check_batch_fits, check_separates, numbers_padding
+from shardwright.train.checks import check_batch_fits, check_separates
 from shardwright.train.config import Config, OptimizerConfig
 from shardwright.train.data.batch import Batch
 from shardwright.train.data.dataset import Dataset, extended
 from shardwright.train.data.loader import Loader, Share
 from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters
-from shardwright.train.generate import prompt_ids, sample
+from shardwright.train.generate import NonFiniteLogitsError, prompt_ids, sample
+from shardwright.train.losses import Losses
 from shardwright.train.models import outputs
+from shardwright.train.models.kinds import model_in_words
 from shardwright.train.models.language_model import sees_later_tokens
-from shardwright.train.models.packed import within_trained
 from shardwright.train.reporter import Reporter
-from shardwright.train.runs import (
-    RunFolder,
-)
+from shardwright.train.runs import RunFolder
 from shardwright.train.stop import StopRequest
 from shardwright.train.world import World
 
@@ -61,32 +58,6 @@ def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
     done = (step - settings.warmup_steps) / max(1, steps - 1 - settings.warmup_steps)
     part = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
     return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * part)
-
-
-def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Of every token, float32 [B * S]."""
-    return whole(F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten(), reduction="none"))
-
-
-def whole(loss: Tensor) -> Tensor:
-    """Every rank's, of logits that may be cut."""
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss
-
-
-def documents_of(batch: Batch) -> dict[str, Tensor]:
-    """What forward gets beside the tokens of a batch with several documents in a sample."""
-    if batch.documents is None or batch.positions is None:
-        return {}
-    return {"documents": batch.documents, "positions": batch.positions}
-
-
-def padding_of(batch: Batch) -> dict[str, Tensor]:
-    """What forward gets beside the tokens of a batch with one document in a sample: padding is another document, which
-    no loss of the first one depends on."""
-    padding_BS = ~within_trained(batch.targets)
-    index_S = torch.arange(padding_BS.shape[1], device=padding_BS.device)
-    length_B1 = (~padding_BS).sum(1, keepdim=True)
-    return {"documents": padding_BS.int(), "positions": index_S - length_B1 * padding_BS}
 
 
 def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
@@ -130,18 +101,18 @@ class Trainer:
         config.train.accumulation_steps(world.data_size)
         check_batch_fits(config.train, dataset.windows)
         torch.manual_seed(config.run.seed)  # equal on all ranks, which is what makes their models equal
-        plain = parallel.build_for(config, dataset.vocab_size, reads_weights)
+        plain = parallel.build_for(config, dataset.vocab_size, reads_weights, world.mesh)
         check_separates(config, plain)
+        self.in_words = model_in_words(config.model.shape(), config.model.kind)  #: the model in messages
         self.parameters = plain.num_params()
         self.flops_per_token = plain.flops_per_token(config.train.seq_len) - adapters.skipped_flops(plain)
-        self.auxiliary, self.auxiliary_sums = plain.auxiliary, plain.auxiliary_sums
-        self.numbers_padding = numbers_padding(config, plain)
-        self.draws, self.has_loss, self.foreign = plain.draws, plain.has_loss, plain.foreign
+        self.draws, self.foreign = plain.draws, plain.foreign
         self.shapes = checkpoint.shapes_of(plain)
         matrices = parallel.matrix_names(plain)
         float8.convert(plain, config)
         prepare_blocks(plain, config)
         self.model: nn.Module = parallel.parallelize(plain, config.parallel, world.mesh, reads_weights)
+        self.losses = Losses(config, world, self.model, plain, dataset.vocab_size)
         self.optimizer = parallel.build_optimizer(self.model, config, matrices)
         #: Forward and backward of a step.
         self.work: Callable[..., Tensor] = self._forward_backward
@@ -170,16 +141,16 @@ class Trainer:
         started = time.perf_counter()
         data = next(self._steps())
         batches = [each.to(self.world.device, non_blocking=True) for each in data.batches]
-        counts = self._counts(data.trained)
+        counts = self.losses.counts(data.trained)
         data_seconds = time.perf_counter() - started
         rate = learning_rate(step, train.steps, self.config.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         with parallel.parallel_loss(self.config.parallel):
-            loss_sums = self.work(self._loss_weights(counts), *tensors_of(batches))
+            loss_sums = self.work(self.losses.weights(counts), *tensors_of(batches))
         norm = parallel.clip_gradients(self.model, self.config)
         (loss, *others), data_seconds, stop_signal = self._agree(loss_sums / counts, data_seconds, stop)
-        auxiliary = dict(zip(self.auxiliary, others, strict=True))
+        auxiliary = dict(zip(self.losses.auxiliary, others, strict=True))
         grad_norm = None if norm is None else float(norm)
         result = StepResult(loss, grad_norm, data_seconds, stop_signal, auxiliary)
         if not (math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm))):
@@ -221,25 +192,12 @@ class Trainer:
             )
         return self._loader
 
-    def _counts(self, trained: int) -> Tensor:
-        """The number of trained tokens of a step, over which each loss is a mean: float64 [1 + auxiliaries]."""
-        counts = [max(1, trained)] * (1 + len(self.auxiliary))
-        return torch.tensor(counts, dtype=torch.float64, device=self.world.device)
-
-    def _loss_weights(self, counts: Tensor) -> Tensor:
-        """What a rank's sums count for in its backward: float32 [1 + auxiliaries].
-
-        Engines average gradients over the ranks; the sums of all ranks by their counts are wanted.
-        """
-        weights = torch.tensor([1.0, *self.auxiliary.values()], dtype=torch.float64, device=counts.device)
-        return (weights * (self.world.data_size / counts)).float()
-
     def _forward_backward(self, weights: Tensor, *tensors: Tensor) -> Tensor:
         """The tensors of one micro-batch after another, see `tensors_of`; returns the losses summed over the tokens:
         cross-entropy, then the auxiliary ones, float64 [1 + auxiliaries]."""
         train = self.config.train
         batches = batches_of(tensors, self.dataset.train.separate)
-        loss_sums = torch.zeros(1 + len(self.auxiliary), dtype=torch.float64, device=self.world.device)
+        loss_sums = self.losses.zeros()
         for number, batch in enumerate(batches):
             last = number + 1 == len(batches)
             reduced = last or train.accumulate == "communicate"
@@ -247,7 +205,7 @@ class Trainer:
                 torch.manual_seed(self._seed_of(number))
             adapters.set_samples(self.model, self._samples(number))
             with parallel.gradient_sync(self.model, synchronise=reduced, last=last):
-                sums = self._summed_losses(batch)
+                sums = self.losses.sums(batch)
                 (sums * weights).sum().backward()
             loss_sums += sums.detach()
         return loss_sums
@@ -271,28 +229,6 @@ class Trainer:
         """Numbers of the samples of a micro-batch: int64 [B]."""
         first = self._first_sample(number)
         return torch.arange(first, first + self.config.train.micro_batch, device=self.world.device)
-
-    def _summed_losses(self, batch: Batch) -> Tensor:
-        """Cross-entropy, then the losses named in `auxiliary`, summed over the tokens: float32."""
-        if not self.auxiliary:
-            return self._losses(batch).sum()[None]
-        with parallel.compute_precision(self.config.parallel, self.world.device):
-            documents = padding_of(batch) if self.numbers_padding else documents_of(batch)
-            returned = self.model(batch.inputs, extras=True, **documents)
-        kind, targets_BS = self.config.model.kind, batch.targets
-        logits, extras = outputs.check_pair(kind, returned)
-        logits_BSV = outputs.check_logits(kind, logits, targets_BS, self.dataset.vocab_size)
-        sums = outputs.auxiliary_sums(kind, self.auxiliary_sums, self.auxiliary, extras, targets_BS)
-        return torch.stack([cross_entropy(logits_BSV, targets_BS).sum(), *map(whole, sums)])
-
-    def _losses(self, batch: Batch) -> Tensor:
-        """Cross-entropy of every token, float32 [B * S]; of a model with its own loss their sum, float32 [1]."""
-        with parallel.compute_precision(self.config.parallel, self.world.device):
-            if self.has_loss:
-                return self.model(batch.inputs, batch=batch).float()[None]
-            logits = self.model(batch.inputs, **documents_of(batch))
-        kind, vocab_size = self.config.model.kind, self.dataset.vocab_size
-        return cross_entropy(outputs.check_logits(kind, logits, batch.targets, vocab_size), batch.targets)
 
     def _agree(
         self, shares: Tensor, data_seconds: float, stop: StopRequest
@@ -323,42 +259,41 @@ class Trainer:
         loss cannot be used, or if a token sees a later one, which is the target that it shall predict."""
         if not self.foreign:
             return
-        if self.has_loss:
+        if self.losses.has_loss:
             self._check_loss()
             if not self.config.run.sample_tokens:
                 return
-        kind, vocabulary = self.config.model.kind, self.dataset.vocab_size
+        owner, vocabulary = self.in_words, self.dataset.vocab_size
         length = min(CHECKED_TOKENS, self.config.train.seq_len)
         tokens = torch.arange(length, device=self.world.device).remainder(vocabulary).unsqueeze(0)
         precision = parallel.compute_precision(self.config.parallel, self.world.device)
         with self._tried(), precision:  # another length than in training
             try:
-                logits = outputs.called(f"forward of the model of kind {kind!r}", self.model, tokens)
-                outputs.check_logits(kind, logits, tokens, vocabulary)
+                logits = outputs.called(f"forward of {owner}", self.model, tokens)
+                outputs.check_logits(owner, logits, tokens, vocabulary)
             except ExtensionError as error:
-                if not self.has_loss:
+                if not self.losses.has_loss:
                     raise
                 raise ExtensionError(
                     f"{error}. A model with its own loss needs logits only for the sample after the last step: or set "
                     "run.sample_tokens to 0"
                 ) from error
             # A loss of its own may have other targets than the next token.
-            later = length > 1 and not self.has_loss and sees_later_tokens(self.model, tokens, vocabulary)
+            later = (
+                length > 1 and not self.losses.has_loss and sees_later_tokens(self.model, tokens, vocabulary)
+            )
         parallel.free_gathered(self.model)
         if later:
             raise ExtensionError(
-                f"The model of kind {kind!r} is not causal: another last token changes the logits of tokens before it. "
-                "Each token would see the token that it shall predict, and the loss would mean nothing. Give its "
-                "attention a causal mask"
+                f"{owner} is not causal: another last token changes the logits of tokens before it. Each token would "
+                "see the token that it shall predict, and the loss would mean nothing. Give its attention a causal mask"
             )
 
     def _check_loss(self) -> None:
         """Compute the model's own loss once, of samples of the size that steps have."""
         batch = self.dataset.train.batch(0, self.config.train.micro_batch).to(self.world.device)
         with self._tried():
-            outputs.called(
-                f"loss(batch) of the model of kind {self.config.model.kind!r}", self._losses, batch
-            )
+            outputs.called(f"loss(batch) of {self.in_words}", self.losses.of_tokens, batch)
         parallel.free_gathered(self.model)
 
     @contextmanager
@@ -388,7 +323,7 @@ class Trainer:
             count = max(0, min(train.micro_batch, samples - first))
             batch = stream.batch(first if count else 0, count or 1).to(world.device)
             with parallel.parallel_loss(self.config.parallel):
-                losses = self._losses(batch)
+                losses = self.losses.of_tokens(batch)
             total += losses.double().sum() if count else 0.0
         self.model.train()
         parallel.free_gathered(self.model)
@@ -399,20 +334,25 @@ class Trainer:
     def sample(self) -> tuple[str, str]:
         """A prompt from the data and what the model makes of it. Ranks run in step, so any size of model fits.
 
-        The text may end early, see `sample`. It is empty if the prompt has no token.
+        The text may end early, see `sample`. It is empty if the prompt has no token, and the reason in brackets if the
+        logits are not finite.
         """
         tokenizer = self.dataset.tokenizer
         prompt = self.dataset.prompt()
         ids = prompt_ids(tokenizer, prompt)
         if not ids:
             return prompt, ""
-        with torch.compiler.set_stance("force_eager"):  # every token is of another length
-            tokens = sample(
-                self.model, torch.tensor(ids), count=self.config.run.sample_tokens, temperature=0.8,
-                top_k=50, seed=0, context=self.config.train.seq_len, device=self.world.device,
-                multiple=self.world.tensor, ends=tokenizer.ends,
-            )  # fmt: skip
-        parallel.free_gathered(self.model)
+        try:
+            with torch.compiler.set_stance("force_eager"):  # every token is of another length
+                tokens = sample(
+                    self.model, torch.tensor(ids), count=self.config.run.sample_tokens, temperature=0.8,
+                    top_k=50, seed=0, context=self.config.train.seq_len, device=self.world.device,
+                    multiple=self.world.tensor, ends=tokenizer.ends,
+                )  # fmt: skip
+        except NonFiniteLogitsError as error:
+            return prompt, f"(none: {error})"
+        finally:
+            parallel.free_gathered(self.model)
         return prompt, tokenizer.decode(tokens)
 
     def save(self, folder: RunFolder, reporter: Reporter) -> None:

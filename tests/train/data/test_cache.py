@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardwright.train import patience
 from shardwright.train.data import cache as cache_module
 from shardwright.train.data.cache import content_digest, tokenised
 from shardwright.train.data.documents import Source
@@ -481,3 +484,33 @@ def test_a_large_file_needs_little_memory(tmp_path: Path, kind: str) -> None:
         1 if kind == "txt" else (len(tokens.ids) + 1) // 903
     )
     path.unlink()
+
+
+def test_each_part_of_the_work_is_a_sign_of_progress(tmp_path: Path) -> None:
+    path, signs = large_files(tmp_path, 2500)[1], []
+    tokenised(
+        Source((str(path),)), Bytes(), cache=tmp_path / "cache", workers=1, advanced=lambda: signs.append(1)
+    )
+    assert len(signs) > path.stat().st_size >> 20  # each block that is digested, then each span
+
+
+def test_the_progress_of_another_process_is_a_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "EVERY", 0.02)
+    (tmp_path / "locks").mkdir()
+    other = os.open(tmp_path / "locks" / "key", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    signs: list[int] = []
+
+    def wait() -> None:
+        with cache_module._locked(tmp_path, "key", False, lambda: signs.append(1)):
+            pass
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    for number in range(1, 4):
+        os.pwrite(other, f"{number} of 9 MB".encode(), 0)
+        wait_for(lambda number=number: len(signs) >= number)
+    time.sleep(0.2)
+    assert len(signs) == 3  # a note that stays the same is none
+    os.close(other)
+    thread.join()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import shardwright as sw
 from shardwright.checkpoint.files import open_stored
 from shardwright.train.errors import UserError
+from shardwright.train.finetune import peft_files
 from shardwright.train.finetune.adapters import merge
 from shardwright.train.finetune.peft_files import read_adapters, settings_of, write_adapters
 from shardwright.train.models import hugging_face
@@ -92,6 +93,20 @@ def test_peft_reads_it_with_the_same_logits(tmp_path: Path, name: str, values: d
         weights = merged.state_dict()
         for mine, p in ours.named_parameters():
             assert torch.equal(weights[keys[mine]], p), mine  # merged weights, bit by bit
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_failure_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def failing(*_: object) -> None:
+        raise error
+
+    own = settings()
+    monkeypatch.setattr(peft_files, "write_json", failing)
+    with pytest.raises((UserError, KeyboardInterrupt), match=r"cannot write: .*No space left|^$"):
+        write_adapters(randomised(model("llama", own)), tmp_path / "adapters", own, key_map=key_map("llama"))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("method", ["lora", "dora"])

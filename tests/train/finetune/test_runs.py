@@ -13,18 +13,52 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import shardwright as sw
 from shardwright import cli
+from shardwright.train.config import load_config
 from shardwright.train.errors import UserError
-from shardwright.train.finetune.base import base_of, check_same_base, read_base, write_base
+from shardwright.train.finetune.adapters import adapt
+from shardwright.train.finetune.base import Base, base_of, check_same_base, read_base, write_base
+from shardwright.train.finetune.finetuning import prepare
+from shardwright.train.finetune.peft_files import write_adapters
+from shardwright.train.models import hugging_face
+from shardwright.train.models.build import build_model
 from shardwright.train.runs import RunFolder
 from tests.support import multirank, world_mesh
 from tests.train.finetune.kit import build, randomised, settings
-from tests.train.jobs import config_file, losses, ranks, train_here
+from tests.train.jobs import config_file, losses, ranks, tiny, train_here, trainer
 
 LORA = (
     "--finetune.method", "lora", "--finetune.rank", "4", "--finetune.dropout", "0.1",
     "--finetune.train_also", '["norm.weight"]',
 )  # fmt: skip
 OURS = ("--parallel.engine", "shardwright")
+
+
+@multirank(2, timeout=40)
+@pytest.mark.parametrize(
+    ("what", "engine"),
+    [("adapters", "shardwright"), ("adapters", "ddp"), ("base", "ddp"), ("base", "fsdp2")],
+)
+def test_files_that_are_missing_on_one_host(
+    rank: int, world_size: int, what: str, engine: str, tmp_path: Path
+) -> None:
+    """Every rank ends with one error, with each engine."""
+    own = {"method": "lora", "rank": 4, "adapters": str(tmp_path / str(rank)) if what == "adapters" else ""}
+    job = trainer(tiny(finetune=own, parallel={"engine": engine}), rank, world_size)
+    if rank == 0 and what == "adapters":
+        model = build_model(job.config.model, 256)
+        adapt(model, job.config.finetune, 0)
+        names = hugging_face.key_map(job.config.model.shape())
+        write_adapters(model, tmp_path / "0", job.config.finetune, key_map=names)
+    dist.barrier()
+    if what == "base":
+        prepare(job.model, job.config, tmp_path / f"base{rank}.json", False, job.world.mesh)  # rank 0 writes
+    message = (
+        "found no adapter_config.json in it" if what == "adapters" else "base1.json: expected the reference"
+    )
+    if rank == 0:
+        message = f"Rank 1 failed, so all ranks stop. UserError: .*{message}"
+    with pytest.raises(UserError, match=message):
+        prepare(job.model, job.config, tmp_path / f"base{rank}.json", what == "base", job.world.mesh)
 
 
 @multirank(3)
@@ -138,7 +172,7 @@ def test_another_base_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert words in error and error.count("\n") == 1, error
 
     refused("expected finetune.rank = 4 as in", "--finetune.rank", "8")
-    refused("expected finetune.targets = () as in", "--finetune.targets", '["wq"]')
+    refused("expected finetune.targets = none as in", "--finetune.targets", '["wq"]')
     file = RunFolder(folder).base_file
     good = file.read_text()
     content = json.loads(good)
@@ -148,8 +182,6 @@ def test_another_base_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     refused("expected the reference to the base of this run, found no such file")
     base = content["parameters"]
     name = "layers.1.feed_forward.w2.weight"
-    from shardwright.train.finetune.base import Base
-
     write_base(file, Base("elsewhere", {**base, name: "float32 [32, 64] 0000000000000000"}))
     refused(f"(from elsewhere), found another one from run.seed = 0: {name} is float32 [32, 64]")
     file.write_text(good)
@@ -157,12 +189,6 @@ def test_another_base_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_run_starts_from_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from shardwright.train.config import load_config
-    from shardwright.train.finetune.adapters import adapt
-    from shardwright.train.finetune.peft_files import write_adapters
-    from shardwright.train.models import hugging_face
-    from shardwright.train.models.build import build_model
-
     config = config_file(tmp_path)
     overrides = [(name.removeprefix("--"), value) for name, value in zip(LORA[::2], LORA[1::2], strict=True)]
     own = load_config(config, overrides)
@@ -177,6 +203,9 @@ def test_a_run_starts_from_adapters(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert train_here(config, *LORA, *OURS, *given, "--run.dir", started, "--train.steps", "2") == 0
     assert losses(started)[0] != pytest.approx(losses(fresh)[0], rel=1e-3)
     capsys.readouterr()
+    elsewhere = (*LORA, "--parallel.engine", "fsdp2", *given, "--run.dir", tmp_path / "other")
+    assert train_here(config, *elsewhere) == 2
+    assert "parallel.engine: expected 'shardwright', 'ddp' or 'none' with" in capsys.readouterr().err
     wrong = ("--finetune.adapters", str(tmp_path / "nowhere"))
     assert train_here(config, *LORA, *OURS, *wrong, "--run.dir", tmp_path / "other") == 2
     assert "expected a folder of adapters, found no adapter_config.json" in capsys.readouterr().err

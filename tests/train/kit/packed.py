@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -113,3 +116,14 @@ def differing(one: Belongings, other: Belongings, but: tuple[str, ...] = ()) -> 
         if not name.endswith(but or ("\0",))
     }
     return [name for name, (a, b) in pairs.items() if not torch.equal(a, b)]
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Operations give the same bits in every call. On CUDA torch raises an error without cuBLAS's setting."""
+    with mock.patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)

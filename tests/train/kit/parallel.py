@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from shardwright.train.config import Config
-from shardwright.train.data.dataset import Dataset, byte_dataset
+from shardwright.train.data.dataset import Dataset
 from shardwright.train.models.build import build_model
 from shardwright.train.stop import StopRequest
 from shardwright.train.trainer import Trainer, tensors_of
+from tests.train.kit.datasets import byte_dataset
 from tests.train.kit.text import Text, batch, random_text
 
 
@@ -25,8 +26,8 @@ def next_step(job: Trainer) -> list[torch.Tensor]:
     """The arguments of `job.work` for its next step, which is not taken."""
     data = next(job._steps())
     job.close()
-    counts = job._counts(data.trained)
-    return [job._loss_weights(counts), *tensors_of(data.batches)]
+    counts = job.losses.counts(data.trained)
+    return [job.losses.weights(counts), *tensors_of(data.batches)]
 
 
 def take_steps(job: Trainer, count: int) -> list[tuple[float, float]]:

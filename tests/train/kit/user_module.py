@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -34,3 +37,20 @@ class Module(nn.Module):
             penalty = penalty + size
         logits: Tensor = self.out(x) + 0 * penalty
         return logits
+
+
+class EachLoss(Module):
+    """With a loss of its own: the square of the cross-entropy of each target."""
+
+    def loss(self, batch: Any) -> Tensor:
+        logits, targets = self(batch.inputs).flatten(0, 1), batch.targets.flatten()
+        return F.cross_entropy(logits, targets, reduction="none").square().view_as(batch.targets)
+
+
+class MeanLoss(Module):
+    """With the mean of this loss over the targets that count: of none it is not a number, nor is its gradient."""
+
+    def loss(self, batch: Any) -> Tensor:
+        counted = batch.targets.flatten() != -100
+        logits, targets = self(batch.inputs).flatten(0, 1), batch.targets.flatten().clamp(min=0)
+        return (F.cross_entropy(logits, targets, reduction="none").square() * counted).sum() / counted.sum()

@@ -16,10 +16,10 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright.train.config import Config
-from shardwright.train.data.dataset import byte_dataset
 from shardwright.train.models.kinds import sizes_of
 from shardwright.train.trainer import Trainer
 from shardwright.train.world import World, make_mesh
+from tests.train.kit.datasets import byte_dataset
 
 RANKS = 256
 SIZES = {

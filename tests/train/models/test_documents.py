@@ -319,15 +319,12 @@ def test_models_say_whether_they_separate() -> None:
 @pytest.mark.parametrize("name", ["llama", "hybrid"])
 def test_other_documents_change_no_bit_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     model, inputs = built(name).to("cuda", dtype), kit.tokens(50)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with kit.deterministic():
         for document in PLACES:
             others = kit.with_other_tokens(inputs, document, 50)
             one, two = (found(model, tokens.cuda(), document) for tokens in (inputs, others))
             assert torch.equal(one.logits, two.logits)
             assert torch.equal(one.embedded, two.embedded)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu

@@ -215,9 +215,9 @@ def test_kinds_of_memory_that_do_not_fit(rank: int, world_size: int, memory: str
     """Slots of one size, or slots that never become free. No parameter has memory yet."""
     folders(rank, tmp_path)
     row = {"model": "llama", "memory": memory, "reshard_after_forward": "always"}
+    message = f"parallel.memory: found '{memory}', which does not work with this model"
     if memory == "max_pool":
         row |= {"strategy": "zero1", "reshard_after_forward": "never"}
-    with pytest.raises(
-        UserError, match=f"parallel.memory: found '{memory}', which does not work with this model"
-    ):
+        message = "parallel.memory: expected 'arena' or 'dynamic' with parallel.strategy 'zero1'"
+    with pytest.raises(UserError, match=message):
         trainer(config_of(row, tmp_path), rank, world_size)

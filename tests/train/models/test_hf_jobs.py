@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,8 +69,19 @@ def test_values_are_read_or_drawn_into_shards(rank: int, world_size: int, tmp_pa
 
 
 @multirank(2, timeout=40)
-@pytest.mark.parametrize("damage", ["truncated", "missing"])
-def test_files_that_are_damaged_on_one_host(rank: int, world_size: int, damage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "engine"),
+    [
+        ("truncated", "shardwright"),
+        ("missing", "shardwright"),
+        ("missing", "ddp"),
+        ("truncated", "fsdp1"),
+        ("missing", "fsdp2"),
+    ],
+)
+def test_files_that_are_damaged_on_one_host(
+    rank: int, world_size: int, damage: str, engine: str, tmp_path: Path
+) -> None:
     """Every rank ends with one error. None waits for the rank that cannot read."""
     if rank == 0:
         for number in range(world_size):
@@ -83,7 +95,27 @@ def test_files_that_are_damaged_on_one_host(rank: int, world_size: int, damage: 
     }[damage]
     own = f"Rank 1 failed, so all ranks stop. UserError: .*{message}" if rank == 0 else message
     with pytest.raises(UserError, match=own):
-        job_of(tmp_path / str(rank), rank, world_size)
+        job_of(tmp_path / str(rank), rank, world_size, engine=engine)
+
+
+def test_ranks_may_have_the_model_in_other_folders(tmp_path: Path) -> None:
+    """The folders are compared by their content. One has other values in the same tensors then."""
+    folders = [tmp_path / "host0", tmp_path / "host1"]
+    for folder in folders:
+        path = folder_with("llama", folder / "llama")
+        config_file(folder, f'{JOB}\n[model]\nkind = "hf"\npath = "{path}"\n')
+    arguments = ("train", "tiny.toml", "--train.steps", "1", "--run.dir")
+    ended = ranks(2, *arguments, tmp_path / "run", folders=folders)
+    assert [status for status, _ in ended] == [0, 0], ended
+    other = reloaded(folders[1] / "llama")
+    torch.nn.init.zeros_(other.lm_head.weight)
+    other.save_pretrained(folders[1] / "llama")
+    ended = ranks(2, *arguments, tmp_path / "other", folders=folders)
+    assert [status for status, _ in ended] == [2, 2], ended
+    found = (
+        "found the model of model.path: sha256 [0-9a-f]{12} on rank 0, sha256 [0-9a-f]{12} on rank 1; start"
+    )
+    assert re.search(found, "".join(text for _, text in ended)), ended
 
 
 @multirank(2)
@@ -159,9 +191,9 @@ def test_the_balance_loss_of_experts(rank: int, world_size: int, tmp_path: Path)
         folder_with("mixtral", tmp_path / "mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
     dist.barrier()
     job = job_of(tmp_path / "mixtral", rank, world_size)
-    assert dict(job.auxiliary) == {"balance": 0.5}
+    assert dict(job.losses.auxiliary) == {"balance": 0.5}
     _, inputs, targets, *_ = next_step(job)
-    sums = job._summed_losses(Batch(inputs, targets, None, None))
+    sums = job.losses.sums(Batch(inputs, targets, None, None))
     model = reloaded(tmp_path / "mixtral").train()
     labels = torch.cat((inputs[:, :1], targets), 1)
     theirs = model(input_ids=inputs, labels=inputs, use_cache=False)

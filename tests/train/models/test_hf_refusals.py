@@ -138,8 +138,11 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
     "other weights": (as_bin, r"expected weights \(.*model.safetensors\) in .*, found pytorch_model.bin"),
     "cut weights": (cut, r"model.path: .*model.safetensors"),
     "index": (index, "the index names files that are missing: model-00001-of-00002.safetensors"),
-    "another shape": (another_shape, r"does not fit the model.*gate_proj.weight.* expected shape \(48, 16\), found"),
-    "one more layer": (one_more_layer, r"Missing in the files \(9\): 'model.model.layers.3"),
+    "another shape": (
+        another_shape,
+        r"does not fit the model.*\(9\): .*gate_proj.weight.* expected shape \(48, 16\), found.* and 5 more; take",
+    ),
+    "one more layer": (one_more_layer, r"Missing in the files \(9\): 'model.model.layers.3.* and 5 more; take"),
     "stray tensor": (stray_tensor, r"Unexpected, not in the model \(1\): 'model.stray'"),
     "vocabulary": (
         lambda f: changed(f, vocab_size=100),

@@ -56,6 +56,7 @@ def tokenised(
     template: str | None = None,
     workers: int = 0,
     progress: bool = False,
+    advanced: Callable[[], None] = lambda: None,
 ) -> Tokens:
     """The tokens of a source, from the cache if they are there, else made and kept there.
 
@@ -67,6 +68,7 @@ def tokenised(
         template: chat template of conversations. Default: the tokenizer's own.
         workers: processes that encode. 0: one per core that this process may use.
         progress: show a bar on standard error while tokens are made, or words while another process makes them.
+        advanced: called from any thread when a part of the work is done, also by the process for which this one waits.
 
     Raises:
         UserError: the data is missing, damaged or empty, or the cache cannot be written.
@@ -78,18 +80,18 @@ def tokenised(
     with writing(cache, "data.cache"):
         cache.mkdir(parents=True, exist_ok=True)
     before = [_identity(place) for place in files]
-    key = _key(files, source, tokenizer, template, cache, workers)
+    key = _key(files, source, tokenizer, template, cache, workers, advanced)
     folder = cache / key
     try:
         return open_tokens(folder)
     except Damaged:
         pass  # absent, or to be made again: looked at under the lock
-    with _locked(cache, key, progress) as note:
+    with _locked(cache, key, progress, advanced) as note:
         try:
             return open_tokens(folder)
         except Damaged:
             job = Job(source, tokenizer, template, dtype_of(tokenizer.vocab_size).name)
-            _make(folder, files, before, job, workers, progress, note)
+            _make(folder, files, before, job, workers, progress, note, advanced)
     return open_tokens(folder)
 
 
@@ -117,9 +119,10 @@ def _key(
     template: str | None,
     cache: Path,
     workers: int,
+    advanced: Callable[[], None],
 ) -> str:
     with ThreadPoolExecutor(max(1, workers)) as pool:
-        contents = list(pool.map(lambda place: (place.kind, content_digest(place, cache)), files))
+        contents = list(pool.map(lambda place: (place.kind, content_digest(place, cache, advanced)), files))
     settings = {
         "format": FORMAT,
         "files": contents,
@@ -133,7 +136,7 @@ def _key(
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:40]
 
 
-def content_digest(place: Place, cache: Path) -> str:
+def content_digest(place: Place, cache: Path, advanced: Callable[[], None] = lambda: None) -> str:
     """SHA-256 of a file. It is remembered in the cache for as long as path, size, time and inode stay the same.
 
     A remote file is not read twice: where its file system knows a version or a time of it, this is digested instead.
@@ -141,7 +144,7 @@ def content_digest(place: Place, cache: Path) -> str:
     if place.kind == PYDOC:
         return _digest_of_pydoc()
     if place.remote:
-        return remote_version(place) or _digest(place)
+        return remote_version(place) or _digest(place, advanced)
     size_of(place)
     facts = _identity(place)
     note = cache / "digests" / f"{hashlib.sha256(place.path.encode()).hexdigest()[:40]}.json"
@@ -152,7 +155,7 @@ def content_digest(place: Place, cache: Path) -> str:
     except (OSError, ValueError, LookupError, TypeError):
         pass  # not read before, or no whole note: read the file
     now = time.time_ns()
-    digest = _digest(place)
+    digest = _digest(place, advanced)
     if _identity(place) != facts:
         raise _changes(place)
     if now - facts["mtime_ns"] > _RECENT:
@@ -179,12 +182,13 @@ def _identity(place: Place) -> dict[str, int]:
     return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
 
 
-def _digest(place: Place) -> str:
+def _digest(place: Place, advanced: Callable[[], None]) -> str:
     sha = hashlib.sha256()
     with open_place(place) as stream:
         try:
             while block := stream.read(_BLOCK):
                 sha.update(block)
+                advanced()
         except OSError as error:
             raise unreadable(place, error) from None
     return sha.hexdigest()
@@ -207,7 +211,9 @@ def _replace_json(path: Path, content: object) -> None:
 
 
 @contextmanager
-def _locked(cache: Path, key: str, progress: bool) -> Iterator[Callable[[str], None]]:
+def _locked(
+    cache: Path, key: str, progress: bool, advanced: Callable[[], None]
+) -> Iterator[Callable[[str], None]]:
     """The lock of one folder of the cache. It ends with the process. Yields a function that notes how far it is."""
     with writing(cache):
         (cache / "locks").mkdir(exist_ok=True)
@@ -219,8 +225,14 @@ def _locked(cache: Path, key: str, progress: bool) -> Iterator[Callable[[str], N
         os.pwrite(descriptor, line, 0)
         os.ftruncate(descriptor, len(line))
 
+    newest = ""
+
     def others_note() -> str:
-        return f"waiting for tokens: {os.pread(descriptor, 200, 0).decode(errors='replace').strip()}"
+        nonlocal newest
+        before, newest = newest, os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+        if newest != before:
+            advanced()
+        return f"waiting for tokens: {newest}"
 
     def say(text: str) -> None:
         if progress:
@@ -254,6 +266,7 @@ def _make(
     workers: int,
     progress: bool,
     note: Callable[[str], None],
+    advanced: Callable[[], None],
 ) -> None:
     """Make a folder, or leave nothing behind. `before`: the identities of the files whose content it is named after."""
     ours = f".{folder.name}.{socket.gethostname()}."
@@ -264,7 +277,7 @@ def _make(
                 shutil.rmtree(rest, ignore_errors=True)  # of a process that was killed
         building.mkdir()
         try:
-            facts = _assemble(building, files, job, workers, progress, note)
+            facts = _assemble(building, files, job, workers, progress, note, advanced)
             for place, identity in zip(files, before, strict=True):
                 if _identity(place) != identity:
                     raise _changes(place)
@@ -292,6 +305,7 @@ def _assemble(
     workers: int,
     progress: bool,
     note: Callable[[str], None],
+    advanced: Callable[[], None],
 ) -> Facts:
     total = sum(1 if place.kind == PYDOC else size_of(place) for place in files)
     # A file system in memory belongs to this process.
@@ -302,16 +316,17 @@ def _assemble(
     done, noted = 0, time.monotonic()
     with (
         Assembly(building, job, files) as assembly,
-        _bar(progress, total) as advance,
+        _bar(progress, total) as draw,
         closing(encoded(job, todo, parts_folder, 1 if here else workers)) as parts,
     ):
         for span, number, part in parts:
             assembly.add(span, part, part_files(parts_folder, number))
             done = min(done + span.nbytes, total)
-            advance(done)
+            draw(done)
+            advanced()
             if time.monotonic() - noted > 1:
                 noted = time.monotonic()
-                note(f"{done / total:.0%} of {total / 1e6:,.0f} MB")
+                note(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
         parts_folder.rmdir()
         if not assembly.tokens:
             names = ", ".join(job.source.paths)

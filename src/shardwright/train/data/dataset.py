@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from shardwright.train.data.stream import VALIDATION_PART, VALIDATION_SOURCE, Pa
 from shardwright.train.data.tokenizers import Bytes, Tokenizer, open_tokenizer
 from shardwright.train.data.tokens import Tokens
 from shardwright.train.data.validation import training_and_validation
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, counted
 from shardwright.train.sections.data import SourceConfig
 
 VALIDATION_SEED = 0  # of the order of validation samples: the same ones whatever the run's own seed
@@ -123,8 +123,11 @@ class Dataset:
         return "\n"
 
 
-def load_dataset(config: Config, progress: bool = False) -> Dataset:
-    """The data of a configuration. Tokens are made where the cache has none; `progress` shows that.
+def load_dataset(
+    config: Config, progress: bool = False, advanced: Callable[[], None] = lambda: None
+) -> Dataset:
+    """The data of a configuration. Tokens are made where the cache has none; `progress` shows that, and `advanced` is
+    called after each part, see :func:`tokenised`.
 
     Raises:
         UserError: the data, the tokenizer or the template is missing, damaged or empty, or does not fill a sample.
@@ -135,7 +138,9 @@ def load_dataset(config: Config, progress: bool = False) -> Dataset:
     cache = Path(data.cache) if data.cache else None
 
     def material(files: Files, weight: float) -> Material:
-        tokens = tokenised(files, tokenizer, cache=cache, template=template, progress=progress)
+        tokens = tokenised(
+            files, tokenizer, cache=cache, template=template, progress=progress, advanced=advanced
+        )
         _check_completions(files, tokens, tokenizer)
         known = known_of(tokens, _identity(config, tokens))
         return Material(", ".join(files.paths), weight, tokens, tuple(places(files)), known)
@@ -173,12 +178,12 @@ def extended(config: Config, dataset: Dataset, samples: int) -> tuple[Dataset, l
                 else seen(known, each.tokens, identity)
             )
             use = (
-                f"{number:,} samples after the others of its epoch {epoch + 1}"
+                f"{counted(number, 'sample')} after the others of its epoch {epoch + 1}"
                 if number
                 else "too few for a sample; they come in once more are appended"
             )
             lines.append(
-                f"appended to {each.name}: {documents:,} documents of {len(part.ids):,} tokens: {use}"
+                f"appended to {each.name}: {counted(documents, 'document')} of {counted(len(part.ids), 'token')}: {use}"
             )
         materials.append(replace(each, known=known))
     if not lines:
@@ -250,18 +255,6 @@ def _dataset(
         tuple(materials),
         tuple(validation),
     )
-
-
-def byte_dataset(config: Config, training: bytes, validation: bytes, sha256: str) -> Dataset:
-    """The samples of two texts whose bytes are the tokens. Raises UserError where a text is shorter than a sample."""
-
-    def stream(name: str, text: bytes, seed: int) -> Stream:
-        ids = np.frombuffer(text, np.uint8)
-        source = Source(name, (_part(config, Tokens(ids, np.array([len(ids)]), None, name)),))
-        return Stream([source], [1.0], seed, separate=config.data.separates)
-
-    rest = stream("the validation text", validation, VALIDATION_SEED) if config.validation.every else None
-    return Dataset(Bytes(), stream("the training text", training, config.run.seed), rest, sha256)
 
 
 def _part(config: Config, tokens: Tokens) -> Part:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwright.train.data.tokens import FileDigest, FileFacts, Row, Tokens
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, counted
 
 _BLOCK = 1 << 24
 
@@ -81,16 +81,18 @@ def check_grown(known: Known, tokens: Tokens, places: Sequence[object], name: st
     `places`: of the files, for messages; `name`: of the source. Only files that changed are read.
     """
     if len(tokens.files) < len(known.files):
+        files = counted(len(known.files), "file")
         raise UserError(
-            f"--resume: expected the {len(known.files):,} files of {name} that the run has, and new ones after them, "
+            f"--resume: expected the {files} of {name} that the run has, and new ones after them, "
             f"found {len(tokens.files):,} in all; restore the data, or start a new run"
         )
     firsts = np.cumsum([0, *(file.documents for file in tokens.files)]).tolist()
     for number, (old, new) in enumerate(zip(known.files, tokens.files, strict=False)):
         grown = old.documents < new.documents and _begins_with(tokens, firsts[number], new, old)
         if old != new and not grown:
+            documents = counted(old.documents, "document")
             raise UserError(
-                f"--resume: expected the {old.documents:,} documents that the run has of {places[number]}, then any "
+                f"--resume: expected the {documents} that the run has of {places[number]}, then any "
                 "appended ones, found other tokens: a document, the tokenizer or the template was changed, or a new "
                 "file comes before an old one; restore it or start a new run"
             )

@@ -128,6 +128,8 @@ def unreadable(place: Place, error: BaseException) -> UserError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else None
     reason = reason or " ".join(f"{type(error).__name__}: {error}".split())
     hint = "; allow this user to read it (chmod)" if isinstance(error, PermissionError) else ""
+    if place.remote:
+        hint = "; correct the URL, or check the connection and the permissions"
     return UserError(f"{place.key}: cannot read {place}: {reason[:300]}{hint}")
 
 
@@ -224,7 +226,7 @@ def _remote_names(url: str, key: str) -> list[str]:
         raise unreadable(Place(url, key), error) from None
     if not names:
         what = "files, found none that match" if glob.has_magic(inner) else "a file, found nothing at"
-        raise UserError(f"{key}: expected {what} {url}")
+        raise UserError(f"{key}: expected {what} {url}; correct the URL")
     return names
 
 

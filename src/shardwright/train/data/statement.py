@@ -15,6 +15,7 @@ import numpy as np
 from shardwright.train.data.batch import IGNORED
 from shardwright.train.data.stream import Source, Stream
 from shardwright.train.data.tokenizers import Bytes, Tokenizer
+from shardwright.train.errors import counted
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -149,10 +150,10 @@ def _sample_lines(stream: Stream, index: int, decode: Decode) -> Iterator[str]:
     trained, filled = int((targets != IGNORED).sum()), int(pieces.inputs.sum())
     of = f", of {shortened_name(source.name)}" if len(stream.sources) > 1 else ""
     yield (
-        f"sample {index + 1}{of}: {_count(len(pieces.starts), 'piece of a document', 'pieces of documents')}, "
-        f"{trained:,} trained tokens, {filled - trained:,} not trained, {stream.seq_len - filled:,} of padding"
+        f"sample {index + 1}{of}: {counted(len(pieces.starts), 'piece of a document', 'pieces of documents')}, "
+        f"{counted(trained, 'trained token')}, {filled - trained:,} not trained, {stream.seq_len - filled:,} of padding"
         if stream.separate or stream.seq_len - filled
-        else f"sample {index + 1}{of}: {trained:,} trained tokens, {filled - trained:,} not trained"
+        else f"sample {index + 1}{of}: {counted(trained, 'trained token')}, {filled - trained:,} not trained"
     )
     runs: list[tuple[str, str, list[int]]] = []
     column = 0
@@ -181,10 +182,6 @@ def _shortened(text: str) -> str:
 
 def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
-def _count(number: int, one: str, more: str) -> str:
-    return f"{number:,} {one if number == 1 else more}"
 
 
 def shortened_name(name: str, limit: int = 40) -> str:

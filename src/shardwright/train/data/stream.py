@@ -18,7 +18,7 @@ from shardwright.train.data.batch import Batch, Rows
 from shardwright.train.data.mixing import Appended, GrowingOrder, Mixing, seed_of, slots_of
 from shardwright.train.data.packing import Packing, Windows
 from shardwright.train.data.tokens import Tokens
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, counted
 
 VALIDATION_PART = "the validation part of "
 VALIDATION_SOURCE = "the validation source "
@@ -201,26 +201,28 @@ def _check(source: Source, seq_len: int) -> None:
             raise ValueError(f"{source.name}: expected samples of {seq_len}, found {part.packing.seq_len}")
     if not source.samples:
         tokens = sum(len(part.tokens.ids) for part in source.parts)
+        found = counted(tokens, "token")
         validates = source.name.startswith(VALIDATION_PART)
         if tokens < 2:
             raise UserError(
-                f"train.seq_len: expected text for samples of {seq_len} tokens, found {tokens} tokens in "
+                f"train.seq_len: expected text for samples of {seq_len} tokens, found {found} in "
                 f"{source.name}; {_way_to_samples(source) if validates else 'use more text'}"
             )
         if isinstance(source.parts[0].packing, Windows):
             use = "" if source.name.startswith((VALIDATION_PART, VALIDATION_SOURCE)) else " to train on"
             raise UserError(
-                f"train.seq_len: expected at most {max(tokens - 1, 0)}, since {source.name} has {tokens} tokens{use}, "
+                f"train.seq_len: expected at most {max(tokens - 1, 0)}, since {source.name} has {found}{use}, "
                 f"found {seq_len}; {_way_to_samples(source)}"
             )
         check = "check the file and the key of its text"
         raise UserError(
-            f"data.source: expected documents of at least two tokens in {source.name}, found {tokens} tokens and no "
+            f"data.source: expected documents of at least two tokens in {source.name}, found {found} and no "
             f"such document; {_way_to_samples(source) if validates else check}"
         )
     if not source.trained:
+        samples = counted(source.samples, "sample")
         raise UserError(
-            f"data.source: expected trained tokens in {source.name}, found 0 in {source.samples} samples; for "
+            f"data.source: expected trained tokens in {source.name}, found 0 in {samples}; for "
             "conversations, check that messages have the role assistant, and that train.seq_len reaches their answers"
         )
 

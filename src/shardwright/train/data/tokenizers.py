@@ -8,6 +8,7 @@ template.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from shardwright.train.errors import UserError
-from shardwright.train.hub import fetch_folder, is_hub_name
+from shardwright.train.hub import fetch_folder, is_hub_name, pinned
 
 Place: TypeAlias = tuple[int, int]
 """The first character of a token in its text, and the one after its last."""
@@ -268,11 +269,20 @@ def open_tokenizer(name: str) -> Tokenizer:
         raise UserError(f"{KEY}: expected {FILE} in {path}, found none{hint}")
     if path.is_file():
         return FromFile(path)
+    if difflib.get_close_matches(name.lower(), ["bytes"], cutoff=0.8):
+        raise UserError(f"{KEY}: found nothing at {name}; did you mean bytes?")
     if is_hub_name(name) and not name.endswith(_ENDINGS):
         return FromFile(fetch_folder(name, FILE, (CONFIG, TEMPLATE, SPECIAL, GENERATION), KEY) / FILE)
     raise UserError(
         f"{KEY}: expected bytes, the path of a {FILE} or of its folder, or a hub name, found nothing at {name}"
     )
+
+
+def pinned_name(name: str, tokenizer: Tokenizer) -> str:
+    """The setting of an open tokenizer; a hub name has the commit of the tokenizer's files as its revision."""
+    if tokenizer.file is None or os.path.exists(os.path.expanduser(name)):
+        return name
+    return pinned(name, tokenizer.file)
 
 
 def _content(path: Path) -> bytes:

@@ -26,7 +26,6 @@ from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import is_adapter
 from shardwright.train.writing import write_text
 
-BASE_FILE = "base.json"
 CHUNK = 1 << 22
 """Elements that are hashed at once; each needs a few times 8 bytes meanwhile."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwright.checkpoint.model import mesh_of, on_every_rank
+from shardwright.checkpoint.model import first_rank
 from shardwright.checkpoint.names import KeyMap
-from shardwright.engine.unit.owning import units_of
 from shardwright.train.config import Config
+from shardwright.train.errors import UserError
 from shardwright.train.finetune.adapters import reset_magnitudes
 from shardwright.train.finetune.base import base_of, check_same_base, write_base
 from shardwright.train.finetune.peft_files import read_adapters
 from shardwright.train.models.foreign import module_names
 from shardwright.train.models.hugging_face import key_map
 from shardwright.train.models.kinds import offers_of
+from shardwright.train.together import together
 
 
 def source_of(config: Config) -> str:
@@ -33,8 +34,8 @@ def peft_names(model: nn.Module, config: Config) -> KeyMap | None:
     return key_map(shape) if names is None and offers_of(shape).key_map is not None else names
 
 
-def prepare(model: nn.Module, config: Config, base_file: Path, resume: bool) -> None:
-    """Compare the base with the run's reference, or write this reference. Called by every rank.
+def prepare(model: nn.Module, config: Config, base_file: Path, resume: bool, mesh: DeviceMesh) -> None:
+    """Compare the base with the run's reference, or write this reference. Called by every rank of `mesh`.
 
     A new run also reads the adapters to start from. Raises UserError on every rank.
     """
@@ -43,9 +44,15 @@ def prepare(model: nn.Module, config: Config, base_file: Path, resume: bool) -> 
         reset_magnitudes(plain)
     base = base_of(plain, source_of(config))
     if resume:
-        on_every_rank(mesh_of(units_of(plain)), lambda: check_same_base(base_file, base))
+        together(mesh, lambda: check_same_base(base_file, base))
         return
-    if config.finetune.adapters:
-        read_adapters(plain, config.finetune.adapters, config.finetune, key_map=peft_names(plain, config))
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    on_every_rank(mesh_of(units_of(plain)), lambda: write_base(base_file, base) if first else None)
+    settings = config.finetune
+    if settings.adapters:
+        if config.parallel.engine == "fsdp2":
+            raise UserError(
+                "parallel.engine: expected 'shardwright', 'ddp' or 'none' with finetune.adapters, found 'fsdp2', into "
+                "whose parameters no files of adapters are read; choose another engine"
+            )
+        names = peft_names(plain, config)
+        together(mesh, lambda: read_adapters(plain, settings.adapters, settings, key_map=names))
+    together(mesh, lambda: write_base(base_file, base) if first_rank(mesh) else None)

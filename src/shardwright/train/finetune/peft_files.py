@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from shardwright.train.finetune.adapters import adapted_layers, is_adapter, trai
 from shardwright.train.finetune.selection import is_mamba_output
 from shardwright.train.finetune.settings import FinetuneConfig
 from shardwright.train.hub import is_hub_name
+from shardwright.train.models.foreign import ForeignModel
+from shardwright.train.runs import RunFolder
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -38,6 +41,8 @@ _ENDS = {
     "lora_b": "lora_B.weight",
     "lora_magnitude": "lora_magnitude_vector",
 }
+#: Names of the layers of experts in files of models whose experts transformers fuses when it reads them.
+_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj"})
 #: Keys of peft's configuration whose other values change what the adapters do, with the values that are supported here.
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -108,10 +113,12 @@ def write_adapters(
         dtype: floating-point tensors are converted to this dtype. Default: as the model has them.
 
     Raises:
-        UserError: the folder is not empty or cannot be written, or a trained parameter has no place in the format.
+        UserError: the folder is not empty or cannot be written, a trained parameter has no place in the format, or peft
+            would take the adapters of a layer for those of experts.
     """
     final = Path(folder).absolute()
     names = _names(model, key_map)
+    _check_peft_keeps(model)
     mesh = mesh_of(units_of(model))
     on_every_rank(mesh, lambda: _check_place(final))
     partial = final.with_name(f".{final.name}.adapters")
@@ -134,7 +141,11 @@ def write_adapters(
         on_every_rank(mesh, prepare)
         sw.save_pretrained(model, partial, key_map=names.key_map, max_shard_size=1 << 60, dtype=dtype)
         on_every_rank(mesh, finish if first_rank(mesh) else lambda: None)
-    except OSError as error:
+    except BaseException as error:
+        if first_rank(mesh):
+            shutil.rmtree(partial, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
         raise UserError(f"{final}: cannot write: {error}; choose another folder") from error
 
 
@@ -149,6 +160,26 @@ def _write_again(old: Path, new: Path, copies: Mapping[str, str]) -> None:
     finally:
         file.close()
     old.unlink()
+
+
+def _check_peft_keeps(model: nn.Module) -> None:
+    """Raise if peft would move adapters of linear layers to the fused experts of a model of transformers.
+
+    peft (0.21, ``_convert_peft_config_moe``) does so with every target of such a name, also with a whole one.
+    """
+    inner = model.model if isinstance(model, ForeignModel) else model
+    kind = getattr(getattr(inner, "config", None), "model_type", None)
+    transformers = sys.modules.get("transformers.conversion_mapping")
+    patterns: Mapping[str, str] = getattr(transformers, "_MODEL_TO_CONVERSION_PATTERN", {})
+    if patterns.get(str(kind)) != "qwen2_moe":
+        return
+    for name, _ in adapted_layers(model):
+        if name.rpartition(".")[2] in _EXPERTS:
+            raise UserError(
+                f"finetune.targets: peft takes adapters on {name!r} for adapters of experts, because experts of model "
+                f"type {kind!r} have layers of this name; export the merged model instead, or leave these layers out "
+                "of finetune.targets"
+            )
 
 
 def _check_place(folder: Path) -> None:
@@ -172,26 +203,37 @@ def read_adapters(
     Raises:
         UserError: there are no such files, they use a feature that is not supported, or they belong to another model
             or other settings. The error names the first difference, and the model is unchanged.
+        RuntimeError: another rank failed.
     """
     path = Path(folder)
     names = _names(model, key_map)
-    _check_settings(path, settings)
-    file = _weights_file(path)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name in names.keys}
+    # The files may be missing on one host alone. Then no other rank may wait in the collectives of load_pretrained.
+    file = on_every_rank(mesh_of(units_of(model)), lambda: _checked_file(model, path, settings, names))
     try:
-        stored = open_stored(file)
-        expected = {key: shapes[name] for name, key in names.keys.items()}
-        expected |= {key: expected[first] for key, first in names.copies.items()}
-        _check_tensors(file, {key: tuple(each.shape) for key, each in stored.items()}, expected)
-        for key, first in names.copies.items():
-            if not same_bits(stored[key].view(), stored[first].view()):
-                raise UserError(
-                    f"{file}: expected equal values of {first} and {key}, which the model ties, found others; these "
-                    "adapters were trained on a model that does not tie them"
-                )
         sw.load_pretrained(model, file, key_map=names.key_map, allow_unexpected=list(names.copies))
     except (ValueError, OSError) as error:
         raise UserError(f"{file}: cannot read the adapters: {error}") from error
+
+
+def _checked_file(model: nn.Module, folder: Path, settings: FinetuneConfig, names: _Names) -> Path:
+    """The file of weights, which fits the model and the settings. Raises as :func:`read_adapters`."""
+    _check_settings(folder, settings)
+    file = _weights_file(folder)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name in names.keys}
+    try:
+        stored = open_stored(file)
+    except (ValueError, OSError) as error:
+        raise UserError(f"{file}: cannot read the adapters: {error}") from error
+    expected = {key: shapes[name] for name, key in names.keys.items()}
+    expected |= {key: expected[first] for key, first in names.copies.items()}
+    _check_tensors(file, {key: tuple(each.shape) for key, each in stored.items()}, expected)
+    for key, first in names.copies.items():
+        if not same_bits(stored[key].view(), stored[first].view()):
+            raise UserError(
+                f"{file}: expected equal values of {first} and {key}, which the model ties, found others; these "
+                "adapters were trained on a model that does not tie them"
+            )
+    return file
 
 
 def settings_of(folder: str | os.PathLike[str]) -> FinetuneConfig:
@@ -319,8 +361,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        way = "correct finetune.adapters"
+        if RunFolder(folder).exists():
+            way = f"write the adapters of this run with shardwright export --adapters {folder} DIR, and set that folder"
         raise UserError(
-            f"{folder}: expected a folder of adapters, found no {CONFIG_FILE} in it; correct finetune.adapters"
+            f"{folder}: expected a folder of adapters, found no {CONFIG_FILE} in it; {way}"
+        ) from None
+    except NotADirectoryError:
+        raise UserError(
+            f"{folder}: expected a folder of adapters, found a file; correct finetune.adapters"
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: expected JSON, found a file that cannot be read: {error}") from None

@@ -138,7 +138,8 @@ def _chosen(model: nn.Module, settings: FinetuneConfig) -> dict[str, nn.Linear]:
             if literal:
                 raise UserError(
                     f"finetune.targets: expected linear layers that forward calls, found {pattern!r}, which fits the "
-                    f"router {router!r}; its weight is used directly. Train it in full with finetune.train_also"
+                    f"router {router!r}; its weight is used directly. Train it in full: finetune.train_also = "
+                    f"[{pattern + '.*'!r}]"
                 )
             linear = [name for name in linear if name.rpartition(".")[2] != "router"]
         chosen.update(linear)
@@ -161,7 +162,7 @@ def _not_linear(pattern: str, others: list[str], matches: Mapping[str, nn.Module
             )
     return (
         f"finetune.targets: expected torch.nn.Linear, found {pattern!r}, which fits {name!r}, {what}; adapters need "
-        "torch.nn.Linear. Leave it out, or train it in full with finetune.train_also"
+        f"torch.nn.Linear. Leave it out, or train it in full: finetune.train_also = [{pattern + '.*'!r}]"
     )
 
 

@@ -77,7 +77,9 @@ class FinetuneConfig(Section):
                     f"{key}: only for method = 'lora' or 'dora'; with 'full' expected {default!r}, found {value!r}"
                 )
         if self.method == "dora" and self.dropout:
-            raise ValueError(f"dropout: expected 0 with method 'dora', found {self.dropout}; use 'lora'")
+            raise ValueError(
+                f"dropout: expected 0 with method 'dora', found {self.dropout}; or set finetune.method to 'lora'"
+            )
         return self
 
     def _changed(self) -> Iterator[tuple[str, Any, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwright.extend import ExtensionError
 from shardwright.train.config import ModelConfig
 from shardwright.train.errors import UserError
-from shardwright.train.models.kinds import kind_of, offers_of
+from shardwright.train.models.kinds import kind_of, model_in_words, offers_of
 from shardwright.train.models.language_model import NEEDED, LanguageModel, missing_members
 from shardwright.train.models.outputs import check_class
 from shardwright.train.models.presets import Shape
@@ -22,7 +22,7 @@ def model_of(shape: Shape) -> LanguageModel:
             f"{type(model).__name__} without {', '.join(missing)}"
         )
     try:
-        check_class(kind_of(shape).name, model, model.auxiliary)
+        check_class(model_in_words(shape), model, model.auxiliary)
     except ExtensionError as error:
         raise UserError(str(error)) from error
     return model

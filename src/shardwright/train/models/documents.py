@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shardwright.train.errors import UserError
 from shardwright.train.models.packed import Documents
+from shardwright.train.sections.data import ONE_OR_UNMASKED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,7 +132,7 @@ def separates(config: Any, build: Callable[[Any], nn.Module] | None = None) -> b
 def _refusal(config: Any, reason: str) -> UserError:
     return UserError(
         f"data.document_mask: expected false for model type {config.model_type!r}, found true; {reason}. Set "
-        'data.packing to "none", or data.document_mask to false, with which documents of a sample see one another'
+        f"{ONE_OR_UNMASKED}"
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import inspect
 import json
 import logging
@@ -37,6 +38,8 @@ from shardwright.train.models.shapes import CONFIG, HuggingFaceShape, is_folder
 from shardwright.train.models.units import Units, find_units
 
 _WEIGHTS = (INDEX, "model.safetensors")
+#: Tensors of which a fingerprint has values. Each is a page of a file, which may be on a slow disk.
+_SAMPLED = 256
 #: Models with an attention that sees later tokens, beside those for masked language modelling.
 _NOT_CAUSAL = frozenset({"xlnet", "xlm", "xlm-prophetnet", "prophetnet", "cpmant"})
 #: Keys of configurations: how many experts a layer has, and how many of them a token uses.
@@ -417,6 +420,27 @@ def opened(shape: HuggingFaceShape) -> dict[str, StoredTensor]:
     except (ValueError, OSError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise UserError(f"model.path: {reason}; copy or fetch the files of the model again") from error
+
+
+def fingerprint(shape: HuggingFaceShape) -> str:
+    """Equal for folders with the same model, wherever they are: a digest of config.json, and of pretrained weights the
+    names, shapes and dtypes and a few values. Of a name on the hub: the name with the commit.
+
+    Raises:
+        UserError: a file of weights is missing or damaged.
+    """
+    if not is_folder(shape.path):
+        return shape.resolved().path
+    digest = hashlib.sha256(json.dumps(shape.config, sort_keys=True).encode())
+    if shape.weights == "pretrained":
+        stored = sorted(opened(shape).values(), key=lambda each: each.key)
+        forms = [(each.key, tuple(each.shape), str(each.dtype)) for each in stored]
+        digest.update(repr(forms).encode())
+        for each in stored[:: max(1, len(stored) // _SAMPLED)]:
+            values = each.view().reshape(-1)
+            middle = values.numel() // 2
+            digest.update(bytes(values[middle : middle + 16].view(torch.uint8).tolist()))
+    return digest.hexdigest()
 
 
 def _names(model: nn.Module) -> list[str]:

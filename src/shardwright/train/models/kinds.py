@@ -207,6 +207,14 @@ def kind_of(shape: Any) -> Kind:
     )
 
 
+def model_in_words(shape: Any, name: str = "") -> str:
+    """The model of a shape, for messages: with its value of the key that names models, such as model.target, or with
+    `name`, the setting `model.kind`."""
+    kind = kind_of(shape)
+    place = None if kind.presets else getattr(shape, kind.depth.removeprefix("model."), None)
+    return f"the model of kind {(name or kind.name)!r}" if place is None else f"the model of {place!r}"
+
+
 def offers_of(shape: Any) -> Offers:
     """What the kind of a shape offers. Raises TypeError as :func:`kind_of`, and UserError for a wrong ``load``."""
     kind = kind_of(shape)

@@ -1,4 +1,6 @@
-"""Whether what a model returns is what the trainer needs. The errors name the kind of the model.
+"""Whether what a model returns is what the trainer needs.
+
+Errors name the model with `owner`, the words of `kinds.model_in_words`.
 
 The checks read types and shapes only, so they cost microseconds and never wait for a device.
 """
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from shardwright.extend.registry import ExtensionError, call, in_words
 
 
-def check_class(kind: str, model: nn.Module, auxiliary: object) -> None:
+def check_class(owner: str, model: nn.Module, auxiliary: object) -> None:
     """Check the signature of forward, and the weights of the losses beside the cross-entropy.
 
     Raises:
@@ -26,8 +28,8 @@ def check_class(kind: str, model: nn.Module, auxiliary: object) -> None:
         isinstance(name, str) and isinstance(weight, int | float) for name, weight in auxiliary.items()
     ):
         raise ExtensionError(
-            f"The model of kind {kind!r} has auxiliary = {auxiliary!r}; expected a weight for each name of a loss, "
-            'such as {"balance": 0.01}'
+            f"auxiliary of {owner} is {auxiliary!r}; expected a weight for each name of a loss, such as "
+            '{"balance": 0.01}'
         )
     try:
         signature = inspect.signature(model.forward)
@@ -40,9 +42,7 @@ def check_class(kind: str, model: nn.Module, auxiliary: object) -> None:
         expected = (
             "forward(tokens, extras=False), since it has auxiliary losses" if auxiliary else "forward(tokens)"
         )
-        raise ExtensionError(
-            f"The model of kind {kind!r} has forward{signature}: {error}. Expected {expected}"
-        ) from None
+        raise ExtensionError(f"forward{signature} of {owner}: {error}. Expected {expected}") from None
 
 
 def called(owner: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -59,7 +59,7 @@ def called(owner: str, function: Callable[..., Any], *arguments: Any) -> Any:
         raise ExtensionError(f"{owner} raised {in_words(error)}. Correct this function") from error
 
 
-def check_logits(kind: str, logits: Any, targets_BS: Tensor, vocab_size: int) -> Tensor:
+def check_logits(owner: str, logits: Any, targets_BS: Tensor, vocab_size: int) -> Tensor:
     """The logits that forward returned, float [B, S, V] with V >= ``vocab_size``.
 
     Raises:
@@ -68,14 +68,14 @@ def check_logits(kind: str, logits: Any, targets_BS: Tensor, vocab_size: int) ->
     good = isinstance(logits, Tensor) and logits.is_floating_point() and logits.ndim == 3
     if not good or logits.shape[:2] != targets_BS.shape or logits.shape[2] < vocab_size:
         raise ExtensionError(
-            f"forward of the model of kind {kind!r} returned {_described(logits)} for tokens of shape "
+            f"forward of {owner} returned {_described(logits)} for tokens of shape "
             f"{list(targets_BS.shape)}; expected a float tensor of logits of shape "
             f"{[*targets_BS.shape, vocab_size]}, or with more logits in the last dimension"
         )
     return logits  # type: ignore[no-any-return]
 
 
-def check_pair(kind: str, returned: Any) -> tuple[Any, Any]:
+def check_pair(owner: str, returned: Any) -> tuple[Any, Any]:
     """What forward returned with ``extras=True``: logits and the extras.
 
     Raises:
@@ -83,22 +83,22 @@ def check_pair(kind: str, returned: Any) -> tuple[Any, Any]:
     """
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise ExtensionError(
-            f"forward(tokens, extras=True) of the model of kind {kind!r} returned {_described(returned)}; expected a "
-            "tuple of two: the logits, and the extras for auxiliary_sums"
+            f"forward(tokens, extras=True) of {owner} returned {_described(returned)}; expected a tuple of two: the "
+            "logits, and the extras for auxiliary_sums"
         )
     return returned[0], returned[1]
 
 
 def auxiliary_sums(
-    kind: str, function: Callable[..., Any], names: Mapping[str, float], extras: Any, targets_BS: Tensor
+    owner: str, function: Callable[..., Any], names: Mapping[str, float], extras: Any, targets_BS: Tensor
 ) -> list[Tensor]:
     """The losses beside the cross-entropy, each 0-d, in the order of ``names``.
 
     Raises:
         ExtensionError: ``auxiliary_sums`` raised an error, or returned something other than one number for each name.
     """
-    owner = f"auxiliary_sums of the model of kind {kind!r}"
-    sums = call(owner, function, extras, targets_BS)
+    method = f"auxiliary_sums of {owner}"
+    sums = call(method, function, extras, targets_BS)
     expected = f"a dict with one tensor without dimensions for each of {', '.join(names)}"
     if not isinstance(sums, Mapping) or set(sums) != set(names):
         shown = (
@@ -106,11 +106,11 @@ def auxiliary_sums(
             if isinstance(sums, Mapping)
             else _described(sums)
         )
-        raise ExtensionError(f"{owner} returned {shown}; expected {expected}")
+        raise ExtensionError(f"{method} returned {shown}; expected {expected}")
     for name in names:
         if not isinstance(sums[name], Tensor) or sums[name].ndim or not sums[name].is_floating_point():
             raise ExtensionError(
-                f"{owner} returned {_described(sums[name])} for {name!r}; expected {expected}"
+                f"{method} returned {_described(sums[name])} for {name!r}; expected {expected}"
             )
     return [sums[name] for name in names]
 

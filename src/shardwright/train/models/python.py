@@ -65,9 +65,17 @@ class PythonModel(ForeignModel):
         if documents is not None:
             raise ValueError("this model does not separate documents; pass samples of one document each")
         if batch is not None:
-            return _summed(self.config, cast(Any, self.model).loss(batch), batch.targets)
+            return self._loss(batch)
         logits = self.model(tokens_BS)
         return logits if isinstance(logits, Tensor) else getattr(logits, "logits", logits)
+
+    def _loss(self, batch: Any) -> Tensor:
+        # A mean over no target is not a number, nor is its gradient. Such a micro-batch gets targets and counts for
+        # nothing. The host does not wait for the count.
+        counted = (batch.targets >= 0).any()
+        targets_BS = torch.where(counted, batch.targets, batch.inputs)
+        loss = cast(Any, self.model).loss(replace(batch, targets=targets_BS))
+        return _summed(self.config, loss, targets_BS) * counted
 
     def flops_per_token(self, seq_len: int) -> int:
         """Six for each parameter, without an embedding that is only looked up."""
@@ -198,8 +206,7 @@ def _summed(shape: PythonShape, loss: Any, targets_BS: Tensor) -> Tensor:
     if isinstance(loss, Tensor) and loss.is_floating_point():
         loss = loss.float()  # the product with the count would be rounded in bfloat16
         if loss.ndim == 0:
-            count = (targets_BS >= 0).sum()
-            return torch.where(count > 0, loss, torch.zeros_like(loss)) * count  # a mean over nothing is NaN
+            return loss * (targets_BS >= 0).sum()
         if loss.numel() == targets_BS.numel():
             return loss.sum()
     shown = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -77,11 +77,15 @@ def _read(path: str) -> tuple[Path, Mapping[str, Any]]:
     if is_folder(path):
         file = Path(path, CONFIG)
         if not file.is_file():
-            raise ValueError(f"path: expected a folder with a {CONFIG}, found none in {path}")
+            raise ValueError(
+                f"path: expected a folder with a {CONFIG}, found none in {path}; set the folder of a model, or its "
+                "name on the hub"
+            )
     elif os.path.isfile(path):
+        parent = os.path.dirname(path) or "."
+        of_model = parent if os.path.isfile(os.path.join(parent, CONFIG)) else "of a model"
         raise ValueError(
-            f"path: expected a folder with a {CONFIG}, found a file at {path}; set the folder "
-            f"{os.path.dirname(path) or '.'}"
+            f"path: expected a folder with a {CONFIG}, found a file at {path}; set the folder {of_model}"
         )
     elif is_hub_name(path):
         try:

@@ -17,6 +17,13 @@ _KIND = (
     "trained. completions: a prompt and a text, of which the text is trained."
 )
 
+UNMASKED = 'data.packing = "split" and data.document_mask = false: documents of a sample then see one another'
+"""Advice for an error: data without a document mask, for any model."""
+ONE_OR_UNMASKED = (
+    f'data.packing = "none" and data.document_mask = "auto": one document in each sample; or {UNMASKED}'
+)
+"""Advice for an error: data for a model that would mix the documents of a sample."""
+
 
 class SourceConfig(Section):
     """One of several sources, with its share of the tokens of the run."""
@@ -148,10 +155,14 @@ class DataConfig(Section):
             )
         only = {"none": False, "best_fit": True}.get(self.packing)
         if only is not None and self.document_mask not in ("auto", only):
-            why = "one document" if self.packing == "none" else "whole documents that nothing else separates"
+            why, way = (
+                ("one document", "")
+                if only is False
+                else ("whole documents that nothing else separates", "; or set data.packing to 'split'")
+            )
             raise ValueError(
                 f"document_mask: expected 'auto' with packing {self.packing!r}, which puts {why} in a sample, found "
-                f"{str(self.document_mask).lower()}"
+                f"{str(self.document_mask).lower()}{way}"
             )
         return self
 

@@ -153,7 +153,8 @@ class ParallelConfig(Section):
         strategy = strategies.get(self.strategy)
         if strategy.axes == 2 and self.replicas < 2:
             raise ValueError(
-                f"replicas: expected at least 2 with strategy {self.strategy!r}, found {self.replicas}"
+                f"replicas: expected at least 2 with strategy {self.strategy!r}, found {self.replicas}; or set "
+                "strategy = 'zero3', which has no replicas"
             )
         if strategy.axes is None and self.replicas > 1:
             raise ValueError(
@@ -166,9 +167,14 @@ class ParallelConfig(Section):
                 f"reshard_after_forward: strategy {self.strategy!r} keeps parameters whole until the optimizer's step; "
                 f"expected 'default' or 'never', found {reshard!r}"
             )
-        if self.engine not in ("shardwright", "fsdp2") and isinstance(reshard, int):
+        if self.engine in ("ddp", "none") and reshard != "default":
             raise ValueError(
-                f"reshard_after_forward: engine {self.engine!r} does not support a number; expected 'default', "
-                f"'always' or 'never', found {reshard}"
+                f"reshard_after_forward: expected 'default' with engine {self.engine}, which shards nothing, found "
+                f"{reshard!r}"
+            )
+        if self.engine == "fsdp1" and isinstance(reshard, int):
+            raise ValueError(
+                "reshard_after_forward: engine 'fsdp1' does not support a number; expected 'default', 'always' or "
+                f"'never', found {reshard}"
             )
         return self
