@@ -7,6 +7,7 @@ names with the new one in one step where the system can do that. Elsewhere it is
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -101,7 +102,8 @@ def recover(path: Path) -> None:
     """Finish what a crash has interrupted: a checkpoint that was being replaced gets its name back."""
     old = _old(path)
     if not os.path.lexists(path) and is_checkpoint(old):
-        os.rename(old, path)
+        with contextlib.suppress(FileNotFoundError):  # another rank was first
+            os.rename(old, path)
         sync_folder(path.parent)
 
 

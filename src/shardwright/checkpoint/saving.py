@@ -19,6 +19,7 @@ import torch
 from shardwright.checkpoint import places
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.index import Index, check_coverage
+from shardwright.checkpoint.loading import open_together
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import Box, Progress, State, ignore
 from shardwright.checkpoint.values import encoded
@@ -27,6 +28,7 @@ from shardwright.checkpoint.writing import (
     PartToWrite,
     Written,
     about,
+    drop_from_cache,
     file_of_rank,
     write_descriptions,
     write_parts,
@@ -42,20 +44,29 @@ def save_state(
     ranks: Ranks,
     *,
     overwrite: bool = False,
+    verified: bool = False,
     progress: Progress = ignore,
 ) -> Index | None:
     """Write a checkpoint of a nested state. Every rank must call it. Returns the index on the first rank.
 
+    With ``verified`` all that was written is read back and compared with its digests, each rank a share, before the
+    folder gets its name, and before anything that it replaces is touched.
+
     Raises:
         ValueError: a tensor or value cannot be stored, or the ranks' boxes do not make up a tensor.
         FileExistsError: something is at ``path``, and ``overwrite`` is false or it is no checkpoint.
-        OSError: a file cannot be written. The message names rank, file and reason. What was there is unchanged.
+        OSError: a file cannot be written, or holds other bytes when it is read back. The message names rank, file and
+            reason. What was there is unchanged.
     """
     plan = Plan.of(state, ranks)
     with open_save(path, plan, ranks, overwrite) as folder:
         own: list[Written] = []
         ranks.together(lambda: own.append(write_parts(folder, file_of_rank(ranks.rank), plan.own, progress)))
-        return finish(path, folder, plan, ranks.at_first(own[0]), ranks)
+        index = describe(folder, plan, ranks.at_first(own[0]), ranks)
+        if verified:
+            _read_back(folder, ranks, progress)
+        _commit(path, folder, plan, ranks)
+        return index
 
 
 @dataclass(frozen=True)
@@ -182,6 +193,13 @@ def finish(path: Path, folder: Path, plan: Plan, writes: list[Written] | None, r
 
     ``writes`` has what each rank has written; None on other ranks than the first.
     """
+    index = describe(folder, plan, writes, ranks)
+    _commit(path, folder, plan, ranks)
+    return index
+
+
+def describe(folder: Path, plan: Plan, writes: list[Written] | None, ranks: Ranks) -> Index | None:
+    """Write what describes the files of the ranks. Returns the index on the first rank. As :func:`finish`."""
     index: Index | None = None
 
     def on_first() -> None:
@@ -191,8 +209,23 @@ def finish(path: Path, folder: Path, plan: Plan, writes: list[Written] | None, r
         for each in writes:
             if not each.parts:
                 (folder / each.file).unlink()
+
+    ranks.by_first(on_first)
+    return index
+
+
+def _read_back(folder: Path, ranks: Ranks, progress: Progress) -> None:
+    """Raise OSError on every rank if a file does not hold what was written."""
+    ranks.together(lambda: drop_from_cache(folder, file_of_rank(ranks.rank)))
+    try:
+        open_together(folder, ranks, lambda checkpoint: None, progress)
+    except Damaged as problem:
+        raise OSError(f"{folder}: read back after it was written, {problem}") from problem
+
+
+def _commit(path: Path, folder: Path, plan: Plan, ranks: Ranks) -> None:
+    def on_first() -> None:
         places.commit(folder, path)
         places.remove_leftovers(path, plan.contents.attempt)
 
     ranks.by_first(on_first)
-    return index

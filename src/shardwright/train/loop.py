@@ -41,6 +41,7 @@ from shardwright.train.runs import (
     write_text,
     writing,
 )
+from shardwright.train.saves import Saves
 from shardwright.train.sink_thread import SinkThread
 from shardwright.train.sinks import RunSite
 from shardwright.train.sinks import sinks as named_sinks
@@ -114,6 +115,8 @@ def run_steps(trainer: Trainer, folder: RunFolder, reporter: Reporter, stop: Sto
     When this returns, the state is saved.
     """
     config, device = trainer.config, trainer.world.device
+    saves = Saves(config.checkpoint, folder.checkpoints, reporter, loaded=trainer.position.step)
+    trainer.continue_generators(reporter)
     steps_of_session = 0
     while True:
         started = time.perf_counter()
@@ -139,7 +142,7 @@ def run_steps(trainer: Trainer, folder: RunFolder, reporter: Reporter, stop: Sto
         ):
             reporter.say(report_memory(trainer, folder))
         if leaving or due(step, config.checkpoint.every):
-            trainer.save(folder, reporter)
+            trainer.save(saves, last=leaving)
         if leaving:
             return result.stop if step < config.train.steps else 0
 
@@ -352,6 +355,8 @@ def conclude(
         results |= {"held_memory": held, "leased_memory": leased}
     if trainer.config.train.compile != "none":
         results |= {"graphs": trainer.recompiles.graphs, "recompiles": trainer.recompiles.later}
+    if reporter.failed_saves:
+        results |= {"failed_saves": len(reporter.failed_saves)}
     status: Literal["interrupted", "finished"] = "interrupted" if ended_by else "finished"
     record.close(status, trainer.position.step, results)
     with writing(folder.picture):
@@ -360,13 +365,14 @@ def conclude(
     if ended_by:
         print(
             *reporter.stopped,
+            *reporter.failed_saves,
             f"stopped by {signal.Signals(ended_by).name} after step {trainer.position.step}, which is saved; "
             f"to continue:\n  {resume_command(folder, trainer.world.size)}",
             sep="\n",
             flush=True,
         )
         return 128 + ended_by
-    text = summary(trainer, folder, results, sampled, reporter.stopped)
+    text = summary(trainer, folder, results, sampled, [*reporter.stopped, *reporter.failed_saves])
     write_text(folder.summary_file, text)
     print(text, end="", flush=True)
     return 0
@@ -388,7 +394,7 @@ def summary(
     folder: RunFolder,
     results: Mapping[str, Any],
     sampled: tuple[str, str] | None,
-    stopped_sinks: Sequence[str],
+    warnings: Sequence[str],
 ) -> str:
     sample_lines = []
     if sampled is not None:
@@ -421,7 +427,7 @@ def summary(
         *compiled,
         f"  checkpoint      {checkpoint.step_folder(folder.checkpoints, trainer.position.step)}",
         f"  loss curve      {folder.picture}",
-        *(f"  warning         {stop}" for stop in stopped_sinks),
+        *(f"  warning         {warning}" for warning in warnings),
         *sample_lines,
         "",
     ]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwright as sw
+from shardwright.checkpoint.ranks import Ranks
 from shardwright.extend import ExtensionError
 from shardwright.train import checkpoint, float8, parallel
 from shardwright.train.activations import Recompiles, prepare_blocks
@@ -37,6 +38,7 @@ from shardwright.train.models.kinds import model_in_words
 from shardwright.train.models.language_model import sees_later_tokens
 from shardwright.train.reporter import Reporter
 from shardwright.train.runs import RunFolder
+from shardwright.train.saves import Saves
 from shardwright.train.stop import StopRequest
 from shardwright.train.world import World
 
@@ -122,6 +124,7 @@ class Trainer:
         self.recompiles = Recompiles()
         self.peak_memory = 0  # bytes held at most by this rank
         self._loader: Loader | None = None
+        self._loaded: checkpoint.Loaded | None = None  # until the generators go on from it
 
     def close(self) -> None:
         """End the threads that prepare batches."""
@@ -355,16 +358,24 @@ class Trainer:
             parallel.free_gathered(self.model)
         return prompt, tokenizer.decode(tokens)
 
-    def save(self, folder: RunFolder, reporter: Reporter) -> None:
-        keep = self.config.checkpoint.keep
-        checkpoint.save(folder.checkpoints, self.model, self.optimizer, self.position, keep, reporter.say)
+    def save(self, saves: Saves, last: bool = False) -> None:
+        saves.save(self.model, self.optimizer, self.position, last)
 
     def load(self, folder: RunFolder, reporter: Reporter) -> None:
         """Go on from the run's newest whole checkpoint, with the documents that were appended to its data since."""
         self.close()
-        self.position = checkpoint.load_newest(
+        self._loaded = checkpoint.load_newest(
             folder.checkpoints, self.model, self.optimizer, self.shapes, reporter.say
         )
+        self.position = self._loaded.position
         self.dataset, lines = extended(self.config, self.dataset, self.position.samples)
         for line in lines:
+            reporter.say(line)
+
+    def continue_generators(self, reporter: Reporter) -> None:
+        """Let the random generators go on from the checkpoint that was loaded. Last, since building draws, too."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and (
+            line := checkpoint.continue_generators(loaded, self.config.run.seed, Ranks())
+        ):
             reporter.say(line)
