@@ -91,7 +91,8 @@ def save(
         with patience(say, lambda: f"saving {final}: {time.perf_counter() - started:.0f} s"):
             save_state(final, state, ranks, overwrite=True, verified=True)
     except OSError as error:
-        raise SaveFailedError(unwritable(final, error)) from error
+        reason = error if error.filename is None else OSError(f"{error.filename}: {error.strerror}")
+        raise SaveFailedError(unwritable(final, reason)) from error
     except ValueError as error:
         raise UserError(f"{final}: cannot save: {error}") from error
     return final
