@@ -99,7 +99,7 @@ def examine(folder: Path) -> Stored:
         except FileNotFoundError:
             raise Damaged("the folder is not there") from None
         if checkpoint.index is None:
-            raise Damaged(f"no {INDEX} file")
+            raise Damaged(f"neither {INDEX} nor {POSITION_FILE} is there")
         position, source = position_in(checkpoint.index), INDEX
     if folder.name != f"step-{position.step}":
         raise Damaged(f"{source} is of step {position.step}")
