@@ -1,4 +1,4 @@
-"""Checkpoints of version 0.1, a folder by torch's writer with a position.json: they resume, and damage is noticed."""
+"""Checkpoints of versions up to 0.2, by torch's writer with a position.json: they resume, and damage is noticed."""
 
 from __future__ import annotations
 

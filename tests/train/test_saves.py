@@ -366,6 +366,9 @@ def test_generators_go_on_at_the_same_number_of_ranks(rank: int, world_size: int
     assert everyones[0] != everyones[1]
     checkpoint.continue_generators(other, 6, Ranks())
     assert _draws() != drawn
+    foreign = replace(loaded, generators={"torch": torch.zeros(3, dtype=torch.uint8)})
+    assert "that cannot be restored" in (checkpoint.continue_generators(foreign, 5, Ranks()) or "")
+    assert _draws() == drawn
 
 
 def test_a_run_says_that_generators_start_again(

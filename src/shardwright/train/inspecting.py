@@ -179,7 +179,9 @@ def _lines(stored: Stored, all_tensors: bool) -> Iterator[str]:
     if index is not None:
         facts = {"format": f"shardwright, version {VERSION}; torch's distributed checkpoint reads it, too"}
     elif stored.position != _NO_RUN:
-        facts = {"format": f"of shardwright 0.1: torch's distributed checkpoint with {POSITION_FILE}"}
+        facts = {
+            "format": f"of shardwright 0.2 and before: torch's distributed checkpoint with {POSITION_FILE}"
+        }
     if index is not None:
         versions = ", ".join(f"{name} {version}" for name, version in index.about.items())
         facts |= {"written by": f"{counted(index.ranks, 'rank')}, {versions or 'versions not known'}"}

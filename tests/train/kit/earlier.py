@@ -1,4 +1,4 @@
-"""Writes checkpoints as version 0.1 of the trainer wrote them, which must stay readable."""
+"""Writes checkpoints as the trainer of versions up to 0.2 wrote them, which must stay readable."""
 
 from __future__ import annotations
 
