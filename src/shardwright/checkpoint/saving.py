@@ -8,6 +8,7 @@ the unfinished folder and is raised on every rank.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -18,10 +19,10 @@ import torch
 
 from shardwright.checkpoint import places
 from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.index import Index, check_coverage
+from shardwright.checkpoint.index import Index, StoredValue, check_coverage
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import Box, Progress, State, ignore
-from shardwright.checkpoint.values import encoded
+from shardwright.checkpoint.values import decoded, encoded
 from shardwright.checkpoint.writing import (
     Contents,
     PartToWrite,
@@ -74,16 +75,19 @@ class Plan:
         """
         parts: dict[BoxName, Box] = {}
         forms: dict[str, Form] = {}
-        taken: list[State] = []
+        values: dict[str, StoredValue] = {}
 
         def take() -> None:
-            taken.append(State.of(state))
-            for each in taken[0].tensors.values():
+            mine = State.of(state)
+            for each in mine.tensors.values():
                 forms[each.name] = (each.path, each.dtype, each.shape)
                 for box in each.boxes_to_save():
                     parts[each.name, box.offsets, box.sizes] = box
-            for name, value in taken[0].values.items():
-                encoded(value.value, name)
+            for name, value in mine.values.items():
+                # As a reader of the index gets it. So torch's reader gets the same, in the same bytes, whatever objects
+                # are one object here.
+                text = json.dumps(encoded(value.value, name))
+                values[name] = StoredValue(value.path, decoded(json.loads(text)))
 
         ranks.together(take)
         everyones = ranks.at_first((forms, list(parts)))
@@ -100,7 +104,7 @@ class Plan:
         mine = ranks.from_first(shares)
         attempt = ranks.of_first(places.new_attempt())
         own = [PartToWrite(*name, parts[name].local) for name in mine]
-        return cls(own, Contents(attempt, ranks.size, whole or forms, taken[0].values, about()))
+        return cls(own, Contents(attempt, ranks.size, whole or forms, values, about()))
 
     @property
     def nbytes(self) -> int:
@@ -187,12 +191,27 @@ def finish(path: Path, folder: Path, plan: Plan, writes: list[Written] | None, r
     def on_first() -> None:
         nonlocal index
         assert writes is not None
-        index = write_descriptions(folder, plan.contents, [each for each in writes if each.parts])
-        for each in writes:
-            if not each.parts:
-                (folder / each.file).unlink()
-        places.commit(folder, path)
-        places.remove_leftovers(path, plan.contents.attempt)
+        index = commit_parts(path, folder, plan.contents, writes)
 
     ranks.by_first(on_first)
+    return index
+
+
+def commit_parts(path: Path, folder: Path, contents: Contents, writes: list[Written]) -> Index:
+    """Describe what each rank has written into ``folder``, check that it is whole, and give the folder its name.
+
+    Raises:
+        OSError: a file cannot be written or renamed, or has another size than what was written. What was at ``path``
+            is unchanged.
+        RuntimeError: the parts are not all parts of the tensors.
+    """
+    for each in writes:
+        if not each.parts:
+            (folder / each.file).unlink()
+    index = write_descriptions(folder, contents, [each for each in writes if each.parts])
+    for name, file in index.files.items():
+        if (nbytes := (folder / name).stat().st_size) != file.nbytes:
+            raise OSError(f"{folder / name}: {nbytes:,} bytes are there, {file.nbytes:,} were written")
+    places.commit(folder, path)
+    places.remove_leftovers(path, contents.attempt)
     return index
