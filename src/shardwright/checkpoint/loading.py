@@ -121,10 +121,11 @@ def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1, progress: Prog
             expected = index.files[key]
             check_digest(checkpoint.folder / key, Digest(expected.nbytes, expected.sha256), progress)
     for name, found in of_file.items():
-        _check_parts(checkpoint.folder / name, found, progress)
+        check_parts(checkpoint.folder / name, found, progress)
 
 
-def _check_parts(file: Path, parts: list[Part], progress: Progress) -> None:
+def check_parts(file: Path, parts: list[Part], progress: Progress = ignore) -> None:
+    """Compare parts of a file with their digests. Raises Damaged for the first that differs."""
     buffer = memoryview(bytearray(min(1 << 22, max(part.length for part in parts))))
     descriptor = open_regular(file)
     try:

@@ -8,6 +8,7 @@ the unfinished folder and is raised on every rank.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -17,12 +18,12 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint import places
-from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.index import Index, check_coverage
-from shardwright.checkpoint.loading import open_together
+from shardwright.checkpoint.digests import Damaged, Digest, check_digest, read_regular
+from shardwright.checkpoint.index import INDEX, Index, StoredValue, check_coverage, parse_index
+from shardwright.checkpoint.loading import check_parts, open_together
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import Box, Progress, State, ignore
-from shardwright.checkpoint.values import encoded
+from shardwright.checkpoint.values import decoded, encoded
 from shardwright.checkpoint.writing import (
     Contents,
     PartToWrite,
@@ -62,10 +63,16 @@ def save_state(
     with open_save(path, plan, ranks, overwrite) as folder:
         own: list[Written] = []
         ranks.together(lambda: own.append(write_parts(folder, file_of_rank(ranks.rank), plan.own, progress)))
-        index = describe(folder, plan, ranks.at_first(own[0]), ranks)
+        writes, index = ranks.at_first(own[0]), None
+
+        def describe() -> None:
+            nonlocal index
+            index = describe_parts(folder, plan.contents, writes or [])
+
+        ranks.by_first(describe)
         if verified:
-            _read_back(folder, ranks, progress)
-        _commit(path, folder, plan, ranks)
+            _read_back_together(folder, ranks, progress)
+        ranks.by_first(lambda: _place(path, folder, plan.contents.attempt))
         return index
 
 
@@ -85,16 +92,19 @@ class Plan:
         """
         parts: dict[BoxName, Box] = {}
         forms: dict[str, Form] = {}
-        taken: list[State] = []
+        values: dict[str, StoredValue] = {}
 
         def take() -> None:
-            taken.append(State.of(state))
-            for each in taken[0].tensors.values():
+            mine = State.of(state)
+            for each in mine.tensors.values():
                 forms[each.name] = (each.path, each.dtype, each.shape)
                 for box in each.boxes_to_save():
                     parts[each.name, box.offsets, box.sizes] = box
-            for name, value in taken[0].values.items():
-                encoded(value.value, name)
+            for name, value in mine.values.items():
+                # As a reader of the index gets it. So torch's reader gets the same, in the same bytes, whatever objects
+                # are one object here.
+                text = json.dumps(encoded(value.value, name))
+                values[name] = StoredValue(value.path, decoded(json.loads(text)))
 
         ranks.together(take)
         everyones = ranks.at_first((forms, list(parts)))
@@ -111,7 +121,7 @@ class Plan:
         mine = ranks.from_first(shares)
         attempt = ranks.of_first(places.new_attempt())
         own = [PartToWrite(*name, parts[name].local) for name in mine]
-        return cls(own, Contents(attempt, ranks.size, whole or forms, taken[0].values, about()))
+        return cls(own, Contents(attempt, ranks.size, whole or forms, values, about()))
 
     @property
     def nbytes(self) -> int:
@@ -188,44 +198,73 @@ def _check_seen(folder: Path) -> None:
         )
 
 
-def finish(path: Path, folder: Path, plan: Plan, writes: list[Written] | None, ranks: Ranks) -> Index | None:
-    """Describe what the ranks have written, and give the folder its name. Returns the index on the first rank.
+def describe_parts(folder: Path, contents: Contents, writes: list[Written]) -> Index:
+    """Describe what each rank has written into ``folder``, and check that it is whole.
 
-    ``writes`` has what each rank has written; None on other ranks than the first.
+    Raises:
+        OSError: a file cannot be written, or has another size than what was written.
+        RuntimeError: the parts are not all parts of the tensors.
     """
-    index = describe(folder, plan, writes, ranks)
-    _commit(path, folder, plan, ranks)
+    for each in writes:
+        if not each.parts:
+            (folder / each.file).unlink()
+    index = write_descriptions(folder, contents, [each for each in writes if each.parts])
+    for name, file in index.files.items():
+        if (nbytes := (folder / name).stat().st_size) != file.nbytes:
+            raise OSError(f"{folder / name}: {nbytes:,} bytes are there, {file.nbytes:,} were written")
     return index
 
 
-def describe(folder: Path, plan: Plan, writes: list[Written] | None, ranks: Ranks) -> Index | None:
-    """Write what describes the files of the ranks. Returns the index on the first rank. As :func:`finish`."""
-    index: Index | None = None
+def commit_parts(
+    path: Path, folder: Path, contents: Contents, writes: list[Written], *, verified: bool = False
+) -> Index:
+    """Describe what each rank has written into ``folder``, check that it is whole, and give the folder its name.
 
-    def on_first() -> None:
-        nonlocal index
-        assert writes is not None
-        index = write_descriptions(folder, plan.contents, [each for each in writes if each.parts])
-        for each in writes:
-            if not each.parts:
-                (folder / each.file).unlink()
+    With ``verified`` the descriptions are read back, too. The ranks have read back their own files.
 
-    ranks.by_first(on_first)
+    Raises:
+        OSError: as :func:`describe_parts`, or the folder cannot be renamed, or a file holds other bytes when it is
+            read back. What was at ``path`` is unchanged.
+        RuntimeError: as :func:`describe_parts`.
+    """
+    index = describe_parts(folder, contents, writes)
+    if verified:
+        with _other_bytes(folder):
+            parse_index(read_regular(folder / INDEX))
+            for name, file in index.files.items():
+                if not file.has_parts:
+                    check_digest(folder / name, Digest(file.nbytes, file.sha256))
+    _place(path, folder, contents.attempt)
     return index
 
 
-def _read_back(folder: Path, ranks: Ranks, progress: Progress) -> None:
-    """Raise OSError on every rank if a file does not hold what was written."""
+def read_back(folder: Path, written: Written) -> None:
+    """Compare a rank's file with the digests that were taken when it was written.
+
+    Raises:
+        OSError: it holds other bytes.
+    """
+    drop_from_cache(folder, written.file)
+    with _other_bytes(folder):
+        if written.parts:
+            check_parts(folder / written.file, [part for _, part in written.parts])
+
+
+def _read_back_together(folder: Path, ranks: Ranks, progress: Progress) -> None:
+    """Raise OSError on every rank if a file does not hold what was written. Each rank reads a share."""
     ranks.together(lambda: drop_from_cache(folder, file_of_rank(ranks.rank)))
-    try:
+    with _other_bytes(folder):
         open_together(folder, ranks, lambda checkpoint: None, progress)
+
+
+@contextlib.contextmanager
+def _other_bytes(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except Damaged as problem:
         raise OSError(f"{folder}: read back after it was written, {problem}") from problem
 
 
-def _commit(path: Path, folder: Path, plan: Plan, ranks: Ranks) -> None:
-    def on_first() -> None:
-        places.commit(folder, path)
-        places.remove_leftovers(path, plan.contents.attempt)
-
-    ranks.by_first(on_first)
+def _place(path: Path, folder: Path, attempt: str) -> None:
+    places.commit(folder, path)
+    places.remove_leftovers(path, attempt)

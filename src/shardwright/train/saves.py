@@ -32,7 +32,9 @@ def background() -> AsyncCheckpoint:
     try:
         return AsyncCheckpoint(verified=True)
     except NotImplementedError as error:
-        raise UserError(f"checkpoint.asynchronous: expected false on this system, found true: {error}") from error
+        raise UserError(
+            f"checkpoint.asynchronous: expected false on this system, found true: {error}"
+        ) from error
 
 
 class Saves:
@@ -75,9 +77,7 @@ class Saves:
                 checkpoint.save(self.checkpoints, model, optimizer, position, self.reporter.say)
                 self._saved(position.step)
             else:
-                checkpoint.save_in_background(
-                    self._background, self.checkpoints, model, optimizer, position
-                )
+                checkpoint.save_in_background(self._background, self.checkpoints, model, optimizer, position)
                 self._under_way = position.step
 
     def has_ended(self) -> bool:
