@@ -103,7 +103,7 @@ def test_a_failure_in_the_background_stops_the_run_or_is_recorded(
                     saves.conclude()
             else:
                 saves.conclude()
-                assert "step 2 is not saved: " in reporter.failed_saves[0]
+                assert "checkpoint of step 2: " in reporter.failed_saves[0]
         dist.barrier()
         assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
         assert job.load().step == 1 and job.is_at(1)
@@ -171,7 +171,7 @@ def test_a_writer_that_is_killed_costs_one_checkpoint(rank: int, world_size: int
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that another one is started
             _save(job, saves, 3)
-        assert len(reporter.failed_saves) == 1 and "step 2 is not saved: " in reporter.failed_saves[0]
+        assert len(reporter.failed_saves) == 1 and "checkpoint of step 2: " in reporter.failed_saves[0]
         _save(job, saves, 4, last=True)
         dist.barrier()
         assert [path.name for path in tmp_path.iterdir()] == ["step-4"]

@@ -46,7 +46,8 @@ class Saves:
         """`loaded`: the step of the checkpoint from which the run goes on, whose files were compared."""
         self.settings, self.checkpoints, self.reporter = settings, checkpoints, reporter
         #: By step, whether the files are those that were saved, of checkpoints that were compared in this session.
-        self._whole = {} if loaded is None else {loaded: True}
+        #: None: a later version of shardwright has saved it, so this one cannot know.
+        self._whole: dict[int, bool | None] = {} if loaded is None else {loaded: True}
         self._background = background() if settings.asynchronous else None
         self._under_way: int | None = None  #: the step that the background writes
 
@@ -145,25 +146,27 @@ class Saves:
         whole, doomed = 0, []
         for number, step in enumerate(steps):
             if step > newest:
-                if not self._is_whole(step):
+                if self._is_whole(step) is False:
                     doomed.append(step)
             elif whole == self.settings.keep:
                 doomed += [] if self._is_permanent(step) else [step]
             elif all(map(self._is_permanent, steps[number + self.settings.keep - whole :])):
                 break  # nothing to delete, whether the rest is whole or not
             else:
-                whole += self._is_whole(step)
+                whole += self._is_whole(step) is True
         return doomed
 
     def _is_permanent(self, step: int) -> bool:
         return self.settings.keep_every > 0 and step % self.settings.keep_every == 0
 
-    def _is_whole(self, step: int) -> bool:
+    def _is_whole(self, step: int) -> bool | None:
         """Whether the files of a checkpoint are those that were saved. Every rank compares a share of them, once."""
         if step not in self._whole:
             try:
                 checkpoint.verified(step_folder(self.checkpoints, step), Ranks(), self.reporter.say)
                 self._whole[step] = True
-            except (Damaged, UserError):
+            except Damaged:
                 self._whole[step] = False
+            except UserError:
+                self._whole[step] = None
         return self._whole[step]
