@@ -157,7 +157,7 @@ def test_a_rank_that_cannot_write_stops_or_delays_all(rank: int, world_size: int
         job.at(step)
         with pytest.MonkeyPatch.context() as patch:
             if failing and rank == 1:
-                patch.setattr(os, "write", _no_disk)
+                patch.setattr(os, "pwrite", _no_disk)
             saves.save(job.model, job.optimizer, Position(step, 4 * step), last)
 
     reporter = Reporter([])
@@ -193,7 +193,7 @@ def test_a_failed_save_is_in_the_metrics_and_the_summary(
         if "step-3" not in folder.name:
             return real(folder, *arguments)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "write", _no_disk)
+            patch.setattr(os, "pwrite", _no_disk)
             return real(folder, *arguments)
 
     monkeypatch.setattr(saving, "write_parts", fails_once)

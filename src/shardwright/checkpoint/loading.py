@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from shardwright.checkpoint.digests import (
 from shardwright.checkpoint.index import INDEX, LARGEST, Index, Part, StoredTensor, parse_index
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import Box, NamedTensor, Progress, State, ignore, nested
+from shardwright.checkpoint.threads import in_threads, wait_for_devices
 
 
 @dataclass(frozen=True)
@@ -126,23 +128,28 @@ def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1, progress: Prog
 
 def check_parts(file: Path, parts: list[Part], progress: Progress = ignore) -> None:
     """Compare parts of a file with their digests. Raises Damaged for the first that differs."""
-    buffer = memoryview(bytearray(min(1 << 22, max(part.length for part in parts))))
     descriptor = open_regular(file)
     try:
-        for part in parts:
-            sha256, position, end = hashlib.sha256(), part.start, part.start + part.length
-            while position < end:
-                count = _read(descriptor, buffer[: min(len(buffer), end - position)], position, file)
-                sha256.update(buffer[:count])
-                position += count
-                progress(count)
-            if sha256.hexdigest() != part.sha256:
-                raise Damaged(
-                    f"{file.name} is not the file that was saved: the SHA-256 of its bytes {part.start:,} to {end:,} "
-                    "differs"
-                )
+        in_threads(parts, lambda part: _check_part(descriptor, file, part), progress)
     finally:
         os.close(descriptor)
+
+
+def _check_part(descriptor: int, file: Path, part: Part) -> int:
+    """The bytes of a part, if they are the ones that were saved."""
+    buffer = memoryview(
+        bytearray(min(1 << 20, part.length))
+    )  # small, so that it stays in the processor's cache
+    sha256, position, end = hashlib.sha256(), part.start, part.start + part.length
+    while position < end:
+        count = _read(descriptor, buffer[: min(len(buffer), end - position)], position, file)
+        sha256.update(buffer[:count])
+        position += count
+    if sha256.hexdigest() != part.sha256:
+        raise Damaged(
+            f"{file.name} is not the file that was saved: the SHA-256 of its bytes {part.start:,} to {end:,} differs"
+        )
+    return part.length
 
 
 def _read(descriptor: int, target: memoryview, position: int, file: Path) -> int:
@@ -278,7 +285,6 @@ def _load_of_torch(
     return nested({path: flat[name] for name, path in values.items()})  # type: ignore[no-any-return]
 
 
-@torch.no_grad()
 def _read_tensors(folder: Path, index: Index, tensors: list[NamedTensor], progress: Progress) -> None:
     """Read every box that this rank needs, in the order of the files."""
     reads: list[tuple[Part, StoredTensor, Box]] = []
@@ -287,19 +293,24 @@ def _read_tensors(folder: Path, index: Index, tensors: list[NamedTensor], progre
         for box in each.boxes_to_load():
             reads += [(part, stored, box) for part in stored.parts if _meet(part, box)]
     reads.sort(key=lambda read: (read[0].file, read[0].start))
-    descriptors: dict[str, int] = {}
+    wait_for_devices(box.local for _, _, box in reads)
+    for name, of_file in itertools.groupby(reads, lambda read: read[0].file):
+        _read_boxes(folder / name, list(of_file), progress)
+    wait_for_devices(box.local for _, _, box in reads)
+
+
+def _read_boxes(file: Path, reads: list[tuple[Part, StoredTensor, Box]], progress: Progress) -> None:
+    def read(each: tuple[Part, StoredTensor, Box]) -> int:
+        part, stored, box = each
+        with torch.no_grad():
+            _read_box(descriptor, file, part, stored.dtype, box)
+        return prod(part.sizes) * stored.dtype.itemsize
+
+    descriptor = open_regular(file)
     try:
-        for part, stored, box in reads:
-            if part.file not in descriptors:
-                for descriptor in descriptors.values():
-                    os.close(descriptor)
-                descriptors.clear()
-                descriptors[part.file] = open_regular(folder / part.file)
-            _read_box(descriptors[part.file], folder / part.file, part, stored.dtype, box)
-            progress(prod(part.sizes) * stored.dtype.itemsize)
+        in_threads(reads, read, progress)
     finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
+        os.close(descriptor)
 
 
 def _meet(part: Part, box: Box) -> bool:
@@ -318,14 +329,29 @@ def _read_box(descriptor: int, file: Path, part: Part, dtype: torch.dtype, box: 
     if sizes:
         skipped = (begin[0] - part.offsets[0]) * prod(sizes[1:]) * dtype.itemsize
         sizes[0] = end[0] - begin[0]
-    stored = torch.empty(sizes, dtype=dtype)
-    read_into(descriptor, file, part.data + skipped, stored)
     target = box.local
     for dim in dims:
-        if dim:
-            stored = stored.narrow(dim, begin[dim] - part.offsets[dim], end[dim] - begin[dim])
         target = target.narrow(dim, begin[dim] - box.offsets[dim], end[dim] - begin[dim])
+    if _is_plain_memory(target) and target.dtype == dtype and list(target.shape) == sizes:
+        read_into(descriptor, file, part.data + skipped, target)
+        torch.autograd.graph.increment_version(target)  # as copy_ does: the engine looks at it
+        return
+    stored = torch.empty(sizes, dtype=dtype)
+    read_into(descriptor, file, part.data + skipped, stored)
+    for dim in dims[1:]:
+        stored = stored.narrow(dim, begin[dim] - part.offsets[dim], end[dim] - begin[dim])
     target.copy_(stored)
+
+
+def _is_plain_memory(tensor: Tensor) -> bool:
+    """Whether the bytes at its address are its values in their order."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def read_into(descriptor: int, file: Path, position: int, target: Tensor) -> None:

@@ -13,7 +13,6 @@ import pickle
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -38,6 +37,7 @@ from shardwright.checkpoint.index import (
     parse_index,
 )
 from shardwright.checkpoint.state import Progress, ignore
+from shardwright.checkpoint.threads import in_threads, wait_for_devices
 
 #: Plain values as ``torch.save`` writes them, for torch's reader. Ours reads them in the index.
 VALUES = "__values.distcp"
@@ -88,30 +88,26 @@ def write_parts(
     Raises:
         OSError: the file cannot be written, or is there already. It names the file.
     """
-    written: list[tuple[str, Part]] = []
     path = folder / file
     placed, end = [], 0
     for part in parts:
         placed.append((end, part))
         head, tail = lengths(part.values.dtype, part.sizes)
         end += head + prod(part.sizes) * part.values.dtype.itemsize + tail
-    for device in {part.values.device for _, part in placed if part.values.device.type != "cpu"}:
-        torch.accelerator.synchronize(device)  # the threads do not see which stream made the values
+    wait_for_devices(part.values for _, part in placed)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         # Threads, because hashing takes longer than writing, and both let go of the interpreter.
-        with ThreadPoolExecutor(threads()) as pool:
-            places = pool.map(lambda each: _write_part(descriptor, path, *each), placed)
-            for (_, part), place in zip(placed, places, strict=True):
-                written.append((part.name, place))
-                progress(part.values.nbytes)
+        written = in_threads(
+            placed, lambda each: _write_part(descriptor, path, *each), lambda each: progress(each[1].length)
+        )
         sync(descriptor, path)
     finally:
         os.close(descriptor)
     return Written(file, written)
 
 
-def _write_part(descriptor: int, path: Path, start: int, part: PartToWrite) -> Part:
+def _write_part(descriptor: int, path: Path, start: int, part: PartToWrite) -> tuple[str, Part]:
     """Write a part at its place, and digest it."""
     data, _held = bytes_of(part.values)
     head, tail = container(part.values.dtype, part.sizes, data)
@@ -121,12 +117,8 @@ def _write_part(descriptor: int, path: Path, start: int, part: PartToWrite) -> P
         sha256.update(piece)
         position += len(piece)
     length = position - start
-    return Part(part.offsets, part.sizes, path.name, start, length, start + len(head), sha256.hexdigest())
-
-
-def threads() -> int:
-    """How many threads of a rank copy, digest and write: so few that what they copy stays small."""
-    return max(1, min(2, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    place = Part(part.offsets, part.sizes, path.name, start, length, start + len(head), sha256.hexdigest())
+    return part.name, place
 
 
 def write_all(descriptor: int, piece: bytes | memoryview, position: int, path: Path) -> None:
