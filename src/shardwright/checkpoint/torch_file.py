@@ -1,0 +1,68 @@
+"""A file of ``torch.save`` that is written one tensor after another, so the state is never in memory as a whole."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.checkpoint.archive import ALIGNMENT, described, pickled
+from shardwright.checkpoint.index import Path as Keys
+from shardwright.checkpoint.state import nested
+from shardwright.checkpoint.writing import bytes_of
+
+_ZIP64 = 1 << 31  #: bytes of a record from which its header has another form
+
+
+def write_torch_file(
+    file: Path,
+    forms: Mapping[str, tuple[Keys, torch.dtype, tuple[int, ...]]],
+    values: Mapping[Keys, Any],
+    tensors: Iterable[tuple[str, Tensor]],
+) -> None:
+    """Write a nested state as ``torch.save`` does, and wait until it is on disk.
+
+    Args:
+        file: the path of the new file.
+        forms: keys, dtype and shape of each tensor.
+        values: plain values by their keys.
+        tensors: the name and values of each tensor, in the order of ``forms``.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    leaves: dict[Keys, Any] = {
+        path: described(dtype, shape, str(number))
+        for number, (path, dtype, shape) in enumerate(forms.values())
+    }
+    content = pickled(nested({**leaves, **values}))
+    numbers = {name: number for number, name in enumerate(forms)}
+    with open(file, "xb") as stream:
+        with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as records:
+            for name, small in (("data.pkl", content), ("byteorder", b"little"), ("version", b"3\n")):
+                _add(records, name, memoryview(small))
+            for name, tensor in tensors:
+                data, held = bytes_of(tensor)
+                _add(records, f"data/{numbers[name]}", data)
+                del data, held, tensor  # so that the next tensor is not read while this one is in memory
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _add(records: zipfile.ZipFile, name: str, data: memoryview) -> None:
+    record = zipfile.ZipInfo(f"archive/{name}", (1980, 1, 1, 0, 0, 0))
+    large = len(data) >= _ZIP64
+    begin = records.start_dir + 30 + len(record.filename) + 4 + (20 if large else 0)
+    filler = -begin % ALIGNMENT
+    record.extra = struct.pack("<HH", 0x4246, filler) + b"Z" * filler  # as torch pads
+    record.file_size = len(data)
+    with records.open(record, "w", force_zip64=large) as target:
+        while data:
+            target.write(data[: 1 << 24])
+            data = data[1 << 24 :]
