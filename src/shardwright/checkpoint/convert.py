@@ -23,6 +23,7 @@ from shardwright.checkpoint.files import abbreviated
 from shardwright.checkpoint.index import INDEX, StoredValue, name_of
 from shardwright.checkpoint.model import ModelTensor
 from shardwright.checkpoint.names import KeyMap, source_of
+from shardwright.checkpoint.renaming import Rule, key_map_of
 from shardwright.checkpoint.save import write_stored_form
 from shardwright.checkpoint.sources import (
     DCP,
@@ -99,6 +100,7 @@ def convert(
     key: str | None = None,
     dtype: torch.dtype | None = None,
     key_map: KeyMap | None = None,
+    rules: Sequence[Rule] = (),
     config: Mapping[str, Any] | None = None,
     max_shard_size: int | str = "5 GB",
 ) -> Converted:
@@ -115,6 +117,7 @@ def convert(
         key: write only what is under this key. Default: all; for safetensors ``"model"``, or all if there are no keys.
         dtype: floating-point tensors are converted to it; only for safetensors.
         key_map: names in the destination, as for ``save_pretrained``. Not for a whole nested state.
+        rules: make a key map, in place of ``key_map``.
         config: for ``config.json``; only for safetensors.
         max_shard_size: as for ``save_pretrained``.
 
@@ -132,8 +135,14 @@ def convert(
         raise ValueError(f"expected a form of {', '.join(FORMS)}, found {to!r}")
     if to != SAFETENSORS and dtype is not None:
         raise ValueError(f"a dtype can be chosen only for safetensors, found {to}")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
     opened = open_source(source)
     chosen = _chosen(opened, to, key)
+    if rules:
+        last_only = to != SAFETENSORS
+        names = [str(each.path[-1]) if last_only else name for name, each in chosen.tensors.items()]
+        key_map = key_map_of(rules, names)
     if to == SAFETENSORS:
         return _to_safetensors(destination, chosen, dtype, key_map, config, max_shard_size)
     if key_map is not None:
@@ -170,12 +179,12 @@ def _chosen(source: Source, to: str, key: str | None) -> _Chosen:
         if MODEL not in tops:
             raise ValueError(f"{source.path} has no {MODEL!r}; choose one of its keys: {abbreviated(tops)}")
         key = MODEL
-    if key is None and source.is_flat and to in (SHARDWRIGHT, DCP):
+    if key is None and source.is_flat and not source.value_paths and to in (SHARDWRIGHT, DCP):
         tensors = {
             f"{MODEL}.{name}": replace(each, path=(MODEL, *each.path))
             for name, each in source.tensors.items()
         }
-        return _Chosen(tensors, {}, list(source.value_paths))
+        return _Chosen(tensors)
     if key is None:
         return _Chosen(source.tensors, {} if to == SAFETENSORS else source.values(), _without(source, to))
     keep_key = to in (SHARDWRIGHT, DCP)
@@ -219,11 +228,10 @@ def _renamed(chosen: _Chosen, key_map: KeyMap, source: Source) -> _Chosen:
         if not isinstance(new, str):
             raise ValueError(f"{last!r} is stored in another form; that is possible only in safetensors")
         path = (*outer, new)
-        if (
-            renamed.setdefault(name_of(path), replace(each, path=path)).path != path
-            or name_of(path) in chosen.values
-        ):
+        name = name_of(path)
+        if name in renamed or name in chosen.values:
             raise ValueError(f"two tensors get the name {new!r}")
+        renamed[name] = replace(each, path=path)
     return replace(chosen, tensors=renamed)
 
 

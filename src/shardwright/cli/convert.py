@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from shardwright.cli.command import Call, Command
 from shardwright.cli.parsing import Parser, wants_traceback
 
+if TYPE_CHECKING:
+    from shardwright.checkpoint.renaming import Rule
+
 FORMS = ("shardwright", "safetensors", "dcp", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
 _BY_SUFFIX = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
-
-
-class Rule(NamedTuple):
-    """A name with any number of stars, which stand for any text, and the new name with as many stars."""
-
-    old: str
-    new: str
 
 
 def _run(call: Call) -> int:
@@ -37,7 +31,7 @@ def _run(call: Call) -> int:
     _check_options(options, to)
     rules = [_rule(text) for text in options.key_map]
     try:
-        key_map, config = _names(options, rules, source, to)
+        key_map, config = (None, None) if rules else _names(options, source, to)
         converted = convert(
             source,
             destination,
@@ -45,6 +39,7 @@ def _run(call: Call) -> int:
             key=options.key,
             dtype=None if options.dtype is None else getattr(torch, options.dtype),
             key_map=key_map,
+            rules=rules,
             config=config,
             max_shard_size=options.max_shard_size or "5 GB",
         )
@@ -59,8 +54,10 @@ def _run(call: Call) -> int:
         raise UserError(f"convert: {error}") from error
     if converted.left_out:
         reason = "; safetensors hold the tensors of a model only" if to == "safetensors" else ""
-        _say(f"left out: {_abbreviated(converted.left_out)}{reason}")
-    size = f"{counted(converted.tensors, 'tensor')}, {converted.nbytes / 1e6:.1f} MB"
+        _say(f"left out: {_abbreviated(sorted(converted.left_out))}{reason}")
+    nbytes = converted.nbytes
+    size = f"{counted(converted.tensors, 'tensor')}, "
+    size += f"{nbytes / 1e6:.1f} MB" if nbytes >= 10**5 else counted(nbytes, "byte")
     print(f"{destination}: {size}; {_reader(to, destination, config)}")
     return 0
 
@@ -78,7 +75,8 @@ def _failure(error: OSError, source: Path, destination: Path) -> str:
 def _abbreviated(keys: Any) -> str:
     from shardwright.checkpoint.files import abbreviated
 
-    return abbreviated(list(keys))
+    # A name in a file can hold characters that change the terminal.
+    return abbreviated([key if key.isprintable() else ascii(key) for key in keys])
 
 
 def _say(text: str) -> None:
@@ -127,6 +125,7 @@ def _check_options(options: Any, to: str) -> None:
 
 
 def _rule(text: str) -> Rule:
+    from shardwright.checkpoint.renaming import Rule
     from shardwright.train.errors import UserError
 
     old, equals, new = text.partition("=")
@@ -137,12 +136,10 @@ def _rule(text: str) -> Rule:
     return Rule(old, new)
 
 
-def _names(options: Any, rules: list[Rule], source: Path, to: str) -> tuple[Any, Any]:
+def _names(options: Any, source: Path, to: str) -> tuple[Any, Any]:
     """The key map and the content of config.json."""
     from shardwright.train.converting import names_of_run
 
-    if rules:
-        return _by_rules(rules), None
     if to != "safetensors" or options.stored_names or options.key not in (None, "model"):
         return None, None
     names = names_of_run(source)
@@ -151,21 +148,6 @@ def _names(options: Any, rules: list[Rule], source: Path, to: str) -> tuple[Any,
     if names.reason:
         _say(f"the tensors keep their names in the checkpoint: {names.reason}")
     return names.key_map, names.config
-
-
-def _by_rules(rules: list[Rule]) -> Callable[[str], str | None]:
-    """A key map of the first rule that fits a name. Other names stay."""
-    patterns = [re.compile("(.*?)".join(map(re.escape, rule.old.split("*")))) for rule in rules]
-
-    def renamed(name: str) -> str | None:
-        for rule, pattern in zip(rules, patterns, strict=True):
-            if match := pattern.fullmatch(name):
-                pieces = rule.new.split("*")
-                texts = (*match.groups(), "")
-                return "".join(a + b for a, b in zip(pieces, texts, strict=True)) if rule.new else None
-        return name
-
-    return renamed
 
 
 def _reader(to: str, destination: Path, config: dict[str, Any] | None) -> str:
@@ -177,6 +159,8 @@ def _reader(to: str, destination: Path, config: dict[str, Any] | None) -> str:
         return f"torch.distributed.checkpoint.load(state, checkpoint_id={text}) reads it"
     if to == "torch":
         return f"torch.load({text}, weights_only=True) reads it"
+    if destination.suffix == ".safetensors":
+        return f"safetensors.torch.load_file({text}) reads it"
     if config is not None and config["model_type"] != "shardwright_hybrid":
         return f"transformers.AutoModelForCausalLM.from_pretrained({text}) reads it"
     return f"shardwright.load_pretrained(model, {text}) reads it"
