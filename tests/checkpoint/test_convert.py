@@ -229,7 +229,7 @@ def test_a_full_disk_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch: py
 
     for form, name in zip((*FORMS, "safetensors"), ("a", "b", "c", "d.pt", "e.safetensors"), strict=True):
         with monkeypatch.context() as patched:
-            patched.setattr("shardwright.checkpoint.writing.os.write", full)
+            patched.setattr("shardwright.checkpoint.written_in_order.os.fsync", full)
             patched.setattr("shardwright.checkpoint.files.os.pwrite", full)
             patched.setattr("zipfile._ZipWriteFile.write", full)
             with pytest.raises(OSError, match="No space left"):

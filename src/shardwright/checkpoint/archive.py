@@ -96,11 +96,6 @@ class _Storage:
 
 def _pickled(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
     """The pickle of a contiguous tensor on the host: what torch makes of an empty one, with this shape."""
-    return pickled(described(dtype, shape, "0"))
-
-
-def described(dtype: torch.dtype, shape: Sequence[int], record: str) -> Any:
-    """What :func:`pickled` writes as a contiguous tensor whose bytes are the record ``data/RECORD`` of the file."""
     rebuild, (storage, *_, hooks), *_ = _of_empty(dtype)
     count = prod(shape)
     kind: type = torch.UntypedStorage
@@ -110,14 +105,10 @@ def described(dtype: torch.dtype, shape: Sequence[int], record: str) -> Any:
     else:
         kind = getattr(torch, storage._pickle_storage_type())
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    held = _Storage(("storage", kind, record, "cpu", count))
-    return _Described((rebuild, (held, 0, tuple(shape), tuple(strides), False, hooks, *more)))
-
-
-def pickled(value: Any) -> bytes:
-    """The pickle of a nested state with plain values, and :func:`described` tensors, as ``torch.save`` writes it."""
+    held = _Storage(("storage", kind, "0", "cpu", count))
     stream = io.BytesIO()
-    _Pickler(stream, protocol=2).dump(value)
+    described = _Described((rebuild, (held, 0, tuple(shape), tuple(strides), False, hooks, *more)))
+    _Pickler(stream, protocol=2).dump(described)
     return stream.getvalue()
 
 

@@ -36,7 +36,6 @@ from shardwright.checkpoint.sources import (
 )
 from shardwright.checkpoint.state import NamedTensor
 from shardwright.checkpoint.stored_form import StoredForm, bytes_of, stored_form
-from shardwright.checkpoint.torch_file import write_torch_file
 from shardwright.checkpoint.training import MODEL
 from shardwright.checkpoint.values import encoded
 from shardwright.checkpoint.writing import (
@@ -46,8 +45,8 @@ from shardwright.checkpoint.writing import (
     file_of_rank,
     sync_folder,
     write_descriptions,
-    write_parts,
 )
+from shardwright.checkpoint.written_in_order import write_parts_in_order, write_torch_file
 
 FORMS = (SHARDWRIGHT, SAFETENSORS, DCP, TORCH)
 
@@ -243,7 +242,7 @@ def _to_folder(destination: Path, chosen: _Chosen, ranks: int, to: str) -> None:
     contents = Contents(attempt, ranks, chosen.forms, chosen.values, about())
     folder = places.begin(destination, attempt, chosen.nbytes, overwrite=False)
     try:
-        written = write_parts(folder, file_of_rank(0), _parts(chosen))
+        written = write_parts_in_order(folder, file_of_rank(0), _parts(chosen))
         if not written.parts:
             (folder / written.file).unlink()
         write_descriptions(folder, contents, [written] if written.parts else [])

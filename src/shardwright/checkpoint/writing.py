@@ -102,7 +102,7 @@ def write_parts(
             written.append((part.name, place))
             start += length
             progress(len(data))
-            del data, held, part  # so that the next part is not read while this one is in memory
+            del data, held
         sync(descriptor, path)
     finally:
         os.close(descriptor)
