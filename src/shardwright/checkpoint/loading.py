@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from shardwright.checkpoint.digests import (
 from shardwright.checkpoint.index import INDEX, LARGEST, Index, Part, StoredTensor, parse_index
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import Box, NamedTensor, Progress, State, ignore, nested
+from shardwright.checkpoint.threads import in_threads, wait_for_devices
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ def open_checkpoint(path: Path, *, links: bool = False) -> Checkpoint:
     Raises:
         FileNotFoundError: there is no folder.
         Damaged: the folder holds no checkpoint, or its description contradicts itself.
+        UnknownVersion: its description is of a later version of the format.
     """
     places.recover(path)
     if not path.is_dir():
@@ -87,19 +90,26 @@ def open_checkpoint(path: Path, *, links: bool = False) -> Checkpoint:
     return Checkpoint(path, None, metadata, hashlib.sha256(data).hexdigest())
 
 
+def check_lengths(checkpoint: Checkpoint) -> None:
+    """Raise Damaged for the first file that is missing or has another length; of torch's folders if it is shorter."""
+    if checkpoint.index is None:
+        folders.check_sizes(checkpoint.folder, checkpoint.files())
+        return
+    for name, file in checkpoint.index.files.items():
+        if (nbytes := size_of(checkpoint.folder / name)) != file.nbytes:
+            raise Damaged(f"{name} holds {nbytes:,} bytes, {file.nbytes:,} expected")
+
+
 def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1, progress: Progress = ignore) -> None:
     """Compare the share of a rank of all files with their digests; of torch's folders the sizes.
 
     Raises:
         Damaged: names the first file that differs.
     """
+    check_lengths(checkpoint)
     index = checkpoint.index
     if index is None:
-        folders.check_sizes(checkpoint.folder, checkpoint.files())
         return
-    for name, file in index.files.items():
-        if (nbytes := size_of(checkpoint.folder / name)) != file.nbytes:
-            raise Damaged(f"{name} holds {nbytes:,} bytes, {file.nbytes:,} expected")
     by_file = index.parts_of_files()
     sizes = {name: file.nbytes for name, file in index.files.items() if not file.has_parts}
     parts = {f"{name}:{n:09d}": part for name, found in by_file.items() for n, part in enumerate(found)}
@@ -113,27 +123,33 @@ def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1, progress: Prog
             expected = index.files[key]
             check_digest(checkpoint.folder / key, Digest(expected.nbytes, expected.sha256), progress)
     for name, found in of_file.items():
-        _check_parts(checkpoint.folder / name, found, progress)
+        check_parts(checkpoint.folder / name, found, progress)
 
 
-def _check_parts(file: Path, parts: list[Part], progress: Progress) -> None:
-    buffer = memoryview(bytearray(min(1 << 22, max(part.length for part in parts))))
+def check_parts(file: Path, parts: list[Part], progress: Progress = ignore) -> None:
+    """Compare parts of a file with their digests. Raises Damaged for the first that differs."""
     descriptor = open_regular(file)
     try:
-        for part in parts:
-            sha256, position, end = hashlib.sha256(), part.start, part.start + part.length
-            while position < end:
-                count = _read(descriptor, buffer[: min(len(buffer), end - position)], position, file)
-                sha256.update(buffer[:count])
-                position += count
-                progress(count)
-            if sha256.hexdigest() != part.sha256:
-                raise Damaged(
-                    f"{file.name} is not the file that was saved: the SHA-256 of its bytes {part.start:,} to {end:,} "
-                    "differs"
-                )
+        in_threads(parts, lambda part: _check_part(descriptor, file, part), progress)
     finally:
         os.close(descriptor)
+
+
+def _check_part(descriptor: int, file: Path, part: Part) -> int:
+    """The bytes of a part, if they are the ones that were saved."""
+    buffer = memoryview(
+        bytearray(min(1 << 20, part.length))
+    )  # small, so that it stays in the processor's cache
+    sha256, position, end = hashlib.sha256(), part.start, part.start + part.length
+    while position < end:
+        count = _read(descriptor, buffer[: min(len(buffer), end - position)], position, file)
+        sha256.update(buffer[:count])
+        position += count
+    if sha256.hexdigest() != part.sha256:
+        raise Damaged(
+            f"{file.name} is not the file that was saved: the SHA-256 of its bytes {part.start:,} to {end:,} differs"
+        )
+    return part.length
 
 
 def _read(descriptor: int, target: memoryview, position: int, file: Path) -> int:
@@ -208,6 +224,25 @@ def load_state(
         check_tensors(path, checkpoint, mine.tensors)
 
     checkpoint = open_together(path, ranks, fits, progress)
+    return read_state(checkpoint, state, ranks, weights_only=weights_only, progress=progress)
+
+
+def read_state(
+    checkpoint: Checkpoint,
+    state: Mapping[str, Any],
+    ranks: Ranks,
+    *,
+    weights_only: bool = True,
+    progress: Progress = ignore,
+) -> dict[str, Any]:
+    """Read a checkpoint that is known to be whole and to have the state's tensors, as :func:`load_state` does.
+
+    Tensors of another dtype get converted values. Every rank must call it.
+
+    Raises:
+        Damaged: on every rank, if a file can no longer be read. Some tensors may have changed.
+    """
+    mine = State.of(state)
     if checkpoint.index is None:
         return _load_of_torch(checkpoint, mine.tensors, state.keys(), ranks, weights_only)
     index = checkpoint.index
@@ -250,7 +285,6 @@ def _load_of_torch(
     return nested({path: flat[name] for name, path in values.items()})  # type: ignore[no-any-return]
 
 
-@torch.no_grad()
 def _read_tensors(folder: Path, index: Index, tensors: list[NamedTensor], progress: Progress) -> None:
     """Read every box that this rank needs, in the order of the files."""
     reads: list[tuple[Part, StoredTensor, Box]] = []
@@ -259,19 +293,24 @@ def _read_tensors(folder: Path, index: Index, tensors: list[NamedTensor], progre
         for box in each.boxes_to_load():
             reads += [(part, stored, box) for part in stored.parts if _meet(part, box)]
     reads.sort(key=lambda read: (read[0].file, read[0].start))
-    descriptors: dict[str, int] = {}
+    wait_for_devices(box.local for _, _, box in reads)
+    for name, of_file in itertools.groupby(reads, lambda read: read[0].file):
+        _read_boxes(folder / name, list(of_file), progress)
+    wait_for_devices(box.local for _, _, box in reads)
+
+
+def _read_boxes(file: Path, reads: list[tuple[Part, StoredTensor, Box]], progress: Progress) -> None:
+    def read(each: tuple[Part, StoredTensor, Box]) -> int:
+        part, stored, box = each
+        with torch.no_grad():
+            _read_box(descriptor, file, part, stored.dtype, box)
+        return prod(part.sizes) * stored.dtype.itemsize
+
+    descriptor = open_regular(file)
     try:
-        for part, stored, box in reads:
-            if part.file not in descriptors:
-                for descriptor in descriptors.values():
-                    os.close(descriptor)
-                descriptors.clear()
-                descriptors[part.file] = open_regular(folder / part.file)
-            _read_box(descriptors[part.file], folder / part.file, part, stored.dtype, box)
-            progress(prod(part.sizes) * stored.dtype.itemsize)
+        in_threads(reads, read, progress)
     finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
+        os.close(descriptor)
 
 
 def _meet(part: Part, box: Box) -> bool:
@@ -290,14 +329,29 @@ def _read_box(descriptor: int, file: Path, part: Part, dtype: torch.dtype, box: 
     if sizes:
         skipped = (begin[0] - part.offsets[0]) * prod(sizes[1:]) * dtype.itemsize
         sizes[0] = end[0] - begin[0]
-    stored = torch.empty(sizes, dtype=dtype)
-    read_into(descriptor, file, part.data + skipped, stored)
     target = box.local
     for dim in dims:
-        if dim:
-            stored = stored.narrow(dim, begin[dim] - part.offsets[dim], end[dim] - begin[dim])
         target = target.narrow(dim, begin[dim] - box.offsets[dim], end[dim] - begin[dim])
+    if _is_plain_memory(target) and target.dtype == dtype and list(target.shape) == sizes:
+        read_into(descriptor, file, part.data + skipped, target)
+        torch.autograd.graph.increment_version(target)  # as copy_ does: the engine looks at it
+        return
+    stored = torch.empty(sizes, dtype=dtype)
+    read_into(descriptor, file, part.data + skipped, stored)
+    for dim in dims[1:]:
+        stored = stored.narrow(dim, begin[dim] - part.offsets[dim], end[dim] - begin[dim])
     target.copy_(stored)
+
+
+def _is_plain_memory(tensor: Tensor) -> bool:
+    """Whether the bytes at its address are its values in their order."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def read_into(descriptor: int, file: Path, position: int, target: Tensor) -> None:

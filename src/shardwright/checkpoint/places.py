@@ -7,6 +7,7 @@ names with the new one in one step where the system can do that. Elsewhere it is
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -48,18 +49,24 @@ def begin(path: Path, attempt: str, nbytes: int, overwrite: bool) -> Path:
         OSError: the folder cannot be made, or the disk has less than ``nbytes`` free.
     """
     recover(path)
+    check_free(path, overwrite)
+    _make_durable(path.parent)
+    folder = partial_folder(path, attempt)
+    free = shutil.disk_usage(path.parent).free
+    if free < nbytes:
+        reason = f"{os.strerror(errno.ENOSPC)}: the checkpoint needs {nbytes:,} bytes, {free:,} are free"
+        raise OSError(errno.ENOSPC, reason, str(path))
+    folder.mkdir()
+    return folder
+
+
+def check_free(path: Path, overwrite: bool) -> None:
+    """Raise FileExistsError if a save must not give this name to its folder."""
     if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
         if not overwrite:
             raise FileExistsError(f"{path} exists. Choose another path, or pass overwrite=True")
         if path.is_symlink() or not is_checkpoint(path):
             raise FileExistsError(f"{path} is no checkpoint, so it is not overwritten. Choose another path")
-    _make_durable(path.parent)
-    folder = partial_folder(path, attempt)
-    free = shutil.disk_usage(path.parent).free
-    if free < nbytes:
-        raise OSError(errno.ENOSPC, f"the checkpoint needs {nbytes:,} bytes, {free:,} are free", str(path))
-    folder.mkdir()
-    return folder
 
 
 def _make_durable(folder: Path) -> None:
@@ -101,7 +108,8 @@ def recover(path: Path) -> None:
     """Finish what a crash has interrupted: a checkpoint that was being replaced gets its name back."""
     old = _old(path)
     if not os.path.lexists(path) and is_checkpoint(old):
-        os.rename(old, path)
+        with contextlib.suppress(FileNotFoundError):  # another rank was first
+            os.rename(old, path)
         sync_folder(path.parent)
 
 

@@ -41,6 +41,7 @@ from shardwright.train.runs import (
     write_text,
     writing,
 )
+from shardwright.train.saves import Saves
 from shardwright.train.sink_thread import SinkThread
 from shardwright.train.sinks import RunSite
 from shardwright.train.sinks import sinks as named_sinks
@@ -100,7 +101,8 @@ def _train(config: Config, folder: RunFolder, dataset: Dataset, world: World, re
             if trainer.world.is_first:
                 reporter.say(data_in_words(trainer))
             reporter.say(figures_in_words(trainer))
-            ended_by = run_steps(trainer, folder, reporter, stop)
+            with Saves(config.checkpoint, folder.checkpoints, reporter, loaded=done) as saves:
+                ended_by = run_steps(trainer, folder, reporter, saves, stop)
         except BaseException:
             if record is not None:
                 record.close("failed", trainer.position.step, {})
@@ -108,17 +110,20 @@ def _train(config: Config, folder: RunFolder, dataset: Dataset, world: World, re
         return conclude(trainer, folder, record, ended_by, reporter)
 
 
-def run_steps(trainer: Trainer, folder: RunFolder, reporter: Reporter, stop: StopRequest) -> int:
+def run_steps(
+    trainer: Trainer, folder: RunFolder, reporter: Reporter, saves: Saves, stop: StopRequest
+) -> int:
     """Run steps, validations and checkpoints until the end or a signal. Returns the signal, 0 for none.
 
     When this returns, the state is saved.
     """
     config, device = trainer.config, trainer.world.device
+    trainer.continue_generators(reporter)
     steps_of_session = 0
     while True:
         started = time.perf_counter()
         with memory_history(trainer, folder), trainer.recompiles.step():
-            result = trainer.train_step(stop)
+            result = trainer.train_step(stop, saves.has_ended())
         seconds = time.perf_counter() - started
         START.end()
         step = trainer.position.step
@@ -138,8 +143,10 @@ def run_steps(trainer: Trainer, folder: RunFolder, reporter: Reporter, stop: Sto
             and config.parallel.engine == "shardwright"
         ):
             reporter.say(report_memory(trainer, folder))
+        if result.save_ended:
+            saves.conclude(goes_on=leaving)
         if leaving or due(step, config.checkpoint.every):
-            trainer.save(folder, reporter)
+            trainer.save(saves, last=leaving)
         if leaving:
             return result.stop if step < config.train.steps else 0
 
@@ -352,6 +359,8 @@ def conclude(
         results |= {"held_memory": held, "leased_memory": leased}
     if trainer.config.train.compile != "none":
         results |= {"graphs": trainer.recompiles.graphs, "recompiles": trainer.recompiles.later}
+    if reporter.failed_saves:
+        results |= {"failed_saves": len(reporter.failed_saves)}
     status: Literal["interrupted", "finished"] = "interrupted" if ended_by else "finished"
     record.close(status, trainer.position.step, results)
     with writing(folder.picture):
@@ -360,13 +369,14 @@ def conclude(
     if ended_by:
         print(
             *reporter.stopped,
+            *reporter.failed_saves,
             f"stopped by {signal.Signals(ended_by).name} after step {trainer.position.step}, which is saved; "
             f"to continue:\n  {resume_command(folder, trainer.world.size)}",
             sep="\n",
             flush=True,
         )
         return 128 + ended_by
-    text = summary(trainer, folder, results, sampled, reporter.stopped)
+    text = summary(trainer, folder, results, sampled, [*reporter.stopped, *reporter.failed_saves])
     write_text(folder.summary_file, text)
     print(text, end="", flush=True)
     return 0
@@ -388,7 +398,7 @@ def summary(
     folder: RunFolder,
     results: Mapping[str, Any],
     sampled: tuple[str, str] | None,
-    stopped_sinks: Sequence[str],
+    warnings: Sequence[str],
 ) -> str:
     sample_lines = []
     if sampled is not None:
@@ -421,7 +431,7 @@ def summary(
         *compiled,
         f"  checkpoint      {checkpoint.step_folder(folder.checkpoints, trainer.position.step)}",
         f"  loss curve      {folder.picture}",
-        *(f"  warning         {stop}" for stop in stopped_sinks),
+        *(f"  warning         {warning}" for warning in warnings),
         *sample_lines,
         "",
     ]

@@ -137,8 +137,12 @@ def scalars(record: StepRecord, every: int) -> dict[str, float]:
     return values | {f"step/{name}": value for name, value in others.items() if value is not None}
 
 
+SAVE_FAILURE = "save_failure"
+"""The second key of a line of metrics.jsonl about a checkpoint that could not be written."""
+
+
 class JsonLines:
-    """metrics.jsonl: every step, floats in full precision."""
+    """metrics.jsonl: every step, floats in full precision, and every checkpoint that could not be written."""
 
     def __init__(self, path: Path, steps_done: int) -> None:
         self.path = path
@@ -148,8 +152,14 @@ class JsonLines:
             self.stream: TextIO = path.open("a" if steps_done else "w", encoding="utf-8")
 
     def step(self, record: StepRecord) -> None:
+        self._write(asdict(record))
+
+    def save_failed(self, step: int, reason: str) -> None:
+        self._write({"step": step, SAVE_FAILURE: reason})
+
+    def _write(self, content: Mapping[str, Any]) -> None:
         with writing(self.path):
-            self.stream.write(json.dumps(asdict(record)) + "\n")
+            self.stream.write(json.dumps(content) + "\n")
             self.stream.flush()
 
     def say(self, text: str) -> None:
@@ -164,17 +174,21 @@ def drop_after(path: Path, steps_done: int) -> None:
     """Remove records of steps after `steps_done`, because a resumed run repeats these steps."""
     if not path.exists():
         return
-    lines = [json.dumps(record) for record in read_records(path) if record["step"] <= steps_done]
+    lines = [json.dumps(line) for line in _lines(path) if line["step"] <= steps_done]
     temporary = path.with_name(path.name + ".new")
     temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     temporary.replace(path)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file. If a crash cut off the last line, it is left out.
+    """The records of the steps in a metrics file. If a crash cut off the last line, it is left out.
 
     Raises UserError if the file cannot be read, or if a line is no record; the error names the line's number.
     """
+    return [line for line in _lines(path) if line.keys() != {"step", SAVE_FAILURE}]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -194,6 +208,8 @@ def _record(line: str, where: str) -> dict[str, Any]:
         raise UserError(f"metrics: expected JSON, found something else in {where}") from None
     if not isinstance(record, dict):
         raise UserError(f"metrics: expected a JSON object, found {type(record).__name__} in {where}")
+    if record.keys() == {"step", SAVE_FAILURE} and type(record["step"]) is int:
+        return record
     for column in fields(StepRecord):
         if column.name == "extra_losses":
             continue
