@@ -151,7 +151,7 @@ class AsyncCheckpoint:
         ranks, place = self._ranks, Path(path)
         plan = Plan.of(state, ranks)
         with open_save(place, plan, ranks, overwrite) as folder:
-            job = Job(place, folder, ranks.rank, overwrite, self._verified, plan.own, plan.contents)
+            job = Job(place, folder, ranks.rank, overwrite, plan.own, plan.contents, self._verified)
             ranges = ranks.together(lambda: self._stage(job))
             at, nbytes = ranges[ranks.rank]
             # From here on nothing fails before every rank has a save under way, so that every rank waits for it.
