@@ -328,6 +328,20 @@ def test_comparison_picture_names_runs_with_their_settings() -> None:
     assert len({str(color) for color in report._colors(40)}) == 40
 
 
+def test_equal_runs_have_no_scale_of_differences(tmp_path: Path) -> None:
+    steps = [{"step": n, "loss": 5.0 / n} for n in range(1, 5)]
+    equal = dict.fromkeys(range(1, 5), 0.0)
+    curves = [
+        report.Curve(name, "", steps, equal if name != "a" else {}, 1000.0, 1.0) for name in ("a", "b", "c")
+    ]
+    figure = report.comparison_figure(curves, "2 ranks", compare.BY_DEVICE)
+    figure.draw_without_rendering()
+    differences = figure.axes[1]
+    assert "equal at every step: b, c" in texts(figure)
+    assert list(differences.get_yticks()) == [] and differences.get_ylabel() == ""
+    assert differences.get_xlim() == figure.axes[0].get_xlim()
+
+
 @pytest.mark.parametrize("runs", [2, 12])
 def test_long_names_are_numbered_and_nothing_leaves_the_picture(runs: int) -> None:
     steps = [{"step": n, "loss": 5.0 / n} for n in range(1, 5)]
