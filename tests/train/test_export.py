@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import re
 import shutil
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from shardwright.train.models.build import build_model
 from shardwright.train.runs import RunFolder
 from tests.train.data.samples import save_tokenizer
 from tests.train.jobs import HYBRID, config_file, tiny, train_here
+from tests.train.kit.logs import heard
 
 FILES = [
     "config.json",
@@ -87,23 +86,6 @@ def test_transformers_computes_the_same_logits(
             43,
         )
     assert messages == []
-
-
-@contextmanager
-def heard(name: str) -> Iterator[list[str]]:
-    """What a logger says."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.WARNING)
-    try:
-        yield messages
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 def test_the_tokenizer_has_the_ids_of_the_run(plain_run: Path, tmp_path: Path) -> None:

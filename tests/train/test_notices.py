@@ -121,7 +121,7 @@ def test_an_export_keeps_the_settings_of_its_base(base: Path, tmp_path: Path) ->
         "temperature": 0.6,
         "top_p": 0.95,
     }
-    (base / "generation_config.json").write_text(json.dumps(settings))
+    (base / "generation_config.json").write_text(json.dumps({**settings, "_from_model_config": True}))
     config = job(base)
     own = open_tokenizer(str(base))
     assert set(own.ends) - {0, 5}  # </s>

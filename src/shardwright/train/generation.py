@@ -49,6 +49,8 @@ def generation_settings(
     shape = config.model.shape()
     base = _settings_of(shape, say) if isinstance(shape, HuggingFaceShape) else None
     if base is not None:
+        # With this key transformers may take the values of config.json in place of those of the file.
+        base.pop("_from_model_config", None)
         return with_ids(base, config, tokenizer)
     settings: dict[str, Any] = {"do_sample": True, "temperature": TEMPERATURE, "top_k": TOP_K}
     # A number of new tokens, since `generate` raises an error for a prompt that is longer than a `max_length`.
