@@ -570,9 +570,9 @@ MODELS: list[tuple[str, str]] = [
     (f"{PYTHON}:Modle", "model.target ... has no attribute 'Modle'; did you mean own_models:Model?"),
     (
         f"{PYTHON}:VALUE",
-        "model.target: expected a function that returns ...; found int at 'own_models:VALUE'. See docs/models.md",
+        "model.target: found int at 'own_models:VALUE'; expected a function that returns ... See docs/models.md",
     ),
-    (f"{PYTHON}:words", "found a function that returns str at 'own_models:words'. See docs/models.md"),
+    (f"{PYTHON}:words", "found a function that returns str at 'own_models:words'; expected ... See docs/models.md"),
     (
         f"{PYTHON}:broken",
         "'own_models:broken' raised ZeroDivisionError: ... (own_models.py, line ...). Correct this function",
