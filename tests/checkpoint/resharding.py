@@ -285,13 +285,17 @@ def whole(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     """All tensors and values by name, tensors whole. Every rank must call it."""
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     if optimizer is not None and optimizer.state:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer)["state"]
+        state["optimizer"] = {
+            name: each for name, each in get_optimizer_state_dict(model, optimizer)["state"].items() if each
+        }
     return _whole(state)  # type: ignore[no-any-return]
 
 
 def _whole(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _whole(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return dict(enumerate(map(_whole, value)))
     return full(value).detach().clone().cpu() if isinstance(value, torch.Tensor) else value
 
 

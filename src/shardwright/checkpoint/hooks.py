@@ -43,11 +43,11 @@ def _digest(hook: GradientHook, units: list[Unit]) -> str:
     """A digest of what the meaning of a hook's state depends on, equal on every rank."""
     sha256 = hashlib.sha256(repr(hook).encode())
     for unit in units:
-        names = [(p.label, tuple(p.sharded.shape)) for p in unit.parameters]
+        shapes = [tuple(p.sharded.shape) for p in unit.parameters]
         packings = [reduction.packing for reduction in unit.gradients.reductions]
         ranks = unit.gradients.ranks
         sizes = [[c.world_size for c in some] for some in (ranks.scatters, ranks.late, ranks.replicas)]
-        sha256.update(repr((unit.name, tuple(unit.mesh.shape), sizes, names, packings)).encode())
+        sha256.update(repr((unit.name, tuple(unit.mesh.shape), sizes, shapes, packings)).encode())
     return sha256.hexdigest()
 
 

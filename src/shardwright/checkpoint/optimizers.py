@@ -48,7 +48,9 @@ def as_optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Op
 def state_of_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """The state that the optimizers have, by names of parameters, and their groups."""
     with _without_first_step(optimizers):
-        return dict(get_optimizer_state_dict(model, optimizers))
+        state = dict(get_optimizer_state_dict(model, optimizers))
+    state[_STATE] = {name: each for name, each in state[_STATE].items() if each}
+    return state
 
 
 @contextlib.contextmanager
@@ -87,20 +89,24 @@ def room_for_state(
     names = {name for group in state[_GROUPS] for name in group["params"]}
     prefix = f"{OPTIMIZER}.{_STATE}."
     rest = [name.removeprefix(prefix) for name in stored.names if name.startswith(prefix)]
-    having = {owner for name in rest if (owner := _owner(name, names)) is not None}
+    having = {owner for name in rest if (owner := _owner(name, names)) not in (None, name)}
+    having |= {name for name in names & set(rest) if stored.values.get(prefix + name)}
     whole = stored.values.get(prefix[:-1])
     having |= names & set(whole if isinstance(whole, Mapping) else ())
     before = None
     if not having <= state[_STATE].keys():
-        before = [dict(optimizer.state) for optimizer in optimizers]
+        before = [(dict(each.state), [dict(group) for group in each.param_groups]) for each in optimizers]
         state = _fresh_state(model, optimizers)
     state[_STATE] = {name: each for name, each in state[_STATE].items() if name in having}
     try:
         yield state
     except BaseException:
-        for optimizer, earlier in zip(optimizers, before or (), strict=False):
+        for optimizer, (earlier, groups) in zip(optimizers, before or (), strict=False):
             optimizer.state.clear()
             optimizer.state.update(earlier)
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.clear()
+                group.update(settings)
         raise
 
 
