@@ -46,9 +46,23 @@ def as_optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Op
 
 
 def state_of_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """The state that the optimizers have, by names of parameters, and their groups."""
+    """The state that the optimizers have, by names of parameters, and their groups.
+
+    Raises:
+        ValueError: a parameter of an optimizer is not in the model.
+    """
     with _without_first_step(optimizers):
-        state = dict(get_optimizer_state_dict(model, optimizers))
+        try:
+            state = dict(get_optimizer_state_dict(model, optimizers))
+        except KeyError:
+            ours = set(map(id, model.parameters()))
+            other = next((p for each in optimizers for p in _parameters(each) if id(p) not in ours), None)
+            if other is None:
+                raise
+            raise ValueError(
+                f"the optimizer has a parameter of shape {tuple(other.shape)} that the model does not have. Build the "
+                "optimizer from this model's parameters"
+            ) from None
     state[_STATE] = {name: each for name, each in state[_STATE].items() if each}
     return state
 

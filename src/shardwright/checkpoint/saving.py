@@ -126,8 +126,8 @@ def _agreed_forms(everyones: list[dict[str, Form]]) -> dict[str, Form]:
 
 def _is_first_ranks(each: NamedTensor) -> bool:
     """Whether the first rank that has a tensor writes it, since others may have other values: buffers, say."""
-    if hasattr(each.tensor, "full_tensor"):
-        return False
+    if type(each.tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return False  # it says which part of it each rank has
     return each.path[0] not in ("model", "optimizer") or each.tensor.nbytes <= _SMALL
 
 

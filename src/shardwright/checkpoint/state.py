@@ -58,7 +58,8 @@ class NamedTensor:
             raise ValueError(
                 f"{self.name} is a DTensor that is not summed over its ranks yet (placement Partial)"
             )
-        if self.tensor.layout is not torch.strided or self.tensor.is_quantized:
+        is_fsdp1s = hasattr(self.tensor, "local_shards")  # it has none of these attributes
+        if not is_fsdp1s and (self.tensor.layout is not torch.strided or self.tensor.is_quantized):
             raise ValueError(f"{self.name} is sparse or quantized; a checkpoint holds dense tensors")
         whole = [
             Box(tuple(o), tuple(s), local.detach())

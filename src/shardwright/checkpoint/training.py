@@ -46,6 +46,7 @@ from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.saving import save_state
 from shardwright.checkpoint.state import State
 from shardwright.checkpoint.stored_state import Stored
+from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.engine.unit.owning import units_of
 
 MODEL, EXTRA, GENERATORS = "model", "extra", "generators"
@@ -107,7 +108,13 @@ def state_to_save(
     def take() -> tuple[Any, ...]:
         optimizers, more = as_optimizers(optimizer), extra or {}
         _refuse_optimizers(more)
-        state[MODEL] = get_model_state_dict(model)
+        for unit in units_of(model):
+            unit.refuse_unsharded("save_checkpoint of")
+            unset = unit.without_values()
+            for p in unit.parameters:
+                if p.sharded in unset and p.local.numel():
+                    raise ValueError(_without_values(f"{unit.name}.{p.name}".lstrip("."), "to save"))
+        state[MODEL] = _model_state(model)
         if optimizers:
             state[OPTIMIZER] = state_of_optimizers(model, optimizers)
         state[EXTRA] = {
@@ -121,6 +128,18 @@ def state_to_save(
 
     _check_same(ranks.together(take))
     return state
+
+
+def _model_state(model: nn.Module) -> dict[str, Any]:
+    state: dict[str, Any] = get_model_state_dict(model)
+    for name, value in state.items():
+        if isinstance(value, Tensor) and has_no_values(value):
+            raise ValueError(_without_values(name, "and no memory"))
+    return state
+
+
+def _without_values(name: str, what: str) -> str:
+    return f"{name} has no values {what}, since the model is deferred or on meta. Call sw.materialize(model) first"
 
 
 def _arguments(
@@ -196,7 +215,7 @@ def load_checkpoint(
         _refuse_optimizers(more)
         _refuse_in_a_step(model)
         opened.append(open_checkpoint(folder))
-        state[MODEL] = get_model_state_dict(model)
+        state[MODEL] = _model_state(model)
         mine.update({key: each.state_dict() if _is_stateful(each) else each for key, each in more.items()})
         return _arguments(optimizers, more, generators)
 
