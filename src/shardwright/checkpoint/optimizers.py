@@ -53,7 +53,7 @@ def state_of_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> di
     """
     with _without_first_step(optimizers):
         try:
-            state = dict(get_optimizer_state_dict(model, optimizers))
+            state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizers))
         except KeyError:
             ours = set(map(id, model.parameters()))
             other = next((p for each in optimizers for p in _parameters(each) if id(p) not in ours), None)
