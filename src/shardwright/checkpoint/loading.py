@@ -57,6 +57,13 @@ class Checkpoint:
             if isinstance(entry, TensorStorageMetadata)
         }
 
+    def names(self) -> set[str]:
+        """Of all tensors and values."""
+        if self.index is not None:
+            return {*self.index.tensors, *self.index.values}
+        assert self.metadata is not None
+        return set(self.metadata.state_dict_metadata)
+
     def files(self) -> dict[str, int]:
         """The bytes of each file apart from the description; of torch's folders the least there can be."""
         if self.index is not None:
@@ -198,7 +205,7 @@ def load_state(
     weights_only: bool = True,
     progress: Progress = ignore,
 ) -> dict[str, Any]:
-    """Read into the tensors of a nested state, in place; return the values and tensors that the state does not have.
+    """Read into the tensors of a nested state, in place; return them and the checkpoint's values.
 
     Every rank must call it. Tensors of the state get their values from any cut and any number of ranks.
 
@@ -210,7 +217,8 @@ def load_state(
         progress: gets the number of bytes as they are compared and read.
 
     Returns:
-        The values of the checkpoint, nested; from a folder by torch's writer only those below the keys of ``state``.
+        The checkpoint's nested state: its values and the tensors of ``state``, under the keys of the save. From a
+        folder by torch's writer only the values below the keys of ``state``.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -247,7 +255,8 @@ def read_state(
         return _load_of_torch(checkpoint, mine.tensors, state.keys(), ranks, weights_only)
     index = checkpoint.index
     ranks.together(lambda: _read_tensors(checkpoint.folder, index, list(mine.tensors.values()), progress))
-    return nested({each.path: each.value for each in index.values.values()})  # type: ignore[no-any-return]
+    leaves = {index.tensors[name].path: each.tensor for name, each in mine.tensors.items()}
+    return nested(leaves | {each.path: each.value for each in index.values.values()})  # type: ignore[no-any-return]
 
 
 def check_tensors(path: Path, checkpoint: Checkpoint, tensors: Mapping[str, NamedTensor]) -> None:
@@ -270,19 +279,19 @@ def _load_of_torch(
     ranks: Ranks,
     weights_only: bool,
 ) -> dict[str, Any]:
-    """Read a folder by torch's writer; return its values below ``keys``."""
+    """Read a folder by torch's writer; return the tensors, and its values below ``keys``."""
     metadata = checkpoint.metadata
     assert metadata is not None
     paths = metadata.planner_data or {}
-    places = {
-        name: paths.get(name, (name,))
+    paths = {name: paths.get(name, (name,)) for name in metadata.state_dict_metadata}
+    values = [
+        name
         for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, BytesStorageMetadata)
-    }
-    values = {name: path for name, path in places.items() if path[0] in keys}
+        if isinstance(entry, BytesStorageMetadata) and paths[name][0] in keys
+    ]
     flat: dict[str, Any] = {name: each.tensor for name, each in tensors.items()} | dict.fromkeys(values)
     folders.load(checkpoint.folder, flat, metadata, alone=ranks.alone, weights_only=weights_only)
-    return nested({path: flat[name] for name, path in values.items()})  # type: ignore[no-any-return]
+    return nested({paths[name]: value for name, value in flat.items()})  # type: ignore[no-any-return]
 
 
 def _read_tensors(folder: Path, index: Index, tensors: list[NamedTensor], progress: Progress) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -22,7 +22,7 @@ from shardwright.checkpoint.digests import Damaged, Digest, check_digest, read_r
 from shardwright.checkpoint.index import INDEX, Index, StoredValue, check_coverage, parse_index
 from shardwright.checkpoint.loading import check_parts, open_together
 from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.state import Box, Progress, State, ignore
+from shardwright.checkpoint.state import Box, NamedTensor, Progress, State, ignore
 from shardwright.checkpoint.values import decoded, encoded
 from shardwright.checkpoint.writing import (
     Contents,
@@ -36,6 +36,7 @@ from shardwright.checkpoint.writing import (
 )
 
 Form = tuple[Any, torch.dtype, tuple[int, ...]]  #: path, dtype and shape of a tensor
+_SMALL = 1 << 20  #: bytes of a whole tensor of a model, which need not be spread over ranks
 BoxName = tuple[str, tuple[int, ...], tuple[int, ...]]  #: name of the tensor, offsets and sizes
 
 
@@ -93,11 +94,14 @@ class Plan:
         parts: dict[BoxName, Box] = {}
         forms: dict[str, Form] = {}
         values: dict[str, StoredValue] = {}
+        of_first: set[str] = set()
 
         def take() -> None:
             mine = State.of(state)
             for each in mine.tensors.values():
                 forms[each.name] = (each.path, each.dtype, each.shape)
+                if _is_first_ranks(each):
+                    of_first.add(each.name)
                 for box in each.boxes_to_save():
                     parts[each.name, box.offsets, box.sizes] = box
             for name, value in mine.values.items():
@@ -107,15 +111,15 @@ class Plan:
                 values[name] = StoredValue(value.path, decoded(json.loads(text)))
 
         ranks.together(take)
-        everyones = ranks.at_first((forms, list(parts)))
+        everyones = ranks.at_first((forms, list(parts), of_first))
         whole: dict[str, Form] = {}
         shares: list[list[BoxName]] | None = None
 
         def divide() -> None:
             nonlocal shares, whole
             assert everyones is not None
-            whole = _agreed_forms([forms for forms, _ in everyones])
-            shares = _shares(whole, [boxes for _, boxes in everyones])
+            whole = _agreed_forms([forms for forms, _, _ in everyones])
+            shares = _shares(whole, [boxes for _, boxes, _ in everyones], everyones[0][2])
 
         ranks.by_first(divide)
         mine = ranks.from_first(shares)
@@ -141,8 +145,20 @@ def _agreed_forms(everyones: list[dict[str, Form]]) -> dict[str, Form]:
     return whole
 
 
-def _shares(forms: Mapping[str, Form], everyones: list[list[BoxName]]) -> list[list[BoxName]]:
-    """The boxes that each rank writes: each box once, about the same number of bytes by each rank."""
+def _is_first_ranks(each: NamedTensor) -> bool:
+    """Whether the first rank that has a tensor writes it, since others may have other values: buffers, say."""
+    if type(each.tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return False  # it says which part of it each rank has
+    return each.path[0] not in ("model", "optimizer") or each.tensor.nbytes <= _SMALL
+
+
+def _shares(
+    forms: Mapping[str, Form], everyones: list[list[BoxName]], of_first: Container[str]
+) -> list[list[BoxName]]:
+    """The boxes that each rank writes: each box once, about the same number of bytes by each rank.
+
+    Of tensors in ``of_first`` the first rank that has a box writes it.
+    """
     holders: dict[BoxName, list[int]] = {}
     for rank, boxes in enumerate(everyones):
         for box in boxes:
@@ -161,7 +177,8 @@ def _shares(forms: Mapping[str, Form], everyones: list[list[BoxName]]) -> list[l
     loads = [0] * len(everyones)
     # Boxes that only one rank has come first; then the largest.
     for box in sorted(holders, key=lambda each: (len(holders[each]) > 1, -_nbytes(forms, each), each)):
-        rank = min(holders[box], key=lambda each: (loads[each], each))
+        some = holders[box][:1] if box[0] in of_first else holders[box]
+        rank = min(some, key=lambda each: (loads[each], each))
         loads[rank] += _nbytes(forms, box)
         shares[rank].append(box)
     return [sorted(share) for share in shares]

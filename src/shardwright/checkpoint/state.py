@@ -60,18 +60,29 @@ class NamedTensor:
             raise ValueError(
                 f"{self.name} is a DTensor that is not summed over its ranks yet (placement Partial)"
             )
-        if self.tensor.layout is not torch.strided or self.tensor.is_quantized:
+        is_fsdp1s = hasattr(self.tensor, "local_shards")  # it has none of these attributes
+        if not is_fsdp1s and (self.tensor.layout is not torch.strided or self.tensor.is_quantized):
             raise ValueError(f"{self.name} is sparse or quantized; a checkpoint holds dense tensors")
         whole = [
-            Box(tuple(o), tuple(s), local.detach()) for o, s, local in boxes_to_save(self.name, self.tensor)
+            Box(tuple(o), tuple(s), local.detach())
+            for o, s, local in boxes_to_save(self.name, _by_protocol(self.tensor))
         ]
         return [part for box in whole for part in _cut(box, self.dtype.itemsize)]
 
     def boxes_to_load(self) -> list[Box]:
         """The boxes that this rank needs, with the memory to load them into."""
         return [
-            Box(tuple(o), tuple(s), local.detach()) for o, s, local in boxes_to_load(self.name, self.tensor)
+            Box(tuple(o), tuple(s), local.detach())
+            for o, s, local in boxes_to_load(self.name, _by_protocol(self.tensor))
         ]
+
+
+def _by_protocol(tensor: Tensor) -> Tensor:
+    """The tensor in the form that says which elements a rank has. What torch makes of a ragged DTensor is a plain
+    DTensor of a ragged tensor, which would be taken for one with equal chunks of rows."""
+    ragged = tensor._local_tensor if type(tensor) is DTensor else tensor
+    as_dtensor = getattr(ragged, "as_dtensor", None)
+    return tensor if as_dtensor is None else as_dtensor()
 
 
 @dataclass(frozen=True)

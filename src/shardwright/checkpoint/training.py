@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
 
@@ -33,18 +30,33 @@ from shardwright.checkpoint.generators import (
     seed_generators,
     set_generator_states,
 )
+from shardwright.checkpoint.hooks import HOOKS, HooksToLoad, hook_states
 from shardwright.checkpoint.loading import Checkpoint, load_state, open_checkpoint
+from shardwright.checkpoint.optimizers import (
+    OPTIMIZER,
+    as_optimizers,
+    check_groups,
+    group_tensors,
+    room_for_state,
+    set_optimizers,
+    state_of_optimizers,
+    stored_groups,
+)
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.saving import save_state
-from shardwright.checkpoint.state import merged, name_of, nested
+from shardwright.checkpoint.state import State
+from shardwright.checkpoint.stored_state import Stored
+from shardwright.engine.tensors.parameter import has_no_values
+from shardwright.engine.unit.owning import units_of
 
-MODEL, OPTIMIZER, EXTRA, GENERATORS = "model", "optimizer", "extra", "generators"
+MODEL, EXTRA, GENERATORS = "model", "extra", "generators"
+GROUPS = f"{OPTIMIZER}.param_groups"
 
 
 def save_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
     generators: bool = True,
@@ -60,9 +72,10 @@ def save_checkpoint(
     Args:
         path: the new folder, on a file system that all ranks share.
         model: sharded, wrapped or plain.
-        optimizer: of the model's parameters. State that does not exist before the first step is not stored.
+        optimizer: of the model's parameters, one or several. State that does not exist yet is not stored. The state of
+            gradient hooks, such as the errors that they add to later gradients, is stored with the model.
         extra: tensors, plain values (numbers, strings, lists, tuples, dicts) and objects with ``state_dict``, such as a
-            schedule of learning rates. The first rank's values are stored.
+            schedule of learning rates or a copy of the model. The first rank's values are stored.
         generators: store the random generators of every rank.
         overwrite: replace a checkpoint at ``path``. It stays until the new one is on disk.
         process_group: of the ranks that have the model. Default: all ranks; without a process group this process.
@@ -80,30 +93,80 @@ def save_checkpoint(
 
 def state_to_save(
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: Optimizer | Iterable[Optimizer] | None,
     extra: Mapping[str, Any] | None,
     generators: bool,
     ranks: Ranks,
 ) -> dict[str, Any]:
-    """What :func:`save_checkpoint` stores, as one nested state."""
-    state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
-    if optimizer is not None:
-        state[OPTIMIZER] = _optimizer_state(model, optimizer)
-    state[EXTRA] = {
-        key: value.state_dict() if _is_stateful(value) else value for key, value in (extra or {}).items()
-    }
-    if generators:
-        state[GENERATORS] = {f"rank{ranks.rank}": generator_states()}
+    """What :func:`save_checkpoint` stores, as one nested state. Every rank must call it.
+
+    Raises:
+        TypeError, ValueError: on every rank, if the arguments of one cannot be stored or differ from the others'.
+    """
+    state: dict[str, Any] = {}
+
+    def take() -> tuple[Any, ...]:
+        optimizers, more = as_optimizers(optimizer), extra or {}
+        _refuse_optimizers(more)
+        for unit in units_of(model):
+            unit.refuse_unsharded("save_checkpoint of")
+            unset = unit.without_values()
+            for p in unit.parameters:
+                if p.sharded in unset and p.local.numel():
+                    raise ValueError(_without_values(f"{unit.name}.{p.name}".lstrip("."), "to save"))
+        state[MODEL] = _model_state(model)
+        if optimizers:
+            state[OPTIMIZER] = state_of_optimizers(model, optimizers)
+        state[EXTRA] = {
+            key: value.state_dict() if _is_stateful(value) else value for key, value in more.items()
+        }
+        if hooks := hook_states(model):
+            state[HOOKS] = hooks
+        if generators:
+            state[GENERATORS] = {f"rank{ranks.rank}": generator_states()}
+        return _arguments(optimizers, more, generators)
+
+    _check_same(ranks.together(take))
     return state
 
 
-def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state by names of parameters. torch takes a step to make a state; that step is undone."""
-    if optimizer.state:
-        return dict(get_optimizer_state_dict(model, optimizer))
-    state = dict(get_optimizer_state_dict(model, optimizer))
-    optimizer.state.clear()
-    return {**state, "state": {}}
+def _model_state(model: nn.Module) -> dict[str, Any]:
+    state: dict[str, Any] = get_model_state_dict(model)
+    for name, value in state.items():
+        if isinstance(value, Tensor) and has_no_values(value):
+            raise ValueError(_without_values(name, "and no memory"))
+    return state
+
+
+def _without_values(name: str, what: str) -> str:
+    return f"{name} has no values {what}, since the model is deferred or on meta. Call sw.materialize(model) first"
+
+
+def _arguments(
+    optimizers: Sequence[Optimizer], extra: Mapping[str, Any], generators: bool
+) -> tuple[Any, ...]:
+    return [type(each).__name__ for each in optimizers], sorted(map(str, extra)), generators
+
+
+def _check_same(arguments: Sequence[tuple[Any, ...]]) -> None:
+    """Raise ValueError if a rank has passed other arguments than the first one."""
+    for rank, theirs in enumerate(arguments):
+        for what, one, other in zip(("optimizer", "extra", "generators"), arguments[0], theirs, strict=True):
+            if one != other:
+                raise ValueError(
+                    f"{what}: rank {rank} has passed {other}, and rank 0 {one}. Pass the same on every rank"
+                )
+
+
+def _refuse_optimizers(extra: Mapping[str, Any]) -> None:
+    for key, value in extra.items():
+        if isinstance(value, Optimizer) and any(
+            hasattr(p, "full_tensor") for group in value.param_groups for p in group["params"]
+        ):
+            raise ValueError(
+                f"extra[{key!r}] is the optimizer of a sharded model, whose state has other forms on other ranks. Pass "
+                "it with the others: optimizer=[...]"
+            )
 
 
 def _is_stateful(value: Any) -> bool:
@@ -113,7 +176,7 @@ def _is_stateful(value: Any) -> bool:
 def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
     generators: bool = True,
@@ -128,6 +191,7 @@ def load_checkpoint(
         path: the folder.
         model: with the parameters and buffers of the saved one, sharded in any way, on any number of ranks.
         optimizer: the saved kind, with the saved parameters. Rates and other settings of its groups are restored.
+            A parameter without state in the checkpoint has none afterwards. Gradients stay as they are.
         extra: objects with ``load_state_dict`` and tensors, by the keys of the save. They are restored in place.
         generators: restore the random generators: exactly at the saved number of ranks. At another number each rank
             gets a new seed, derived from the checkpoint, its rank and the number of ranks, with a warning.
@@ -142,91 +206,89 @@ def load_checkpoint(
             message names the file or tensor. Nothing was changed.
     """
     folder, ranks = Path(path), Ranks(process_group)
+    optimizers, more = as_optimizers(optimizer), extra or {}
     opened: list[Checkpoint] = []
-    ranks.together(lambda: opened.append(open_checkpoint(folder)))
-    stored = opened[0].shapes()
-    state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
-    has_state = any(name.startswith(f"{OPTIMIZER}.state.") for name in stored)
-    whole: dict[str, Any] | None = None
-    if optimizer is not None:
-        whole = dict(get_optimizer_state_dict(model, optimizer))
-        state[OPTIMIZER] = {**whole} if has_state else {"param_groups": whole["param_groups"]}
-    given = {key: value for key, value in (extra or {}).items() if not _is_stateful(value)}
-    rooms = _rooms(opened[0], EXTRA, given)
-    saved_ranks = _saved_ranks(stored)
-    mine = ranks.rank if saved_ranks == ranks.size else 0
-    rooms |= _rooms(opened[0], f"{GENERATORS}.rank{mine}", {}) if generators and saved_ranks else {}
-    state |= nested(rooms)
+    state: dict[str, Any] = {}
+    mine: dict[str, Any] = {}
 
-    def fits(checkpoint: Checkpoint) -> None:
-        _check_names(folder, checkpoint, state)
+    def look() -> tuple[Any, ...]:
+        _refuse_optimizers(more)
+        _refuse_in_a_step(model)
+        opened.append(open_checkpoint(folder))
+        state[MODEL] = _model_state(model)
+        mine.update({key: each.state_dict() if _is_stateful(each) else each for key, each in more.items()})
+        return _arguments(optimizers, more, generators)
 
-    values = load_state(folder, state, ranks, check=fits)
-    _apply(model, optimizer, state, whole, has_state, values)
-    result: dict[str, Any] = merged(state.get(EXTRA, {}), values.get(EXTRA, {}))
-    for key, value in (extra or {}).items():
+    _check_same(ranks.together(look))
+    stored = Stored(folder, opened[0])
+    state[EXTRA] = stored.room(EXTRA, _own_tensors(stored, mine, more))
+    hooks = HooksToLoad(model, stored)
+    state[HOOKS] = hooks.tensors()
+    saved_ranks = _saved_ranks(stored.tensors) if generators else 0
+    own = f"rank{ranks.rank if saved_ranks == ranks.size else 0}"
+    state[GENERATORS] = {own: stored.room(f"{GENERATORS}.{own}", {})} if saved_ranks else {}
+
+    with room_for_state(model, optimizers, stored) as room:
+        parts = {MODEL, OPTIMIZER} if optimizers else {MODEL}
+        if optimizers:
+            groups = stored.room(GROUPS, stored.fitting(group_tensors(room["param_groups"])))
+            state[OPTIMIZER] = {"state": room["state"], "param_groups": groups}
+
+        def fits(_: Checkpoint) -> None:
+            stored.check_names(parts, state)
+            stored.check_values(MODEL, state[MODEL])
+            _check_extra(stored, more)
+            if optimizers and GROUPS in stored.values:
+                check_groups(room["param_groups"], stored.values[GROUPS])
+
+        content = load_state(folder, state, ranks, check=fits)
+        if optimizers:
+            groups = stored_groups(content.get(OPTIMIZER, {}), room["param_groups"])
+            ranks.together(lambda: check_groups(room["param_groups"], groups))
+        read = content.get(MODEL, {})
+        values = {name: read.get(name, value) for name, value in state[MODEL].items()}
+        set_model_state_dict(model, values, options=StateDictOptions(strict=True))
+        if optimizers:
+            set_optimizers(model, optimizers, room, content.get(OPTIMIZER, {}))
+    result: dict[str, Any] = content.get(EXTRA, {})
+    for key, value in more.items():
         if _is_stateful(value):
-            if key not in result:
-                raise ValueError(
-                    f"{folder} has no extra {key!r}; it has {', '.join(map(repr, result)) or 'none'}"
-                )
             value.load_state_dict(result[key])
-    if GENERATORS in state:
-        _restore_generators(state[GENERATORS][f"rank{mine}"], saved_ranks, ranks)
+    hooks.restore(content.get(HOOKS, {}), ranks)
+    if saved_ranks:
+        _restore_generators(content[GENERATORS][own], saved_ranks, ranks)
     return result
 
 
-def _apply(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    state: Mapping[str, Any],
-    whole: Mapping[str, Any] | None,
-    has_state: bool,
-    values: Mapping[str, Any],
-) -> None:
-    set_model_state_dict(model, state[MODEL], options=StateDictOptions(strict=True))
-    if optimizer is None or whole is None:
-        return
-    stored = values.get(OPTIMIZER, {})
-    loaded: Any = {
-        "state": merged(state[OPTIMIZER].get("state", whole["state"]), stored.get("state", {})),
-        "param_groups": merged(whole["param_groups"], stored.get("param_groups", whole["param_groups"])),
-    }
-    set_optimizer_state_dict(model, optimizer, loaded)
-    if not has_state:
-        optimizer.state.clear()
+def _refuse_in_a_step(model: nn.Module) -> None:
+    for unit in units_of(model):
+        unit.refuse_unsharded("load_checkpoint of")
+        if unit.gradients.held:
+            raise RuntimeError(
+                f"Unit {unit.name!r} holds gradients of earlier micro-batches, of weights that load_checkpoint would "
+                "replace. Load between optimizer steps."
+            )
 
 
-def _rooms(checkpoint: Checkpoint, prefix: str, given: Mapping[str, Any]) -> dict[Any, Tensor]:
-    """A tensor for each stored one below ``prefix``, by its path: the given one, or a new one on the host."""
-    index = checkpoint.index
-    if index is None:
-        return {}
-    rooms: dict[Any, Tensor] = {}
-    for name, each in index.tensors.items():
-        if not name.startswith(f"{prefix}."):
-            continue
-        value: Any = given if prefix == EXTRA else {}
-        for step in each.path[1:]:
-            key = step[0] if isinstance(step, tuple) else step
-            try:
-                value = value[key]
-            except (LookupError, TypeError):
-                value = None
-        rooms[each.path] = value if isinstance(value, Tensor) else torch.empty(each.shape, dtype=each.dtype)
-        assert name_of(each.path) == name
-    return rooms
+def _own_tensors(stored: Stored, states: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors of ``extra`` to read into, by name: given ones, and of objects the sharded ones that fit."""
+    own: dict[str, Tensor] = {}
+    for key, value in states.items():
+        tensors = {name: each.tensor for name, each in State.of({EXTRA: {key: value}}).tensors.items()}
+        if _is_stateful(extra[key]):
+            tensors = {
+                name: each for name, each in stored.fitting(tensors).items() if hasattr(each, "full_tensor")
+            }
+        own |= tensors
+    return own
 
 
-def _check_names(folder: Path, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
-    """Raise ValueError if the checkpoint has tensors of a model or optimizer that this one does not have."""
-    from shardwright.checkpoint.state import State
-
-    mine = State.of(state).tensors
-    for name in checkpoint.shapes():
-        kind = name.partition(".")[0]
-        if name not in mine and kind in (MODEL, OPTIMIZER) and kind in state:
-            raise ValueError(f"{folder} has the tensor {name}, which this {kind} does not have")
+def _check_extra(stored: Stored, extra: Mapping[str, Any]) -> None:
+    for key, value in extra.items():
+        if not stored.has(EXTRA, str(key)) and (
+            _is_stateful(value) or State.of({EXTRA: {key: value}}).tensors
+        ):
+            raise ValueError(f"{stored.folder} has no extra {key!r}")
 
 
 def _saved_ranks(stored: Mapping[str, Any]) -> int:

@@ -94,6 +94,9 @@ class GradientHook:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`, on the same number of ranks."""
 
+    def reset(self) -> None:
+        """Forget the state, because the model has got the weights of a checkpoint that has no state for this hook."""
+
 
 class _WithErrors(GradientHook):
     """Adds the rounding error of one step to the gradients of the next, on each rank separately.
@@ -121,6 +124,10 @@ class _WithErrors(GradientHook):
         """Store the error ``rows - sent``. Errors that are not finite are dropped, since they would stay for ever."""
         if self.error_feedback:
             self._errors[site.name].copy_((rows - sent).nan_to_num_(0, 0, 0))
+
+    def reset(self) -> None:
+        for error in self._errors.values():
+            error.zero_()
 
     def _per_rank(self) -> dict[str, tuple[torch.Tensor, Site]]:
         return {f"error.{name}": (error, self._sites[name]) for name, error in self._errors.items()}
@@ -242,13 +249,24 @@ class PowerSGD(_WithErrors):
         if site.name in self._right:
             return
         rows = dist.get_world_size(site.group) if scatters else 1
-        generator = torch.Generator().manual_seed(0)  # the same on every rank
         self._right[site.name] = [
-            torch.randn(width, self.rank, generator=generator, device="cpu").to(site.device)
+            torch.empty(width, self.rank, device=site.device)
             if self.rank * (rows * numel // width + width) < rows * numel
             else None
             for numel, width in site.matrices
         ]
+        self._draw(site.name)
+
+    def _draw(self, name: str) -> None:
+        generator = torch.Generator().manual_seed(0)  # the same on every rank
+        for right in self._right[name]:
+            if right is not None:
+                right.copy_(torch.randn(right.shape, generator=generator, device="cpu"))
+
+    def reset(self) -> None:
+        super().reset()
+        for name in self._right:
+            self._draw(name)
 
     def _per_rank(self) -> dict[str, tuple[torch.Tensor, Site]]:
         thin = {
