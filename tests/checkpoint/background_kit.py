@@ -10,12 +10,9 @@ import shardwright as sw
 
 
 def values(number: float) -> dict[str, Any]:
-    """A state of which each of two ranks writes one tensor."""
-    return {
-        "a": torch.full((50, 40), float(number)),
-        "b": torch.full((40, 50), -float(number)),
-        "number": number,
-    }
+    """A state of which each of two ranks writes one tensor: they are too large for the first rank to write both."""
+    model = {"a": torch.full((600, 500), float(number)), "b": torch.full((500, 600), -float(number))}
+    return {"model": model, "number": number}
 
 
 def pid_of_writer(checkpoints: sw.AsyncCheckpoint) -> int:

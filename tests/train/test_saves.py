@@ -263,11 +263,14 @@ def test_a_full_disk_keeps_what_is_on_it(
 
 
 def test_load_checkpoint_reads_the_checkpoint_of_a_run(tmp_path: Path, sharded_run: Path) -> None:
-    """Saved by two ranks, into a plain model and an optimizer of the user's own."""
+    """Saved by two ranks, into a plain model and an optimizer of the user's own, with the groups of the trainer."""
     folder = sharded_run / "checkpoints" / "step-8"
     model, expected = (build_model(tiny().model, 256) for _ in range(2))
     checkpoint.load_weights(folder, expected)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.5)
     with pytest.warns(UserWarning, match="saved by 2 ranks"):
         extra = sw.load_checkpoint(folder, model, optimizer)
     assert extra["position"] == {"step": 8, "samples": 64}
