@@ -347,7 +347,7 @@ def test_memory_is_one_copy_of_the_shard_and_the_chunks_of_two_threads(tmp_path:
     figures = json.loads(done.stdout)
     state, chunks, slack = 300_000_000, MOST * PART_BYTES, 16 << 20  # slack: the allocator, and imports
     assert state <= figures["shared"] <= state + slack  # which is in "first" and "writer", too
-    assert state <= figures["first"] <= state + slack
+    assert state - slack <= figures["first"] <= state + slack  # memory that others gave back counts, too
     assert figures["writer"] <= state + slack
     assert figures["second"] <= slack
     assert figures["save"] <= chunks + slack
