@@ -71,6 +71,7 @@ def open_checkpoint(path: Path, *, links: bool = False) -> Checkpoint:
     Raises:
         FileNotFoundError: there is no folder.
         Damaged: the folder holds no checkpoint, or its description contradicts itself.
+        UnknownVersion: its description is of a later version of the format.
     """
     places.recover(path)
     if not path.is_dir():
@@ -89,19 +90,26 @@ def open_checkpoint(path: Path, *, links: bool = False) -> Checkpoint:
     return Checkpoint(path, None, metadata, hashlib.sha256(data).hexdigest())
 
 
+def check_lengths(checkpoint: Checkpoint) -> None:
+    """Raise Damaged for the first file that is missing or has another length; of torch's folders if it is shorter."""
+    if checkpoint.index is None:
+        folders.check_sizes(checkpoint.folder, checkpoint.files())
+        return
+    for name, file in checkpoint.index.files.items():
+        if (nbytes := size_of(checkpoint.folder / name)) != file.nbytes:
+            raise Damaged(f"{name} holds {nbytes:,} bytes, {file.nbytes:,} expected")
+
+
 def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1, progress: Progress = ignore) -> None:
     """Compare the share of a rank of all files with their digests; of torch's folders the sizes.
 
     Raises:
         Damaged: names the first file that differs.
     """
+    check_lengths(checkpoint)
     index = checkpoint.index
     if index is None:
-        folders.check_sizes(checkpoint.folder, checkpoint.files())
         return
-    for name, file in index.files.items():
-        if (nbytes := size_of(checkpoint.folder / name)) != file.nbytes:
-            raise Damaged(f"{name} holds {nbytes:,} bytes, {file.nbytes:,} expected")
     by_file = index.parts_of_files()
     sizes = {name: file.nbytes for name, file in index.files.items() if not file.has_parts}
     parts = {f"{name}:{n:09d}": part for name, found in by_file.items() for n, part in enumerate(found)}
@@ -115,10 +123,11 @@ def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1, progress: Prog
             expected = index.files[key]
             check_digest(checkpoint.folder / key, Digest(expected.nbytes, expected.sha256), progress)
     for name, found in of_file.items():
-        _check_parts(checkpoint.folder / name, found, progress)
+        check_parts(checkpoint.folder / name, found, progress)
 
 
-def _check_parts(file: Path, parts: list[Part], progress: Progress) -> None:
+def check_parts(file: Path, parts: list[Part], progress: Progress = ignore) -> None:
+    """Compare parts of a file with their digests. Raises Damaged for the first that differs."""
     descriptor = open_regular(file)
     try:
         in_threads(parts, lambda part: _check_part(descriptor, file, part), progress)
@@ -215,6 +224,25 @@ def load_state(
         check_tensors(path, checkpoint, mine.tensors)
 
     checkpoint = open_together(path, ranks, fits, progress)
+    return read_state(checkpoint, state, ranks, weights_only=weights_only, progress=progress)
+
+
+def read_state(
+    checkpoint: Checkpoint,
+    state: Mapping[str, Any],
+    ranks: Ranks,
+    *,
+    weights_only: bool = True,
+    progress: Progress = ignore,
+) -> dict[str, Any]:
+    """Read a checkpoint that is known to be whole and to have the state's tensors, as :func:`load_state` does.
+
+    Tensors of another dtype get converted values. Every rank must call it.
+
+    Raises:
+        Damaged: on every rank, if a file can no longer be read. Some tensors may have changed.
+    """
+    mine = State.of(state)
     if checkpoint.index is None:
         return _load_of_torch(checkpoint, mine.tensors, state.keys(), ranks, weights_only)
     index = checkpoint.index
@@ -304,7 +332,7 @@ def _read_box(descriptor: int, file: Path, part: Part, dtype: torch.dtype, box: 
     target = box.local
     for dim in dims:
         target = target.narrow(dim, begin[dim] - box.offsets[dim], end[dim] - begin[dim])
-    if _is_plain_memory(target) and list(target.shape) == sizes:
+    if _is_plain_memory(target) and target.dtype == dtype and list(target.shape) == sizes:
         read_into(descriptor, file, part.data + skipped, target)
         torch.autograd.graph.increment_version(target)  # as copy_ does: the engine looks at it
         return

@@ -7,6 +7,7 @@ names with the new one in one step where the system can do that. Elsewhere it is
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -53,7 +54,8 @@ def begin(path: Path, attempt: str, nbytes: int, overwrite: bool) -> Path:
     folder = partial_folder(path, attempt)
     free = shutil.disk_usage(path.parent).free
     if free < nbytes:
-        raise OSError(errno.ENOSPC, f"the checkpoint needs {nbytes:,} bytes, {free:,} are free", str(path))
+        reason = f"{os.strerror(errno.ENOSPC)}: the checkpoint needs {nbytes:,} bytes, {free:,} are free"
+        raise OSError(errno.ENOSPC, reason, str(path))
     folder.mkdir()
     return folder
 
@@ -106,7 +108,8 @@ def recover(path: Path) -> None:
     """Finish what a crash has interrupted: a checkpoint that was being replaced gets its name back."""
     old = _old(path)
     if not os.path.lexists(path) and is_checkpoint(old):
-        os.rename(old, path)
+        with contextlib.suppress(FileNotFoundError):  # another rank was first
+            os.rename(old, path)
         sync_folder(path.parent)
 
 

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint import places
-from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.index import Index, StoredValue, check_coverage
+from shardwright.checkpoint.digests import Damaged, Digest, check_digest, read_regular
+from shardwright.checkpoint.index import INDEX, Index, StoredValue, check_coverage, parse_index
+from shardwright.checkpoint.loading import check_parts, open_together
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import Box, Progress, State, ignore
 from shardwright.checkpoint.values import decoded, encoded
@@ -28,6 +29,7 @@ from shardwright.checkpoint.writing import (
     PartToWrite,
     Written,
     about,
+    drop_from_cache,
     file_of_rank,
     write_descriptions,
     write_parts,
@@ -43,20 +45,35 @@ def save_state(
     ranks: Ranks,
     *,
     overwrite: bool = False,
+    verified: bool = False,
     progress: Progress = ignore,
 ) -> Index | None:
     """Write a checkpoint of a nested state. Every rank must call it. Returns the index on the first rank.
 
+    With ``verified`` all that was written is read back and compared with its digests, each rank a share, before the
+    folder gets its name, and before anything that it replaces is touched.
+
     Raises:
         ValueError: a tensor or value cannot be stored, or the ranks' boxes do not make up a tensor.
         FileExistsError: something is at ``path``, and ``overwrite`` is false or it is no checkpoint.
-        OSError: a file cannot be written. The message names rank, file and reason. What was there is unchanged.
+        OSError: a file cannot be written, or holds other bytes when it is read back. The message names rank, file and
+            reason. What was there is unchanged.
     """
     plan = Plan.of(state, ranks)
     with open_save(path, plan, ranks, overwrite) as folder:
         own: list[Written] = []
         ranks.together(lambda: own.append(write_parts(folder, file_of_rank(ranks.rank), plan.own, progress)))
-        return finish(path, folder, plan, ranks.at_first(own[0]), ranks)
+        writes, index = ranks.at_first(own[0]), None
+
+        def describe() -> None:
+            nonlocal index
+            index = describe_parts(folder, plan.contents, writes or [])
+
+        ranks.by_first(describe)
+        if verified:
+            _read_back_together(folder, ranks, progress)
+        ranks.by_first(lambda: _place(path, folder, plan.contents.attempt))
+        return index
 
 
 @dataclass(frozen=True)
@@ -181,28 +198,11 @@ def _check_seen(folder: Path) -> None:
         )
 
 
-def finish(path: Path, folder: Path, plan: Plan, writes: list[Written] | None, ranks: Ranks) -> Index | None:
-    """Describe what the ranks have written, and give the folder its name. Returns the index on the first rank.
-
-    ``writes`` has what each rank has written; None on other ranks than the first.
-    """
-    index: Index | None = None
-
-    def on_first() -> None:
-        nonlocal index
-        assert writes is not None
-        index = commit_parts(path, folder, plan.contents, writes)
-
-    ranks.by_first(on_first)
-    return index
-
-
-def commit_parts(path: Path, folder: Path, contents: Contents, writes: list[Written]) -> Index:
-    """Describe what each rank has written into ``folder``, check that it is whole, and give the folder its name.
+def describe_parts(folder: Path, contents: Contents, writes: list[Written]) -> Index:
+    """Describe what each rank has written into ``folder``, and check that it is whole.
 
     Raises:
-        OSError: a file cannot be written or renamed, or has another size than what was written. What was at ``path``
-            is unchanged.
+        OSError: a file cannot be written, or has another size than what was written.
         RuntimeError: the parts are not all parts of the tensors.
     """
     for each in writes:
@@ -212,6 +212,59 @@ def commit_parts(path: Path, folder: Path, contents: Contents, writes: list[Writ
     for name, file in index.files.items():
         if (nbytes := (folder / name).stat().st_size) != file.nbytes:
             raise OSError(f"{folder / name}: {nbytes:,} bytes are there, {file.nbytes:,} were written")
-    places.commit(folder, path)
-    places.remove_leftovers(path, contents.attempt)
     return index
+
+
+def commit_parts(
+    path: Path, folder: Path, contents: Contents, writes: list[Written], *, verified: bool = False
+) -> Index:
+    """Describe what each rank has written into ``folder``, check that it is whole, and give the folder its name.
+
+    With ``verified`` the descriptions are read back, too. The ranks have read back their own files.
+
+    Raises:
+        OSError: as :func:`describe_parts`, or the folder cannot be renamed, or a file holds other bytes when it is
+            read back. What was at ``path`` is unchanged.
+        RuntimeError: as :func:`describe_parts`.
+    """
+    index = describe_parts(folder, contents, writes)
+    if verified:
+        with _other_bytes(folder):
+            parse_index(read_regular(folder / INDEX))
+            for name, file in index.files.items():
+                if not file.has_parts:
+                    check_digest(folder / name, Digest(file.nbytes, file.sha256))
+    _place(path, folder, contents.attempt)
+    return index
+
+
+def read_back(folder: Path, written: Written) -> None:
+    """Compare a rank's file with the digests that were taken when it was written.
+
+    Raises:
+        OSError: it holds other bytes.
+    """
+    drop_from_cache(folder, written.file)
+    with _other_bytes(folder):
+        if written.parts:
+            check_parts(folder / written.file, [part for _, part in written.parts])
+
+
+def _read_back_together(folder: Path, ranks: Ranks, progress: Progress) -> None:
+    """Raise OSError on every rank if a file does not hold what was written. Each rank reads a share."""
+    ranks.together(lambda: drop_from_cache(folder, file_of_rank(ranks.rank)))
+    with _other_bytes(folder):
+        open_together(folder, ranks, lambda checkpoint: None, progress)
+
+
+@contextlib.contextmanager
+def _other_bytes(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Damaged as problem:
+        raise OSError(f"{folder}: read back after it was written, {problem}") from problem
+
+
+def _place(path: Path, folder: Path, attempt: str) -> None:
+    places.commit(folder, path)
+    places.remove_leftovers(path, attempt)

@@ -91,6 +91,7 @@ class Job:
     overwrite: bool
     parts: list[PartToWrite]
     contents: Contents  #: complete on the first rank, which commits
+    verified: bool = False  #: read back what was written
 
     @property
     def is_first(self) -> bool:
@@ -150,6 +151,7 @@ def staged_job(memory: SharedMemory, start: int, length: int) -> Job:
         content["overwrite"],
         parts,
         _contents(content["contents"]),
+        content["verified"],
     )
 
 
@@ -162,6 +164,7 @@ def _text(job: Job, starts: Iterable[int]) -> bytes:
         "folder": os.fspath(job.folder.absolute()),
         "rank": job.rank,
         "overwrite": job.overwrite,
+        "verified": job.verified,
         "parts": [
             [part.name, part.offsets, part.sizes, _name(part.values.dtype), start]
             for part, start in zip(job.parts, starts, strict=True)

@@ -36,7 +36,7 @@ from shardwright.checkpoint.generators import (
 from shardwright.checkpoint.loading import Checkpoint, load_state, open_checkpoint
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.saving import save_state
-from shardwright.checkpoint.state import name_of, nested
+from shardwright.checkpoint.state import merged, name_of, nested
 
 MODEL, OPTIMIZER, EXTRA, GENERATORS = "model", "optimizer", "extra", "generators"
 
@@ -163,7 +163,7 @@ def load_checkpoint(
 
     values = load_state(folder, state, ranks, check=fits)
     _apply(model, optimizer, state, whole, has_state, values)
-    result: dict[str, Any] = _merged(state.get(EXTRA, {}), values.get(EXTRA, {}))
+    result: dict[str, Any] = merged(state.get(EXTRA, {}), values.get(EXTRA, {}))
     for key, value in (extra or {}).items():
         if _is_stateful(value):
             if key not in result:
@@ -189,22 +189,12 @@ def _apply(
         return
     stored = values.get(OPTIMIZER, {})
     loaded: Any = {
-        "state": _merged(state[OPTIMIZER].get("state", whole["state"]), stored.get("state", {})),
-        "param_groups": _merged(whole["param_groups"], stored.get("param_groups", whole["param_groups"])),
+        "state": merged(state[OPTIMIZER].get("state", whole["state"]), stored.get("state", {})),
+        "param_groups": merged(whole["param_groups"], stored.get("param_groups", whole["param_groups"])),
     }
     set_optimizer_state_dict(model, optimizer, loaded)
     if not has_state:
         optimizer.state.clear()
-
-
-def _merged(tensors: Any, values: Any) -> Any:
-    """Two nested states in one: tensors that were read, and values; where both have a value, the second's."""
-    if isinstance(tensors, Mapping) and isinstance(values, Mapping):
-        in_both = {key: _merged(tensors[key], values[key]) for key in tensors.keys() & values.keys()}
-        return {key: in_both.get(key, each) for key, each in {**values, **tensors}.items()}
-    if isinstance(tensors, list) and isinstance(values, list) and len(tensors) == len(values):
-        return [_merged(*pair) for pair in zip(tensors, values, strict=True)]
-    return tensors if isinstance(tensors, Tensor) else values
 
 
 def _rooms(checkpoint: Checkpoint, prefix: str, given: Mapping[str, Any]) -> dict[Any, Tensor]:

@@ -140,6 +140,17 @@ def sync(descriptor: int, path: Path) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
+def drop_from_cache(folder: Path, file: str) -> None:
+    """Let the next read of a file come from the disk, as far as the system can do that. It may be missing."""
+    if not hasattr(os, "posix_fadvise") or not (folder / file).exists():
+        return
+    descriptor = os.open(folder / file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
 def write_file(path: Path, content: bytes) -> StoredFile:
     """Write a small file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
