@@ -105,7 +105,7 @@ def convert(
 ) -> Converted:
     """Write what a checkpoint holds in another form.
 
-    In memory are at most the largest tensor and 64 MiB, or twice the largest tensor if it is stored transposed or
+    In memory are at most the largest tensor and 32 MiB, or twice the largest tensor if it is stored transposed or
     together with others. From folders of torch's distributed checkpoint its largest part comes on top.
 
     Args:
