@@ -34,6 +34,7 @@ import sys
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ WIDTH = 2048  #: of a layer: 16 MiB
 Finish = Callable[[], object]
 
 
-class Way:
+class Way(ABC):
     """One way to save and load."""
 
     name = ""
@@ -62,14 +63,15 @@ class Way:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
+    @abstractmethod
     def save(self, path: Path) -> Finish:
         """Begin to save. What it returns waits until the checkpoint is on disk."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load(self, path: Path) -> None:
-        raise NotImplementedError
+        """Load what was saved into the model."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # most ways have nothing to end
         pass
 
 

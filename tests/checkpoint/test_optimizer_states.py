@@ -95,7 +95,7 @@ OPTIMIZERS: dict[str, Make] = {
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_goes_on(rank: int, world_size: int, name: str, before: int, tmp_path: Path) -> None:
-    """From no state or that of some parameters, into an optimizer with none and one with some."""
+    """From no state, or the state of some parameters, into an optimizer with none and one with some."""
     layout = sw.Ragged(lambda shape: 32) if name == "AdamW8bit" else "ragged"
 
     def made(seed: int) -> tuple[Any, Any]:

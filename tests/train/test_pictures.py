@@ -171,7 +171,7 @@ def test_a_loss_above_and_one_below_are_explained() -> None:
     )
     summed = first_loss_in_words(128 * 5.6, 256, "my model", 128)
     assert summed is not None and "loss(batch) of my model seems to be a sum" in summed
-    # Divided by its targets this loss is below that of any model.
+    # Divided by its targets this loss is smaller than any model's.
     large = first_loss_in_words(20.0, 256, "my model", 2048)
     assert (
         large is not None and "seems to be a sum" not in large and "look at loss(batch) of my model" in large

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -229,7 +230,9 @@ def test_damaged_data_are_one_line_within_seconds(tmp_path: Path, count: int, la
         ended = ranks(count, *arguments)
         assert [status for status, _ in ended] == [2] * count
         said = "".join(err for _, err in ended)
-    assert said.startswith("error: data.source: expected JSON, found an error at column 10 of line 20001 of")
+    # On a busy machine some ranks start too late to state the mistake, too. Then the error names those that have.
+    mistake = "data.source: expected JSON, found an error at column 10 of line 20001 of"
+    assert re.match(rf"error: (?:ranks? [\d, ]+: )?{mistake}", said), said
     assert said.count("\n") == 1 and not (tmp_path / "run").exists()
     assert (
         time.monotonic() - began < 60

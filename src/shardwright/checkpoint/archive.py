@@ -104,6 +104,18 @@ class _Storage:
 @functools.lru_cache(256)
 def _pickled(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """The pickle of a contiguous tensor on the host: what torch makes of an empty one, with this shape."""
+    return pickled(described(dtype, shape, "0"))
+
+
+def pickled(state: Any) -> bytes:
+    """The pickle of a nested state whose tensors are :func:`described`."""
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=2).dump(state)
+    return stream.getvalue()
+
+
+def described(dtype: torch.dtype, shape: Sequence[int], record: str) -> Any:
+    """Pickled as a contiguous tensor on the host whose bytes are the record ``data/RECORD`` of the file."""
     rebuild, (storage, *_, hooks), *_ = _of_empty(dtype)
     count = prod(shape)
     kind: type = torch.UntypedStorage
@@ -113,11 +125,8 @@ def _pickled(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     else:
         kind = getattr(torch, storage._pickle_storage_type())
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    held = _Storage(("storage", kind, "0", "cpu", count))
-    stream = io.BytesIO()
-    described = _Described((rebuild, (held, 0, shape, tuple(strides), False, hooks, *more)))
-    _Pickler(stream, protocol=2).dump(described)
-    return stream.getvalue()
+    held = _Storage(("storage", kind, record, "cpu", count))
+    return _Described((rebuild, (held, 0, tuple(shape), tuple(strides), False, hooks, *more)))
 
 
 def _of_empty(dtype: torch.dtype) -> tuple[Any, ...]:

@@ -52,7 +52,7 @@ def _digest(hook: GradientHook, units: list[Unit]) -> str:
 
 
 class HooksToLoad:
-    """The hooks of a model, and what of their state a checkpoint has for the same ranks and layout."""
+    """The hooks of a model, and the states that a checkpoint has for them on the same ranks and in the same layout."""
 
     def __init__(self, model: nn.Module, stored: Stored) -> None:
         self._hooks = [hook for hook, _ in _hooks(model)]

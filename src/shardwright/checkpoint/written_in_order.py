@@ -6,19 +6,17 @@ A file of ``torch.save``, and a file of the parts of a checkpoint.
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import struct
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
-from math import prod
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.archive import ALIGNMENT, _Described, _of_empty, _Pickler, _Storage, container
+from shardwright.checkpoint.archive import ALIGNMENT, container, described, pickled
 from shardwright.checkpoint.index import Part
 from shardwright.checkpoint.index import Path as Keys
 from shardwright.checkpoint.state import nested
@@ -45,12 +43,10 @@ def write_torch_file(
         OSError: it cannot be written.
     """
     leaves: dict[Keys, Any] = {
-        path: _described(dtype, shape, str(number))
+        path: described(dtype, shape, str(number))
         for number, (path, dtype, shape) in enumerate(forms.values())
     }
-    stream_of_pickle = io.BytesIO()
-    _Pickler(stream_of_pickle, protocol=2).dump(nested({**leaves, **values}))
-    content = stream_of_pickle.getvalue()
+    content = pickled(nested({**leaves, **values}))
     numbers = {name: number for number, name in enumerate(forms)}
     with open(file, "xb") as stream:
         with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as records:
@@ -75,21 +71,6 @@ def _add(records: zipfile.ZipFile, name: str, data: memoryview) -> None:
         while data:
             target.write(data[: 1 << 24])
             data = data[1 << 24 :]
-
-
-def _described(dtype: torch.dtype, shape: Sequence[int], record: str) -> Any:
-    """Pickled as a contiguous tensor on the host whose bytes are the record ``data/RECORD`` of the file."""
-    rebuild, (storage, *_, hooks), *_ = _of_empty(dtype)
-    count = prod(shape)
-    kind: type = torch.UntypedStorage
-    more: tuple[torch.dtype, ...] = ()
-    if isinstance(storage, torch.UntypedStorage):
-        count, more = count * dtype.itemsize, (dtype,)
-    else:
-        kind = getattr(torch, storage._pickle_storage_type())
-    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    held = _Storage(("storage", kind, record, "cpu", count))
-    return _Described((rebuild, (held, 0, tuple(shape), tuple(strides), False, hooks, *more)))
 
 
 def write_parts_in_order(folder: Path, file: str, parts: Iterable[PartToWrite]) -> Written:

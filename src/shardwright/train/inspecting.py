@@ -119,7 +119,7 @@ def _inspect_one(path: Path, quick: bool, tensors: bool, show: Say, say: Say) ->
 
 
 def _opened(path: Path) -> Stored:
-    """A checkpoint by any of the writers. A position of -1 is that of one that no run has saved."""
+    """A checkpoint by any of the writers. Its position is -1 if no run has saved it."""
     try:
         if os.path.lexists(path / POSITION_FILE) and not os.path.lexists(path / INDEX):
             return Stored(*open_earlier(path))
