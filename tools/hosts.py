@@ -80,24 +80,25 @@ class Hosts:
         addresses: of the hosts.
     """
 
-    def __init__(self, count: int, own_folder: Path | None = None, names: bool = True) -> None:
+    def __init__(self, count: int, own_folder: Path | None = None, names: str = "all") -> None:
         """Make the hosts.
 
         Args:
             count: of hosts.
             own_folder: a folder whose files each host has for itself, in memory.
-            names: hosts find one another by name.
+            names: what a host finds by name: "all" hosts, its "own" loopback address, as Debian writes it into
+                /etc/hosts, or "none".
 
         Raises:
             OSError: the system refuses; see `reason_against`.
         """
         self.addresses = [f"10.77.0.{number + 1}" for number in range(count)]
         self._own_folder = own_folder
-        self._names = tempfile.NamedTemporaryFile("w", prefix="hosts-")  # noqa: SIM115  # until `close`
-        self._names.write("127.0.0.1 localhost\n")
-        if names:
-            self._names.writelines(f"{each} host-{number}\n" for number, each in enumerate(self.addresses))
-        self._names.flush()
+        self._names = tempfile.TemporaryDirectory(prefix="hosts-")
+        everyone = [f"{each} host-{number}" for number, each in enumerate(self.addresses)]
+        for number in range(count):
+            known = {"all": everyone, "own": [f"127.0.1.1 host-{number}"], "none": []}[names]
+            Path(self._names.name, str(number)).write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
         self._hosts: list[_Namespaces | None] = []
         self._switch = _Namespaces(
             ["--net"], "ip link add bridge0 type bridge\nip link set bridge0 up\nip link set lo up"
@@ -117,7 +118,7 @@ class Hosts:
             "mount --make-rprivate /",
             f"hostname host-{number}",
             "mount -t tmpfs -o mode=1777 tmpfs /dev/shm",
-            f"mount --bind {self._names.name} /etc/hosts",
+            f"mount --bind {self._names.name}/{number} /etc/hosts",
             "ip link set lo up",
         ]
         if self._own_folder is not None:
@@ -133,8 +134,10 @@ class Hosts:
             self._in_host(number, "ip", *line.split())
 
     def popen(self, number: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a command on a host, with the options of `subprocess.Popen`."""
-        return subprocess.Popen([*self._host(number).entry, *command], **options)
+        """Start a command on a host, in this process's folder or in `cwd`, with the options of `subprocess.Popen`."""
+        folder = os.path.abspath(options.pop("cwd", None) or os.getcwd())  # nsenter goes to the root of the files
+        enter = ["sh", "-c", 'cd "$0" && exec "$@"', folder]
+        return subprocess.Popen([*self._host(number).entry, *enter, *command], **options)
 
     def environment(self, number: int) -> dict[str, str]:
         """The variables that describe a host to the commands on it."""
@@ -171,7 +174,7 @@ class Hosts:
                 host.end()
         self._hosts = []
         self._switch.end()
-        self._names.close()
+        self._names.cleanup()
 
     def __enter__(self) -> Hosts:
         return self
@@ -224,6 +227,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run a command on several hosts, made of namespaces.")
     parser.add_argument("count", type=int, help="number of hosts")
     parser.add_argument("--own-folder", type=Path, help="a folder that each host has for itself, in memory")
+    parser.add_argument("--names", choices=("all", "own", "none"), default="all", help="what hosts find by name")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="after --")
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
@@ -232,7 +236,7 @@ def main() -> int:
     if reason := reason_against():
         print(f"error: {reason}", file=sys.stderr)
         return 2
-    with Hosts(options.count, options.own_folder) as hosts:
+    with Hosts(options.count, options.own_folder, options.names) as hosts:
         return run_everywhere(hosts, command, os.environ)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import shardwright
 from shardwright.checkpoint.digests import Damaged
 from shardwright.train.config import Config, toml_value
 from shardwright.train.errors import UserError
+from shardwright.train.hosts import host_key
 from shardwright.train.resuming import flat
 
 PATIENCE = timedelta(minutes=1)
@@ -97,7 +97,7 @@ def first_of_host(store: dist.Store, rank: int, work: Callable[[], Result]) -> R
     the others do not begin: each raises the same UserError.
     """
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    host = f"host/{os.environ.get('GROUP_RANK', '')}/{socket.gethostname()}"
+    host = f"host/{host_key()}"
     if local:
         if mistake := _wait_for_first(store, host):
             raise UserError(mistake)

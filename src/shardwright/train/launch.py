@@ -37,6 +37,7 @@ from shardwright.train.environment import (
     under_launcher,
 )
 from shardwright.train.errors import UserError
+from shardwright.train.hosts import INTERFACE_VARIABLE, loopback
 from shardwright.train.runs import RunFolder, discard_if_unused, now, open_folder
 from shardwright.train.sinks import check_packages
 from shardwright.train.starting import START
@@ -112,7 +113,7 @@ def _number_of_ranks(config: Config, nproc: int | None) -> int:
 
 def _stay_local() -> None:
     """Ranks of one machine talk over the loopback: gloo else looks the machine's name up, which may lead nowhere."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    os.environ.setdefault(INTERFACE_VARIABLE, loopback())
 
 
 class RankLogs(LogsSpecs):

@@ -43,10 +43,11 @@ from shardwright.train.environment import (
     rank_and_size,
 )
 from shardwright.train.errors import UserError
-from shardwright.train.lock import share
+from shardwright.train.hosts import check_shared, use_one_network
+from shardwright.train.lock import FolderLock, share
 from shardwright.train.loop import train
 from shardwright.train.models.shapes import HuggingFaceShape
-from shardwright.train.runs import RunFolder, open_folder
+from shardwright.train.runs import RunFolder, discard_if_unused, open_folder
 from shardwright.train.starting import START
 from shardwright.train.trainer import NonFiniteError
 from shardwright.train.world import World, join_world, pick_device
@@ -116,6 +117,7 @@ def _start_together(
         raise UserError(str(error)) from error
     START.doing("waiting for the other ranks")
     agree(store, rank, size, statement, collective_timeout())
+    use_one_network(store, rank, size)
     store.set_timeout(collective_timeout())
     return config, dataset
 
@@ -156,14 +158,21 @@ def _agree_on_folder(
     if world.is_first:
         try:
             folder, lock = open_folder(config, resume)
-            outcome = [str(folder.path), None]
+            outcome = [os.path.abspath(folder.path), None]
         except UserError as error:
             outcome = [None, str(error)]
     dist.broadcast_object_list(outcome, src=0)
     path, problem = outcome
     if problem is not None:
         raise UserError(problem)
-    return RunFolder(Path(path)), lock
+    folder = folder if world.is_first else RunFolder(Path(path))
+    try:
+        check_shared(folder.path, world.is_first)
+    except UserError:
+        if isinstance(lock, FolderLock):
+            discard_if_unused(folder, lock)
+        raise
+    return folder, lock
 
 
 def _complaint(error: BaseException) -> Complaint:
