@@ -137,7 +137,11 @@ class Hosts:
         """Start a command on a host, in this process's folder or in `cwd`, with the options of `subprocess.Popen`."""
         folder = os.path.abspath(options.pop("cwd", None) or os.getcwd())  # nsenter goes to the root of the files
         enter = ["sh", "-c", 'cd "$0" && exec "$@"', folder]
-        return subprocess.Popen([*self._host(number).entry, *enter, *command], **options)
+        return subprocess.Popen([*self.entry(number), *enter, *command], **options)
+
+    def entry(self, number: int) -> list[str]:
+        """The words before a command that runs on a host."""
+        return self._host(number).entry
 
     def environment(self, number: int) -> dict[str, str]:
         """The variables that describe a host to the commands on it."""
