@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 
 def _run(call: Call) -> int:
+    from shardwright.train.slurm import variables_of_task
     from shardwright.train.starting import START
 
+    os.environ.update(variables_of_task(os.environ))
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not launched or (os.environ["RANK"] == "0" and "SHARDWRIGHT_LAUNCHER" not in os.environ):
         START.begin("loading PyTorch")
