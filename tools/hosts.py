@@ -127,7 +127,9 @@ class Hosts:
         host = _Namespaces(kinds, "\n".join(lines))
         self._hosts[number] = host
         cable = f"cable{number}"
-        self._in_switch("ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
+        self._in_switch(
+            "ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid)
+        )
         self._in_switch("ip", "link", "set", cable, "master", "bridge0")
         self._in_switch("ip", "link", "set", cable, "up")
         for line in (f"address add {self.addresses[number]}/24 dev eth0", "link set eth0 up"):
@@ -135,7 +137,9 @@ class Hosts:
 
     def popen(self, number: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a command on a host, in this process's folder or in `cwd`, with the options of `subprocess.Popen`."""
-        folder = os.path.abspath(options.pop("cwd", None) or os.getcwd())  # nsenter goes to the root of the files
+        folder = os.path.abspath(
+            options.pop("cwd", None) or os.getcwd()
+        )  # nsenter goes to the root of the files
         enter = ["sh", "-c", 'cd "$0" && exec "$@"', folder]
         return subprocess.Popen([*self.entry(number), *enter, *command], **options)
 
@@ -231,7 +235,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run a command on several hosts, made of namespaces.")
     parser.add_argument("count", type=int, help="number of hosts")
     parser.add_argument("--own-folder", type=Path, help="a folder that each host has for itself, in memory")
-    parser.add_argument("--names", choices=("all", "own", "none"), default="all", help="what hosts find by name")
+    parser.add_argument(
+        "--names", choices=("all", "own", "none"), default="all", help="what hosts find by name"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="after --")
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command

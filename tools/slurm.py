@@ -137,7 +137,11 @@ class Cluster:
     def _popen(self, name: Sequence[str], command: Sequence[str]) -> subprocess.Popen[Any]:
         with open(self.folder / f"{name[0]}.output", "ab") as output:
             return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, **self.variables}
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **self.variables},
             )
 
     def _wait_until_idle(self, count: int) -> None:
@@ -196,9 +200,13 @@ class Cluster:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run a command on a SLURM cluster of hosts made of namespaces.")
+    parser = argparse.ArgumentParser(
+        description="Run a command on a SLURM cluster of hosts made of namespaces."
+    )
     parser.add_argument("count", type=int, help="number of hosts")
-    parser.add_argument("--cores", type=int, default=2, help="of each host, as SLURM counts them (default: 2)")
+    parser.add_argument(
+        "--cores", type=int, default=2, help="of each host, as SLURM counts them (default: 2)"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="after --")
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command

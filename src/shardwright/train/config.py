@@ -10,7 +10,7 @@ import difflib
 import re
 import tomllib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -307,7 +307,7 @@ def load_config(
     try:
         return Config.model_validate(values, context={"ranks": ranks, "resumes": resumes})
     except ValidationError as error:
-        raise UserError(_one_line(error, path, {key for key, _ in overrides})) from None
+        raise UserError(in_one_line(error, path, {key for key, _ in overrides})) from None
 
 
 def stored_config(
@@ -449,7 +449,7 @@ def _value_of(text: str, takes_text: bool) -> Any:
     return value
 
 
-def _one_line(error: ValidationError, path: Path, overridden: set[str]) -> str:
+def in_one_line(error: ValidationError, path: Path | str, overridden: Collection[str] = ()) -> str:
     seen: dict[str, str] = {}
     # A mistyped key is often the reason why another one is missing. Of the arms of a union, the one that is only empty
     # is the one that was meant.

@@ -9,6 +9,7 @@ import os
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
@@ -87,4 +88,6 @@ def choose_device(config: Config) -> str:
 
 def rank_and_size() -> tuple[int, int]:
     # Of one variable without the other nothing follows: some systems leave RANK behind.
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
     return (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if under_launcher() else (0, 1)

@@ -118,15 +118,21 @@ def open_attempt(config: Config, resume: str | None, launch: Launch | None) -> O
         folder, earlier = before
         earlier.check_worth()
         launch = replace(launch, attempt=earlier.attempt + 1, ends=earlier.ends)
-        lock = _claim_patiently(folder.path)
-        if folder.exists():
-            repair_record(folder)
-            check_same_job(folder, config, "a restart")
+        lock = reopen(config, folder)
         opened = Opened(folder, lock, bool(saved_steps(folder.checkpoints)), launch.attempt)
     remove_exit(folder)
     if launch is not None:
         _write(folder, launch)
     return opened
+
+
+def reopen(config: Config, folder: RunFolder) -> FolderLock:
+    """Prepare the folder of an earlier attempt for the next one, once that has ended. Raises UserError."""
+    lock = _claim_patiently(folder.path)
+    if folder.exists():
+        repair_record(folder)
+        check_same_job(folder, config, "a restart")
+    return lock
 
 
 def _claim_patiently(folder: Path) -> FolderLock:

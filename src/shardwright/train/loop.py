@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -50,22 +50,34 @@ from shardwright.train.writing import write_json, write_text, writing
 
 
 def train(
-    config: Config, folder: RunFolder, dataset: Dataset, world: World, resume: bool, attempt: int = 1
+    config: Config,
+    folder: RunFolder,
+    dataset: Dataset,
+    world: World,
+    resume: bool,
+    attempt: int = 1,
+    saved: Callable[[int], None] | None = None,
 ) -> End:
     """Run the job to its last step, or until a signal stops it. Returns how it ended.
 
     From the second `attempt` on there may be no step left: then only the end of the run is missing. Before the model
-    exists there is nothing to save, so a signal ends the job like any program. Raises UserError for a registered value
-    that is wrong.
+    exists there is nothing to save, so a signal ends the job like any program. `saved` is called on every rank after a
+    checkpoint was written, with its step. Raises UserError for a registered value that is wrong.
     """
     try:
-        return _train(config, folder, dataset, world, resume, attempt)
+        return _train(config, folder, dataset, world, resume, attempt, saved)
     except ExtensionError as error:
         raise UserError(str(error)) from error
 
 
 def _train(
-    config: Config, folder: RunFolder, dataset: Dataset, world: World, resume: bool, attempt: int
+    config: Config,
+    folder: RunFolder,
+    dataset: Dataset,
+    world: World,
+    resume: bool,
+    attempt: int,
+    saved: Callable[[int], None] | None,
 ) -> End:
     START.doing(f"building the model of {sizes_of(config.model.shape()).parameters:,} parameters")
     lines: list[str] = []
@@ -107,7 +119,7 @@ def _train(
                 for note in before_steps(config, dataset, resume):
                     reporter.say(note)
             reporter.say(figures_in_words(trainer))
-            with Saves(config.checkpoint, folder.checkpoints, reporter, loaded=done) as saves:
+            with Saves(config.checkpoint, folder.checkpoints, reporter, done, saved) as saves:
                 more = done < config.train.steps
                 ended_by = run_steps(trainer, folder, reporter, saves, stop) if more else 0
             answers.saves = False

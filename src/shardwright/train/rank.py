@@ -88,7 +88,7 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
             START.begin("waiting for the other ranks")
         # The store must hear of what this rank cannot do, so it is there first.
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=max(collective_timeout(), PATIENCE))))
-        config, dataset = _start_together(configured, resume, store, rank, size)
+        config, dataset = start_together(configured, resume, store, rank, size)
         with join_world(config, store) as world:
             place = _agree_on_place(config, resume, world)
             with place.lock:
@@ -115,7 +115,7 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
         os._exit(status)
 
 
-def _start_together(
+def start_together(
     configured: Callable[[], Config], resume: str | None, store: dist.Store, rank: int, size: int
 ) -> tuple[Config, Dataset]:
     """The configuration and the text, once all ranks have the same. Where one cannot start, all raise its UserError."""
@@ -182,6 +182,11 @@ def _is_to_record(complaint: Complaint, store: dist.Store | None, place: Place) 
     return not place.folder.exit_file.exists()
 
 
+def end_of(error: BaseException, rank: int) -> End:
+    """The end of a job that this error of this rank describes."""
+    return _end_of(_complaint(error, rank))
+
+
 def _end_of(complaint: Complaint) -> End:
     """The end of a job that this complaint describes."""
     rank = None if complaint.kind in SHARED else complaint.rank
@@ -226,13 +231,18 @@ def _agree_on_place(config: Config, resume: str | None, world: World) -> Place:
         raise outcome[1]
     path, resumes, attempt = outcome[0]
     place = place or Place(RunFolder(Path(path)), nullcontext(), resumes, attempt)
+    check_place(place, world)
+    return place
+
+
+def check_place(place: Place, world: World) -> None:
+    """Raise UserError on every rank if a rank does not see the files of the first rank in the run's folder."""
     try:
         check_shared(place.folder.path, world.is_first)
     except UserError:
         if isinstance(place.lock, FolderLock):
             discard_if_unused(place.folder, place.lock)
         raise
-    return place
 
 
 def _complaint(error: BaseException, rank: int) -> Complaint:

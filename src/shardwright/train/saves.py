@@ -7,7 +7,7 @@ with their digests count among those to keep. The form of a checkpoint is in `ch
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -41,13 +41,20 @@ class Saves:
     """The checkpoints of a run, on one rank. Every method but `has_ended` is called by all ranks together."""
 
     def __init__(
-        self, settings: CheckpointConfig, checkpoints: Path, reporter: Reporter, loaded: int | None = None
+        self,
+        settings: CheckpointConfig,
+        checkpoints: Path,
+        reporter: Reporter,
+        loaded: int | None = None,
+        saved: Callable[[int], None] | None = None,
     ) -> None:
-        """`loaded`: the step of the checkpoint from which the run goes on, whose files were compared."""
+        """`loaded`: the step of the checkpoint from which the run goes on, whose files were compared. `saved` is called
+        with the step of each checkpoint that was written."""
         self.settings, self.checkpoints, self.reporter = settings, checkpoints, reporter
         #: By step, whether the files are those that were saved, of checkpoints that were compared in this session.
         #: None: a later version of shardwright has saved it, so this one cannot know.
         self._whole: dict[int, bool | None] = {} if loaded is None else {loaded: True}
+        self._note = saved
         self._background = background() if settings.asynchronous else None
         self._under_way: int | None = None  #: the step that the background writes
 
@@ -116,6 +123,8 @@ class Saves:
 
     def _saved(self, step: int) -> None:
         self._whole[step] = True
+        if self._note is not None:
+            self._note(step)
         self._delete_old(step)
 
     def _remove_leftovers(self) -> None:

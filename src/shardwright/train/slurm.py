@@ -71,5 +71,7 @@ def tasks_per_node(text: str) -> list[int]:
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
     if not text.isdecimal():
-        raise UserError(f"{name}: expected the number that srun sets, found {text!r}; start with srun, or with torchrun")
+        raise UserError(
+            f"{name}: expected the number that srun sets, found {text!r}; start with srun, or with torchrun"
+        )
     return int(text)

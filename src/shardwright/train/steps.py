@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 LAST_BYTES = 1 << 16
 """The end of a file of metrics that certainly has a whole line."""
@@ -38,21 +39,25 @@ def saved_steps(checkpoints: Path) -> list[int]:
 
 def recorded_step(metrics_file: Path) -> int:
     """The step of the last line of metrics.jsonl: the steps that a run has done. 0 if it has none."""
+    return int(last_record(metrics_file).get("step", 0))
+
+
+def last_record(metrics_file: Path) -> dict[str, Any]:
+    """The last whole line of metrics.jsonl that has a step. Empty if there is none."""
     if not os.path.isfile(metrics_file):
-        return 0
+        return {}
     try:
         with open(metrics_file, "rb") as stream:
             stream.seek(-min(LAST_BYTES, os.path.getsize(metrics_file)), os.SEEK_END)
-            lines = stream.read().split(b"\n")[
-                :-1
-            ]  # after the last line end there is nothing, or half a line
+            # After the last line end there is nothing, or half a line.
+            lines = stream.read().split(b"\n")[:-1]
     except OSError:
-        return 0
+        return {}
     for line in reversed(lines):
         try:
-            step = json.loads(line)["step"]
-        except (ValueError, LookupError, TypeError):
+            record = json.loads(line)
+        except ValueError:
             continue
-        if type(step) is int:
-            return step
-    return 0
+        if isinstance(record, dict) and type(record.get("step")) is int:
+            return record
+    return {}

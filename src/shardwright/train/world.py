@@ -51,7 +51,8 @@ def pick_device(config: Config) -> torch.device:
     check_device(config, kind)
     device = torch.device(kind)
     if kind == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", 0))
+        # Who has made the group has chosen the device.
+        local = torch.cuda.current_device() if dist.is_initialized() else int(os.environ.get("LOCAL_RANK", 0))
         if local >= torch.cuda.device_count():
             raise UserError(
                 f"expected a GPU for each rank of this machine, found {torch.cuda.device_count()} for at least "
@@ -66,10 +67,14 @@ def pick_device(config: Config) -> torch.device:
 def join_world(config: Config, store: dist.Store | None = None) -> Iterator[World]:
     """Become a rank: pick the device, set up the process group (also for one rank), take it down again at the end.
 
-    `store` is where the ranks of a launched job have met.
+    `store` is where the ranks of a launched job have met. A process group that exists is used, and stays.
     """
     (rank, size), device = rank_and_size(), pick_device(config)
     kind = device.type
+    if dist.is_initialized():
+        _check_group(kind)
+        yield World(rank, size, device, make_mesh(config.parallel, kind, size), config.parallel.tensor)
+        return  # who has made the group ends it
     options: dict[str, Any] = {"timeout": collective_timeout()}
     if store is not None or not under_launcher():
         meeting = dist.HashStore() if store is None else dist.PrefixStore("default_pg", store)
@@ -88,6 +93,17 @@ def join_world(config: Config, store: dist.Store | None = None) -> Iterator[Worl
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def _check_group(kind: str) -> None:
+    """Refuse a process group of another framework that cannot serve. Objects of checkpoints go by gloo."""
+    backends = dist.get_backend_config()
+    for device, backend in {"cpu": "gloo", **({"cuda": "nccl"} if kind == "cuda" else {})}.items():
+        if f"{device}:{backend}" not in backends:
+            wanted = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
+            raise UserError(
+                f"expected a process group with {device}:{backend}, found {backends}; make it with backend={wanted!r}"
+            )
 
 
 def make_mesh(config: ParallelConfig, kind: str, size: int) -> DeviceMesh:

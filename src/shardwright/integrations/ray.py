@@ -1,0 +1,127 @@
+"""Ray Train: the trainer's jobs on Ray's workers, and checkpoints of your own training functions.
+
+Ray starts the workers, makes their process group, and starts them again after a failure. `trainer` needs the extra
+`ray` and Ray Train v2. The run's folder is in Ray's folder of the experiment, which all hosts must share.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray.train
+from ray.train import Checkpoint, CheckpointConfig, CheckpointUploadMode, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from shardwright.train.config import load_config
+from shardwright.train.errors import UserError
+from shardwright.train.runs import RunFolder
+from shardwright.train.steps import last_record, step_folder
+
+RUN = "run"
+"""The run's folder in Ray's folder of the experiment."""
+REPORTED = "reported"
+"""Beside it: the checkpoints that Ray knows, as hard links. Ray deletes some of these, the run deletes its own."""
+
+
+def trainer(
+    config: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    scaling_config: ScalingConfig,
+    run_config: RunConfig,
+    **options: Any,
+) -> TorchTrainer:
+    """A trainer of Ray whose `fit` runs a job as `shardwright train` does, one rank for each worker.
+
+    If the experiment has a checkpoint, the job goes on from the newest whole one: after a failure, if
+    `run_config.failure_config` allows it, and with a new trainer of the same name and storage. Metrics are reported to
+    Ray with each checkpoint.
+
+    Args:
+        config: the job, in TOML. Its paths must be valid on all hosts.
+        overrides: values by `section.key`.
+        scaling_config: with the number of workers.
+        run_config: with a name, and a storage path on a file system that all hosts share. Unless it has a
+            `checkpoint_config`, Ray keeps as many checkpoints as the run.
+        options: for `TorchTrainer`.
+
+    Raises:
+        UserError: the configuration or the storage cannot be used.
+    """
+    workers = scaling_config.num_workers
+    texts = [(key, _text(value)) for key, value in (overrides or {}).items()]
+    job = load_config(Path(config), texts, ranks=workers if isinstance(workers, int) else 1, resumes=True)
+    if not run_config.name or run_config.storage_filesystem is not None:
+        raise UserError(
+            "run_config: expected a name and no storage_filesystem; use a storage_path that is a folder"
+        )
+    if "://" in str(run_config.storage_path):
+        raise UserError(
+            f"run_config: expected a storage_path that is a folder, found {run_config.storage_path}; checkpoints are "
+            "written in place by all hosts, so use a shared file system"
+        )
+    if run_config.checkpoint_config == CheckpointConfig():
+        run_config.checkpoint_config = CheckpointConfig(num_to_keep=job.checkpoint.keep)
+    backend = "cpu:gloo,cuda:nccl" if scaling_config.use_gpu else "gloo"
+    return TorchTrainer(
+        _train,
+        train_loop_config=job.model_dump(mode="json"),
+        torch_config=options.pop("torch_config", TorchConfig(backend=backend)),
+        scaling_config=scaling_config,
+        run_config=run_config,
+        **options,
+    )
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _train(values: dict[str, Any]) -> None:
+    """What each worker runs."""
+    from shardwright.train.hosted import train_in_group
+
+    train_in_group(values, _experiment() / RUN, _report_saved)
+
+
+def _experiment() -> Path:
+    return Path(ray.train.get_context().get_storage().experiment_fs_path)
+
+
+def _report_saved(run: RunFolder, step: int) -> None:
+    report_checkpoint(step_folder(run.checkpoints, step), {**last_record(run.metrics_file), "step": step})
+
+
+def report_checkpoint(folder: str | Path, metrics: Mapping[str, Any]) -> None:
+    """Report a checkpoint that all workers have written into one folder, without copying it. Called by every worker.
+
+    `folder` is in Ray's folder of the experiment, `ray.train.get_context().get_storage().experiment_fs_path`. Ray gets
+    hard links to the files: if Ray or you delete one of the two, the other one stays.
+
+    Raises:
+        OSError: the file system has no hard links.
+    """
+    checkpoint = None
+    if ray.train.get_context().get_world_rank() == 0:
+        checkpoint = Checkpoint.from_directory(_linked(Path(folder)))
+    ray.train.report(
+        dict(metrics), checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD
+    )
+
+
+def _linked(folder: Path) -> str:
+    """A new folder with the files of a checkpoint."""
+    place = _experiment() / REPORTED
+    place.mkdir(exist_ok=True)
+    number = 0
+    while (target := place / f"{folder.name}{f'-{number}' if number else ''}").exists():
+        number += 1
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(folder, partial, copy_function=os.link)
+    partial.rename(target)
+    return str(target)

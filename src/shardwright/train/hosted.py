@@ -1,0 +1,98 @@
+"""A job in processes that another framework has started, whose process group exists and stays after the job.
+
+The run's folder is given. If it has a checkpoint, the job goes on from there: such frameworks call the same function
+again after a failure. Errors are raised; no process is ended here, and no signal has a handler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from pydantic import ValidationError
+
+from shardwright._torch import default_store
+from shardwright.train.config import Config, in_one_line
+from shardwright.train.errors import UserError
+from shardwright.train.launches import reopen
+from shardwright.train.loop import train
+from shardwright.train.rank import Place, check_place, end_of, start_together
+from shardwright.train.record import sessions_of
+from shardwright.train.runs import RunFolder, open_folder
+from shardwright.train.statuses import End, remove_exit, write_exit
+from shardwright.train.steps import saved_steps
+from shardwright.train.world import World, join_world
+
+
+def train_in_group(
+    values: Mapping[str, Any], folder: Path, saved: Callable[[RunFolder, int], None] | None = None
+) -> End:
+    """Run the job, or the rest of it, on the ranks of the default process group. Returns how it ended.
+
+    Args:
+        values: the configuration, by section and key. `run.dir` is not used.
+        folder: of the run, which all ranks share. A new one is made.
+        saved: called on every rank, with the run and the step, after a checkpoint has been written.
+
+    Raises:
+        UserError: the same on every rank, for what the user has to correct.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def configured() -> Config:
+        try:
+            config = Config.model_validate(
+                values, context={"ranks": size, "resumes": RunFolder(folder).exists()}
+            )
+        except ValidationError as error:
+            raise UserError(in_one_line(error, "the configuration")) from None
+        return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})})
+
+    store = dist.PrefixStore("shardwright", default_store())
+    config, dataset = start_together(configured, None, store, rank, size)
+    with join_world(config) as world:
+        place = _open_together(config, folder, world)
+        note = None if saved is None else partial(saved, place.folder)
+        with place.lock:
+            try:
+                end = train(config, place.folder, dataset, world, place.resumes, place.attempt, note)
+            except BaseException as error:
+                if world.is_first:
+                    write_exit(place.folder, end_of(error, rank), place.attempt)
+                raise
+            if world.is_first:
+                write_exit(place.folder, end, place.attempt)
+    return end
+
+
+def _open_together(config: Config, path: Path, world: World) -> Place:
+    """The run's folder, which the first rank opens and locks."""
+    place: Place | None = None
+    outcome: list[Any] = [None, None]
+    if world.is_first:
+        try:
+            place = _open(config, RunFolder(path))
+            outcome = [(place.resumes, place.attempt), None]
+        except UserError as error:
+            outcome = [None, error]
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    place = place or Place(RunFolder(path), nullcontext(), *outcome[0])
+    check_place(place, world)
+    return place
+
+
+def _open(config: Config, folder: RunFolder) -> Place:
+    """A run without a checkpoint begins from the start in its folder."""
+    if not folder.exists():
+        folder, lock = open_folder(config, None)
+        return Place(folder, lock, False, 1)
+    attempt = sessions_of(folder) + 1
+    lock = reopen(config, folder)
+    remove_exit(folder)
+    return Place(folder, lock, bool(saved_steps(folder.checkpoints)), attempt)
