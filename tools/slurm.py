@@ -33,7 +33,7 @@ CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost=host-0({first})
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 SlurmUser=root
 SlurmdUser=root

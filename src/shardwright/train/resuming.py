@@ -14,12 +14,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwright.train.config import Config, toml_value
+from shardwright.train.environment import LAUNCHER_VARIABLE
 from shardwright.train.runs import RunFolder
+from shardwright.train.slurm import started_by_slurm
 
 
 def resume_command(folder: RunFolder, ranks: int) -> str:
     """The complete command that continues a run on `ranks` ranks, for printing."""
     arguments = f"train --resume {shlex.quote(str(folder.path))}"
+    if LAUNCHER_VARIABLE not in os.environ and started_by_slurm(os.environ):
+        return f"srun {_program('shardwright', 'shardwright')} {arguments}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
         local = os.environ.get("LOCAL_WORLD_SIZE", str(ranks))
         run = _program("torchrun", "torch.distributed.run")

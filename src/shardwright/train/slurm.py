@@ -45,6 +45,14 @@ def variables_of_task(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: str(value) for name, value in variables.items()} | own
 
 
+def started_by_slurm(environment: Mapping[str, str]) -> bool:
+    """Whether this process is a rank because of `variables_of_task`."""
+    return "TORCHELASTIC_RUN_ID" not in environment and (
+        environment.get("SLURM_PROCID", "no rank") == environment.get("RANK")
+        and environment.get("SLURM_STEP_NUM_TASKS") == environment.get("WORLD_SIZE")
+    )
+
+
 def first_host(nodes: str) -> str:
     """The first host of a list such as `gpu[07-09,12],cpu1`: gpu07. Raises UserError if there is none."""
     text = re.split(r",(?![^\[]*\])", nodes.strip())[0]
