@@ -13,7 +13,18 @@ import traceback
 from collections.abc import Sequence
 
 from shardwright import __version__
-from shardwright.cli import compare, convert, doctor, export, extensions, generate, inspect, layout, relay, train
+from shardwright.cli import (
+    compare,
+    convert,
+    doctor,
+    export,
+    extensions,
+    generate,
+    inspect,
+    layout,
+    relay,
+    train,
+)
 from shardwright.cli.command import Call
 from shardwright.cli.parsing import Parser, split_overrides, unknown_argument, wants_traceback
 from shardwright.train.errors import UserError

@@ -23,8 +23,12 @@ def _run(call: Call) -> int:
 
 def _add_options(parser: Parser) -> None:
     parser.usage = "shardwright relay RUN -- COMMAND ..."
-    parser.add_argument("run", metavar="RUN", help="the folder of the run that the command trains, its run.dir")
-    parser.add_argument("command_line", metavar="COMMAND", nargs=argparse.REMAINDER, help="the command, after --")
+    parser.add_argument(
+        "run", metavar="RUN", help="the folder of the run that the command trains, its run.dir"
+    )
+    parser.add_argument(
+        "command_line", metavar="COMMAND", nargs=argparse.REMAINDER, help="the command, after --"
+    )
 
 
 COMMAND = Command(

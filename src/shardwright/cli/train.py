@@ -58,6 +58,8 @@ def _job_of(options: argparse.Namespace, overrides: Overrides) -> tuple[Config, 
     from shardwright.train.config import load_config, stored_config
 
     path, resume = options.config, options.resume
+    if options.go_on:
+        return _job_to_continue(options, overrides)
     ranks = options.nproc or _ranks_of_environment()
     if path is None and resume is not None and resume.endswith(".toml"):
         # `--resume CONFIG.toml`: a run is a folder, so this can only be the config.
@@ -80,6 +82,24 @@ def _job_of(options: argparse.Namespace, overrides: Overrides) -> tuple[Config, 
             "train: expected CONFIG.toml or --resume RUN, found neither; examples are in the folder examples/"
         )
     return load_config(Path(path), overrides, ranks=ranks, resumes=resume is not None), resume
+
+
+def _job_to_continue(options: argparse.Namespace, overrides: Overrides) -> tuple[Config, str]:
+    """The configuration of a job that begins or goes on in its `run.dir`."""
+    from shardwright.train.config import load_config
+    from shardwright.train.runs import CONTINUE
+
+    if options.config is None or options.resume is not None:
+        raise UserError(
+            "--continue: expected CONFIG.toml and no --resume; it resumes if there is a checkpoint"
+        )
+    ranks = options.nproc or _ranks_of_environment()
+    config = load_config(Path(options.config), overrides, ranks=ranks, resumes=True)
+    if not config.run.dir:
+        raise UserError(
+            "--continue: expected run.dir, found none; add --run.dir FOLDER, the same at each start"
+        )
+    return config, CONTINUE
 
 
 def _keys_help(width: int) -> str:
@@ -112,7 +132,7 @@ def _keys_help(width: int) -> str:
 def _add_options(parser: Parser) -> None:
     parser.usage = (
         "shardwright train CONFIG.toml [--section.key value ...]\n"
-        "                         [--nproc N] [--max-restarts N] [--resume [RUN]] [--debug]\n"
+        "                         [--nproc N] [--max-restarts N] [--resume [RUN] | --continue] [--debug]\n"
         "       shardwright train --resume RUN [--section.key value ...]\n"
         "                         [--nproc N] [--max-restarts N] [--debug]"
     )
@@ -130,6 +150,11 @@ def _add_options(parser: Parser) -> None:
         "--resume", metavar="RUN", nargs="?", const="",
         help="continue this run folder from its last checkpoint, with its own configuration unless you name a "
         "CONFIG.toml; without RUN: the newest run with the name in CONFIG.toml",
+    )  # fmt: skip
+    parser.add_argument(
+        "--continue", dest="go_on", action="store_true",
+        help="go on from the last checkpoint in run.dir, or start there if it has none: for a command that is "
+        "started again and again",
     )  # fmt: skip
     parser.keys_help = _keys_help
 

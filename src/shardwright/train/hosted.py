@@ -18,13 +18,11 @@ from pydantic import ValidationError
 from shardwright._torch import default_store
 from shardwright.train.config import Config, in_one_line
 from shardwright.train.errors import UserError
-from shardwright.train.launches import reopen
+from shardwright.train.launches import open_or_reopen
 from shardwright.train.loop import train
 from shardwright.train.rank import Place, check_place, end_of, start_together
-from shardwright.train.record import sessions_of
-from shardwright.train.runs import RunFolder, open_folder
+from shardwright.train.runs import RunFolder
 from shardwright.train.statuses import End, remove_exit, write_exit
-from shardwright.train.steps import saved_steps
 from shardwright.train.world import World, join_world
 
 
@@ -75,7 +73,9 @@ def _open_together(config: Config, path: Path, world: World) -> Place:
     outcome: list[Any] = [None, None]
     if world.is_first:
         try:
-            place = _open(config, RunFolder(path))
+            opened = open_or_reopen(config, RunFolder(path))
+            remove_exit(opened.folder)
+            place = Place(opened.folder, opened.lock, opened.resumes, opened.attempt)
             outcome = [(place.resumes, place.attempt), None]
         except UserError as error:
             outcome = [None, error]
@@ -85,14 +85,3 @@ def _open_together(config: Config, path: Path, world: World) -> Place:
     place = place or Place(RunFolder(path), nullcontext(), *outcome[0])
     check_place(place, world)
     return place
-
-
-def _open(config: Config, folder: RunFolder) -> Place:
-    """A run without a checkpoint begins from the start in its folder."""
-    if not folder.exists():
-        folder, lock = open_folder(config, None)
-        return Place(folder, lock, False, 1)
-    attempt = sessions_of(folder) + 1
-    lock = reopen(config, folder)
-    remove_exit(folder)
-    return Place(folder, lock, bool(saved_steps(folder.checkpoints)), attempt)

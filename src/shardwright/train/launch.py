@@ -38,9 +38,10 @@ from shardwright.train.environment import (
 )
 from shardwright.train.errors import UserError, counted
 from shardwright.train.hosts import INTERFACE_VARIABLE, loopback
+from shardwright.train.launches import open_or_reopen
 from shardwright.train.record import close_session, repair_record, sessions_of
 from shardwright.train.restarts import Attempt, Restarts, place_in_words
-from shardwright.train.runs import RunFolder, discard_if_unused, now, open_folder
+from shardwright.train.runs import CONTINUE, RunFolder, discard_if_unused, now, open_folder
 from shardwright.train.sinks import check_packages
 from shardwright.train.starting import START
 from shardwright.train.statuses import DONE, STOPPED, remove_exit, write_exit
@@ -55,8 +56,8 @@ GRACE_SECONDS = 4.0
 def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: list[str]) -> int:
     """Train and return the exit status, see `statuses`.
 
-    `resume` is None for a new run, "" for the newest run of that name, else a run's folder. `argv` is the command
-    line, for starting the ranks with. Raises UserError, in one process only, for what the user has to correct.
+    `resume` is None for a new run, "" for the newest run of that name, `CONTINUE`, or a run's folder. `argv` is the
+    command line, for starting the ranks with. Raises UserError, in one process only, for what the user has to correct.
     """
     check_environment()
     if under_launcher():
@@ -68,7 +69,14 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
     check_device(config, choose_device(config))
     # What cannot be imported is found before there is a folder.
     alone = _rank().train_alone if ranks == 1 and not config.fault.max_restarts else None
-    folder, lock = open_folder(config, resume)
+    attempt = 1
+    if resume == CONTINUE:
+        opened = open_or_reopen(config, RunFolder(Path(config.run.dir)))
+        folder, lock, attempt = opened.folder, opened.lock, opened.attempt
+        resume = str(folder.path) if opened.resumes else None
+        argv = [each for each in argv if each != CONTINUE] + (["--resume", resume] if resume else [])
+    else:
+        folder, lock = open_folder(config, resume)
     with lock:
         try:
             if resume is not None:
@@ -78,10 +86,10 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
             if alone is None:
                 # The ranks would find these, after the seconds that they need to start.
                 check_files(config)
-                if resume is not None:
+                if resume is not None and attempt == 1:
                     check_steps(config, folder)
-                return _launch_until_done(config, folder, ranks, argv)
-            return alone(config, folder, resume is not None)
+                return _launch_until_done(config, folder, Attempt(attempt, ranks, tuple(without_nproc(argv))))
+            return alone(config, folder, resume is not None, attempt)
         except BaseException:
             discard_if_unused(folder, lock)
             raise
@@ -144,12 +152,11 @@ class RankLogs(LogsSpecs):
         )
 
 
-def _launch_until_done(config: Config, folder: RunFolder, ranks: int, argv: list[str]) -> int:
+def _launch_until_done(config: Config, folder: RunFolder, attempt: Attempt) -> int:
     """Start the ranks, and again while the settings allow it. Returns the status of the job."""
     # torch's handlers would unwind the launcher; ours store the signals over all attempts.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     restarts = Restarts(config.fault, lambda fewer: _can_run(config, fewer))
-    attempt = Attempt(1, ranks, tuple(without_nproc(argv)))
     with Signals() as signals:
         while True:
             sessions = sessions_of(folder)
@@ -163,7 +170,7 @@ def _launch_until_done(config: Config, folder: RunFolder, ranks: int, argv: list
                 close_session(folder, end.reason, sessions)
             if not next_ranks:
                 write_exit(folder, end, attempt.number)
-                return conclude(ending, end, "--debug" in argv, note)
+                return conclude(ending, end, "--debug" in attempt.arguments, note)
             attempt = attempt.after(end, next_ranks, folder)
             print(
                 f"restart {restarts.count} of {config.fault.max_restarts}: {end.reason}, after step {step}; "

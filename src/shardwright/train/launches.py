@@ -20,9 +20,9 @@ import torch.distributed as dist
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
 from shardwright.train.lock import FolderLock, claim
-from shardwright.train.record import repair_record
+from shardwright.train.record import repair_record, sessions_of
 from shardwright.train.restarts import same_again, without_numbers
-from shardwright.train.runs import RUNS, RunFolder, check_same_job, find_run, open_folder
+from shardwright.train.runs import CONTINUE, RUNS, RunFolder, check_same_job, find_run, open_folder
 from shardwright.train.statuses import FAILED, USER_ERROR, End, remove_exit
 from shardwright.train.steps import recorded_step, saved_steps
 from shardwright.train.writing import write_json, writing
@@ -108,7 +108,11 @@ def open_attempt(config: Config, resume: str | None, launch: Launch | None) -> O
         GivenUpError: the attempt would end as those before.
     """
     before = None if launch is None else _attempt_before(config, resume, launch)
-    if before is None:
+    if before is None and resume == CONTINUE:
+        opened = open_or_reopen(config, RunFolder(Path(config.run.dir)))
+        if launch is not None:
+            launch = replace(launch, attempt=opened.attempt)
+    elif before is None:
         folder, lock = open_folder(config, resume)
         opened = Opened(folder, lock, resume is not None, 1)
         if opened.resumes:
@@ -120,10 +124,22 @@ def open_attempt(config: Config, resume: str | None, launch: Launch | None) -> O
         launch = replace(launch, attempt=earlier.attempt + 1, ends=earlier.ends)
         lock = reopen(config, folder)
         opened = Opened(folder, lock, bool(saved_steps(folder.checkpoints)), launch.attempt)
-    remove_exit(folder)
+    remove_exit(opened.folder)
     if launch is not None:
-        _write(folder, launch)
+        _write(opened.folder, launch)
     return opened
+
+
+def open_or_reopen(config: Config, folder: RunFolder) -> Opened:
+    """The run in a folder, from its newest checkpoint or, without one, from the start; else a new run there.
+
+    Raises UserError, if that is the run of another job, for example.
+    """
+    if not folder.exists():
+        return Opened(*open_folder(config, None), False, 1)
+    attempt = sessions_of(folder) + 1
+    lock = reopen(config, folder)
+    return Opened(folder, lock, bool(saved_steps(folder.checkpoints)), attempt)
 
 
 def reopen(config: Config, folder: RunFolder) -> FolderLock:
@@ -156,7 +172,7 @@ def _attempt_before(config: Config, resume: str | None, launch: Launch) -> tuple
 
 
 def _candidates(config: Config, resume: str | None) -> Iterator[RunFolder]:
-    if resume is not None:
+    if resume is not None and resume != CONTINUE:
         yield find_run(config, resume)
     elif config.run.dir:
         yield RunFolder(Path(config.run.dir))

@@ -56,20 +56,20 @@ from shardwright.train.trainer import NonFiniteError
 from shardwright.train.world import World, join_world, pick_device
 
 
-def train_alone(config: Config, folder: RunFolder, resumes: bool) -> int:
+def train_alone(config: Config, folder: RunFolder, resumes: bool, attempt: int = 1) -> int:
     """Train with one rank in this process and return the exit status. Raises UserError."""
     START.doing("reading the data")
     try:
         dataset = load_dataset(config, progress=True)
         with join_world(config) as world:
-            end = train(config, folder, dataset, world, resumes)
+            end = train(config, folder, dataset, world, resumes, attempt)
     except NonFiniteError as error:
         end = End(FAILED, str(error))
         fail(end.reason)
     except BaseException as error:
-        write_exit(folder, _end_of(_complaint(error, 0)), 1)
+        write_exit(folder, _end_of(_complaint(error, 0)), attempt)
         raise
-    write_exit(folder, end, 1)
+    write_exit(folder, end, attempt)
     return end.status
 
 

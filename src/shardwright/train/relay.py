@@ -1,6 +1,6 @@
 """A command that trains, and its status from the run's exit.json: torchrun, among others, hides the status of ranks.
 
-It passes signals on, so it can be the first process of a container. It never trains and imports no torch, so it is there at once.
+It passes signals on, so it can be the first process of a container. It imports no torch, so it is there at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def relay(folder: Path, command: Sequence[str]) -> int:
             process.send_signal(number)  # it came while the command was starting
         status = process.wait()
     except OSError as error:
-        raise UserError(f"relay: cannot start {command[0]}: {error.strerror}; write the command after --") from None
+        raise UserError(
+            f"relay: cannot start {command[0]}: {error.strerror}; write the command after --"
+        ) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -185,6 +185,10 @@ def now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
+CONTINUE = "--continue"
+"""In place of a run to resume: the run in `run.dir`, from its newest checkpoint if it has one; else a new one there."""
+
+
 def create_run(config: Config) -> RunFolder:
     """Make the folder of a new run: `run.dir`, or runs/NAME-TIME. Raises UserError if `run.dir` holds a run."""
     if config.run.dir:
