@@ -147,6 +147,10 @@ class Hosts:
         """The words before a command that runs on a host."""
         return self._host(number).entry
 
+    def process(self, number: int) -> int:
+        """The number of a host's first process, whose namespaces are the host's."""
+        return self._host(number).pid
+
     def environment(self, number: int) -> dict[str, str]:
         """The variables that describe a host to the commands on it."""
         return {

@@ -1,0 +1,140 @@
+"""Ranks on several hosts, made of namespaces: forked, as a launcher starts them, or by real torchrun."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardwright import cli
+from tests.support.pool import forkserver
+
+TOOLS = Path(__file__).parents[3] / "tools"
+PORT = 29500
+
+
+@functools.cache
+def tool(name: str) -> ModuleType:
+    """The program `tools/NAME.py`, as a module."""
+    specification = importlib.util.spec_from_file_location(f"tools_{name}", TOOLS / f"{name}.py")
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def reason_against(name: str = "hosts") -> str:
+    """Why there can be no hosts here (or no cluster of `slurm`); empty if there can."""
+    return str(tool(name).reason_against())
+
+
+class Job:
+    """`shardwright` on hosts, `per_host` ranks on each. The logs are in `folder`.
+
+    The ranks are forked and enter the namespaces of their hosts, but not those of processes. So `Hosts.lose` does not
+    end them; `kill` does.
+    """
+
+    def __init__(
+        self,
+        hosts: Any,
+        folder: Path,
+        *arguments: str | Path,
+        per_host: int = 1,
+        timeout: float = 0,
+        port: int = PORT,
+        only: Sequence[int] | None = None,
+    ) -> None:
+        chosen = list(range(len(hosts.addresses)) if only is None else only)
+        self.per_host = per_host
+        shared = {
+            "WORLD_SIZE": len(chosen) * per_host, "LOCAL_WORLD_SIZE": per_host,
+            "MASTER_ADDR": hosts.addresses[chosen[0]], "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
+        }  # fmt: skip
+        if timeout:
+            shared["SHARDWRIGHT_TIMEOUT"] = timeout
+        self.logs: list[Path] = []
+        self.processes: list[ForkServerProcess] = []
+        for place, number in enumerate(chosen):
+            for local in range(per_host):
+                rank = place * per_host + local
+                variables = {**shared, "RANK": rank, "LOCAL_RANK": local, "GROUP_RANK": place}
+                log = folder / f"rank{rank}.log"
+                log.write_text("")
+                self.logs.append(log)
+                process = forkserver().Process(
+                    target=_rank_on_host, args=(hosts.process(number), variables, arguments, log), daemon=True
+                )
+                process.start()
+                self.processes.append(process)
+
+    def kill(self, host: int) -> None:
+        for process in self.processes[host * self.per_host : (host + 1) * self.per_host]:
+            process.kill()
+
+    def finish(self, timeout: float = 120) -> list[tuple[int | None, str]]:
+        """Status and stderr of each rank."""
+        deadline = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in self.processes:
+            process.kill()
+            process.join()
+        texts = [_without_warnings(log.read_text()) for log in self.logs]
+        return [(process.exitcode, text) for process, text in zip(self.processes, texts, strict=True)]
+
+
+def _without_warnings(text: str) -> str:
+    """Without torch's warnings about names of hosts, and the lines that say what a start does."""
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("[W") and not line.endswith(" s)\n"))
+
+
+def _rank_on_host(
+    process: int, variables: dict[str, Any], arguments: tuple[str | Path, ...], log: Path
+) -> None:
+    for kind in ("net", "uts", "ipc", "mnt"):  # the last one changes what /proc has
+        descriptor = os.open(f"/proc/{process}/ns/{kind}", os.O_RDONLY)
+        if kind == "mnt":
+            folder = os.getcwd()
+        if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0):
+            raise OSError(ctypes.get_errno(), f"setns {kind}")
+        os.close(descriptor)
+    os.chdir(folder)
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    sys.exit(cli.main(list(map(str, arguments))))
+
+
+def torchrun(hosts: Any, number: int, *arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
+    """One rank on this host, by real torchrun, with all other hosts."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(hosts.addresses)),
+        "--nproc-per-node", "1", "--node-rank", str(number), "--master-addr", hosts.addresses[0],
+        "--master-port", str(PORT), "-m", "shardwright", *map(str, arguments),
+    ]  # fmt: skip
+    process: subprocess.Popen[str] = hosts.popen(
+        number, command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+    )
+    return process
+
+
+def wait_until(what: Callable[[], bool], seconds: float = 60) -> float:
+    """Wait for it. Returns the seconds that it took."""
+    started = time.monotonic()
+    while not what():
+        assert time.monotonic() - started < seconds, "waited in vain"
+        time.sleep(0.05)
+    return time.monotonic() - started
