@@ -1,0 +1,83 @@
+"""Jobs over several hosts on one machine, made of namespaces: networks that fail, and folders that are not shared."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.jobs import config_file, losses, wait_for_steps
+from tests.train.kit.hosts import Job, reason_against, tool, torchrun
+
+pytestmark = pytest.mark.skipif(bool(reason_against()), reason=reason_against() or "hosts can be made")
+
+LONG = ("--train.steps", "2000", "--checkpoint.every", "2", "--validation.every", "0", "--run.sample_tokens", "0")
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[Any]:
+    with tool("hosts").Hosts(2) as hosts:
+        yield hosts
+
+
+def job(folder: Path, *more: str) -> tuple[str | Path, ...]:
+    arguments = ("--parallel.engine", "shardwright", "--run.dir", folder / "run")
+    return "train", config_file(folder), *arguments, *more
+
+
+def test_torchrun_trains_on_three_hosts(tmp_path: Path, plain_run: Path) -> None:
+    """As Debian sets hosts up: each finds its own name at a loopback address, at which no other host finds it."""
+    with tool("hosts").Hosts(3, names="own") as hosts:
+        arguments = job(tmp_path, "--train.global_batch", "12", "--train.steps", "3")
+        processes = [torchrun(hosts, number, *arguments) for number in range(3)]
+        outputs = [process.communicate(timeout=180)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    assert "on 3 ranks (cpu)" in outputs[0]
+    assert len(losses(tmp_path / "run")) == 3
+
+
+def test_hosts_without_a_shared_folder_are_refused(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    with tool("hosts").Hosts(2, own_folder=own) as hosts:
+        arguments = job(tmp_path, "--run.dir", str(own / "run"))
+        ended = Job(hosts, tmp_path, *arguments, per_host=2).finish()
+    assert [status for status, _ in ended] == [2, 2, 2, 2]
+    errors = "".join(text for _, text in ended)
+    assert errors.count("error:") == 1
+    assert "not shared with rank 2 (host host-1); set run.dir to a folder" in errors
+
+
+def test_two_hosts_learn_what_one_learns(tmp_path: Path, two_hosts: Any, plain_run: Path) -> None:
+    """Each host has two ranks, which share memory; a group over both hosts must not."""
+    ended = Job(two_hosts, tmp_path, *job(tmp_path), per_host=2).finish()
+    assert [status for status, _ in ended] == [0] * 4, ended
+    assert losses(tmp_path / "run") == pytest.approx(losses(plain_run), rel=1e-3)
+
+
+@pytest.mark.parametrize("how", ["cut", "refuse", "kill"])
+def test_a_job_whose_host_is_lost_goes_on_with_the_rest(tmp_path: Path, two_hosts: Any, how: str) -> None:
+    """`cut` loses packets, `refuse` answers with resets, `kill` ends the processes."""
+    if how == "refuse" and tool("hosts").shutil.which("nft") is None:
+        pytest.skip("nft is not installed")
+    arguments = job(tmp_path, *LONG)
+    running = Job(two_hosts, tmp_path, *arguments, timeout=4)
+    wait_for_steps(tmp_path / "run", 5)
+    began = time.monotonic()
+    running.kill(1) if how == "kill" else getattr(two_hosts, how)(1)
+    ended = running.finish()
+    assert time.monotonic() - began < 30
+    assert [status for status, _ in ended] == [75, -9 if how == "kill" else 75], ended
+    assert json.loads((tmp_path / "run/exit.json").read_text())["status"] == 75
+
+    done = len(losses(tmp_path / "run"))
+    rest = ("--train.steps", str(done + 2), "--continue")
+    again = Job(two_hosts, tmp_path, *arguments, *rest, only=[0], port=29501).finish()
+    assert [status for status, _ in again] == [0], again
+    whole = Job(two_hosts, tmp_path, *arguments, "--run.dir", tmp_path / "whole", *rest, only=[0], port=29502).finish()
+    assert [status for status, _ in whole] == [0], whole
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
