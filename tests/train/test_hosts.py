@@ -15,7 +15,16 @@ from tests.train.kit.hosts import Job, reason_against, tool, torchrun
 
 pytestmark = pytest.mark.skipif(bool(reason_against()), reason=reason_against() or "hosts can be made")
 
-LONG = ("--train.steps", "2000", "--checkpoint.every", "2", "--validation.every", "0", "--run.sample_tokens", "0")
+LONG = (
+    "--train.steps",
+    "2000",
+    "--checkpoint.every",
+    "2",
+    "--validation.every",
+    "0",
+    "--run.sample_tokens",
+    "0",
+)
 
 
 @pytest.fixture
@@ -78,6 +87,8 @@ def test_a_job_whose_host_is_lost_goes_on_with_the_rest(tmp_path: Path, two_host
     rest = ("--train.steps", str(done + 2), "--continue")
     again = Job(two_hosts, tmp_path, *arguments, *rest, only=[0], port=29501).finish()
     assert [status for status, _ in again] == [0], again
-    whole = Job(two_hosts, tmp_path, *arguments, "--run.dir", tmp_path / "whole", *rest, only=[0], port=29502).finish()
+    whole = Job(
+        two_hosts, tmp_path, *arguments, "--run.dir", tmp_path / "whole", *rest, only=[0], port=29502
+    ).finish()
     assert [status for status, _ in whole] == [0], whole
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from shardwright import cli
+from shardwright.train.hosts import INTERFACE_VARIABLE
 from tests.support.pool import forkserver
 
 TOOLS = Path(__file__).parents[3] / "tools"
@@ -51,7 +52,7 @@ class Job:
         folder: Path,
         *arguments: str | Path,
         per_host: int = 1,
-        timeout: float = 0,
+        timeout: float = 60,
         port: int = PORT,
         only: Sequence[int] | None = None,
     ) -> None:
@@ -61,8 +62,7 @@ class Job:
             "WORLD_SIZE": len(chosen) * per_host, "LOCAL_WORLD_SIZE": per_host,
             "MASTER_ADDR": hosts.addresses[chosen[0]], "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
         }  # fmt: skip
-        if timeout:
-            shared["SHARDWRIGHT_TIMEOUT"] = timeout
+        shared["SHARDWRIGHT_TIMEOUT"] = timeout
         self.logs: list[Path] = []
         self.processes: list[ForkServerProcess] = []
         for place, number in enumerate(chosen):
@@ -111,15 +111,23 @@ def _rank_on_host(
             raise OSError(ctypes.get_errno(), f"setns {kind}")
         os.close(descriptor)
     os.chdir(folder)
+    os.environ.pop(INTERFACE_VARIABLE, None)  # tests set it to the loopback
     os.environ.update({name: str(value) for name, value in variables.items()})
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
     sys.exit(cli.main(list(map(str, arguments))))
 
 
+def plain_environment() -> dict[str, str]:
+    """Of a command that finds this package, and that chooses its network."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    variables.pop(INTERFACE_VARIABLE, None)
+    return variables
+
+
 def torchrun(hosts: Any, number: int, *arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
     """One rank on this host, by real torchrun, with all other hosts."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    variables = plain_environment()
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(hosts.addresses)),
         "--nproc-per-node", "1", "--node-rank", str(number), "--master-addr", hosts.addresses[0],
