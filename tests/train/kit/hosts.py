@@ -42,8 +42,7 @@ def reason_against(name: str = "hosts") -> str:
 class Job:
     """`shardwright` on hosts, `per_host` ranks on each. The logs are in `folder`.
 
-    The ranks are forked and enter the namespaces of their hosts, but not those of processes. So `Hosts.lose` does not
-    end them; `kill` does.
+    The ranks are forked and enter the namespaces of their hosts. If a host is lost, the status of its ranks is 247.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class Job:
         only: Sequence[int] | None = None,
     ) -> None:
         chosen = list(range(len(hosts.addresses)) if only is None else only)
-        self.per_host = per_host
         shared = {
             "WORLD_SIZE": len(chosen) * per_host, "LOCAL_WORLD_SIZE": per_host,
             "MASTER_ADDR": hosts.addresses[chosen[0]], "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
@@ -77,10 +75,6 @@ class Job:
                 )
                 process.start()
                 self.processes.append(process)
-
-    def kill(self, host: int) -> None:
-        for process in self.processes[host * self.per_host : (host + 1) * self.per_host]:
-            process.kill()
 
     def finish(self, timeout: float = 120) -> list[tuple[int | None, str]]:
         """Status and stderr of each rank."""
@@ -103,19 +97,23 @@ def _without_warnings(text: str) -> str:
 def _rank_on_host(
     process: int, variables: dict[str, Any], arguments: tuple[str | Path, ...], log: Path
 ) -> None:
-    for kind in ("net", "uts", "ipc", "mnt"):  # the last one changes what /proc has
-        descriptor = os.open(f"/proc/{process}/ns/{kind}", os.O_RDONLY)
-        if kind == "mnt":
-            folder = os.getcwd()
-        if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0):
-            raise OSError(ctypes.get_errno(), f"setns {kind}")
-        os.close(descriptor)
+    folder = os.getcwd()
+    namespaces = [
+        os.open(f"/proc/{process}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "ipc", "pid", "mnt")
+    ]
+    for namespace in namespaces:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(namespace)
+    child = os.fork()  # the namespace of processes is that of children
+    if child:
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
     os.chdir(folder)
     os.environ.pop(INTERFACE_VARIABLE, None)  # tests set it to the loopback
     os.environ.update({name: str(value) for name, value in variables.items()})
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
-    sys.exit(cli.main(list(map(str, arguments))))
+    os._exit(cli.main(list(map(str, arguments))))
 
 
 def plain_environment() -> dict[str, str]:
