@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
@@ -15,6 +16,12 @@ import torch.distributed as dist
 from shardwright._torch import default_store
 
 _LONGEST = 500  #: characters of an exception's text
+
+
+#: After so many seconds without an answer the store is taken for lost. If a network is cut without a reset, a call of
+#: the store waits for many minutes, whatever its timeout, so a thread makes it.
+_SECONDS = 3.0
+_reader: threading.Thread | None = None
 
 
 def describe(error: BaseException) -> str:
@@ -31,6 +38,8 @@ def post(what: str) -> None:
     """Post why this rank leaves. A later notice replaces it."""
     global _last
     _last = what, numbers()
+    if _waiting():
+        return
     try:
         store = default_store()
         if store is not None:
@@ -41,17 +50,30 @@ def post(what: str) -> None:
 
 def read(ranks: Iterable[int], group: str = "", number: int = 0) -> dict[int, str]:
     """The reasons of ranks that have left. With ``group`` only those after ``number`` of its meetings or more."""
+    global _reader
     notices: dict[int, str] = {}
-    try:
-        store = default_store()
-        for rank in ranks if store is not None else ():
-            if store.check([_key(rank)]):
-                what, met = json.loads(store.get(_key(rank)))
-                if not group or met.get(group, -1) >= number:
-                    notices[rank] = what
-    except Exception:
-        return notices
-    return notices
+
+    def ask() -> None:
+        try:
+            store = default_store()
+            for rank in ranks if store is not None else ():
+                if store.check([_key(rank)]):
+                    what, met = json.loads(store.get(_key(rank)))
+                    if not group or met.get(group, -1) >= number:
+                        notices[rank] = what
+        except Exception:  # the store may have gone
+            return
+
+    if not _waiting():
+        _reader = threading.Thread(target=ask, daemon=True, name="notices")
+        _reader.start()
+        _reader.join(_SECONDS)
+    return dict(notices)
+
+
+def _waiting() -> bool:
+    """Whether the store has not answered. Another call would wait behind the one that waits, perhaps for ever."""
+    return _reader is not None and _reader.is_alive()
 
 
 def own(group: str, number: int) -> str:

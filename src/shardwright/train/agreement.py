@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import queue
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ PATIENCE = timedelta(minutes=1)
 unequal time to load programs and text."""
 SECONDS_TO_REPORT = 2.0
 """Seconds in which a rank waits for the first one to report the same mistake."""
+SECONDS_TO_ANSWER = 3.0
+"""Seconds after which a store that a rank asks at its end is taken for lost."""
 SECONDS_OF_A_SIGN = 1.0
 """Seconds between two signs of progress of a rank that is at work on the start, at least."""
 SECONDS_TO_JOIN = 5.0
@@ -220,11 +224,33 @@ def is_to_report(store: dist.Store, rank: int, message: str) -> bool:
     """Whether this rank is the one that prints a mistake. Several ranks may meet the same one; then the first does."""
     key = f"reported/{hashlib.sha256(message.encode(errors='replace')).hexdigest()}"
     deadline = time.monotonic() + (SECONDS_TO_REPORT if rank else 0.0)
-    try:
+
+    def ask() -> bool:
         while time.monotonic() < deadline:
             if store.check([key]):
                 return False
             time.sleep(0.05)
         return store.compare_set(key, "", str(rank)).decode() == str(rank)
-    except RuntimeError:
-        return True  # Nobody is left to ask: better twice than never.
+
+    return asked(ask, otherwise=True)  # Nobody is left to ask: better twice than never.
+
+
+def asked(question: Callable[[], Result], otherwise: Result) -> Result:
+    """The answer to a question to a store, or `otherwise` if the store is gone or does not answer.
+
+    If the network is cut without a reset, an operation of the store waits for many minutes, whatever its timeout. So
+    the question is asked in a thread. The caller must end the process, since the thread may wait for ever.
+    """
+    answers: queue.SimpleQueue[Result] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put(question())
+        except RuntimeError:
+            answers.put(otherwise)
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        return answers.get(timeout=SECONDS_TO_REPORT + SECONDS_TO_ANSWER)
+    except queue.Empty:
+        return otherwise

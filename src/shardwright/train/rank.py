@@ -26,6 +26,7 @@ from shardwright.train.agreement import (
     PATIENCE,
     Statement,
     agree,
+    asked,
     facts_of,
     first_of_host,
     is_to_report,
@@ -174,12 +175,10 @@ def _is_to_record(complaint: Complaint, store: dist.Store | None, place: Place) 
     """Whether this rank writes how the job ended, without our launcher. One does, best with an error of its own."""
     if complaint.kind == "lost contact":
         time.sleep(SECONDS_FOR_CAUSE)
-    try:
-        if store is not None:
-            return store.compare_set("end", "", str(complaint.rank)).decode() == str(complaint.rank)
-    except RuntimeError:
-        pass  # The store has gone with the first rank.
-    return not place.folder.exit_file.exists()
+    own = str(complaint.rank)
+    if store is not None and (first := asked(lambda: store.compare_set("end", "", own).decode(), "")):
+        return first == own
+    return not place.folder.exit_file.exists()  # The store has gone with the first rank.
 
 
 def end_of(error: BaseException, rank: int) -> End:
