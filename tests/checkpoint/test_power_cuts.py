@@ -1,0 +1,104 @@
+"""Cuts of power while checkpoints are saved: at every call, with what no fsync covers lost, torn or kept.
+
+What a save does to the file system is recorded, and each state that a cut can leave is made and loaded. It has the
+newest checkpoint, or the one before. ``tools/power_cuts.py`` cuts a real file system.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardwright.checkpoint import places
+from shardwright.checkpoint.ranks import Ranks
+from shardwright.checkpoint.saving import save_state
+from tests.checkpoint.kit_calls import recorded
+from tests.checkpoint.kit_disk import Disk, Script, check_every_cut, materialise, record
+from tests.checkpoint.kit_states import ALONE, state, step_of
+from tests.support.pool import multirank
+
+
+def saves(path: Path, steps: int) -> list[Callable[[], Any]]:
+    """Each replaces the checkpoint of the one before."""
+    return [
+        lambda step=step: save_state(path, state(step), ALONE, overwrite=True)  # type: ignore[misc]
+        for step in range(1, steps + 1)
+    ]
+
+
+def newest_or_the_one_before(place: Path, done: int) -> None:
+    step = step_of(place / "run" / "c")
+    assert step in ((done,) if done == 3 else (done or None, done + 1)), (step, done)
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "renames"])
+def test_every_cut_leaves_the_newest_or_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(places, "_exchange", lambda one, other: False)
+    path = tmp_path / "saved" / "run" / "c"
+    script = record(tmp_path / "saved", saves(path, 3))
+    assert any(call.kind == "exchange" for call in script.calls) == exchange
+    states, different = check_every_cut(script, tmp_path, newest_or_the_one_before)
+    assert states > 1000 and different > 5, (states, different)
+
+
+def test_a_save_after_a_cut_removes_what_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "saved" / "run" / "c"
+    script = record(tmp_path / "saved", saves(path, 2))
+    disk = Disk(script.calls)
+    for length in range(len(script.calls) + 1):
+        place = tmp_path / f"{length}"
+        place.mkdir()
+        materialise(disk.tree(length, []), place)
+        save_state(place / "run" / "c", state(3), ALONE, overwrite=True)
+        assert [each.name for each in (place / "run").iterdir()] == ["c"]
+        assert step_of(place / "run" / "c") == 3
+
+
+def test_cuts_while_an_older_checkpoint_is_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+
+    def next_one(step: int) -> None:
+        save_state(folder / f"step-{step}", state(step), ALONE)
+        if step > 1:
+            places.remove(folder / f"step-{step - 1}")
+
+    script = record(folder, [lambda step=step: next_one(step) for step in (1, 2, 3)])
+
+    def check(place: Path, done: int) -> None:
+        steps = [step_of(each) for each in sorted(place.glob("step-*"))]
+        assert max([step or 0 for step in steps], default=0) in (done, done + 1)
+
+    check_every_cut(script, tmp_path, check)
+
+
+@multirank(2)
+def test_every_cut_of_a_save_of_two_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
+    path = tmp_path / "saved" / "c"
+    (tmp_path / "saved").mkdir(exist_ok=True)
+    ends = []
+    with recorded(tmp_path / "saved") as calls:
+        for step in (1, 2):
+            save_state(path, state(step), Ranks(), overwrite=True)
+            dist.barrier()
+            ends.append(len(calls))
+    everyones: list[Any] = [None] * world_size
+    dist.all_gather_object(everyones, (calls, ends))
+    if rank == 0:
+        assert all(any(call.kind == "write" for call in each) for each, _ in everyones)
+        merged = sorted((call for each, _ in everyones for call in each), key=lambda call: call.when)
+        done = [sum(ends[save] for _, ends in everyones) for save in range(2)]
+        script = Script(merged, done)
+
+        def check(place: Path, done: int) -> None:
+            assert step_of(place / "c") in ((2,) if done == 2 else (done or None, done + 1))
+
+        states, _ = check_every_cut(script, tmp_path, check)
+        assert states > 1000
+    dist.barrier()
