@@ -56,7 +56,12 @@ class Run:
         self.optimizer.zero_grad()
 
     def save(self, place: Path) -> None:
-        extra = {"schedule": self.schedule, "total": self.total + 1, "step": [1, {"a": (2.5, None)}], "pair": [torch.ones(2), 3]}
+        extra = {
+            "schedule": self.schedule,
+            "total": self.total + 1,
+            "step": [1, {"a": (2.5, None)}],
+            "pair": [torch.ones(2), 3],
+        }
         sw.save_checkpoint(place, self.model, self.optimizer, extra=extra)
 
     def save_by_torch(self, place: Path) -> None:

@@ -23,7 +23,20 @@ from typing import Any, NamedTuple
 
 SEAL = '"sha256": "'
 NUMBERS = (0, 1, -1, 7, 2**31, 2**40, 2**62, 2**63 - 1, 2**63, 10**30, 0.5, 1e308, -0.0)
-TEXTS = ("", ".", "..", "../c", "/etc/passwd", "a/b", "a\0b", "é\u202e", "\ud800", "x" * 5000, "model.0.weight", "!")
+TEXTS = (
+    "",
+    ".",
+    "..",
+    "../c",
+    "/etc/passwd",
+    "a/b",
+    "a\0b",
+    "é\u202e",
+    "\ud800",
+    "x" * 5000,
+    "model.0.weight",
+    "!",
+)
 PLANT = b"cos\nsystem\n(S'touch /tmp/shardwright-planted'\ntR"
 
 
@@ -122,8 +135,15 @@ def anything(rng: random.Random, depth: int = 0) -> Any:
     if kind == 2:
         return rng.choice((None, True, False))
     if kind == 3:
-        mark = rng.choice(("float", "tuple", "Size", "dtype", "device", "bytes", "dict", "Counter", "OrderedDict", "os"))
-        return {"!": mark, "is": rng.choice((anything(rng, depth + 2), "nan", "cpu", "cuda:99999999999", [[1, 2]], [[[], 1]]))}
+        mark = rng.choice(
+            ("float", "tuple", "Size", "dtype", "device", "bytes", "dict", "Counter", "OrderedDict", "os")
+        )
+        return {
+            "!": mark,
+            "is": rng.choice(
+                (anything(rng, depth + 2), "nan", "cpu", "cuda:99999999999", [[1, 2]], [[[], 1]])
+            ),
+        }
     if kind == 4:
         depth = rng.choice((5, 100, 900, 5000))
         return Raw("[" * depth + "]" * depth)
@@ -190,7 +210,9 @@ def index_text(rng: random.Random, place: Path, sources: Sources) -> bool:
     text = (place / "index.json").read_text().rpartition(SEAL)[0]
     kind = rng.randrange(6)
     if kind == 0:
-        text = text.replace('"ranks": 1', f'"ranks": {rng.choice(("NaN", "Infinity", "1e999", "9" * 5000, "0x1", "01"))}')
+        text = text.replace(
+            '"ranks": 1', f'"ranks": {rng.choice(("NaN", "Infinity", "1e999", "9" * 5000, "0x1", "01"))}'
+        )
     elif kind == 1:
         text += rng.choice(('"version": 1, ', '"files": {}, ', '"tensors": {}, '))
     elif kind == 2:
@@ -223,14 +245,21 @@ def index_shapes(rng: random.Random, place: Path, sources: Sources) -> bool:
         for each in content["tensors"].values():
             for part in each[3:]:
                 part[2] = names.index(old[part[2]])
-        content["tensors"][name] = [entry[0], "int64", [count], [[0], [count], names.index("__sparse.distcp"), 0, count * 8, 0, "0" * 64]]
+        content["tensors"][name] = [
+            entry[0],
+            "int64",
+            [count],
+            [[0], [count], names.index("__sparse.distcp"), 0, count * 8, 0, "0" * 64],
+        ]
         content["files"]["__sparse.distcp"][1] = hashlib.sha256(bytes(32)).hexdigest()
         with open(place / "__sparse.distcp", "wb") as stream:
             stream.truncate(min(count * 8, 1 << 40))
         put_index(place, content)
         return False
     if kind == 1:
-        entry[1] = rng.choice(("float64", "bool", "complex128", "quint8", "bits8", "int4", "float8_e4m3fn", "str"))
+        entry[1] = rng.choice(
+            ("float64", "bool", "complex128", "quint8", "bits8", "int4", "float8_e4m3fn", "str")
+        )
     elif kind == 2:
         entry[2] = entry[2][::-1] or [1]
         for part in entry[3:]:
@@ -245,7 +274,9 @@ def index_shapes(rng: random.Random, place: Path, sources: Sources) -> bool:
         content["tensors"][name], other = content["tensors"][rng.choice(sorted(content["tensors"]))], entry
         del other
     else:
-        entry[0] = rng.choice(([name], [], name.split(".") * 2, [[1], *entry[0]], [*entry[0], "more"], ["a"] * 30_000))
+        entry[0] = rng.choice(
+            ([name], [], name.split(".") * 2, [[1], *entry[0]], [*entry[0], "more"], ["a"] * 30_000)
+        )
         content["tensors"][rng.choice((name, ".".join(map(str, entry[0]))))] = content["tensors"].pop(name)
     try:
         repair(place, content)
@@ -465,7 +496,17 @@ def bombs(rng: random.Random) -> bytes:
         return b"cos\nsystem\n(cos\nsystem\nS'true'\no0"
     if kind == 14:
         return b"I" + b"9" * rng.choice((4000, 100_000)) + b"\n"
-    return rng.choice((b"\x82\x01", b"\x84\xff\xff\xff\x7f", b"\x97", b"\x98", b"\x8f(K\x01\x90", b"(K\x01\x91", b"\x95" + b"\xff" * 8))
+    return rng.choice(
+        (
+            b"\x82\x01",
+            b"\x84\xff\xff\xff\x7f",
+            b"\x97",
+            b"\x98",
+            b"\x8f(K\x01\x90",
+            b"(K\x01\x91",
+            b"\x95" + b"\xff" * 8,
+        )
+    )
 
 
 def hostile_pickle(rng: random.Random, data: bytes) -> bytes:
@@ -537,7 +578,9 @@ def containers(rng: random.Random, place: Path, sources: Sources) -> bool:
     start = rng.choice(starts)
     changed = bytearray(data)
     if kind == 0:  # sizes of a record
-        changed[start + 18 : start + 26] = struct.pack("<II", *(rng.choice((0, 1, 2**31, 2**32 - 1)) for _ in range(2)))
+        changed[start + 18 : start + 26] = struct.pack(
+            "<II", *(rng.choice((0, 1, 2**31, 2**32 - 1)) for _ in range(2))
+        )
     elif kind == 1:  # code in place of a description
         where = [n for n in range(len(data) - 1) if data[n : n + 2] == b"\x80\x02"]
         n = rng.choice(where or [0])
@@ -547,7 +590,9 @@ def containers(rng: random.Random, place: Path, sources: Sources) -> bool:
         where = [n for n in range(len(data)) if data[n : n + 4] == b"PK\1\2"]
         n = rng.choice(where)
         changed[n + 10 : n + 12] = struct.pack("<H", rng.choice((0, 8, 12)))
-        changed[n + 20 : n + 28] = struct.pack("<II", *(rng.choice((0, 64, 2**31, 2**32 - 1)) for _ in range(2)))
+        changed[n + 20 : n + 28] = struct.pack(
+            "<II", *(rng.choice((0, 64, 2**31, 2**32 - 1)) for _ in range(2))
+        )
     elif kind == 3:
         where = [n for n in range(len(data)) if data[n : n + 4] == b"PK\5\6"]
         n = rng.choice(where)

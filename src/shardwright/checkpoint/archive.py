@@ -11,7 +11,7 @@ import pickle
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -31,12 +31,20 @@ def container(dtype: torch.dtype, shape: Sequence[int], data: memoryview) -> tup
     """
     if len(data) > LARGEST:
         raise ValueError(f"a part of a tensor holds {len(data):,} bytes, at most {LARGEST:,} can be written")
-    zipped = _Zip()
-    zipped.add("archive/data.pkl", _pickled(dtype, shape))
-    zipped.add("archive/byteorder", b"little")
-    zipped.add("archive/version", b"3\n")
-    zipped.add("archive/data/0", data, ALIGNMENT)
-    return bytes(zipped.head), zipped.directory()
+    whole = _Zip()
+    whole.add("archive/data.pkl", _pickled(dtype, shape))
+    whole.add("archive/byteorder", b"little")
+    whole.add("archive/version", b"3\n")
+    whole.add("archive/data/0", data, ALIGNMENT)
+    return bytes(whole.head), whole.directory()
+
+
+def zipped(records: Mapping[str, bytes]) -> bytes:
+    """A zip file of these records, without compression."""
+    whole = _Zip()
+    for name, data in records.items():
+        whole.add(name, data)
+    return bytes(whole.head) + whole.directory()
 
 
 class _Zip:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.values import decoded, encoded
+from shardwright.checkpoint.values import DEEPEST, decoded, encoded
 
 INDEX = "index.json"
 FORMAT = "shardwright checkpoint"
@@ -182,7 +182,8 @@ def _unsealed(text: bytes) -> dict[str, Any]:
     if hashlib.sha256(body).hexdigest().encode() != match[1]:
         raise Damaged(f"{INDEX} is not the file that was saved: its SHA-256 differs")
     try:
-        content = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        # As UTF-8; json would guess other encodings.
+        content = json.loads(text.decode(), object_pairs_hook=_once, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         raise Damaged(f"no readable {INDEX}") from None
     if not isinstance(content, dict):
@@ -221,6 +222,8 @@ def _path(value: Any) -> Path:
     path = tuple([tuple(step) if type(step) is list else step for step in _of(value, list, "keys")])
     if not path or not all(type(step) in (str, int) or [*map(type, step)] == [int] for step in path):
         raise Damaged("expected keys that are names and numbers")
+    if len(path) > DEEPEST:
+        raise Damaged(f"expected at most {DEEPEST} keys, found {len(path):,}")
     return path
 
 
@@ -302,6 +305,10 @@ def _check_names(tensors: Mapping[str, StoredTensor], values: Mapping[str, Store
     for name, path in paths.items():
         if name_of(path) != name:
             raise Damaged(f"{name!r} has other keys than its name")
+    whole = set(paths.values())
+    for name, path in paths.items():
+        if any(path[:length] in whole for length in range(1, len(path))):
+            raise Damaged(f"{name!r} is inside a tensor or value")
 
 
 def _check_files(index: Index) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from shardwright.checkpoint import folders, places
+from shardwright.checkpoint import folders, foreign, places
 from shardwright.checkpoint.digests import (
     Damaged,
     Digest,
@@ -30,9 +30,10 @@ from shardwright.checkpoint.digests import (
     share,
     size_of,
 )
+from shardwright.checkpoint.foreign import Strides
 from shardwright.checkpoint.index import INDEX, LARGEST, Index, Part, StoredTensor, parse_index
 from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.state import Box, NamedTensor, Progress, State, ignore, nested
+from shardwright.checkpoint.state import Box, NamedTensor, Progress, State, ignore, meet, nested
 
 
 @dataclass(frozen=True)
@@ -87,19 +88,26 @@ def open_checkpoint(path: Path, *, links: bool = False) -> Checkpoint:
     return Checkpoint(path, None, metadata, hashlib.sha256(data).hexdigest())
 
 
+def check_sizes(checkpoint: Checkpoint) -> None:
+    """Raise Damaged unless every file is there and as long as the description says; in torch's folders, or longer."""
+    if checkpoint.index is None:
+        folders.check_sizes(checkpoint.folder, checkpoint.files())
+        return
+    for name, expected in checkpoint.files().items():
+        if (nbytes := size_of(checkpoint.folder / name)) != expected:
+            raise Damaged(f"{name} holds {nbytes:,} bytes, {expected:,} expected")
+
+
 def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1, progress: Progress = ignore) -> None:
     """Compare the share of a rank of all files with their digests; of torch's folders the sizes.
 
     Raises:
         Damaged: names the first file that differs.
     """
+    check_sizes(checkpoint)
     index = checkpoint.index
     if index is None:
-        folders.check_sizes(checkpoint.folder, checkpoint.files())
         return
-    for name, file in index.files.items():
-        if (nbytes := size_of(checkpoint.folder / name)) != file.nbytes:
-            raise Damaged(f"{name} holds {nbytes:,} bytes, {file.nbytes:,} expected")
     by_file = index.parts_of_files()
     sizes = {name: file.nbytes for name, file in index.files.items() if not file.has_parts}
     parts = {f"{name}:{n:09d}": part for name, found in by_file.items() for n, part in enumerate(found)}
@@ -179,6 +187,8 @@ def load_state(
     ranks: Ranks,
     *,
     check: Callable[[Checkpoint], None] = lambda checkpoint: None,
+    first: Callable[[NamedTensor], bool] = lambda tensor: False,
+    accept: Callable[[dict[str, Any]], None] = lambda values: None,
     weights_only: bool = True,
     progress: Progress = ignore,
 ) -> dict[str, Any]:
@@ -190,6 +200,9 @@ def load_state(
         path: the checkpoint's folder.
         state: nested dicts and lists. Only its tensors count; its values are not changed.
         check: called with the checkpoint on every rank before anything is read; may raise.
+        first: whether a tensor is read before ``accept`` is called.
+        accept: called on every rank with the values, after the first tensors are read and before others change; may
+            raise.
         weights_only: for values in torch's folders, as for ``torch.load``.
         progress: gets the number of bytes as they are compared and read.
 
@@ -208,11 +221,29 @@ def load_state(
         check_tensors(path, checkpoint, mine.tensors)
 
     checkpoint = open_together(path, ranks, fits, progress)
-    if checkpoint.index is None:
-        return _load_of_torch(checkpoint, mine.tensors, state.keys(), ranks, weights_only)
-    index = checkpoint.index
-    ranks.together(lambda: _read_tensors(checkpoint.folder, index, list(mine.tensors.values()), progress))
-    return nested({each.path: each.value for each in index.values.values()})  # type: ignore[no-any-return]
+    values: dict[str, Any] = {}
+    stored: dict[str, StoredTensor] = {}
+    strides: Strides = {}
+
+    def prepare() -> None:
+        if checkpoint.index is not None:
+            stored.update(checkpoint.index.tensors)
+            values.update(nested({each.path: each.value for each in checkpoint.index.values.values()}))
+            return
+        assert checkpoint.metadata is not None
+        stored.update(foreign.tensors_of(path, checkpoint.metadata, mine.tensors, strides))
+        values.update(foreign.values_of(path, checkpoint.metadata, state.keys(), weights_only))
+
+    def read(early: bool) -> None:
+        tensors = [each for each in mine.tensors.values() if first(each) == early]
+        _read_tensors(path, stored, tensors, strides, progress)
+        if early:
+            accept(values)
+
+    ranks.together(prepare)
+    ranks.together(lambda: read(True))
+    ranks.together(lambda: read(False))
+    return values
 
 
 def check_tensors(path: Path, checkpoint: Checkpoint, tensors: Mapping[str, NamedTensor]) -> None:
@@ -228,36 +259,20 @@ def check_tensors(path: Path, checkpoint: Checkpoint, tensors: Mapping[str, Name
             raise ValueError(f"{path}: {name} has dtype {dtype}, expected {each.dtype}")
 
 
-def _load_of_torch(
-    checkpoint: Checkpoint,
-    tensors: Mapping[str, NamedTensor],
-    keys: Container[str],
-    ranks: Ranks,
-    weights_only: bool,
-) -> dict[str, Any]:
-    """Read a folder by torch's writer; return its values below ``keys``."""
-    metadata = checkpoint.metadata
-    assert metadata is not None
-    paths = metadata.planner_data or {}
-    places = {
-        name: paths.get(name, (name,))
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, BytesStorageMetadata)
-    }
-    values = {name: path for name, path in places.items() if path[0] in keys}
-    flat: dict[str, Any] = {name: each.tensor for name, each in tensors.items()} | dict.fromkeys(values)
-    folders.load(checkpoint.folder, flat, metadata, alone=ranks.alone, weights_only=weights_only)
-    return nested({path: flat[name] for name, path in values.items()})  # type: ignore[no-any-return]
-
-
 @torch.no_grad()
-def _read_tensors(folder: Path, index: Index, tensors: list[NamedTensor], progress: Progress) -> None:
+def _read_tensors(
+    folder: Path,
+    known: Mapping[str, StoredTensor],
+    tensors: list[NamedTensor],
+    strides: Strides,
+    progress: Progress,
+) -> None:
     """Read every box that this rank needs, in the order of the files."""
     reads: list[tuple[Part, StoredTensor, Box]] = []
     for each in tensors:
-        stored = index.tensors[each.name]
+        stored = known[each.name]
         for box in each.boxes_to_load():
-            reads += [(part, stored, box) for part in stored.parts if _meet(part, box)]
+            reads += [(part, stored, box) for part in stored.parts if meet(part.offsets, part.sizes, box)]
     reads.sort(key=lambda read: (read[0].file, read[0].start))
     descriptors: dict[str, int] = {}
     try:
@@ -267,35 +282,41 @@ def _read_tensors(folder: Path, index: Index, tensors: list[NamedTensor], progre
                     os.close(descriptor)
                 descriptors.clear()
                 descriptors[part.file] = open_regular(folder / part.file)
-            _read_box(descriptors[part.file], folder / part.file, part, stored.dtype, box)
+            _read_box(descriptors[part.file], folder / part.file, part, stored.dtype, box, strides.get(part))
             progress(prod(part.sizes) * stored.dtype.itemsize)
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)
 
 
-def _meet(part: Part, box: Box) -> bool:
-    return all(
-        a < b + n and b < a + m
-        for a, m, b, n in zip(part.offsets, part.sizes, box.offsets, box.sizes, strict=True)
-    )
-
-
-def _read_box(descriptor: int, file: Path, part: Part, dtype: torch.dtype, box: Box) -> None:
-    """Read what the part and the box share. Of the part's first dimension only the rows that are needed are read."""
+def _read_box(
+    descriptor: int,
+    file: Path,
+    part: Part,
+    dtype: torch.dtype,
+    box: Box,
+    layout: tuple[tuple[int, ...], int] | None,
+) -> None:
+    """Read what the part and the box share. Of the part's first dimension only the rows that are needed are read, or
+    all, if the part's elements are not contiguous and have this layout: strides and number."""
     dims = range(len(part.sizes))
     begin = [max(part.offsets[d], box.offsets[d]) for d in dims]
     end = [min(part.offsets[d] + part.sizes[d], box.offsets[d] + box.sizes[d]) for d in dims]
-    sizes, skipped = list(part.sizes), 0
-    if sizes:
-        skipped = (begin[0] - part.offsets[0]) * prod(sizes[1:]) * dtype.itemsize
-        sizes[0] = end[0] - begin[0]
-    stored = torch.empty(sizes, dtype=dtype)
-    read_into(descriptor, file, part.data + skipped, stored)
+    inner = [start - offset for start, offset in zip(begin, part.offsets, strict=True)]
+    if layout is not None:
+        elements = torch.empty(layout[1], dtype=dtype)
+        read_into(descriptor, file, part.data, elements)
+        stored = elements.as_strided(part.sizes, layout[0])
+    else:
+        sizes, skipped = list(part.sizes), 0
+        if sizes:
+            skipped, inner[0] = inner[0] * prod(sizes[1:]) * dtype.itemsize, 0
+            sizes[0] = end[0] - begin[0]
+        stored = torch.empty(sizes, dtype=dtype)
+        read_into(descriptor, file, part.data + skipped, stored)
     target = box.local
     for dim in dims:
-        if dim:
-            stored = stored.narrow(dim, begin[dim] - part.offsets[dim], end[dim] - begin[dim])
+        stored = stored.narrow(dim, inner[dim], end[dim] - begin[dim])
         target = target.narrow(dim, begin[dim] - box.offsets[dim], end[dim] - begin[dim])
     target.copy_(stored)
 

@@ -8,9 +8,11 @@ The model may be sharded by Shardwright or FSDP2, wrapped by FSDP1 or DDP, or pl
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +30,17 @@ from torch.optim import Optimizer
 
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.generators import (
+    check_generator_states,
     derived_seed,
     generator_states,
     seed_generators,
     set_generator_states,
 )
-from shardwright.checkpoint.loading import Checkpoint, load_state, open_checkpoint
+from shardwright.checkpoint.loading import Checkpoint, check_sizes, load_state, open_checkpoint
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.saving import save_state
-from shardwright.checkpoint.state import name_of, nested
+from shardwright.checkpoint.settings import check_settings
+from shardwright.checkpoint.state import nested
 
 MODEL, OPTIMIZER, EXTRA, GENERATORS = "model", "optimizer", "extra", "generators"
 
@@ -142,38 +146,98 @@ def load_checkpoint(
             message names the file or tensor. Nothing was changed.
     """
     folder, ranks = Path(path), Ranks(process_group)
+    extra, was_empty = extra or {}, optimizer is not None and not optimizer.state
+    undo: list[Callable[[], Any]] = []
+    try:
+        return _load(folder, model, optimizer, extra, generators, ranks, undo)
+    except BaseException:
+        for each in undo:
+            each()
+        if optimizer is not None and was_empty:
+            optimizer.state.clear()  # torch takes a step to make the state that is loaded into
+        raise
+
+
+def _load(
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any],
+    generators: bool,
+    ranks: Ranks,
+    undo: list[Callable[[], Any]],
+) -> dict[str, Any]:
+    """:func:`load_checkpoint`. ``undo`` gets what is to be called if it fails."""
     opened: list[Checkpoint] = []
-    ranks.together(lambda: opened.append(open_checkpoint(folder)))
-    stored = opened[0].shapes()
+    rooms: dict[Any, Tensor] = {}
+    objects = {key: value for key, value in extra.items() if _is_stateful(value)}
+    given = {key: value for key, value in extra.items() if key not in objects}
+    fresh: set[int] = set()
+    saved_ranks = mine = 0
+
+    def look() -> None:
+        nonlocal saved_ranks, mine
+        opened.append(open_checkpoint(folder))
+        check_sizes(opened[0])  # before there is memory for what it says
+        rooms.update(_rooms(opened[0], EXTRA, given, fresh))
+        if generators and (saved_ranks := _saved_ranks(opened[0].shapes())):
+            mine = ranks.rank if saved_ranks == ranks.size else 0
+            rooms.update(_rooms(opened[0], f"{GENERATORS}.rank{mine}", {}, fresh))
+
+    ranks.together(look)
+    has_state = any(name.startswith(f"{OPTIMIZER}.state.") for name in opened[0].shapes())
     state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
-    has_state = any(name.startswith(f"{OPTIMIZER}.state.") for name in stored)
     whole: dict[str, Any] | None = None
     if optimizer is not None:
         whole = dict(get_optimizer_state_dict(model, optimizer))
         state[OPTIMIZER] = {**whole} if has_state else {"param_groups": whole["param_groups"]}
-    given = {key: value for key, value in (extra or {}).items() if not _is_stateful(value)}
-    rooms = _rooms(opened[0], EXTRA, given)
-    saved_ranks = _saved_ranks(stored)
-    mine = ranks.rank if saved_ranks == ranks.size else 0
-    rooms |= _rooms(opened[0], f"{GENERATORS}.rank{mine}", {}) if generators and saved_ranks else {}
-    state |= nested(rooms)
+    state |= nested(rooms) if rooms else {}
+    result: dict[str, Any] = {}
 
     def fits(checkpoint: Checkpoint) -> None:
         _check_names(folder, checkpoint, state)
 
-    values = load_state(folder, state, ranks, check=fits)
+    def accept(values: dict[str, Any]) -> None:
+        if whole is not None:
+            check_settings(values.get(OPTIMIZER, {}), whole)
+        if GENERATORS in state:
+            check_generator_states(state[GENERATORS][f"rank{mine}"])
+        result.update(_merged(state.get(EXTRA, {}), _mapping(values.get(EXTRA, {}), EXTRA)))
+        _restore_objects(folder, objects, result, undo)
+
+    values = load_state(
+        folder, state, ranks, check=fits, first=lambda each: id(each.tensor) in fresh, accept=accept
+    )
     _apply(model, optimizer, state, whole, has_state, values)
-    result: dict[str, Any] = _merged(state.get(EXTRA, {}), values.get(EXTRA, {}))
-    for key, value in (extra or {}).items():
-        if _is_stateful(value):
-            if key not in result:
-                raise ValueError(
-                    f"{folder} has no extra {key!r}; it has {', '.join(map(repr, result)) or 'none'}"
-                )
-            value.load_state_dict(result[key])
     if GENERATORS in state:
         _restore_generators(state[GENERATORS][f"rank{mine}"], saved_ranks, ranks)
     return result
+
+
+def _restore_objects(
+    folder: Path, objects: Mapping[str, Any], stored: Mapping[str, Any], undo: list[Callable[[], Any]]
+) -> None:
+    """Give objects their stored states. ``undo`` gets what gives them their present ones back."""
+    for key, value in objects.items():
+        if key not in stored:
+            raise ValueError(
+                f"{folder} has no extra {key!r}; it has {', '.join(map(repr, stored))[:200] or 'none'}"
+            )
+        undo.append(partial(value.load_state_dict, copy.deepcopy(value.state_dict())))
+        try:
+            value.load_state_dict(stored[key])
+        except Exception as error:
+            reason = (str(error).splitlines() or [""])[0][:200]
+            raise ValueError(
+                f"{folder}: extra {key!r} cannot be restored by its {type(value).__name__} "
+                f"({type(error).__name__}: {reason})"
+            ) from error
+
+
+def _mapping(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Damaged(f"expected {name} as a dict, found {type(value).__name__}")
+    return value
 
 
 def _apply(
@@ -207,8 +271,11 @@ def _merged(tensors: Any, values: Any) -> Any:
     return tensors if isinstance(tensors, Tensor) else values
 
 
-def _rooms(checkpoint: Checkpoint, prefix: str, given: Mapping[str, Any]) -> dict[Any, Tensor]:
-    """A tensor for each stored one below ``prefix``, by its path: the given one, or a new one on the host."""
+def _rooms(
+    checkpoint: Checkpoint, prefix: str, given: Mapping[str, Any], fresh: set[int]
+) -> dict[Any, Tensor]:
+    """A tensor for each stored one below ``prefix``, by its path: the given one, or a new one on the host, whose
+    identity is added to ``fresh``."""
     index = checkpoint.index
     if index is None:
         return {}
@@ -223,8 +290,15 @@ def _rooms(checkpoint: Checkpoint, prefix: str, given: Mapping[str, Any]) -> dic
                 value = value[key]
             except (LookupError, TypeError):
                 value = None
-        rooms[each.path] = value if isinstance(value, Tensor) else torch.empty(each.shape, dtype=each.dtype)
-        assert name_of(each.path) == name
+        if not isinstance(value, Tensor):
+            try:
+                value = torch.empty(each.shape, dtype=each.dtype)
+            except (RuntimeError, MemoryError, OverflowError):
+                raise ValueError(
+                    f"{checkpoint.folder}: there is no memory for {name!r}, which holds {each.nbytes:,} bytes"
+                ) from None
+            fresh.add(id(value))
+        rooms[each.path] = value
     return rooms
 
 
@@ -236,7 +310,8 @@ def _check_names(folder: Path, checkpoint: Checkpoint, state: Mapping[str, Any])
     for name in checkpoint.shapes():
         kind = name.partition(".")[0]
         if name not in mine and kind in (MODEL, OPTIMIZER) and kind in state:
-            raise ValueError(f"{folder} has the tensor {name}, which this {kind} does not have")
+            shown = name if name.isprintable() else repr(name)
+            raise ValueError(f"{folder} has the tensor {shown[:300]}, which this {kind} does not have")
 
 
 def _saved_ranks(stored: Mapping[str, Any]) -> int:
@@ -245,10 +320,7 @@ def _saved_ranks(stored: Mapping[str, Any]) -> int:
 
 def _restore_generators(states: Mapping[str, Tensor], saved_ranks: int, ranks: Ranks) -> None:
     if saved_ranks == ranks.size:
-        try:
-            set_generator_states(states)
-        except (RuntimeError, TypeError, ValueError, LookupError) as error:
-            raise Damaged(f"the state of a random generator cannot be restored: {error}") from None
+        set_generator_states(states)
         return
     seed_generators(derived_seed(states, ranks.rank, ranks.size))
     if ranks.is_first:
