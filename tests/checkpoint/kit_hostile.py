@@ -291,7 +291,7 @@ def index_values(rng: random.Random, place: Path, sources: Sources) -> bool:
     content = read_index(place)
     name = rng.choice(sorted(content["values"]))
     path, value = content["values"][name]
-    inner = [each for each in nodes(value)]
+    inner = nodes(value)
     if inner and rng.random() < 0.7:
         where = rng.choice(inner)
         if rng.random() < 0.3:

@@ -34,6 +34,7 @@ from shardwright.checkpoint.foreign import Strides
 from shardwright.checkpoint.index import INDEX, LARGEST, Index, Part, StoredTensor, parse_index
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import Box, NamedTensor, Progress, State, ignore, meet, nested
+from shardwright.checkpoint.writing import VALUES
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,9 @@ class Checkpoint:
 def open_checkpoint(path: Path, *, links: bool = False) -> Checkpoint:
     """Read what describes a checkpoint. Nothing that it says is called.
 
+    Where there is an ``index.json``, it alone is read, whatever ``.metadata`` says. Our files without it are damaged; a
+    folder that has only torch's files has no digests.
+
     Raises:
         FileNotFoundError: there is no folder.
         Damaged: the folder holds no checkpoint, or its description contradicts itself.
@@ -74,18 +78,36 @@ def open_checkpoint(path: Path, *, links: bool = False) -> Checkpoint:
     places.recover(path)
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: there is no checkpoint")
-    if os.path.lexists(path / INDEX):
-        if (nbytes := size_of(path / INDEX, links)) > LARGEST:
-            raise Damaged(f"{INDEX} holds {nbytes:,} bytes, at most {LARGEST:,} are read")
-        text = read_regular(path / INDEX, links)
+    if os.path.lexists(path / INDEX):  # whatever .metadata says
+        text = _description(path / INDEX, b'"}\n', links)
         return Checkpoint(path, parse_index(text), None, hashlib.sha256(text).hexdigest())
     if not os.path.lexists(path / folders.METADATA):
         raise Damaged(f"the folder has neither {INDEX} nor {folders.METADATA}, so it holds no checkpoint")
-    if (nbytes := size_of(path / folders.METADATA, links)) > LARGEST:
-        raise Damaged(f"{folders.METADATA} holds {nbytes:,} bytes, at most {LARGEST:,} are read")
-    data = read_regular(path / folders.METADATA, links)
+    if os.path.lexists(path / VALUES):
+        raise Damaged(
+            f"{INDEX} is missing beside {VALUES}, so nothing can be compared with its digest; read the folder with "
+            "torch.distributed.checkpoint if you trust it"
+        )
+    data = _description(path / folders.METADATA, b".", links)
     metadata = folders.parse_metadata(data)
     return Checkpoint(path, None, metadata, hashlib.sha256(data).hexdigest())
+
+
+def _description(file: Path, end: bytes, links: bool) -> bytes:
+    """The content of a file that describes a checkpoint. Its end is read first: of a file that is cut off or has holes
+    no more is read."""
+    nbytes = size_of(file, links)
+    if nbytes > LARGEST:
+        raise Damaged(f"{file.name} holds {nbytes:,} bytes, at most {LARGEST:,} are read")
+    descriptor = open_regular(file, links)
+    try:
+        if os.pread(descriptor, len(end), max(0, nbytes - len(end))) != end:
+            raise Damaged(f"no readable {file.name}: its end is missing")
+    except OSError as error:
+        raise Damaged(f"{file.name} cannot be read: {error.strerror}") from None
+    finally:
+        os.close(descriptor)
+    return read_regular(file, links)
 
 
 def check_sizes(checkpoint: Checkpoint) -> None:
