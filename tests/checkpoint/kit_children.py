@@ -1,6 +1,6 @@
 """Loads hostile checkpoints, each in a child process that may do nothing but read the checkpoint.
 
-``python -m tests.checkpoint.kit_children --seed 7 --count 1000`` prints the cases that break a rule, as JSON. A child is
+``python -m tests.checkpoint.kit_children --seed 7 --count 1000`` prints the cases that break a rule as JSON. A child is
 forked from this process, which has torch. It ends if it executes, connects, imports, or opens another file; its memory
 and time are limited.
 """
