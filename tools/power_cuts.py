@@ -1,7 +1,8 @@
 """Cuts the power of a real file system while checkpoints are saved: ext4 in a file, mounted by a loop device.
 
 At random instants the process that saves is stopped and the backing file is copied: a disk without what the system had
-only in memory. The copy is mounted, and must hold the newest checkpoint or the one before. Needs root: ``sudo python tools/power_cuts.py --cuts 30 --seed 0``.
+only in memory. The copy is mounted, and must hold the newest checkpoint or the one before. Needs root:
+``sudo python tools/power_cuts.py --cuts 30 --seed 0``.
 """
 
 from __future__ import annotations

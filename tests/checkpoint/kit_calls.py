@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +43,7 @@ def recorded(root: Path, before: Hook = _nothing, after: Hook = _nothing) -> Ite
     calls: list[Call] = []
     top = os.path.realpath(root)
     begun = 0
+    lock = threading.RLock()
 
     def below(path: Any, dir_fd: int | None = None) -> str | None:
         if isinstance(path, int):
@@ -53,6 +55,10 @@ def recorded(root: Path, before: Hook = _nothing, after: Hook = _nothing) -> Ite
         return os.path.relpath(whole, top) if whole == top or whole.startswith(top + "/") else None
 
     def perform(call: Call, action: Callable[[], Any]) -> Any:
+        with lock:  # threads write the parts of a file
+            return perform_alone(call, action)
+
+    def perform_alone(call: Call, action: Callable[[], Any]) -> Any:
         nonlocal begun
         number, begun = begun, begun + 1
         before(number, call)
@@ -69,7 +75,7 @@ def recorded(root: Path, before: Hook = _nothing, after: Hook = _nothing) -> Ite
         return result
 
     real = {
-        name: getattr(os, name) for name in ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir")
+        name: getattr(os, name) for name in ("open", "pwrite", "fsync", "mkdir", "rename", "unlink", "rmdir")
     }
 
     def opened(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
@@ -80,12 +86,12 @@ def recorded(root: Path, before: Hook = _nothing, after: Hook = _nothing) -> Ite
         assert not flags & (os.O_TRUNC | os.O_APPEND), "the model of the disk knows no such files"
         return action() if name is None else perform(Call("create", name), action)  # type: ignore[no-any-return]
 
-    def written(fd: int, data: Any) -> int:
+    def written(fd: int, data: Any, offset: int) -> int:
         name = below(fd)
         if name is None:
-            return real["write"](fd, data)  # type: ignore[no-any-return]
-        call = Call("write", name, offset=os.lseek(fd, 0, os.SEEK_CUR), data=bytes(data))
-        return perform(call, lambda: real["write"](fd, data))  # type: ignore[no-any-return]
+            return real["pwrite"](fd, data, offset)  # type: ignore[no-any-return]
+        call = Call("write", name, offset=offset, data=bytes(data))
+        return perform(call, lambda: real["pwrite"](fd, data, offset))  # type: ignore[no-any-return]
 
     def one(kind: str) -> Callable[..., Any]:
         def function(path: Any, *more: Any, dir_fd: int | None = None) -> Any:
@@ -111,7 +117,7 @@ def recorded(root: Path, before: Hook = _nothing, after: Hook = _nothing) -> Ite
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "open", opened)
-        patch.setattr(os, "write", written)
+        patch.setattr(os, "pwrite", written)
         patch.setattr(os, "rename", renamed)
         for kind in ("fsync", "mkdir", "unlink", "rmdir"):
             patch.setattr(os, kind, one(kind))

@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import shardwright as sw
 from tests.checkpoint.kit_hostile import Sources, make
 
-SECONDS = 10
+SECONDS = 5  #: of the processor, for one load
+PATIENCE = 60  #: seconds, also on a busy machine
 MEMORY = 768 << 20  #: bytes of address space that a load may take beyond those of its parent
 _FORBIDDEN = (
     "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "subprocess.Popen", "pty.spawn",
@@ -149,7 +150,8 @@ def in_child(place: Path, ours: bool, must_equal: bool, expected: str, run: Run)
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            signal.alarm(SECONDS)
+            resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+            signal.alarm(PATIENCE)
             result = outcome(place, ours, must_equal, expected, run)
             os.write(writing, json.dumps(result).encode("utf-8", "replace"))
         finally:

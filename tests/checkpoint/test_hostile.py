@@ -201,7 +201,7 @@ def test_indices_that_no_save_writes(tmp_path: Path) -> None:
     keys = ["a"] * 200
     for change, problem in (
         ({"values": {"extra": [["extra"], deep]}}, "at most 100 values deep"),
-        ({"values": {".".join(keys): [keys, 1]}}, "at most 100 keys, found 200"),
+        ({"values": {".".join(keys): [keys, 1]}}, "at most 100 keys inside one another, found 200"),
         ({"values": {"model": [["model"], 1]}}, "is inside a tensor or value"),
     ):
         with pytest.raises(Damaged, match=problem):

@@ -6,6 +6,13 @@ newest checkpoint, or the one before. ``tools/power_cuts.py`` cuts a real file s
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +20,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import shardwright as sw
 from shardwright.checkpoint import places
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.saving import save_state
@@ -102,3 +110,68 @@ def test_every_cut_of_a_save_of_two_ranks(rank: int, world_size: int, tmp_path: 
         states, _ = check_every_cut(script, tmp_path, check)
         assert states > 1000
     dist.barrier()
+
+
+TRACED = (
+    "open,openat,openat2,creat,mkdir,mkdirat,write,pwrite64,writev,pwritev,pwritev2,sendfile,copy_file_range,fsync,"
+    "fdatasync,rename,renameat,renameat2,unlink,unlinkat,rmdir,link,linkat,symlink,symlinkat,truncate,ftruncate,fallocate"
+)
+KINDS = {
+    "openat": "create", "mkdir": "mkdir", "pwrite64": "write", "fsync": "fsync", "rename": "rename",
+    "renameat2": "exchange", "unlinkat": "unlink", "unlink": "unlink", "rmdir": "rmdir",
+}  # fmt: skip
+SAVES = """
+import json, sys
+from pathlib import Path
+from tests.checkpoint.kit_calls import recorded
+from tests.checkpoint.test_power_cuts import saves
+root = Path(sys.argv[1])
+with recorded(root) as calls:
+    for save in saves(root / "run" / "c", 2):
+        save()
+print(json.dumps([[call.kind, call.path, call.other] for call in calls]))
+"""
+
+
+def test_the_system_sees_the_same_calls(tmp_path: Path) -> None:
+    """The record is made in Python; strace sees what a save really asks the system for."""
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    root, log = tmp_path / "saved", tmp_path / "strace"
+    root.mkdir()
+    (tmp_path / "saves.py").write_text(SAVES)
+    paths = [str(Path(__file__).parents[2]), str(Path(sw.__file__).parents[1])]
+    result = subprocess.run(
+        ["strace", "-f", "-y", "-qq", "--seccomp-bpf", "-s", "0", "-o", str(log), "-e", f"trace={TRACED}"]
+        + [sys.executable, str(tmp_path / "saves.py"), str(root)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    if result.returncode and "ptrace" in result.stderr:
+        pytest.skip(f"strace may not trace here: {result.stderr.splitlines()[0]}")
+    assert result.returncode == 0, result.stderr
+    expected = Counter((kind, place_of(root / path, root)) for kind, path, _ in json.loads(result.stdout))
+    seen: Counter[tuple[str, str]] = Counter()
+    for line in log.read_text().splitlines():
+        match = re.match(r"\d+ +(\w+)\((.*)\) += +(\d+)", line)
+        if match is None or str(root) not in line:
+            continue
+        name, arguments, _ = match.groups()
+        if name == "openat" and "O_CREAT" not in arguments:
+            continue
+        assert name in KINDS, line
+        kind = "rmdir" if "AT_REMOVEDIR" in arguments else KINDS[name]
+        seen[kind, place_of(_first_path(arguments), root)] += 1
+    assert seen == expected
+
+
+def _first_path(arguments: str) -> Path:
+    """``"/a"``, ``3</a>`` or ``3</a>, "b"``."""
+    folder = re.match(r"(?:AT_FDCWD|\d+)<([^>]*)>", arguments)
+    name = re.search(r'"([^"]*)"', arguments)
+    return Path(folder[1] if folder else "/", name[1] if name else "")
+
+
+def place_of(path: Path, root: Path) -> str:
+    return re.sub(r"\.[0-9a-f]{16}\.", ".*.", str(path.relative_to(root)))

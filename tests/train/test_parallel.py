@@ -178,9 +178,9 @@ def test_checkpoint_passes_from_any_engine_to_any(
 
     first = trainer(config(saver), rank, world_size)
     take_steps(first, 2)
-    folder = checkpoint.save(tmp_path, first.model, first.optimizer, first.position, keep=1)
+    folder = checkpoint.save(tmp_path, first.model, first.optimizer, first.position)
     second = trainer(config(loader), rank, world_size)
-    second.position = checkpoint.load(folder, second.model, second.optimizer, second.shapes)
+    second.position = checkpoint.load(folder, second.model, second.optimizer, second.shapes).position
     assert second.position == checkpoint.Position(step=2, samples=12)
     options = StateDictOptions(full_state_dict=True)
     weights, loaded = (get_model_state_dict(job.model, options=options) for job in (first, second))
@@ -198,7 +198,7 @@ def test_checkpoint_passes_from_any_engine_to_any(
 def test_loading_keeps_the_settings_of_the_configuration(rank: int, world_size: int, tmp_path: Path) -> None:
     first = trainer(tiny(parallel={"engine": "shardwright"}), rank, world_size)
     take_steps(first, 1)
-    folder = checkpoint.save(tmp_path, first.model, first.optimizer, first.position, keep=1)
+    folder = checkpoint.save(tmp_path, first.model, first.optimizer, first.position)
     changed = tiny(parallel={"engine": "shardwright"}, optimizer={"weight_decay": 0.3, "betas": [0.8, 0.9]})
     second = trainer(changed, rank, world_size)
     checkpoint.load(folder, second.model, second.optimizer, second.shapes)

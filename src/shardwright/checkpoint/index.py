@@ -27,12 +27,16 @@ INDEX = "index.json"
 FORMAT = "shardwright checkpoint"
 VERSION = 1
 LARGEST = 1 << 31  #: bytes of an index that is read
-_SEAL = '"sha256": "'
+_SEAL = '"sha256": "'  #: begins the last line, in every version of the format
 _DTYPES = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
     if isinstance(value, torch.dtype)
 }
+
+
+class UnknownVersion(ValueError):
+    """A checkpoint is of a later version of the format. It may be whole, so it is not :class:`Damaged`."""
 
 
 #: Keys of a nested state: a string for a dict's key, an integer for a place in a list, and a tuple of one integer for a
@@ -153,15 +157,18 @@ def parse_index(text: bytes) -> Index:
     """The content of an ``index.json``.
 
     Raises:
-        Damaged: it is not what a save has written, is of a later version of the format, or contradicts itself.
+        Damaged: it is not what a save has written, or contradicts itself.
+        UnknownVersion: it is of a later version of the format.
     """
     content = _unsealed(text)
     if content.get("format") != FORMAT:
         raise Damaged(f"{INDEX} is not of a checkpoint of shardwright")
     version = content.get("version")
-    if type(version) is not int or not 1 <= version <= VERSION:
-        raise Damaged(
-            f"{INDEX} has version {version!r} of the format, and this shardwright reads versions up to {VERSION}; "
+    if type(version) is not int or version < 1:
+        raise Damaged(f"{INDEX} has no version of the format")
+    if version > VERSION:
+        raise UnknownVersion(
+            f"{INDEX} has version {version} of the format, and this shardwright reads versions up to {VERSION}; "
             "read it with a newer shardwright"
         )
     try:
@@ -223,7 +230,7 @@ def _path(value: Any) -> Path:
     if not path or not all(type(step) in (str, int) or [*map(type, step)] == [int] for step in path):
         raise Damaged("expected keys that are names and numbers")
     if len(path) > DEEPEST:
-        raise Damaged(f"expected at most {DEEPEST} keys, found {len(path):,}")
+        raise Damaged(f"expected at most {DEEPEST} keys inside one another, found {len(path)}")
     return path
 
 

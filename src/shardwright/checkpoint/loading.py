@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from shardwright.checkpoint.foreign import Strides
 from shardwright.checkpoint.index import INDEX, LARGEST, Index, Part, StoredTensor, parse_index
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import Box, NamedTensor, Progress, State, ignore, meet, nested
+from shardwright.checkpoint.threads import in_threads, wait_for_devices
 from shardwright.checkpoint.writing import VALUES
 
 
@@ -74,6 +76,7 @@ def open_checkpoint(path: Path, *, links: bool = False) -> Checkpoint:
     Raises:
         FileNotFoundError: there is no folder.
         Damaged: the folder holds no checkpoint, or its description contradicts itself.
+        UnknownVersion: its description is of a later version of the format.
     """
     places.recover(path)
     if not path.is_dir():
@@ -110,14 +113,14 @@ def _description(file: Path, end: bytes, links: bool) -> bytes:
     return read_regular(file, links)
 
 
-def check_sizes(checkpoint: Checkpoint) -> None:
-    """Raise Damaged unless every file is there and as long as the description says; in torch's folders, or longer."""
+def check_lengths(checkpoint: Checkpoint) -> None:
+    """Raise Damaged for the first file that is missing or has another length; of torch's folders if it is shorter."""
     if checkpoint.index is None:
         folders.check_sizes(checkpoint.folder, checkpoint.files())
         return
-    for name, expected in checkpoint.files().items():
-        if (nbytes := size_of(checkpoint.folder / name)) != expected:
-            raise Damaged(f"{name} holds {nbytes:,} bytes, {expected:,} expected")
+    for name, file in checkpoint.index.files.items():
+        if (nbytes := size_of(checkpoint.folder / name)) != file.nbytes:
+            raise Damaged(f"{name} holds {nbytes:,} bytes, {file.nbytes:,} expected")
 
 
 def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1, progress: Progress = ignore) -> None:
@@ -126,7 +129,7 @@ def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1, progress: Prog
     Raises:
         Damaged: names the first file that differs.
     """
-    check_sizes(checkpoint)
+    check_lengths(checkpoint)
     index = checkpoint.index
     if index is None:
         return
@@ -143,27 +146,33 @@ def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1, progress: Prog
             expected = index.files[key]
             check_digest(checkpoint.folder / key, Digest(expected.nbytes, expected.sha256), progress)
     for name, found in of_file.items():
-        _check_parts(checkpoint.folder / name, found, progress)
+        check_parts(checkpoint.folder / name, found, progress)
 
 
-def _check_parts(file: Path, parts: list[Part], progress: Progress) -> None:
-    buffer = memoryview(bytearray(min(1 << 22, max(part.length for part in parts))))
+def check_parts(file: Path, parts: list[Part], progress: Progress = ignore) -> None:
+    """Compare parts of a file with their digests. Raises Damaged for the first that differs."""
     descriptor = open_regular(file)
     try:
-        for part in parts:
-            sha256, position, end = hashlib.sha256(), part.start, part.start + part.length
-            while position < end:
-                count = _read(descriptor, buffer[: min(len(buffer), end - position)], position, file)
-                sha256.update(buffer[:count])
-                position += count
-                progress(count)
-            if sha256.hexdigest() != part.sha256:
-                raise Damaged(
-                    f"{file.name} is not the file that was saved: the SHA-256 of its bytes {part.start:,} to {end:,} "
-                    "differs"
-                )
+        in_threads(parts, lambda part: _check_part(descriptor, file, part), progress)
     finally:
         os.close(descriptor)
+
+
+def _check_part(descriptor: int, file: Path, part: Part) -> int:
+    """The bytes of a part, if they are the ones that were saved."""
+    buffer = memoryview(
+        bytearray(min(1 << 20, part.length))
+    )  # small, so that it stays in the processor's cache
+    sha256, position, end = hashlib.sha256(), part.start, part.start + part.length
+    while position < end:
+        count = _read(descriptor, buffer[: min(len(buffer), end - position)], position, file)
+        sha256.update(buffer[:count])
+        position += count
+    if sha256.hexdigest() != part.sha256:
+        raise Damaged(
+            f"{file.name} is not the file that was saved: the SHA-256 of its bytes {part.start:,} to {end:,} differs"
+        )
+    return part.length
 
 
 def _read(descriptor: int, target: memoryview, position: int, file: Path) -> int:
@@ -243,6 +252,29 @@ def load_state(
         check_tensors(path, checkpoint, mine.tensors)
 
     checkpoint = open_together(path, ranks, fits, progress)
+    return read_state(
+        checkpoint, state, ranks, first=first, accept=accept, weights_only=weights_only, progress=progress
+    )
+
+
+def read_state(
+    checkpoint: Checkpoint,
+    state: Mapping[str, Any],
+    ranks: Ranks,
+    *,
+    first: Callable[[NamedTensor], bool] = lambda tensor: False,
+    accept: Callable[[dict[str, Any]], None] = lambda values: None,
+    weights_only: bool = True,
+    progress: Progress = ignore,
+) -> dict[str, Any]:
+    """Read a checkpoint that is known to be whole and to have the state's tensors, as :func:`load_state` does.
+
+    Tensors of another dtype get converted values. Every rank must call it.
+
+    Raises:
+        Damaged: on every rank, if a file can no longer be read. Some tensors may have changed.
+    """
+    mine, path = State.of(state), checkpoint.folder
     values: dict[str, Any] = {}
     stored: dict[str, StoredTensor] = {}
     strides: Strides = {}
@@ -281,7 +313,6 @@ def check_tensors(path: Path, checkpoint: Checkpoint, tensors: Mapping[str, Name
             raise ValueError(f"{path}: {name} has dtype {dtype}, expected {each.dtype}")
 
 
-@torch.no_grad()
 def _read_tensors(
     folder: Path,
     known: Mapping[str, StoredTensor],
@@ -296,19 +327,26 @@ def _read_tensors(
         for box in each.boxes_to_load():
             reads += [(part, stored, box) for part in stored.parts if meet(part.offsets, part.sizes, box)]
     reads.sort(key=lambda read: (read[0].file, read[0].start))
-    descriptors: dict[str, int] = {}
+    wait_for_devices(box.local for _, _, box in reads)
+    for name, of_file in itertools.groupby(reads, lambda read: read[0].file):
+        _read_boxes(folder / name, list(of_file), strides, progress)
+    wait_for_devices(box.local for _, _, box in reads)
+
+
+def _read_boxes(
+    file: Path, reads: list[tuple[Part, StoredTensor, Box]], strides: Strides, progress: Progress
+) -> None:
+    def read(each: tuple[Part, StoredTensor, Box]) -> int:
+        part, stored, box = each
+        with torch.no_grad():
+            _read_box(descriptor, file, part, stored.dtype, box, strides.get(part))
+        return prod(part.sizes) * stored.dtype.itemsize
+
+    descriptor = open_regular(file)
     try:
-        for part, stored, box in reads:
-            if part.file not in descriptors:
-                for descriptor in descriptors.values():
-                    os.close(descriptor)
-                descriptors.clear()
-                descriptors[part.file] = open_regular(folder / part.file)
-            _read_box(descriptors[part.file], folder / part.file, part, stored.dtype, box, strides.get(part))
-            progress(prod(part.sizes) * stored.dtype.itemsize)
+        in_threads(reads, read, progress)
     finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
+        os.close(descriptor)
 
 
 def _read_box(
@@ -324,23 +362,39 @@ def _read_box(
     dims = range(len(part.sizes))
     begin = [max(part.offsets[d], box.offsets[d]) for d in dims]
     end = [min(part.offsets[d] + part.sizes[d], box.offsets[d] + box.sizes[d]) for d in dims]
-    inner = [start - offset for start, offset in zip(begin, part.offsets, strict=True)]
+    target = box.local
+    for dim in dims:
+        target = target.narrow(dim, begin[dim] - box.offsets[dim], end[dim] - begin[dim])
     if layout is not None:
         elements = torch.empty(layout[1], dtype=dtype)
         read_into(descriptor, file, part.data, elements)
         stored = elements.as_strided(part.sizes, layout[0])
+        first = 0
     else:
-        sizes, skipped = list(part.sizes), 0
+        sizes, skipped, first = list(part.sizes), 0, 1
         if sizes:
-            skipped, inner[0] = inner[0] * prod(sizes[1:]) * dtype.itemsize, 0
+            skipped = (begin[0] - part.offsets[0]) * prod(sizes[1:]) * dtype.itemsize
             sizes[0] = end[0] - begin[0]
+        if _is_plain_memory(target) and target.dtype == dtype and list(target.shape) == sizes:
+            read_into(descriptor, file, part.data + skipped, target)
+            torch.autograd.graph.increment_version(target)  # as copy_ does: the engine looks at it
+            return
         stored = torch.empty(sizes, dtype=dtype)
         read_into(descriptor, file, part.data + skipped, stored)
-    target = box.local
-    for dim in dims:
-        stored = stored.narrow(dim, inner[dim], end[dim] - begin[dim])
-        target = target.narrow(dim, begin[dim] - box.offsets[dim], end[dim] - begin[dim])
+    for dim in dims[first:]:
+        stored = stored.narrow(dim, begin[dim] - part.offsets[dim], end[dim] - begin[dim])
     target.copy_(stored)
+
+
+def _is_plain_memory(tensor: Tensor) -> bool:
+    """Whether the bytes at its address are its values in their order."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def read_into(descriptor: int, file: Path, position: int, target: Tensor) -> None:

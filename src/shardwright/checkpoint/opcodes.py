@@ -7,16 +7,27 @@ of shared tuples) or one deeper than the stack. The operations are counted here 
 from __future__ import annotations
 
 import pickletools
-from typing import Any
 
 from shardwright.checkpoint.digests import Damaged
 
 LARGEST_KEY = 1000  #: values in a tuple, those of inner tuples included
+MOST_MARKS = 1000  #: lists, dicts and tuples that are open inside one another
 _REFUSED = frozenset(
     ("EXT1", "EXT2", "EXT4", "INST", "OBJ", "FROZENSET", "EMPTY_SET", "ADDITEMS", "BYTEARRAY8", "NEXT_BUFFER")
     + ("READONLY_BUFFER", "LONG4", "DUP", "NEWOBJ_EX")
 )
+_NOTHING = frozenset(("PROTO", "FRAME", "STOP"))
+_PUTS = frozenset(("MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"))
+_GETS = frozenset(("BINGET", "LONG_BINGET", "GET"))
+_POPS = {"POP": 1, "APPEND": 1, "BUILD": 1, "SETITEM": 2}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_CALLS = {"REDUCE": 2, "NEWOBJ": 2, "STACK_GLOBAL": 2, "BINPERSID": 1}
+_TO_MARK = frozenset(("TUPLE", "LIST", "DICT", "APPENDS", "SETITEMS", "POP_MARK"))
 _MARK = -1
+#: Operations that push one value which is no tuple: all that have no other part in a rule here.
+_PUSHES = frozenset(code.name for code in pickletools.opcodes) - _REFUSED - _NOTHING - _PUTS - _GETS - _TO_MARK - {
+    "MARK", *_POPS, *_TUPLES, *_CALLS
+}  # fmt: skip
 
 
 def check_operations(data: bytes, name: str) -> set[str]:
@@ -25,20 +36,9 @@ def check_operations(data: bytes, name: str) -> set[str]:
     Raises:
         Damaged: the bytes are no pickle, or one that takes more memory or stack than its length.
     """
-    stack: list[int] = []
-    memo: dict[int, int] = {}
     names: set[str] = set()
     try:
-        for code, argument, _ in pickletools.genops(data):
-            if code.name in _REFUSED:
-                raise Damaged(f"{name} has the operation {code.name}, which no checkpoint uses")
-            if code.name == "GLOBAL":
-                names.add(str(argument))
-            _follow(code.name, argument, stack, memo, len(data))
-            if stack and stack[-1] > LARGEST_KEY:
-                raise Damaged(
-                    f"{name} has a tuple of more than {LARGEST_KEY:,} values, which no checkpoint has"
-                )
+        _follow(data, name, names)
     except Damaged:
         raise
     except Exception as error:  # genops raises several kinds, and an empty stack IndexError or KeyError
@@ -46,44 +46,54 @@ def check_operations(data: bytes, name: str) -> set[str]:
     return names
 
 
-_PUSHES_NOTHING = frozenset(("PROTO", "FRAME", "STOP"))
-_POPS = {"POP": 1, "APPEND": 1, "BUILD": 1, "SETITEM": 2}
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_CALLS = {"REDUCE": 2, "NEWOBJ": 2, "STACK_GLOBAL": 2, "BINPERSID": 1}
-_TO_MARK = frozenset(("APPENDS", "SETITEMS", "POP_MARK"))
+def _follow(data: bytes, name: str, names: set[str]) -> None:
+    """Keep a stack of sizes: of a tuple the number of values in it, of others 1. The most frequent come first: a
+    description has millions of operations."""
+    stack: list[int] = []
+    memo: dict[int, int] = {}
+    marks = 0
+    for code, argument, _ in pickletools.genops(data):
+        kind = code.name
+        if kind in _PUTS:
+            place = len(memo) if kind == "MEMOIZE" else argument
+            if not 0 <= place <= len(data):
+                raise ValueError("a place in the memo beyond the pickle")
+            memo[place] = stack[-1]
+        elif kind in _PUSHES:
+            stack.append(1)
+            if kind == "GLOBAL":
+                names.add(str(argument))
+        elif kind in _GETS:
+            stack.append(memo[argument])
+        elif kind in _POPS or kind in _CALLS:
+            count = _POPS.get(kind) or _CALLS[kind]
+            if len(stack) < count:
+                raise IndexError
+            del stack[-count:]
+            if kind in _CALLS:
+                stack.append(1)
+        elif kind == "MARK":
+            stack.append(_MARK)
+            marks += 1
+            if marks > MOST_MARKS:
+                raise Damaged(f"{name} is more than {MOST_MARKS:,} values deep, which no checkpoint is")
+        elif kind in _TUPLES:
+            inner = stack[-_TUPLES[kind] :]
+            if len(inner) < _TUPLES[kind] or _MARK in inner:
+                raise ValueError("a tuple of too few values")
+            stack[-len(inner) :] = [_bounded(sum(inner) + 1, name)]
+        elif kind in _TO_MARK:
+            total = 1
+            while (size := stack.pop()) != _MARK:
+                total += size
+            marks -= 1
+            if kind in ("TUPLE", "LIST", "DICT"):
+                stack.append(_bounded(total, name) if kind == "TUPLE" else 1)
+        elif kind in _REFUSED:
+            raise Damaged(f"{name} has the operation {kind}, which no checkpoint uses")
 
 
-def _follow(name: str, argument: Any, stack: list[int], memo: dict[int, int], length: int) -> None:
-    """What an operation does to the stack of sizes: of tuples the number of values in them, of others 1."""
-    if name in ("MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"):
-        place = len(memo) if name == "MEMOIZE" else argument
-        if not 0 <= place <= length:
-            raise ValueError("a place in the memo beyond the pickle")
-        memo[place] = stack[-1]
-    elif name in ("BINGET", "LONG_BINGET", "GET"):
-        stack.append(memo[argument])
-    elif name == "MARK":
-        stack.append(_MARK)
-    elif name in _TUPLES:
-        count = _TUPLES[name]
-        inner = stack[-count:]
-        if len(inner) < count or _MARK in inner:
-            raise ValueError("a tuple of too few values")
-        stack[-count:] = [sum(inner) + 1]
-    elif name == "TUPLE" or name in ("LIST", "DICT"):
-        total = 1
-        while (size := stack.pop()) != _MARK:
-            total += size
-        stack.append(total if name == "TUPLE" else 1)
-    elif name in _TO_MARK:
-        while stack.pop() != _MARK:
-            pass
-    elif name in _POPS:
-        for _ in range(_POPS[name]):
-            stack.pop()
-    elif name in _CALLS:
-        for _ in range(_CALLS[name]):
-            stack.pop()
-        stack.append(1)
-    elif name not in _PUSHES_NOTHING:
-        stack.append(1)
+def _bounded(size: int, name: str) -> int:
+    if size > LARGEST_KEY:
+        raise Damaged(f"{name} has a tuple of more than {LARGEST_KEY:,} values, which no checkpoint has")
+    return size

@@ -8,6 +8,7 @@ the unfinished folder and is raised on every rank.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -17,16 +18,18 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint import places
-from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.index import Index, check_coverage
+from shardwright.checkpoint.digests import Damaged, Digest, check_digest, read_regular
+from shardwright.checkpoint.index import INDEX, Index, StoredValue, check_coverage, parse_index
+from shardwright.checkpoint.loading import check_parts, open_together
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import Box, Progress, State, ignore
-from shardwright.checkpoint.values import encoded
+from shardwright.checkpoint.values import decoded, encoded
 from shardwright.checkpoint.writing import (
     Contents,
     PartToWrite,
     Written,
     about,
+    drop_from_cache,
     file_of_rank,
     write_descriptions,
     write_parts,
@@ -42,20 +45,35 @@ def save_state(
     ranks: Ranks,
     *,
     overwrite: bool = False,
+    verified: bool = False,
     progress: Progress = ignore,
 ) -> Index | None:
     """Write a checkpoint of a nested state. Every rank must call it. Returns the index on the first rank.
 
+    With ``verified`` all that was written is read back and compared with its digests, each rank a share, before the
+    folder gets its name, and before anything that it replaces is touched.
+
     Raises:
         ValueError: a tensor or value cannot be stored, or the ranks' boxes do not make up a tensor.
         FileExistsError: something is at ``path``, and ``overwrite`` is false or it is no checkpoint.
-        OSError: a file cannot be written. The message names rank, file and reason. What was there is unchanged.
+        OSError: a file cannot be written, or holds other bytes when it is read back. The message names rank, file and
+            reason. What was there is unchanged.
     """
     plan = Plan.of(state, ranks)
     with open_save(path, plan, ranks, overwrite) as folder:
         own: list[Written] = []
         ranks.together(lambda: own.append(write_parts(folder, file_of_rank(ranks.rank), plan.own, progress)))
-        return finish(path, folder, plan, ranks.at_first(own[0]), ranks)
+        writes, index = ranks.at_first(own[0]), None
+
+        def describe() -> None:
+            nonlocal index
+            index = describe_parts(folder, plan.contents, writes or [])
+
+        ranks.by_first(describe)
+        if verified:
+            _read_back_together(folder, ranks, progress)
+        ranks.by_first(lambda: _place(path, folder, plan.contents.attempt))
+        return index
 
 
 @dataclass(frozen=True)
@@ -74,16 +92,19 @@ class Plan:
         """
         parts: dict[BoxName, Box] = {}
         forms: dict[str, Form] = {}
-        taken: list[State] = []
+        values: dict[str, StoredValue] = {}
 
         def take() -> None:
-            taken.append(State.of(state))
-            for each in taken[0].tensors.values():
+            mine = State.of(state)
+            for each in mine.tensors.values():
                 forms[each.name] = (each.path, each.dtype, each.shape)
                 for box in each.boxes_to_save():
                     parts[each.name, box.offsets, box.sizes] = box
-            for name, value in taken[0].values.items():
-                encoded(value.value, name)
+            for name, value in mine.values.items():
+                # As a reader of the index gets it. So torch's reader gets the same, in the same bytes, whatever objects
+                # are one object here.
+                text = json.dumps(encoded(value.value, name))
+                values[name] = StoredValue(value.path, decoded(json.loads(text)))
 
         ranks.together(take)
         everyones = ranks.at_first((forms, list(parts)))
@@ -100,7 +121,7 @@ class Plan:
         mine = ranks.from_first(shares)
         attempt = ranks.of_first(places.new_attempt())
         own = [PartToWrite(*name, parts[name].local) for name in mine]
-        return cls(own, Contents(attempt, ranks.size, whole or forms, taken[0].values, about()))
+        return cls(own, Contents(attempt, ranks.size, whole or forms, values, about()))
 
     @property
     def nbytes(self) -> int:
@@ -177,22 +198,73 @@ def _check_seen(folder: Path) -> None:
         )
 
 
-def finish(path: Path, folder: Path, plan: Plan, writes: list[Written] | None, ranks: Ranks) -> Index | None:
-    """Describe what the ranks have written, and give the folder its name. Returns the index on the first rank.
+def describe_parts(folder: Path, contents: Contents, writes: list[Written]) -> Index:
+    """Describe what each rank has written into ``folder``, and check that it is whole.
 
-    ``writes`` has what each rank has written; None on other ranks than the first.
+    Raises:
+        OSError: a file cannot be written, or has another size than what was written.
+        RuntimeError: the parts are not all parts of the tensors.
     """
-    index: Index | None = None
-
-    def on_first() -> None:
-        nonlocal index
-        assert writes is not None
-        index = write_descriptions(folder, plan.contents, [each for each in writes if each.parts])
-        for each in writes:
-            if not each.parts:
-                (folder / each.file).unlink()
-        places.commit(folder, path)
-        places.remove_leftovers(path, plan.contents.attempt)
-
-    ranks.by_first(on_first)
+    for each in writes:
+        if not each.parts:
+            (folder / each.file).unlink()
+    index = write_descriptions(folder, contents, [each for each in writes if each.parts])
+    for name, file in index.files.items():
+        if (nbytes := (folder / name).stat().st_size) != file.nbytes:
+            raise OSError(f"{folder / name}: {nbytes:,} bytes are there, {file.nbytes:,} were written")
     return index
+
+
+def commit_parts(
+    path: Path, folder: Path, contents: Contents, writes: list[Written], *, verified: bool = False
+) -> Index:
+    """Describe what each rank has written into ``folder``, check that it is whole, and give the folder its name.
+
+    With ``verified`` the descriptions are read back, too. The ranks have read back their own files.
+
+    Raises:
+        OSError: as :func:`describe_parts`, or the folder cannot be renamed, or a file holds other bytes when it is
+            read back. What was at ``path`` is unchanged.
+        RuntimeError: as :func:`describe_parts`.
+    """
+    index = describe_parts(folder, contents, writes)
+    if verified:
+        with _other_bytes(folder):
+            parse_index(read_regular(folder / INDEX))
+            for name, file in index.files.items():
+                if not file.has_parts:
+                    check_digest(folder / name, Digest(file.nbytes, file.sha256))
+    _place(path, folder, contents.attempt)
+    return index
+
+
+def read_back(folder: Path, written: Written) -> None:
+    """Compare a rank's file with the digests that were taken when it was written.
+
+    Raises:
+        OSError: it holds other bytes.
+    """
+    drop_from_cache(folder, written.file)
+    with _other_bytes(folder):
+        if written.parts:
+            check_parts(folder / written.file, [part for _, part in written.parts])
+
+
+def _read_back_together(folder: Path, ranks: Ranks, progress: Progress) -> None:
+    """Raise OSError on every rank if a file does not hold what was written. Each rank reads a share."""
+    ranks.together(lambda: drop_from_cache(folder, file_of_rank(ranks.rank)))
+    with _other_bytes(folder):
+        open_together(folder, ranks, lambda checkpoint: None, progress)
+
+
+@contextlib.contextmanager
+def _other_bytes(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Damaged as problem:
+        raise OSError(f"{folder}: read back after it was written, {problem}") from problem
+
+
+def _place(path: Path, folder: Path, attempt: str) -> None:
+    places.commit(folder, path)
+    places.remove_leftovers(path, attempt)

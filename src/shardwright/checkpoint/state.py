@@ -19,7 +19,9 @@ from torch.distributed.tensor.placement_types import Partial
 from shardwright._torch import boxes_to_load, boxes_to_save
 from shardwright.checkpoint.index import Path, StoredValue, name_of
 
-PART_BYTES = 64 << 20  #: a part holds at most so many bytes, so a save and a load need little memory
+PART_BYTES = (
+    32 << 20
+)  #: a part holds at most so many bytes; each thread of a save and of a load copies one at a time
 
 
 class Box(NamedTuple):
@@ -137,6 +139,16 @@ def nested(leaves: Mapping[Path, Any]) -> Any:
     if inner and all(isinstance(step, int) for step in inner):
         return [nested(inner[step]) for step in sorted(inner)]
     return {step[0] if isinstance(step, tuple) else step: nested(each) for step, each in inner.items()}
+
+
+def merged(tensors: Any, values: Any) -> Any:
+    """Two nested states in one: tensors that were read, and values; where both have a value, the second's."""
+    if isinstance(tensors, Mapping) and isinstance(values, Mapping):
+        in_both = {key: merged(tensors[key], values[key]) for key in tensors.keys() & values.keys()}
+        return {key: in_both.get(key, each) for key, each in {**values, **tensors}.items()}
+    if isinstance(tensors, list) and isinstance(values, list) and len(tensors) == len(values):
+        return [merged(*pair) for pair in zip(tensors, values, strict=True)]
+    return tensors if isinstance(tensors, Tensor) else values
 
 
 def _cut(box: Box, itemsize: int) -> Iterator[Box]:

@@ -36,11 +36,11 @@ from shardwright.checkpoint.generators import (
     seed_generators,
     set_generator_states,
 )
-from shardwright.checkpoint.loading import Checkpoint, check_sizes, load_state, open_checkpoint
+from shardwright.checkpoint.loading import Checkpoint, check_lengths, load_state, open_checkpoint
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.saving import save_state
 from shardwright.checkpoint.settings import check_settings
-from shardwright.checkpoint.state import nested
+from shardwright.checkpoint.state import merged, nested
 
 MODEL, OPTIMIZER, EXTRA, GENERATORS = "model", "optimizer", "extra", "generators"
 
@@ -178,7 +178,7 @@ def _load(
     def look() -> None:
         nonlocal saved_ranks, mine
         opened.append(open_checkpoint(folder))
-        check_sizes(opened[0])  # before there is memory for what it says
+        check_lengths(opened[0])  # before there is memory for what it says
         rooms.update(_rooms(opened[0], EXTRA, given, fresh))
         if generators and (saved_ranks := _saved_ranks(opened[0].shapes())):
             mine = ranks.rank if saved_ranks == ranks.size else 0
@@ -202,7 +202,7 @@ def _load(
             check_settings(values.get(OPTIMIZER, {}), whole)
         if GENERATORS in state:
             check_generator_states(state[GENERATORS][f"rank{mine}"])
-        result.update(_merged(state.get(EXTRA, {}), _mapping(values.get(EXTRA, {}), EXTRA)))
+        result.update(merged(state.get(EXTRA, {}), _mapping(values.get(EXTRA, {}), EXTRA)))
         _restore_objects(folder, objects, result, undo)
 
     values = load_state(
@@ -253,22 +253,12 @@ def _apply(
         return
     stored = values.get(OPTIMIZER, {})
     loaded: Any = {
-        "state": _merged(state[OPTIMIZER].get("state", whole["state"]), stored.get("state", {})),
-        "param_groups": _merged(whole["param_groups"], stored.get("param_groups", whole["param_groups"])),
+        "state": merged(state[OPTIMIZER].get("state", whole["state"]), stored.get("state", {})),
+        "param_groups": merged(whole["param_groups"], stored.get("param_groups", whole["param_groups"])),
     }
     set_optimizer_state_dict(model, optimizer, loaded)
     if not has_state:
         optimizer.state.clear()
-
-
-def _merged(tensors: Any, values: Any) -> Any:
-    """Two nested states in one: tensors that were read, and values; where both have a value, the second's."""
-    if isinstance(tensors, Mapping) and isinstance(values, Mapping):
-        in_both = {key: _merged(tensors[key], values[key]) for key in tensors.keys() & values.keys()}
-        return {key: in_both.get(key, each) for key, each in {**values, **tensors}.items()}
-    if isinstance(tensors, list) and isinstance(values, list) and len(tensors) == len(values):
-        return [_merged(*pair) for pair in zip(tensors, values, strict=True)]
-    return tensors if isinstance(tensors, Tensor) else values
 
 
 def _rooms(

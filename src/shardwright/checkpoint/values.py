@@ -17,7 +17,7 @@ import torch
 
 from shardwright.checkpoint.digests import Damaged
 
-DEEPEST = 100  #: values inside values
+DEEPEST = 100  #: values, or keys, inside one another
 _MARK = "!"  #: the first key of a marked form
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 

@@ -11,8 +11,10 @@ import io
 import os
 import pickle
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwright._version import __version__
-from shardwright.checkpoint.archive import container
+from shardwright.checkpoint.archive import container, lengths
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.folders import METADATA
 from shardwright.checkpoint.index import (
@@ -35,6 +37,7 @@ from shardwright.checkpoint.index import (
     parse_index,
 )
 from shardwright.checkpoint.state import Progress, ignore
+from shardwright.checkpoint.threads import in_threads, wait_for_devices
 
 #: Plain values as ``torch.save`` writes them, for torch's reader. Ours reads them in the index.
 VALUES = "__values.distcp"
@@ -85,40 +88,48 @@ def write_parts(
     Raises:
         OSError: the file cannot be written, or is there already. It names the file.
     """
-    written: list[tuple[str, Part]] = []
     path = folder / file
+    placed, end = [], 0
+    for part in parts:
+        placed.append((end, part))
+        head, tail = lengths(part.values.dtype, part.sizes)
+        end += head + prod(part.sizes) * part.values.dtype.itemsize + tail
+    wait_for_devices(part.values for _, part in placed)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        start = 0
-        for part in parts:
-            data, held = bytes_of(part.values)
-            head, tail = container(held.dtype, part.sizes, data)
-            sha256 = hashlib.sha256(head)
-            for piece in (data, tail):
-                sha256.update(piece)
-            length = len(head) + len(data) + len(tail)
-            write_all(descriptor, (head, data, tail), path)
-            place = Part(part.offsets, part.sizes, file, start, length, start + len(head), sha256.hexdigest())
-            written.append((part.name, place))
-            start += length
-            progress(len(data))
-            del data, held
+        # Threads, because hashing takes longer than writing, and both let go of the interpreter.
+        written = in_threads(
+            placed, lambda each: _write_part(descriptor, path, *each), lambda each: progress(each[1].length)
+        )
         sync(descriptor, path)
     finally:
         os.close(descriptor)
     return Written(file, written)
 
 
-def write_all(descriptor: int, pieces: Iterable[bytes | memoryview], path: Path) -> None:
-    """Write all bytes at the end of a file. A failure names the file."""
-    for piece in pieces:
-        rest = memoryview(piece)
-        while rest:  # one call writes 2 GiB at most
-            try:
-                count = os.write(descriptor, rest[: 1 << 30])
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(path)) from None
-            rest = rest[count:]
+def _write_part(descriptor: int, path: Path, start: int, part: PartToWrite) -> tuple[str, Part]:
+    """Write a part at its place, and digest it."""
+    data, _held = bytes_of(part.values)
+    head, tail = container(part.values.dtype, part.sizes, data)
+    sha256, position = hashlib.sha256(), start
+    for piece in (head, data, tail):
+        write_all(descriptor, piece, position, path)
+        sha256.update(piece)
+        position += len(piece)
+    length = position - start
+    place = Part(part.offsets, part.sizes, path.name, start, length, start + len(head), sha256.hexdigest())
+    return part.name, place
+
+
+def write_all(descriptor: int, piece: bytes | memoryview, position: int, path: Path) -> None:
+    """Write all bytes at a position of a file. A failure names the file."""
+    rest = memoryview(piece)
+    while rest:  # one call writes 2 GiB at most
+        try:
+            count = os.pwrite(descriptor, rest[: 1 << 30], position)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        rest, position = rest[count:], position + count
 
 
 def sync(descriptor: int, path: Path) -> None:
@@ -129,11 +140,22 @@ def sync(descriptor: int, path: Path) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
+def drop_from_cache(folder: Path, file: str) -> None:
+    """Let the next read of a file come from the disk, as far as the system can do that. It may be missing."""
+    if not hasattr(os, "posix_fadvise") or not (folder / file).exists():
+        return
+    descriptor = os.open(folder / file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
 def write_file(path: Path, content: bytes) -> StoredFile:
     """Write a small file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        write_all(descriptor, [content], path)
+        write_all(descriptor, content, 0, path)
         sync(descriptor, path)
     finally:
         os.close(descriptor)
@@ -207,7 +229,8 @@ def _as_torch_flattens(values: Mapping[str, StoredValue]) -> dict[str, tuple[tup
 
 
 def _steps(path: Sequence[Any]) -> tuple[str | int, ...]:
-    return tuple(str(step[0]) if isinstance(step, tuple) else step for step in path)
+    steps = (str(step[0]) if isinstance(step, tuple) else step for step in path)
+    return tuple(sys.intern(str(step)) if isinstance(step, str) else step for step in steps)
 
 
 def _pickled_values(flat: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, tuple[int, int]], bytes]:
@@ -253,19 +276,26 @@ def _metadata(
 
     entries: dict[str, Any] = {}
     storage: dict[Any, Any] = {}
+    # A pickle refers to an object that it holds already, so equal strings have to be one object: then equal states give
+    # equal bytes.
+    tensors = {sys.intern(name): each for name, each in tensors.items()}
+    flat = {sys.intern(name): each for name, each in flat.items()}
+    places = {sys.intern(name): each for name, each in places.items()}
     for name, tensor in tensors.items():
         chunks = []
         for part in tensor.parts:
             offsets = torch.Size(part.offsets)
             chunks.append(ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
-            storage[MetadataIndex(name, offsets)] = _StorageInfo(part.file, part.start, part.length)
+            storage[MetadataIndex(name, offsets)] = _StorageInfo(
+                sys.intern(part.file), part.start, part.length
+            )
         properties = TensorProperties(dtype=tensor.dtype)
         entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
     for name, (start, length) in places.items():
         entries[name] = BytesStorageMetadata()
         storage[MetadataIndex(name)] = _StorageInfo(VALUES, start, length)
     paths = {name: _steps(tensor.path) for name, tensor in tensors.items()}
-    paths.update({name: path for name, (path, _) in flat.items()})
+    paths.update({name: _steps(path) for name, (path, _) in flat.items()})
     metadata = Metadata(entries, planner_data=paths, storage_data=storage, storage_meta=StorageMeta())
     return pickle.dumps(metadata, protocol=4)
 

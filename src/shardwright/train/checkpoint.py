@@ -1,56 +1,57 @@
-"""Checkpoints of a run: saved with torch's distributed checkpoint, whole or not at all, readable at any number of
-ranks and by any engine.
+"""Checkpoints of a run: a model, its optimizer, random generators and the position, by all ranks together.
 
-A checkpoint is a folder checkpoints/step-N that appears by a rename once everything in it is on disk, and that is
-loaded once its files are compared with the digests that were taken when they were written. What the optimizer is set
-to (rates, decay) comes from the configuration and is never stored.
+Written and read by ``shardwright.checkpoint``, with the names that ``sw.save_checkpoint`` gives, so that
+``sw.load_checkpoint`` and torch's distributed checkpoint read them, too. Rates and decay of the optimizer are stored
+for these readers; a run takes its own from the configuration. Which checkpoints stay is decided in `saves`.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
+import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from shardwright.checkpoint import folders
-from shardwright.checkpoint.digests import Damaged, Digest, digest_of
-from shardwright.checkpoint.folders import METADATA, files_of
-from shardwright.train.errors import UserError
+from shardwright.checkpoint.asynchronous import AsyncCheckpoint
+from shardwright.checkpoint.digests import Damaged
+from shardwright.checkpoint.generators import generator_states, seed_generators, set_generator_states
+from shardwright.checkpoint.index import UnknownVersion
+from shardwright.checkpoint.loading import read_state
+from shardwright.checkpoint.places import recover
+from shardwright.checkpoint.ranks import Ranks
+from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.state import merged
+from shardwright.train.errors import UserError, counted
 from shardwright.train.patience import patience
-from shardwright.train.stored import (
-    POSITION_FILE,
-    Position,
-    Stored,
-    check_files,
-    examine,
-    position_text,
-    saved_steps,
-    step_folder,
-    what_is_missing,
-)
+from shardwright.train.steps import Position, saved_steps, step_folder
+from shardwright.train.stored import Form, Stored, check_files, examine, what_is_missing
 from shardwright.train.writing import unwritable
 
 __all__ = [
+    "Loaded",
     "Position",
+    "SaveFailedError",
+    "continue_generators",
     "load",
     "load_newest",
     "load_newest_weights",
     "load_weights",
     "save",
+    "save_in_background",
     "saved_steps",
     "shapes_of",
+    "state_of",
     "step_folder",
+    "verified",
+    "wait",
     "what_is_missing",
     "with_weights",
 ]
@@ -66,65 +67,11 @@ def _silent(text: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Agreeing
-
-
-def _of_every_rank(value: Any, alone: bool = False) -> list[Any]:
-    """The value of each rank; of this one where it is `alone`."""
-    if alone:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _agreed(action: Callable[[], T], alone: bool = False) -> list[T]:
-    """What `action`, which does not communicate, returns on each rank. Where it raises on one rank, all ranks raise.
-
-    Damaged and UserError are the same on every rank; of any other error the ranks without it raise a RuntimeError.
-    """
-    result: T | None = None
-    error: Exception | None = None
-    try:
-        result = action()
-    except Exception as failure:
-        error = failure
-    if error is not None and alone:
-        raise error
-    failure_here = None if error is None else (_kind(error), str(error))
-    outcomes = _of_every_rank((result, failure_here), alone)
-    failures = [(rank, *failure) for rank, (_, failure) in enumerate(outcomes) if failure is not None]
-    if error is not None and _kind(error) is RuntimeError:
-        raise error
-    for kind in (RuntimeError, Damaged, UserError):
-        rank, text = next(((rank, text) for rank, of_kind, text in failures if of_kind is kind), (0, None))
-        if text is not None:
-            same = kind is UserError or [text] * len(outcomes) == [each[2] for each in failures]
-            raise kind(text if same else f"rank {rank}: {text}") from error
-    return [outcome[0] for outcome in outcomes]
-
-
-def _kind(error: Exception) -> type[Exception]:
-    return next((kind for kind in (Damaged, UserError) if isinstance(error, kind)), RuntimeError)
-
-
-def _on_first_rank(action: Callable[[], None], final: Path) -> None:
-    """Do `action`, which writes, on rank 0; every rank raises what it raised, so that none waits for the others."""
-    _writing(action if dist.get_rank() == 0 else lambda: None, final)
-
-
-def _writing(action: Callable[[], T], final: Path) -> list[T]:
-    def guarded() -> T:
-        try:
-            return action()
-        except OSError as error:
-            raise UserError(unwritable(final, error)) from error
-
-    return _agreed(guarded)
-
-
-# ---------------------------------------------------------------------------------------------------------------
 # Saving
+
+
+class SaveFailedError(UserError):
+    """A checkpoint cannot be written, so all earlier ones are as they were."""
 
 
 def save(
@@ -132,136 +79,76 @@ def save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     position: Position,
-    keep: int,
     say: Say = _silent,
 ) -> Path:
-    """Write a checkpoint and delete all but the newest `keep` whole ones. Called by every rank; returns its folder.
+    """Write a checkpoint, and read it back before it gets its name. Called by every rank; returns its folder.
 
-    Raises UserError on every rank where the folder cannot be written; earlier checkpoints stay as they are.
+    Raises, on every rank:
+        SaveFailedError: the folder cannot be written. It names rank, file and reason.
+        UserError: the optimizer's state has a value that no checkpoint can hold.
     """
     final = step_folder(checkpoints, position.step)
-    partial = checkpoints / f".{final.name}.partial"
-    model_state, optimizer_state = _states(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state["state"]}
+    ranks = Ranks()
+    state = state_of(model, optimizer, position, ranks)
     started = time.perf_counter()
-    with patience(say, lambda: f"saving {final}: {time.perf_counter() - started:.0f} s"):
-        _on_first_rank(lambda: _make_room(partial, model), final)
-        try:
-            _write(state, partial, final)
-            digests = _writing(lambda: _own_digests(partial), final)
-        except Exception:  # on all ranks alike, or contact is lost: so no rank waits for another here
-            if dist.get_rank() == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
-        everyones = {name: digest for part in digests for name, digest in part.items()}
-        _on_first_rank(lambda: _finish(partial, final, position, everyones, keep), final)
+    with _failures(final), patience(say, lambda: f"saving {final}: {time.perf_counter() - started:.0f} s"):
+        save_state(final, state, ranks, overwrite=True, verified=True)
     return final
 
 
-def _make_room(partial: Path, model: nn.Module) -> None:
-    """An empty folder to write into, on a disk with space for it.
+def save_in_background(
+    background: AsyncCheckpoint,
+    checkpoints: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    position: Position,
+) -> None:
+    """Copy what `save` writes, and let processes of their own write it. Called by every rank. Raises as `save`."""
+    final = step_folder(checkpoints, position.step)
+    with _failures(final):
+        state = state_of(model, optimizer, position, Ranks())
+        background.save_state(final, state, overwrite=True)
 
-    Checked in advance because a disk that fills up half-way costs the time of a save, and other programs their disk.
+
+def wait(background: AsyncCheckpoint, folder: Path) -> None:
+    """Wait until the checkpoint in this folder is written. Called by every rank.
+
+    Raises, on every rank:
+        SaveFailedError: it cannot be written, or a process that writes has died.
     """
-    for leftover in (*partial.parent.glob(".step-*.partial"), *partial.parent.glob(".step-*.old")):
-        _remove(leftover)
-    partial.mkdir(parents=True)
-    # Weights and two moments; frozen parameters are not saved.
-    need = 3 * sum(p.numel() * p.element_size() for p in _full_parameters(model) if p.requires_grad)
-    free = shutil.disk_usage(partial).free
-    if free < need:
-        partial.rmdir()
-        raise OSError(f"needs {need:,} bytes, {free:,} are free")
+    with _failures(folder):
+        try:
+            background.wait()
+        except RuntimeError as error:
+            outcome = background.poll()
+            if outcome is None or outcome.error is None:
+                raise  # the ranks have lost contact
+            raise SaveFailedError(f"{folder}: cannot write: {error}; earlier files are unchanged") from error
 
 
-def _full_parameters(model: nn.Module) -> list[torch.Tensor]:
-    # On a plain model these are the parameters; on a sharded one their DTensors, which count globally. FSDP1's
-    # views count locally: there the check is too mild, and the write itself reports.
-    return list(model.parameters())
-
-
-def _write(state: dict[str, Any], partial: Path, final: Path) -> None:
+@contextmanager
+def _failures(final: Path) -> Iterator[None]:
+    """Raise errors of a save as those of `save`."""
     try:
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(partial))
-    except CheckpointException as failure:  # a BaseException
-        cause = _write_failure(failure)
-        if cause is not None:
-            raise UserError(unwritable(final, cause)) from failure
-        folders.raise_cause(failure, RuntimeError, "save")
+        yield
+    except OSError as error:
+        reason = error if error.filename is None else OSError(f"{error.filename}: {error.strerror}")
+        raise SaveFailedError(unwritable(final, reason)) from error
+    except ValueError as error:
+        raise UserError(f"{final}: cannot save: {error}") from error
 
 
-def _own_digests(partial: Path) -> dict[str, Digest]:
-    """Of the files this rank has written: torch begins their names with the rank."""
-    return {file.name: digest_of(file) for file in partial.glob(f"__{dist.get_rank()}_*")}
-
-
-def _finish(partial: Path, final: Path, position: Position, digests: Mapping[str, Digest], keep: int) -> None:
-    metadata = partial / METADATA
-    _sync(metadata)  # torch before 2.14 syncs a file whose last bytes it has not written yet
-    without = files_of(folders.read_metadata(partial)).keys() - digests.keys()
-    if without:
-        raise RuntimeError(
-            f"{final}: {METADATA} names {', '.join(sorted(without))}, but no rank has written it"
-        )
-    file = partial / POSITION_FILE
-    file.write_text(position_text(position, {**digests, METADATA: digest_of(metadata)}), encoding="utf-8")
-    _sync(file)
-    _sync(partial)
-    # The same step again, after a resume from before it: moved away, so that never none of both is there.
-    old = final.with_name(f".{final.name}.old")
-    if os.path.lexists(final):
-        os.replace(final, old)
-    os.replace(partial, final)
-    _sync(final.parent)
-    if os.path.lexists(old):
-        _remove(old)
-    _delete_old(final.parent, position.step, keep)
-
-
-def _remove(folder: Path) -> None:
-    if folder.is_symlink():
-        folder.unlink()
-    else:
-        shutil.rmtree(folder)
-
-
-def _delete_old(checkpoints: Path, newest: int, keep: int) -> None:
-    """Keep the `keep` newest whole checkpoints up to step `newest`, which was just written.
-
-    A broken one beyond is what a resume has fallen back from: were it counted, it would cost a whole one its place.
-    """
-    whole_checkpoints = 0
-    for step in saved_steps(checkpoints):
-        folder = step_folder(checkpoints, step)
-        whole = step == newest or what_is_missing(folder) is None
-        if whole_checkpoints == keep or (step > newest and not whole):
-            _remove(folder)
-        elif step <= newest and whole:
-            whole_checkpoints += 1
-
-
-def _sync(path: Path) -> None:
-    # A folder, too: without that a crash of the machine can lose names although the files are on disk.
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_failure(failure: CheckpointException) -> BaseException | None:
-    """The failure to write for which a save failed, or None where it failed for another reason."""
-    chain: list[BaseException] = []
-    for error, _ in failure.failures.values():
-        step: BaseException | None = error
-        while step is not None:
-            chain.append(step)
-            step = step.__cause__ or step.__context__
-    for item in chain:
-        if isinstance(item, OSError):
-            return item
-    # torch's zip writer reports a failed write as a RuntimeError of its own.
-    return next((item for item in chain if "write" in str(item) or "unexpected pos" in str(item)), None)
+def state_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, position: Position, ranks: Ranks
+) -> dict[str, Any]:
+    """What a checkpoint of a run holds, as one nested state. Frozen parameters are left out."""
+    model_state, optimizer_state = _states(model, optimizer)
+    return {
+        "model": model_state,
+        "optimizer": optimizer_state,
+        "extra": {"position": {"step": position.step, "samples": position.samples}},
+        "generators": {f"rank{ranks.rank}": generator_states()},
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -276,7 +163,7 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in _stored_state(model).items()}
 
 
-def _stored_state(model: nn.Module) -> dict[str, torch.Tensor]:
+def _stored_state(model: nn.Module) -> dict[str, Tensor]:
     """The state of a plain model without its frozen parameters, which no checkpoint holds."""
     frozen = _frozen_names(model)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
@@ -301,7 +188,51 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[st
     model_state, optimizer_state = get_state_dict(model, optimizer, options=_options(model))
     for name in _frozen_names(model):  # torch leaves out one name of each
         model_state.pop(name, None)
-    return model_state, optimizer_state
+    return model_state, dict(optimizer_state)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Where a checkpoint lets a run go on.
+
+    Attributes:
+        position: of the run.
+        ranks: that saved it; None if it has no states of random generators.
+        generators: the states of this rank's, if as many ranks saved as load.
+    """
+
+    position: Position
+    ranks: int | None
+    generators: Mapping[str, Tensor] | None
+
+
+def continue_generators(loaded: Loaded, seed: int, ranks: Ranks) -> str | None:
+    """Let this rank's random generators go on from a checkpoint. Returns a line to print if they start again.
+
+    They start again at another number of ranks: each rank has a seed that depends on `seed`, the step and the rank.
+    """
+    step, reason = loaded.position.step, "has no states of random generators"
+    if loaded.generators is not None:
+        try:
+            set_generator_states(loaded.generators)
+            return None
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            LookupError,
+        ) as error:  # of another version of torch or Python
+            reason = f"has states of random generators that cannot be restored ({error})"
+    elif loaded.ranks is not None:
+        reason = (
+            f"was saved by {counted(loaded.ranks, 'rank')} and is loaded by {counted(ranks.size, 'rank')}"
+        )
+    digest = hashlib.sha256(f"{seed} {step} {ranks.rank}".encode()).digest()
+    seed_generators(int.from_bytes(digest[:8], "little") >> 1)
+    return (
+        f"the checkpoint of step {step} {reason}: random generators do not go on where they were; each rank has a "
+        "seed derived from run.seed, the step and the rank"
+    )
 
 
 def load_newest(
@@ -310,19 +241,29 @@ def load_newest(
     optimizer: torch.optim.Optimizer,
     shapes: Shapes,
     say: Say = _silent,
-) -> Position:
+) -> Loaded:
     """Read the newest whole checkpoint into a model and its optimizer. Called by every rank.
 
     Damage that any rank meets, also while it loads, makes all ranks fall back to the checkpoint before; `say` is
     called for each one passed over. Raises UserError where none is whole.
     """
-    steps = _of_every_rank(saved_steps(checkpoints))[0]  # of the first rank: others may see a folder later
+    steps = Ranks().by_first(lambda: _steps(checkpoints))  # of the first rank: others may see a folder later
     return _newest(checkpoints, steps, lambda folder: load(folder, model, optimizer, shapes, say), say)
 
 
 def load_newest_weights(checkpoints: Path, model: nn.Module, say: Say = _silent) -> None:
     """Read the weights of the newest whole checkpoint into a plain model, in one process, without a process group."""
-    _newest(checkpoints, saved_steps(checkpoints), lambda folder: load_weights(folder, model, say), say)
+    _newest(checkpoints, _steps(checkpoints), lambda folder: load_weights(folder, model, say), say)
+
+
+def _steps(checkpoints: Path) -> list[int]:
+    """Steps with a folder, newest first. One that was being replaced when the process ended gets its name back."""
+    for old in checkpoints.glob(".step-*.old"):
+        try:
+            recover(checkpoints / old.name.removeprefix(".").removesuffix(".old"))
+        except OSError:  # of a file system that cannot be written; then the checkpoint before counts
+            pass
+    return saved_steps(checkpoints)
 
 
 def _newest(checkpoints: Path, steps: list[int], read: Callable[[Path], T], say: Say) -> T:
@@ -351,47 +292,67 @@ def load(
     optimizer: torch.optim.Optimizer,
     shapes: Shapes,
     say: Say = _silent,
-) -> Position:
+) -> Loaded:
     """Read a checkpoint into a model and its optimizer. Called by every rank; returns where the run stands.
 
     `shapes` are those of the model before it was sharded. Rates and decay of the optimizer stay as they are. Raises
     Damaged on every rank where it is not the checkpoint that was saved, UserError where it is another model's.
     """
+    ranks = Ranks()
     model_state, optimizer_state = _states(model, optimizer)
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state["state"]}
 
-    def fitting() -> Stored:
-        stored = examine(folder)
-        check_fits(folder, stored.metadata, shapes)
-        check_optimizer_fits(folder, stored.metadata, state["optimizer"])
-        return stored
+    def fits(stored: Stored) -> None:
+        check_fits(stored, shapes)
+        check_optimizer_fits(stored, optimizer_state["state"])
 
-    stored = _verified(fitting, say)
-    _read(stored, state, say)
+    stored = verified(folder, ranks, say, fits)
+    saved_ranks, generators = _rooms_for_generators(stored, ranks)
+    state: dict[str, Any] = {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
+    if stored.index is None:
+        state["optimizer"] = optimizer_state["state"]
+    if generators is not None:
+        state["generators"] = {f"rank{ranks.rank}": generators}
+    values = _read(stored, state, ranks, say)
+    if stored.index is not None:
+        model_state = merged(model_state, values.get("model", {}))
+        stored_values = values.get("optimizer", {}).get("state", {})
+        optimizer_state["state"] = merged(optimizer_state["state"], stored_values)
     set_state_dict(
         model,
         optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict={**optimizer_state, "state": state["optimizer"]},
+        model_state_dict=model_state,
+        optim_state_dict=optimizer_state,
         options=_options(model),
     )
-    return stored.position
+    return Loaded(stored.position, saved_ranks, generators)
+
+
+def _rooms_for_generators(stored: Stored, ranks: Ranks) -> tuple[int | None, dict[str, Tensor] | None]:
+    """How many ranks have stored random generators, and tensors to read this rank's into; None if others saved."""
+    of_ranks = stored.contents().get("generators")
+    if not isinstance(of_ranks, Mapping):
+        return None, None
+    own = of_ranks.get(f"rank{ranks.rank}")
+    if len(of_ranks) != ranks.size or not isinstance(own, Mapping):
+        return len(of_ranks), None
+    rooms = {
+        name: torch.empty(form.shape, dtype=form.dtype)
+        for name, form in own.items()
+        if isinstance(form, Form)
+    }
+    return len(of_ranks), rooms
 
 
 def load_weights(folder: Path, model: nn.Module, say: Say = _silent) -> None:
     """Read the weights alone into a plain model, in one process, without a process group. Raises as `load` does."""
-
-    def fitting() -> Stored:
-        stored = examine(folder)
-        check_fits(folder, stored.metadata, shapes_of(model))
-        return stored
-
-    state = {"model": _stored_state(model)}
-    _read(_verified(fitting, say, alone=True), state, say, alone=True)
-    model.load_state_dict(state["model"], strict=_options(model).strict)
+    alone = Ranks(alone=True)
+    state = _stored_state(model)
+    stored = verified(folder, alone, say, lambda stored: check_fits(stored, shapes_of(model)))
+    _read(stored, {"model": state}, alone, say)
+    model.load_state_dict(state, strict=_options(model).strict)
 
 
-Read = Callable[[Mapping[str, torch.Tensor]], None]
+Read = Callable[[Mapping[str, Tensor]], None]
 
 
 def with_weights(
@@ -406,21 +367,17 @@ def with_weights(
     The checkpoint is that of `step`, or for None the newest whole one: if it is damaged, also while it is read, `use`
     is called again with the one before. Raises UserError where there is none.
     """
-    steps = saved_steps(checkpoints)
+    steps = _steps(checkpoints)
     if step is not None and step not in steps:
         there = ", ".join(map(str, steps)) or "none"
         raise UserError(f"--step: expected a step with a checkpoint in {checkpoints} ({there}), found {step}")
+    alone = Ranks(alone=True)
 
     def open_folder(folder: Path) -> T:
-        def fitting() -> Stored:
-            stored = examine(folder)
-            check_fits(folder, stored.metadata, shapes)
-            return stored
+        stored = verified(folder, alone, say, lambda stored: check_fits(stored, shapes))
 
-        stored = _verified(fitting, say, alone=True)
-
-        def read(tensors: Mapping[str, torch.Tensor]) -> None:
-            folders.load(folder, {"model": dict(tensors)}, stored.metadata, alone=True)
+        def read(tensors: Mapping[str, Tensor]) -> None:
+            _read_into({"model": dict(tensors)}, stored, alone)
 
         return use(stored.position, read)
 
@@ -429,78 +386,115 @@ def with_weights(
     return _newest(checkpoints, steps, open_folder, say)
 
 
-def _verified(examined: Callable[[], Stored], say: Say, alone: bool = False) -> Stored:
-    """A checkpoint whose files are those that were saved. Each rank compares its share of them."""
-    stored: list[Stored] = []
+def _nothing(stored: Stored) -> None:
+    pass
+
+
+def verified(
+    folder: Path, ranks: Ranks, say: Say = _silent, fits: Callable[[Stored], None] = _nothing
+) -> Stored:
+    """A checkpoint whose files are those that were saved, and that `fits` accepts. Each rank compares its share.
+
+    Raises, on every rank:
+        Damaged: it is not whole.
+        UserError: a later version of shardwright has saved it, or `fits` raised ValueError.
+    """
+    opened: list[Stored] = []
 
     def look() -> str:
-        stored.append(examined())
-        return stored[0].fingerprint
+        try:
+            opened.append(examine(folder))
+        except UnknownVersion as error:
+            raise ValueError(f"{folder}: {error}") from error
+        fits(opened[0])
+        return opened[0].checkpoint.fingerprint
 
-    prints = _agreed(look, alone)
-    if len(set(prints)) > 1:
-        rank = next(number for number, each in enumerate(prints) if each != prints[0])
-        raise Damaged(f"rank {rank} reads a {POSITION_FILE} or {METADATA} that differs from rank 0's")
-    newest = stored[0]
-    if newest.digests is None:
-        say(f"{newest.folder} was saved without checksums; only the sizes of its files are compared")
-    rank, ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+    try:
+        prints = ranks.together(look)
+    except Damaged:
+        raise
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    other = next((rank for rank, each in enumerate(prints) if each != prints[0]), None)
+    if other is not None:
+        raise Damaged(f"rank {other} reads another description of the checkpoint than rank 0")
+    stored = opened[0]
+    if not stored.has_digests:
+        say(f"{folder} was saved without checksums; only the sizes of its files are compared")
     done = 0
 
     def progress(nbytes: int) -> None:
         nonlocal done
         done += nbytes
 
-    whole = sum(newest.files().values())
+    whole = sum(stored.files().values()) / ranks.size
     with patience(
         say,
-        lambda: (
-            f"comparing checksums of {newest.folder}: {done / 1e9:.1f} of {whole / ranks / 1e9:.1f} GB of each rank"
-        ),
+        lambda: f"comparing checksums of {folder}: {done / 1e9:.1f} of {whole / 1e9:.1f} GB of each rank",
     ):
-        _agreed(lambda: check_files(newest, rank, ranks, progress), alone)
-    return newest
+        ranks.together(lambda: check_files(stored, ranks.rank, ranks.size, progress))
+    return stored
 
 
-def _read(stored: Stored, state: dict[str, Any], say: Say, alone: bool = False) -> None:
+def _read(stored: Stored, state: dict[str, Any], ranks: Ranks, say: Say) -> dict[str, Any]:
     started = time.perf_counter()
     with patience(say, lambda: f"loading {stored.folder}: {time.perf_counter() - started:.0f} s"):
-        folders.load(stored.folder, state, stored.metadata, alone=alone)
+        return _read_into(state, stored, ranks)
 
 
-def check_fits(folder: Path, metadata: Metadata, shapes: Shapes) -> None:
-    """Refuse a checkpoint of another model, before anything is changed. Names the first parameter that differs."""
-    stored = {
-        name.removeprefix("model."): tuple(entry.size)
-        for name, entry in metadata.state_dict_metadata.items()
-        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+def _read_into(state: dict[str, Any], stored: Stored, ranks: Ranks) -> dict[str, Any]:
+    """Read into the tensors of a state. Returns the checkpoint's values; of earlier versions they go into the state."""
+    if stored.index is not None:
+        return read_state(stored.checkpoint, state, ranks)
+    assert stored.checkpoint.metadata is not None
+    folders.load(stored.folder, state, stored.checkpoint.metadata, alone=ranks.alone)
+    return {}
+
+
+def check_fits(stored: Stored, shapes: Shapes) -> None:
+    """Raise ValueError for a checkpoint of another model. Names the first parameter that differs."""
+    folder, content = stored.folder, stored.contents().get("model")
+    parameters = {
+        name: form.shape
+        for name, form in (content if isinstance(content, Mapping) else {}).items()
+        if isinstance(form, Form)
     }
     for name, shape in shapes.items():
-        if name not in stored:
-            raise UserError(f"{folder}: expected {name} of shape {list(shape)}, found no such parameter; this is a "
-                            "checkpoint of another model")  # fmt: skip
-        if stored[name] != shape:
-            raise UserError(f"{folder}: expected {name} of shape {list(shape)}, found {list(stored[name])}; this is a "
-                            "checkpoint of another model")  # fmt: skip
-    for name, shape in stored.items():
+        if name not in parameters:
+            raise ValueError(f"{folder}: expected {name} of shape {list(shape)}, found no such parameter; this is a "
+                             "checkpoint of another model")  # fmt: skip
+        if parameters[name] != shape:
+            raise ValueError(f"{folder}: expected {name} of shape {list(shape)}, found {list(parameters[name])}; this "
+                             "is a checkpoint of another model")  # fmt: skip
+    for name, shape in parameters.items():
         if name not in shapes:
-            raise UserError(f"{folder}: expected no parameter {name}, found one of shape {list(shape)}; this is a "
-                            "checkpoint of another model")  # fmt: skip
+            raise ValueError(f"{folder}: expected no parameter {name}, found one of shape {list(shape)}; this is a "
+                             "checkpoint of another model")  # fmt: skip
 
 
-def check_optimizer_fits(folder: Path, metadata: Metadata, state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse a checkpoint of another optimizer. Names the first value that it does not hold."""
+def check_optimizer_fits(stored: Stored, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ValueError for a checkpoint of another optimizer. Names the first value that it does not hold."""
+    content = stored.contents().get("optimizer")
+    if stored.index is not None and isinstance(content, Mapping):
+        content = content.get("state")
+    parameters = content if isinstance(content, Mapping) else {}
     for name, values in state.items():
+        own = parameters.get(name)
+        stored_values = own if isinstance(own, Mapping) else {}
         for key, value in values.items():
-            stored = metadata.state_dict_metadata.get(f"optimizer.{name}.{key}")
-            shape = list(value.shape) if isinstance(value, torch.Tensor) else None
-            stored_shape = list(stored.size) if isinstance(stored, TensorStorageMetadata) else None
-            if stored is not None and shape == stored_shape:
+            form = stored_values.get(key)
+            shape = list(value.shape) if isinstance(value, Tensor) else None
+            stored_shape = list(form.shape) if isinstance(form, Form) else None
+            if key in stored_values and shape == stored_shape:
                 continue
             stored_form = (
-                "none" if stored is None else "no tensor" if stored_shape is None else f"shape {stored_shape}"
+                "none"
+                if key not in stored_values
+                else "no tensor"
+                if stored_shape is None
+                else f"shape {stored_shape}"
             )
-            raise UserError(
-                f"{folder}: expected the optimizer's {key} of {name}, found {stored_form}; this is a checkpoint of "
-                "another optimizer; resume with the optimizer.name of the saved run"
+            raise ValueError(
+                f"{stored.folder}: expected the optimizer's {key} of {name}, found {stored_form}; this is a checkpoint "
+                "of another optimizer; resume with the optimizer.name of the saved run"
             )

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shardwright.train.errors import UserError
 from shardwright.train.resuming import resume_command
 from shardwright.train.runs import RunFolder, mark_failed
+from shardwright.train.steps import saved_steps
 
 LOG_TAIL = 12
 """Lines of a failed rank's log that are shown."""
@@ -100,8 +101,6 @@ def _diagnosis(ending: Ending) -> str:
     tail = _tail(log_of(ending.logs, rank))
     if tail:
         lines += [f"the end of its log {log_of(ending.logs, rank)}:", *("  " + line for line in tail)]
-    from shardwright.train.stored import saved_steps  # with an engine: seconds that only a failure costs
-
     steps = saved_steps(ending.folder.checkpoints)
     if steps:
         lines += [

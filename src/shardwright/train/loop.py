@@ -20,6 +20,7 @@ from shardwright.engine.front.report import in_units
 from shardwright.extend import ExtensionError
 from shardwright.train import checkpoint, metrics, plan_picture, report
 from shardwright.train.activations import Recompiles
+from shardwright.train.checks import no_more_steps
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.statement import ends_in_words, statement, tokens_of
@@ -28,6 +29,7 @@ from shardwright.train.data_record import resumed_data, write_data_record
 from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters, finetuning
 from shardwright.train.models.kinds import sizes_of
+from shardwright.train.notices import before_steps, of_first_loss
 from shardwright.train.peaks import peak_flops
 from shardwright.train.reporter import Reporter
 from shardwright.train.resuming import changes_in_words, resume_command
@@ -41,6 +43,7 @@ from shardwright.train.runs import (
     write_text,
     writing,
 )
+from shardwright.train.saves import Saves
 from shardwright.train.sink_thread import SinkThread
 from shardwright.train.sinks import RunSite
 from shardwright.train.sinks import sinks as named_sinks
@@ -85,10 +88,7 @@ def _train(config: Config, folder: RunFolder, dataset: Dataset, world: World, re
     trainer.check_model()
     done = trainer.position.step
     if done >= config.train.steps:
-        raise UserError(
-            f"train.steps: expected more than {done}, the steps that {folder.path} already has, found "
-            f"{config.train.steps}; set more steps to continue"
-        )
+        raise UserError(no_more_steps(config, folder, done))
     START.doing("running the first step")
     with StopRequest() as stop, ExitStack() as stack:
         record = open_record(trainer, folder) if world.is_first else None
@@ -99,8 +99,11 @@ def _train(config: Config, folder: RunFolder, dataset: Dataset, world: World, re
             reporter.say(opening_line(trainer, folder))
             if trainer.world.is_first:
                 reporter.say(data_in_words(trainer))
+                for note in before_steps(config, dataset, resume):
+                    reporter.say(note)
             reporter.say(figures_in_words(trainer))
-            ended_by = run_steps(trainer, folder, reporter, stop)
+            with Saves(config.checkpoint, folder.checkpoints, reporter, loaded=done) as saves:
+                ended_by = run_steps(trainer, folder, reporter, saves, stop)
         except BaseException:
             if record is not None:
                 record.close("failed", trainer.position.step, {})
@@ -108,17 +111,20 @@ def _train(config: Config, folder: RunFolder, dataset: Dataset, world: World, re
         return conclude(trainer, folder, record, ended_by, reporter)
 
 
-def run_steps(trainer: Trainer, folder: RunFolder, reporter: Reporter, stop: StopRequest) -> int:
+def run_steps(
+    trainer: Trainer, folder: RunFolder, reporter: Reporter, saves: Saves, stop: StopRequest
+) -> int:
     """Run steps, validations and checkpoints until the end or a signal. Returns the signal, 0 for none.
 
     When this returns, the state is saved.
     """
     config, device = trainer.config, trainer.world.device
+    trainer.continue_generators(reporter)
     steps_of_session = 0
     while True:
         started = time.perf_counter()
         with memory_history(trainer, folder), trainer.recompiles.step():
-            result = trainer.train_step(stop)
+            result = trainer.train_step(stop, saves.has_ended())
         seconds = time.perf_counter() - started
         START.end()
         step = trainer.position.step
@@ -129,7 +135,7 @@ def run_steps(trainer: Trainer, folder: RunFolder, reporter: Reporter, stop: Sto
         memory = metrics.measure_memory(device)
         trainer.peak_memory = max(trainer.peak_memory, memory.reserved)
         reporter.step(step_record(trainer, result, seconds, validation, memory))
-        if step == 1 and (note := first_loss_in_words(result.loss, vocabulary(config))):
+        if step == 1 and (note := of_first_loss(trainer, result.loss)):
             reporter.say(note)
         steps_of_session += 1
         if (
@@ -138,8 +144,10 @@ def run_steps(trainer: Trainer, folder: RunFolder, reporter: Reporter, stop: Sto
             and config.parallel.engine == "shardwright"
         ):
             reporter.say(report_memory(trainer, folder))
+        if result.save_ended:
+            saves.conclude(goes_on=leaving)
         if leaving or due(step, config.checkpoint.every):
-            trainer.save(folder, reporter)
+            trainer.save(saves, last=leaving)
         if leaving:
             return result.stop if step < config.train.steps else 0
 
@@ -309,6 +317,7 @@ def figures_in_words(trainer: Trainer) -> str:
         mfu=peak_flops(metrics.device_name(world.device), config.parallel.param_dtype) is not None,
         norm=not config.optimizer.in_backward,
         auxiliary=trainer.losses.auxiliary,
+        meanings=trainer.losses.meanings,
         validation=config.validation.every > 0,
     )
 
@@ -321,16 +330,6 @@ def validation_text(config: Config) -> str:
 
 def vocabulary(config: Config) -> int:
     return config.model.shape().vocab_size
-
-
-def first_loss_in_words(loss: float, tokens: int) -> str | None:
-    """Why the first loss is above ln(tokens), the loss of equally likely tokens. None if it is not above."""
-    if loss <= math.log(tokens):
-        return None
-    return (
-        f"the first loss is above ln({tokens}) = {math.log(tokens):.4f}. A model that gives all {tokens} tokens the "
-        "same probability has that loss; random weights prefer some tokens by chance, so their loss is higher"
-    )
 
 
 def conclude(
@@ -352,6 +351,8 @@ def conclude(
         results |= {"held_memory": held, "leased_memory": leased}
     if trainer.config.train.compile != "none":
         results |= {"graphs": trainer.recompiles.graphs, "recompiles": trainer.recompiles.later}
+    if reporter.failed_saves:
+        results |= {"failed_saves": len(reporter.failed_saves)}
     status: Literal["interrupted", "finished"] = "interrupted" if ended_by else "finished"
     record.close(status, trainer.position.step, results)
     with writing(folder.picture):
@@ -360,13 +361,14 @@ def conclude(
     if ended_by:
         print(
             *reporter.stopped,
+            *reporter.failed_saves,
             f"stopped by {signal.Signals(ended_by).name} after step {trainer.position.step}, which is saved; "
             f"to continue:\n  {resume_command(folder, trainer.world.size)}",
             sep="\n",
             flush=True,
         )
         return 128 + ended_by
-    text = summary(trainer, folder, results, sampled, reporter.stopped)
+    text = summary(trainer, folder, results, sampled, [*reporter.stopped, *reporter.failed_saves])
     write_text(folder.summary_file, text)
     print(text, end="", flush=True)
     return 0
@@ -388,7 +390,7 @@ def summary(
     folder: RunFolder,
     results: Mapping[str, Any],
     sampled: tuple[str, str] | None,
-    stopped_sinks: Sequence[str],
+    warnings: Sequence[str],
 ) -> str:
     sample_lines = []
     if sampled is not None:
@@ -421,7 +423,7 @@ def summary(
         *compiled,
         f"  checkpoint      {checkpoint.step_folder(folder.checkpoints, trainer.position.step)}",
         f"  loss curve      {folder.picture}",
-        *(f"  warning         {stop}" for stop in stopped_sinks),
+        *(f"  warning         {warning}" for warning in warnings),
         *sample_lines,
         "",
     ]

@@ -83,7 +83,9 @@ class StepRecord:
     memory_reserved: int
     memory_total: int
     validation_loss: float | None = None
-    balance_loss: float | None = None  # if the model has experts: their load, 1 if all are equal
+    balance_loss: float | None = (
+        None  # if the model has experts: their load; the model says what equal loads give
+    )
     mtp_loss: float | None = None  # if the model has this head: cross-entropy of the token after the next
     extra_losses: Mapping[str, float] = field(default_factory=dict)
 
@@ -137,8 +139,12 @@ def scalars(record: StepRecord, every: int) -> dict[str, float]:
     return values | {f"step/{name}": value for name, value in others.items() if value is not None}
 
 
+SAVE_FAILURE = "save_failure"
+"""The second key of a line of metrics.jsonl about a checkpoint that could not be written."""
+
+
 class JsonLines:
-    """metrics.jsonl: every step, floats in full precision."""
+    """metrics.jsonl: every step, floats in full precision, and every checkpoint that could not be written."""
 
     def __init__(self, path: Path, steps_done: int) -> None:
         self.path = path
@@ -148,8 +154,14 @@ class JsonLines:
             self.stream: TextIO = path.open("a" if steps_done else "w", encoding="utf-8")
 
     def step(self, record: StepRecord) -> None:
+        self._write(asdict(record))
+
+    def save_failed(self, step: int, reason: str) -> None:
+        self._write({"step": step, SAVE_FAILURE: reason})
+
+    def _write(self, content: Mapping[str, Any]) -> None:
         with writing(self.path):
-            self.stream.write(json.dumps(asdict(record)) + "\n")
+            self.stream.write(json.dumps(content) + "\n")
             self.stream.flush()
 
     def say(self, text: str) -> None:
@@ -164,17 +176,21 @@ def drop_after(path: Path, steps_done: int) -> None:
     """Remove records of steps after `steps_done`, because a resumed run repeats these steps."""
     if not path.exists():
         return
-    lines = [json.dumps(record) for record in read_records(path) if record["step"] <= steps_done]
+    lines = [json.dumps(line) for line in _lines(path) if line["step"] <= steps_done]
     temporary = path.with_name(path.name + ".new")
     temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     temporary.replace(path)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file. If a crash cut off the last line, it is left out.
+    """The records of the steps in a metrics file. If a crash cut off the last line, it is left out.
 
     Raises UserError if the file cannot be read, or if a line is no record; the error names the line's number.
     """
+    return [line for line in _lines(path) if line.keys() != {"step", SAVE_FAILURE}]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -194,6 +210,8 @@ def _record(line: str, where: str) -> dict[str, Any]:
         raise UserError(f"metrics: expected JSON, found something else in {where}") from None
     if not isinstance(record, dict):
         raise UserError(f"metrics: expected a JSON object, found {type(record).__name__} in {where}")
+    if record.keys() == {"step", SAVE_FAILURE} and type(record["step"]) is int:
+        return record
     for column in fields(StepRecord):
         if column.name == "extra_losses":
             continue
@@ -328,7 +346,7 @@ def lines_of(parts: Sequence[str], width: int) -> list[str]:
 
 
 COMMON_LOSSES = ("mtp", "balance")
-"""Losses beside the cross-entropy whose meaning is the same in all models."""
+"""Losses beside the cross-entropy that have a field in `StepRecord`. They are shown before the others."""
 
 
 def figures_of(record: StepRecord) -> list[str]:
@@ -361,7 +379,13 @@ def figures_of(record: StepRecord) -> list[str]:
 
 
 def explain_figures(
-    device: torch.device, *, validation: bool, norm: bool, mfu: bool, auxiliary: Mapping[str, float]
+    device: torch.device,
+    *,
+    validation: bool,
+    norm: bool,
+    mfu: bool,
+    auxiliary: Mapping[str, float],
+    meanings: Mapping[str, str],
 ) -> str:
     """The meaning of each figure of `figures_of` in this run, one line each.
 
@@ -369,20 +393,21 @@ def explain_figures(
         device: the model's device; on the CPU memory is measured in another way.
         validation, norm, mfu: whether steps have these figures.
         auxiliary: names and weights of the losses beside the cross-entropy.
+        meanings: what these losses are, by name, as the model says; of others only the weight is known.
     """
     if device.type == "cuda":
         memory = "peak of rank 0's GPU: tensors / held by torch (part of its memory)"
     else:
         memory = "rank 0's process: now / peak so far (part of the machine's RAM)"
-    meanings = {
+    further = [name for name in COMMON_LOSSES if name in auxiliary]
+    further += [name for name in auxiliary if name not in COMMON_LOSSES]
+    figures = {
         "loss": "cross-entropy per token in nats, before the step's update",
         "validation": "the same after the update, on text that no step trains on" if validation else "",
-        "mtp": "cross-entropy of the token after the next" if "mtp" in auxiliary else "",
-        "balance": "load of the experts; 1: all equal" if "balance" in auxiliary else "",
         **{
-            name: f"further loss of this model; its weight in training is {weight:g}"
-            for name, weight in auxiliary.items()
-            if name not in COMMON_LOSSES
+            name: meanings.get(name)
+            or f"further loss of this model; its weight in training is {auxiliary[name]:g}"
+            for name in further
         },
         "norm": "gradient norm over all ranks, before clipping" if norm else "",
         "tok/s": "tokens per second, all ranks together",
@@ -391,7 +416,7 @@ def explain_figures(
         "mem": memory,
         "data": "share of the step in which the slowest rank waited for data",
     }
-    lines = [f"  {name:<10}  {meaning}" for name, meaning in meanings.items() if meaning]
+    lines = [f"  {name:<10}  {meaning}" for name, meaning in figures.items() if meaning]
     return "\n".join(["figures of a step:", *lines])
 
 

@@ -7,7 +7,7 @@ from types import TracebackType
 
 from shardwright.extend.registry import in_words
 from shardwright.train import sink_thread
-from shardwright.train.metrics import RunEnd, Sink, StepRecord
+from shardwright.train.metrics import JsonLines, RunEnd, Sink, StepRecord
 from shardwright.train.sink_thread import SinkThread
 
 
@@ -22,6 +22,7 @@ class Reporter:
 
     Attributes:
         stopped: in words, for each added sink that raised an error or hung, the step and the error.
+        failed_saves: in words, for each checkpoint that could not be written, the step and the error.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Reporter:
         self.added = dict(added or {})
         self.last_step = steps_done
         self.stopped: list[str] = []
+        self.failed_saves: list[str] = []
 
     def step(self, record: StepRecord) -> None:
         self.last_step = record.step
@@ -50,6 +52,14 @@ class Reporter:
                 added.say(text)
             except Exception as error:
                 self._stop(name, error)
+
+    def save_failed(self, step: int, reason: str) -> None:
+        """Record that a checkpoint could not be written and that the run goes on."""
+        self.failed_saves.append(f"checkpoint of step {step}: {reason}")
+        for sink in self.sinks:
+            if isinstance(sink, JsonLines):
+                sink.save_failed(step, reason)
+        self.say(f"warning: {self.failed_saves[-1]}. The run goes on")
 
     def _stop(self, name: str, error: Exception) -> None:
         """Close an added sink that raised an error, and warn."""

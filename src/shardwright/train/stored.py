@@ -1,127 +1,146 @@
-"""The checkpoints of a run on disk: which exist, the step of each, and whether each is complete.
+"""A checkpoint of a run on disk: where the run stood, what it holds, and whether its files are those that were saved.
 
-A checkpoint is a folder checkpoints/step-N of torch's distributed checkpoint with a position.json, which holds the
-step, the samples seen, and the length and SHA-256 of every other file. Nothing here communicates or executes a file.
+It is a folder checkpoints/step-N by ``shardwright.checkpoint``. `earlier` reads those of earlier versions. Nothing here
+communicates or executes a file.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from shardwright.checkpoint.digests import (
-    Damaged,
-    Digest,
-    as_json,
-    check_digest,
-    from_json,
-    read_regular,
-    sealed,
-    share,
-    unsealed,
-)
-from shardwright.checkpoint.folders import METADATA, check_sizes, files_of
-from shardwright.checkpoint.metadata import parse_metadata
-
-POSITION_FILE = "position.json"
+from shardwright.checkpoint import folders
+from shardwright.checkpoint.digests import Damaged
+from shardwright.checkpoint.index import INDEX, Index
+from shardwright.checkpoint.loading import Checkpoint, check_lengths, open_checkpoint, verify
+from shardwright.checkpoint.state import nested
+from shardwright.train.earlier import POSITION_FILE, Digests, check_earlier, open_earlier
+from shardwright.train.steps import Position
 
 
-@dataclass(frozen=True)
-class Position:
-    """Where a run stands: optimizer steps done, and samples seen, which is all the data order needs."""
+class Form(NamedTuple):
+    """dtype and shape of a stored tensor."""
 
-    step: int
-    samples: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint whose position.json and .metadata are sound."""
+    """A checkpoint whose descriptions are sound."""
 
-    folder: Path
     position: Position
-    metadata: Metadata
-    digests: Mapping[str, Digest] | None  #: None of one that was saved before there were any
-    fingerprint: str  #: of both files: ranks that read other ones notice
+    checkpoint: Checkpoint
+    digests: Digests | None = None  #: of files in the earlier form, if it has them
+
+    @property
+    def folder(self) -> Path:
+        return self.checkpoint.folder
+
+    @property
+    def index(self) -> Index | None:
+        return self.checkpoint.index
+
+    @property
+    def has_digests(self) -> bool:
+        return self.index is not None or self.digests is not None
 
     def files(self) -> dict[str, int]:
-        """Its files apart from those two, with their bytes; of one without digests the least there can be."""
-        sizes = files_of(self.metadata)
+        """The bytes of each file apart from its descriptions; without digests the least there can be."""
+        sizes = self.checkpoint.files()
         return sizes if self.digests is None else {name: self.digests[name].nbytes for name in sizes}
 
-
-def step_folder(checkpoints: Path, step: int) -> Path:
-    return checkpoints / f"step-{step}"
-
-
-def saved_steps(checkpoints: Path) -> list[int]:
-    """Steps that have a folder, newest first; whole or not."""
-    names = [path.name for path in checkpoints.iterdir() if path.is_dir()] if checkpoints.is_dir() else []
-    return sorted(
-        (int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d+)", name))), reverse=True
-    )
-
-
-def position_text(position: Position, digests: Mapping[str, Digest]) -> str:
-    """What position.json holds."""
-    return sealed({"step": position.step, "samples": position.samples, "files": as_json(digests)})
+    def contents(self) -> dict[str, Any]:
+        """The nested state, with a :class:`Form` for each tensor. Values in the earlier form are None."""
+        metadata = self.checkpoint.metadata
+        if self.index is not None:
+            leaves: dict[Any, Any] = {
+                each.path: Form(each.dtype, each.shape) for each in self.index.tensors.values()
+            }
+            leaves |= {each.path: each.value for each in self.index.values.values()}
+            return nested(leaves)  # type: ignore[no-any-return]
+        assert metadata is not None
+        paths = metadata.planner_data or {}
+        leaves = {
+            tuple(paths.get(name, (name,))): Form(entry.properties.dtype, tuple(entry.size))
+            if isinstance(entry, TensorStorageMetadata)
+            else None
+            for name, entry in metadata.state_dict_metadata.items()
+        }
+        try:
+            content = nested(leaves)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            content = None
+        if not isinstance(content, dict):
+            raise Damaged("the keys of its values contradict one another")
+        return content
 
 
 def examine(folder: Path) -> Stored:
-    """Read the small files of a checkpoint. Raises Damaged if they contradict one another or the folder's name."""
-    text = read_regular(folder / POSITION_FILE)
-    position, digests = _parse_position(text)
-    if folder.name != f"step-{position.step}":
-        raise Damaged(f"{POSITION_FILE} is of step {position.step}")
-    data = read_regular(folder / METADATA)
-    sha256 = hashlib.sha256(data).hexdigest()
-    if digests is not None and digests.get(METADATA) != Digest(len(data), sha256):
-        raise Damaged(f"{METADATA} is not the file that was saved: its SHA-256 differs")
-    metadata = parse_metadata(data)
-    for name, nbytes in files_of(metadata).items():
-        if digests is not None and (name not in digests or digests[name].nbytes < nbytes):
-            raise Damaged(f"{POSITION_FILE} and {METADATA} disagree on the file {name}")
-    return Stored(folder, position, metadata, digests, hashlib.sha256(text + data).hexdigest())
+    """Read what describes a checkpoint of a run.
 
-
-def _parse_position(text: bytes) -> tuple[Position, dict[str, Digest] | None]:
-    """Where the run stands, and the digests; None in the form without any, which has these two keys alone."""
-    content: Any = None
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        pass
+    Raises:
+        Damaged: it contradicts itself or the folder's name, or the folder holds none.
+        UnknownVersion: a later version of shardwright has saved it.
+    """
     digests = None
-    if not isinstance(content, dict) or content.keys() != {"step", "samples"}:
-        content = unsealed(text, POSITION_FILE)
-        digests = from_json(content.get("files"), POSITION_FILE)
-    step, samples = content.get("step"), content.get("samples")
+    if os.path.lexists(folder / POSITION_FILE) and not os.path.lexists(folder / INDEX):
+        position, checkpoint, digests = open_earlier(folder)
+        source = POSITION_FILE
+    else:
+        try:
+            checkpoint = open_checkpoint(folder)
+        except FileNotFoundError:
+            raise Damaged("the folder is not there") from None
+        if checkpoint.index is None:
+            raise Damaged(f"neither {INDEX} nor {POSITION_FILE} is there")
+        position, source = position_in(checkpoint.index), INDEX
+    if folder.name != f"step-{position.step}":
+        raise Damaged(f"{source} is of step {position.step}")
+    return Stored(position, checkpoint, digests)
+
+
+def position_in(index: Index) -> Position:
+    """Where the run stood. Raises Damaged for a checkpoint that no run has saved."""
+    values: Any = nested({each.path: each.value for each in index.values.values()}) if index.values else {}
+    content: Any = values.get("extra") if isinstance(values, Mapping) else None
+    content = content.get("position") if isinstance(content, Mapping) else None
+    if not isinstance(content, Mapping) or content.keys() != {"step", "samples"}:
+        raise Damaged(f"{INDEX} has no position of a run")
+    step, samples = content["step"], content["samples"]
     if type(step) is not int or type(samples) is not int or step < 0 or samples < 0:
-        raise Damaged(f"no readable {POSITION_FILE}")
-    return Position(step, samples), digests
+        raise Damaged(f"{INDEX} has no position of a run")
+    return Position(step, samples)
 
 
 def check_files(stored: Stored, rank: int, ranks: int, progress: Callable[[int], None]) -> None:
-    """Compare the files that fall to `rank` with their digests. Raises Damaged for the first that differs."""
-    for name in share(stored.files(), rank, ranks):
-        if stored.digests is not None:
-            check_digest(stored.folder / name, stored.digests[name], progress)
-        else:
-            check_sizes(stored.folder, {name: stored.files()[name]})
+    """Compare the files that fall to `rank` with their digests, or their lengths if there are none.
+
+    Raises Damaged for the first that differs."""
+    if stored.digests is not None:
+        check_earlier(stored.checkpoint, stored.digests, rank, ranks, progress)
+    else:
+        verify(stored.checkpoint, rank, ranks, progress)
 
 
 def what_is_missing(folder: Path) -> str | None:
     """Why the checkpoint cannot be whole, or None if every file is there in its length. Reads no large file."""
     try:
-        stored = examine(folder)
-        check_sizes(folder, stored.files())
-    except Damaged as problem:
+        compare_lengths(examine(folder))
+    except ValueError as problem:
         return str(problem)
     return None
+
+
+def compare_lengths(stored: Stored) -> None:
+    """Raise Damaged for the first file that is missing or has another length. Reads no large file."""
+    if stored.index is not None:
+        check_lengths(stored.checkpoint)
+    else:
+        folders.check_sizes(stored.folder, stored.files())

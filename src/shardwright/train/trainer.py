@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwright as sw
+from shardwright.checkpoint.ranks import Ranks
 from shardwright.extend import ExtensionError
 from shardwright.train import checkpoint, float8, parallel
 from shardwright.train.activations import Recompiles, prepare_blocks
@@ -37,6 +38,7 @@ from shardwright.train.models.kinds import model_in_words
 from shardwright.train.models.language_model import sees_later_tokens
 from shardwright.train.reporter import Reporter
 from shardwright.train.runs import RunFolder
+from shardwright.train.saves import Saves
 from shardwright.train.stop import StopRequest
 from shardwright.train.world import World
 
@@ -90,6 +92,7 @@ class StepResult:
     data_seconds: float
     stop: int
     auxiliary: Mapping[str, float]  # by name, the losses beside the cross-entropy
+    save_ended: bool  # a rank knows that a checkpoint in the background is written or has failed
 
 
 class Trainer:
@@ -122,6 +125,7 @@ class Trainer:
         self.recompiles = Recompiles()
         self.peak_memory = 0  # bytes held at most by this rank
         self._loader: Loader | None = None
+        self._loaded: checkpoint.Loaded | None = None  # until the generators go on from it
 
     def close(self) -> None:
         """End the threads that prepare batches."""
@@ -131,8 +135,10 @@ class Trainer:
 
     # -- one step
 
-    def train_step(self, stop: StopRequest) -> StepResult:
+    def train_step(self, stop: StopRequest, save_ended: bool = False) -> StepResult:
         """Forward and backward over the step's micro-batches, then one optimizer step.
+
+        `save_ended`: this rank knows that a checkpoint in the background is written or has failed.
 
         Raises NonFiniteError, on all ranks, where loss or norm is not finite: before weights are touched, unless the
         optimizer steps in backward.
@@ -149,10 +155,12 @@ class Trainer:
         with parallel.parallel_loss(self.config.parallel):
             loss_sums = self.work(self.losses.weights(counts), *tensors_of(batches))
         norm = parallel.clip_gradients(self.model, self.config)
-        (loss, *others), data_seconds, stop_signal = self._agree(loss_sums / counts, data_seconds, stop)
+        (loss, *others), data_seconds, stop_signal, save_ended = self._agree(
+            loss_sums / counts, data_seconds, stop, save_ended
+        )
         auxiliary = dict(zip(self.losses.auxiliary, others, strict=True))
         grad_norm = None if norm is None else float(norm)
-        result = StepResult(loss, grad_norm, data_seconds, stop_signal, auxiliary)
+        result = StepResult(loss, grad_norm, data_seconds, stop_signal, auxiliary, save_ended)
         if not (math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm))):
             shown_norm, updated = (
                 (grad_norm, "nothing") if grad_norm is not None else ("not known", "a part of the model")
@@ -231,13 +239,15 @@ class Trainer:
         return torch.arange(first, first + self.config.train.micro_batch, device=self.world.device)
 
     def _agree(
-        self, shares: Tensor, data_seconds: float, stop: StopRequest
-    ) -> tuple[list[float], float, int]:
-        """In one reduction: the sums of the losses, the longest wait for data, and the signals that ranks have seen.
+        self, shares: Tensor, data_seconds: float, stop: StopRequest, save_ended: bool
+    ) -> tuple[list[float], float, int, bool]:
+        """In one reduction: the sums of the losses, the longest wait for data, the signals that ranks have seen, and
+        whether a save has ended.
 
         Signals reach ranks at different moments; by their sum all stop after the same step.
         """
-        seen = [float(stop.signal_number == signal.SIGINT), float(stop.signal_number == signal.SIGTERM)]
+        number = stop.signal_number
+        seen = [float(number == signal.SIGINT), float(number == signal.SIGTERM), float(save_ended)]
         waits = [0.0] * self.world.size  # a rank adds to its own number alone, so the sum keeps them apart
         waits[self.world.rank] = data_seconds
         totals = torch.cat([shares, torch.tensor(seen + waits, dtype=torch.float64, device=shares.device)])
@@ -246,10 +256,9 @@ class Trainer:
         losses = [
             loss / self.world.tensor for loss in figures[: len(shares)]
         ]  # ranks of the same data have each
-        interrupts, terminations, *waits = figures[len(shares) :]
-        if interrupts:
-            return losses, max(waits), signal.SIGINT
-        return losses, max(waits), signal.SIGTERM if terminations else 0
+        interrupts, terminations, ended_saves, *waits = figures[len(shares) :]
+        stops_by = signal.SIGINT if interrupts else signal.SIGTERM if terminations else 0
+        return losses, max(waits), stops_by, ended_saves > 0
 
     # -- between steps
 
@@ -355,16 +364,24 @@ class Trainer:
             parallel.free_gathered(self.model)
         return prompt, tokenizer.decode(tokens)
 
-    def save(self, folder: RunFolder, reporter: Reporter) -> None:
-        keep = self.config.checkpoint.keep
-        checkpoint.save(folder.checkpoints, self.model, self.optimizer, self.position, keep, reporter.say)
+    def save(self, saves: Saves, last: bool = False) -> None:
+        saves.save(self.model, self.optimizer, self.position, last)
 
     def load(self, folder: RunFolder, reporter: Reporter) -> None:
         """Go on from the run's newest whole checkpoint, with the documents that were appended to its data since."""
         self.close()
-        self.position = checkpoint.load_newest(
+        self._loaded = checkpoint.load_newest(
             folder.checkpoints, self.model, self.optimizer, self.shapes, reporter.say
         )
+        self.position = self._loaded.position
         self.dataset, lines = extended(self.config, self.dataset, self.position.samples)
         for line in lines:
+            reporter.say(line)
+
+    def continue_generators(self, reporter: Reporter) -> None:
+        """Let the random generators go on from the checkpoint that was loaded. Last, since building draws, too."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and (
+            line := checkpoint.continue_generators(loaded, self.config.run.seed, Ranks())
+        ):
             reporter.say(line)

@@ -24,12 +24,21 @@ def writing(path: Path, key: str = "") -> Iterator[None]:
 
 def unwritable(path: Path, error: BaseException) -> str:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    denied = isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    full = _is_any(error, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    denied = _is_any(error, errno.EACCES, errno.EPERM, errno.EROFS)
     advice = "Free some space, or choose another folder" if full else "Choose another folder"
     if denied:
         advice = "Choose a folder in which you may write"
     return f"{path}: cannot write: {reason}; earlier files are unchanged. {advice}"
+
+
+def _is_any(error: BaseException, *numbers: int) -> bool:
+    """Whether a write failed for one of these reasons. An error of another rank has its reason as text alone."""
+    if not isinstance(error, OSError):
+        return False
+    return error.errno in numbers or (
+        error.errno is None and any(os.strerror(number) in str(error) for number in numbers)
+    )
 
 
 def write_text(path: Path, text: str) -> None:
