@@ -55,7 +55,7 @@ def _follow(data: bytes, name: str, names: set[str]) -> None:
     for code, argument, _ in pickletools.genops(data):
         kind = code.name
         if kind in _PUTS:
-            place = len(memo) if kind == "MEMOIZE" else argument
+            place = len(memo) if kind == "MEMOIZE" else int(argument or 0)
             if not 0 <= place <= len(data):
                 raise ValueError("a place in the memo beyond the pickle")
             memo[place] = stack[-1]
@@ -64,7 +64,7 @@ def _follow(data: bytes, name: str, names: set[str]) -> None:
             if kind == "GLOBAL":
                 names.add(str(argument))
         elif kind in _GETS:
-            stack.append(memo[argument])
+            stack.append(memo[int(argument or 0)])
         elif kind in _POPS or kind in _CALLS:
             count = _POPS.get(kind) or _CALLS[kind]
             if len(stack) < count:

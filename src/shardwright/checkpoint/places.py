@@ -123,6 +123,13 @@ def _take_back(folder: Path, path: Path, written: os.stat_result) -> None:
     with contextlib.suppress(OSError):
         if not os.path.lexists(path) and os.path.lexists(_old(path)):
             os.rename(_old(path), path)
+    try:
+        sync_folder(path.parent)
+    except OSError:
+        # Until the names are on disk, a crash could give the checkpoint's name to what a failed save removes. So it is
+        # not removed: it gets another name, and the next save that works removes it.
+        with contextlib.suppress(OSError):
+            os.rename(folder, partial_folder(path, new_attempt()))
 
 
 def recover(path: Path) -> None:
@@ -140,14 +147,6 @@ def recover(path: Path) -> None:
 
 def abandon(folder: Path) -> None:
     """Remove what a failed save has written, as far as that is possible."""
-    if not folder.is_dir():
-        return
-    try:
-        # A failed commit may have exchanged names and exchanged them back. Until both are on disk, a crash could give
-        # the removed folder the checkpoint's name. The next save removes what stays here.
-        sync_folder(folder.parent)
-    except OSError:
-        return
     with contextlib.suppress(OSError):
         remove(folder)
 
