@@ -81,8 +81,10 @@ def test_hostile_checkpoints(tmp_path: Path) -> None:
         b"N",
         b"0.",
         b"h\x00.",
+        b"(" * 1_000_000 + b"t" * 1_000_000 + b".",
+        b"\x80\x04\x95" + b"\xff" * 8 + b"N.",
     ],
-    ids=range(11),
+    ids=range(13),
 )
 def test_short_pickles_take_little(data: bytes) -> None:
     with pytest.raises(Damaged, match=r"\.metadata"):
@@ -138,6 +140,14 @@ def test_states_of_generators_are_examined_first(tmp_path: Path) -> None:
     refused(tmp_path / "c", "^generators: the state of a random generator cannot be restored")
 
 
+def test_generators_without_states_are_refused() -> None:
+    from shardwright.checkpoint.generators import check_generator_states
+
+    for states in ({}, {"torch": {}}, [], {"torch": torch.zeros(3)}):
+        with pytest.raises(Damaged, match="^generators: "):
+            check_generator_states(states)  # type: ignore[arg-type]
+
+
 def test_a_position_beyond_numpys_numbers_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("numpy")
     from shardwright.checkpoint.generators import check_generator_states, generator_states
@@ -153,9 +163,10 @@ def test_a_position_beyond_numpys_numbers_is_refused(tmp_path: Path) -> None:
     ("value", "problem"),
     [
         ({"param_groups": 3}, "expected optimizer.param_groups as list"),
-        ({"param_groups": []}, "optimizer has 0 groups, expected 1"),
+        ({"param_groups": []}, r"param_groups has no settings for bias"),
         ({"param_groups": [{"lr": "high"}]}, r"optimizer\.param_groups\[0\]\.lr is str, expected float"),
-        ({"param_groups": [{"params": ["weight"]}]}, "has other parameters"),
+        ({"param_groups": [{"params": ["weight"]}]}, r"param_groups has no settings for bias"),
+        ({"param_groups": [{"lr": 0.1}]}, r"param_groups\[0\] names no parameters"),
         ({"param_groups": [{"betas": [0.1]}]}, r"betas is list, expected tuple"),
     ],
 )
@@ -203,6 +214,11 @@ def test_indices_that_no_save_writes(tmp_path: Path) -> None:
         ({"values": {"extra": [["extra"], deep]}}, "at most 100 values deep"),
         ({"values": {".".join(keys): [keys, 1]}}, "at most 100 keys inside one another, found 200"),
         ({"values": {"model": [["model"], 1]}}, "is inside a tensor or value"),
+        ({"tensors": {"t": [["t"], "quint8", [0]]}}, "'t' has the unknown dtype 'quint8'"),
+        (
+            {"files": {"x" * 5000: [0, "0" * 64, False]}},
+            r"^index\.json: expected the name of a file .{1,500}$",
+        ),
     ):
         with pytest.raises(Damaged, match=problem):
             parse_index(sealed_index({**sound, **change}))

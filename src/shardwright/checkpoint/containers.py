@@ -75,7 +75,7 @@ def describe(container: Container, name: str) -> Described:
         return _described(container, records)
     except Damaged as problem:
         raise Damaged(f"{name!r}: {problem}") from None
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
+    except Exception as error:  # damaged bytes can raise nearly any exception
         raise Damaged(f"{name!r} in {container.file.name} is no tensor ({type(error).__name__})") from None
 
 

@@ -53,6 +53,8 @@ def set_generator_states(states: Mapping[str, Tensor]) -> None:
 
 def check_generator_states(states: Mapping[str, Tensor]) -> None:
     """Raise Damaged if a state is none of a generator's. No generator of this process changes."""
+    if not isinstance(states, Mapping) or not all(isinstance(each, Tensor) for each in states.values()):
+        raise Damaged("generators: expected a tensor for each generator")
     try:
         torch.Generator().set_state(states["torch"])
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

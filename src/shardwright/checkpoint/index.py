@@ -31,7 +31,7 @@ _SEAL = '"sha256": "'  #: begins the last line, in every version of the format
 _DTYPES = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
+    if isinstance(value, torch.dtype) and not str(value).startswith(("torch.qint", "torch.quint"))
 }
 
 
@@ -174,9 +174,9 @@ def parse_index(text: bytes) -> Index:
     try:
         return _built(content)
     except Damaged as error:
-        raise Damaged(f"{INDEX}: {error}") from None
+        raise Damaged(f"{INDEX}: {error!s:.500}") from None
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
-        raise Damaged(f"no readable {INDEX} ({type(error).__name__}: {error})") from None
+        raise Damaged(f"no readable {INDEX} ({type(error).__name__}: {error!s:.500})") from None
 
 
 def _unsealed(text: bytes) -> dict[str, Any]:

@@ -61,9 +61,9 @@ def parse_metadata(data: bytes) -> Metadata:
         _check_number(read, len(data))
         return _built(read)
     except Damaged as error:
-        raise Damaged(f"unreadable .metadata file: {error}") from None
+        raise Damaged(f"unreadable .metadata file: {error!s:.500}") from None
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, OverflowError) as error:
-        raise Damaged(f"unreadable .metadata file ({type(error).__name__}: {error})") from error
+        raise Damaged(f"unreadable .metadata file ({type(error).__name__}: {error!s:.500})") from error
 
 
 # -- unpickling --------------------------------------------------------------------------------------------------------

@@ -18,8 +18,11 @@ def check_settings(stored: Any, mine: Mapping[str, Any]) -> None:
     """
     _same(stored, dict, "optimizer")
     states = _same(stored.get("state", {}), dict, "optimizer.state")
+    names = {name for group in mine["param_groups"] for name in group["params"]}
     for name, values in states.items():
         if name not in mine["state"]:
+            if name in names:  # another rank has its state
+                continue
             raise Damaged(f"optimizer.state has {name!r:.200}, which this optimizer does not have")
         for key, value in _same(values, dict, f"optimizer.state.{name}").items():
             if key in mine["state"][name]:
@@ -27,17 +30,22 @@ def check_settings(stored: Any, mine: Mapping[str, Any]) -> None:
     if "param_groups" not in stored:
         return
     groups = _same(stored["param_groups"], list, "optimizer.param_groups")
-    if len(groups) != len(mine["param_groups"]):
-        raise Damaged(f"optimizer has {len(groups)} groups, expected {len(mine['param_groups'])}")
-    for number, (group, own) in enumerate(zip(groups, mine["param_groups"], strict=True)):
+    # The optimizer that has saved may have had other groups: each parameter finds its settings by its name.
+    own = {key: value for group in mine["param_groups"] for key, value in group.items()}
+    missing = set(names)
+    for number, group in enumerate(groups):
         name = f"optimizer.param_groups[{number}]"
         for key, value in _same(group, dict, name).items():
             if not isinstance(key, str):
                 raise Damaged(f"{name} has a key that is no name")
-            if key in own:
+            if key != "params" and key in own:
                 _check_kind(value, own[key], f"{name}.{key}")
-        if sorted(group.get("params", own["params"])) != sorted(own["params"]):
-            raise Damaged(f"{name} has other parameters than this optimizer's")
+        params = _same(group.get("params", []), list, f"{name}.params")
+        if "params" not in group or not all(isinstance(each, str) for each in params):
+            raise Damaged(f"{name} names no parameters")
+        missing -= set(params)
+    if missing:
+        raise Damaged(f"optimizer.param_groups has no settings for {min(missing)}")
 
 
 def _same(value: Any, kind: type, name: str) -> Any:
@@ -53,7 +61,7 @@ def _check_kind(value: Any, own: Any, name: str) -> None:
     elif isinstance(own, (bool, int, float)):
         fits = isinstance(value, (bool, int, float, Tensor))
     elif isinstance(own, (list, tuple)):
-        fits = isinstance(value, (list, tuple)) and (name.endswith(".params") or len(value) == len(own))
+        fits = isinstance(value, (list, tuple)) and len(value) == len(own)
         if fits:
             for number, (each, mine) in enumerate(zip(value, own, strict=False)):
                 _check_kind(each, mine, f"{name}[{number}]")
