@@ -29,6 +29,7 @@ from shardwright.checkpoint.staging import Job, SharedMemory, stage
 from shardwright.checkpoint.state import PART_BYTES
 from shardwright.checkpoint.threads import MOST
 from shardwright.checkpoint.writing import write_parts
+from tests.checkpoint.background_kit import pid_of_writer, values
 from tests.support.pool import multirank, world_mesh
 
 ROOT = Path(__file__).parents[2]
@@ -94,15 +95,6 @@ def test_each_equals_the_synchronous_one_of_its_step(rank: int, world_size: int,
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-def values(number: float) -> dict[str, Any]:
-    """A state of which each of two ranks writes one tensor."""
-    return {
-        "a": torch.full((50, 40), float(number)),
-        "b": torch.full((40, 50), -float(number)),
-        "number": number,
-    }
-
-
 def number_in(path: Path) -> float:
     """What is stored, if it is whole."""
     state = values(0.0)
@@ -110,11 +102,6 @@ def number_in(path: Path) -> float:
     assert torch.equal(state["a"], torch.full((50, 40), float(number)))
     assert torch.equal(state["b"], torch.full((40, 50), -float(number)))
     return float(number)
-
-
-def pid_of_writer(checkpoints: sw.AsyncCheckpoint) -> int:
-    assert checkpoints._writer is not None
-    return checkpoints._writer.pid
 
 
 @multirank(2)
@@ -219,7 +206,7 @@ def test_a_killed_trainer_takes_its_writer_along(tmp_path: Path) -> None:
     place = tmp_path / "c"
     done = run(
         """
-        from tests.checkpoint.test_asynchronous import pid_of_writer, values
+        from tests.checkpoint.background_kit import pid_of_writer, values
         checkpoints = sw.AsyncCheckpoint()
         checkpoints.save_state(sys.argv[1], values(1))
         checkpoints.wait()
@@ -245,7 +232,7 @@ def test_a_killed_trainer_takes_its_writer_along(tmp_path: Path) -> None:
 def test_the_end_of_the_interpreter_and_an_interrupt_lose_nothing(tmp_path: Path) -> None:
     done = run(
         """
-        from tests.checkpoint.test_asynchronous import values
+        from tests.checkpoint.background_kit import values
         checkpoints = sw.AsyncCheckpoint()
         folder = Path(sys.argv[1])
         try:
@@ -317,7 +304,7 @@ def test_memory_is_one_copy_of_the_shard_and_the_chunks_of_two_threads(tmp_path:
         from shardwright.checkpoint.loading import load_state
         from shardwright.checkpoint.ranks import Ranks
         from shardwright.checkpoint.saving import save_state
-        from tests.checkpoint.test_asynchronous import pid_of_writer
+        from tests.checkpoint.background_kit import pid_of_writer
 
         def field(pid, name):
             for line in Path(f"/proc/{pid}/status").read_text().splitlines():
