@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from shardwright.checkpoint.loading import load_state, open_checkpoint, verify
 from shardwright.checkpoint.ranks import Ranks
+from shardwright.checkpoint.saving import save_state
 
 ALONE = Ranks(alone=True)
 
@@ -43,3 +45,11 @@ def step_of(path: Path) -> int | None:
     assert values["extra"] == expected["extra"]
     assert all(torch.equal(read[name], each) for name, each in expected["model"].items())
     return int(step)
+
+
+def saves(path: Path, steps: int) -> list[Callable[[], Any]]:
+    """Each replaces the checkpoint of the one before."""
+    return [
+        lambda step=step: save_state(path, state(step), ALONE, overwrite=True)  # type: ignore[misc]
+        for step in range(1, steps + 1)
+    ]

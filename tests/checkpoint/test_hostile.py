@@ -144,7 +144,7 @@ def test_generators_without_states_are_refused() -> None:
     from shardwright.checkpoint.generators import check_generator_states
 
     for states in ({}, {"torch": {}}, [], {"torch": torch.zeros(3)}):
-        with pytest.raises(Damaged, match="^generators: "):
+        with pytest.raises(Damaged, match=r"^generators: "):
             check_generator_states(states)  # type: ignore[arg-type]
 
 

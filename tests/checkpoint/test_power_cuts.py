@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,8 @@ from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.saving import save_state
 from tests.checkpoint.kit_calls import recorded
 from tests.checkpoint.kit_disk import Disk, Script, check_every_cut, materialise, record
-from tests.checkpoint.kit_states import ALONE, state, step_of
+from tests.checkpoint.kit_states import ALONE, saves, state, step_of
 from tests.support.pool import multirank
-
-
-def saves(path: Path, steps: int) -> list[Callable[[], Any]]:
-    """Each replaces the checkpoint of the one before."""
-    return [
-        lambda step=step: save_state(path, state(step), ALONE, overwrite=True)  # type: ignore[misc]
-        for step in range(1, steps + 1)
-    ]
 
 
 def newest_or_the_one_before(place: Path, done: int) -> None:
@@ -124,7 +115,7 @@ SAVES = """
 import json, sys
 from pathlib import Path
 from tests.checkpoint.kit_calls import recorded
-from tests.checkpoint.test_power_cuts import saves
+from tests.checkpoint.kit_states import saves
 root = Path(sys.argv[1])
 with recorded(root) as calls:
     for save in saves(root / "run" / "c", 2):

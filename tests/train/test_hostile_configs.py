@@ -15,9 +15,10 @@ from shardwright.train.errors import UserError
 from tests.train.jobs import TINY
 
 VALUES = (
-    "0", "-1", "1", "2", "1e999", "nan", "-inf", "9" * 30, "9" * 5000, "0x7fffffffffffffff", "true", '""', '"a\\u0000b"',
-    '"../../etc/passwd"', '"/dev/zero"', '"\\ud800"', '"é\\u202e"', "'" + "x" * 5000 + "'", "[]", "[[]]", "{}", "1979-05-27",
-    "07:32:00", "{ a = { b = 1 } }", "[1, 'a', {}]", "[" * 300 + "]" * 300, '"tests.support.payloads:Payload"', '"os:system"',
+    "0", "-1", "1", "2", "1e999", "nan", "-inf", "9" * 30, "9" * 5000, "0x7fffffffffffffff", "true", '""',
+    '"a\\u0000b"', '"../../etc/passwd"', '"/dev/zero"', '"\\ud800"', '"é\\u202e"', "'" + "x" * 5000 + "'", "[]", "[[]]",
+    "{}", "1979-05-27", "07:32:00", "{ a = { b = 1 } }", "[1, 'a', {}]", "[" * 300 + "]" * 300,
+    '"tests.support.payloads:Payload"', '"os:system"',
 )  # fmt: skip
 
 

@@ -391,7 +391,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: expected TOML: {_lower_first(str(error))}") from None
     except ValueError:  # Python reads no integers of more than 4,300 digits
-        raise UserError(f"{path}: expected integers of usual size, found one of thousands of digits") from None
+        raise UserError(
+            f"{path}: expected integers of usual size, found one of thousands of digits"
+        ) from None
     except RecursionError:
         raise UserError(f"{path}: found lists or tables that are too deep inside one another") from None
 
