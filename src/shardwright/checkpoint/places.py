@@ -81,41 +81,74 @@ def commit(folder: Path, path: Path) -> None:
     """Give a written folder its name. What had the name before is deleted after that.
 
     Raises:
-        OSError: it cannot be renamed. What was there is still there.
+        OSError: it cannot be renamed, or the names cannot be written to disk. What was there is still there.
     """
     sync_folder(folder)
+    written = os.stat(folder)
+    try:
+        replaced = _put_in_place(folder, path)
+        sync_folder(path.parent)
+    except BaseException:
+        _take_back(folder, path, written)
+        raise
+    if replaced is not None:
+        with contextlib.suppress(OSError):
+            if replaced != folder:  # no half-removed folder is called old, which recover would bring back
+                os.rename(replaced, folder)
+            remove(folder)
+
+
+def _put_in_place(folder: Path, path: Path) -> Path | None:
+    """Rename a folder. Returns where the replaced one is now, if there was one."""
     if not os.path.lexists(path):
         os.rename(folder, path)
-        sync_folder(path.parent)
-        return
+        return None
     if _exchange(folder, path):
-        sync_folder(path.parent)
-        remove(folder)
-        return
+        return folder
     old = _old(path)
     remove(old)
     os.rename(path, old)
+    os.rename(folder, path)
+    return old
+
+
+def _take_back(folder: Path, path: Path, written: os.stat_result) -> None:
+    """Give the names back that a failed commit may have changed, as far as that is possible."""
+    with contextlib.suppress(OSError):
+        if os.path.lexists(path) and os.path.samestat(os.lstat(path), written):
+            if not os.path.lexists(folder):
+                os.rename(path, folder)
+            else:
+                _exchange(folder, path)
+    with contextlib.suppress(OSError):
+        if not os.path.lexists(path) and os.path.lexists(_old(path)):
+            os.rename(_old(path), path)
     try:
-        os.rename(folder, path)
+        sync_folder(path.parent)
     except OSError:
-        os.rename(old, path)
-        raise
-    sync_folder(path.parent)
-    remove(old)
+        # Until the names are on disk, a crash could give the checkpoint's name to what a failed save removes. So it is
+        # not removed: it gets another name, and the next save that works removes it.
+        with contextlib.suppress(OSError):
+            os.rename(folder, partial_folder(path, new_attempt()))
 
 
 def recover(path: Path) -> None:
     """Finish what a crash has interrupted: a checkpoint that was being replaced gets its name back."""
     old = _old(path)
-    if not os.path.lexists(path) and is_checkpoint(old):
-        with contextlib.suppress(FileNotFoundError):  # another rank was first
-            os.rename(old, path)
-        sync_folder(path.parent)
+    if os.path.lexists(path) or not is_checkpoint(old):
+        return
+    try:
+        os.rename(old, path)
+    except OSError:
+        if not os.path.lexists(path):  # another rank was not faster
+            raise
+    sync_folder(path.parent)
 
 
 def abandon(folder: Path) -> None:
     """Remove what a failed save has written, as far as that is possible."""
-    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        remove(folder)
 
 
 def remove_leftovers(path: Path, attempt: str) -> None:
@@ -132,12 +165,12 @@ def remove(path: Path) -> None:
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
-        # Renamed first, so that a half-removed checkpoint is never under a checkpoint's name.
-        doomed = (
-            path if path.name.startswith(".") else path.with_name(f".{path.name}.{new_attempt()}.partial")
-        )
-        if doomed != path:
+        # Renamed first, so that a half-removed checkpoint is never under a checkpoint's name, also after a crash.
+        doomed = path
+        if not path.name.startswith("."):
+            doomed = partial_folder(path, new_attempt())
             os.rename(path, doomed)
+            sync_folder(path.parent)
         shutil.rmtree(doomed)
 
 

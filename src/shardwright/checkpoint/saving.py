@@ -197,8 +197,8 @@ def open_save(path: Path, plan: Plan, ranks: Ranks, overwrite: bool) -> Iterator
     """
     attempt = plan.contents.attempt
     folder = places.partial_folder(path, attempt)
-    ranks.by_first(lambda: places.begin(path, attempt, plan.nbytes, overwrite))
     try:
+        ranks.by_first(lambda: places.begin(path, attempt, plan.nbytes, overwrite))
         ranks.together(lambda: _check_seen(folder))
         yield folder
     except BaseException:

@@ -6,7 +6,7 @@ of it without tensors is one value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -30,6 +30,13 @@ class Box(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     local: Tensor
+
+
+def meet(offsets: Sequence[int], sizes: Sequence[int], box: Box) -> bool:
+    """Whether a part of a tensor has an element in a box."""
+    return all(
+        a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, box.offsets, box.sizes, strict=True)
+    )
 
 
 @dataclass(frozen=True)
