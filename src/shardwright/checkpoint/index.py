@@ -24,6 +24,8 @@ from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.values import decoded, encoded
 
 INDEX = "index.json"
+#: Plain values as ``torch.save`` writes them, for torch's reader. Ours reads them in the index.
+VALUES = "__values.distcp"
 FORMAT = "shardwright checkpoint"
 VERSION = 1
 LARGEST = 1 << 31  #: bytes of an index that is read
@@ -95,7 +97,9 @@ class Index:
     tensors: Mapping[str, StoredTensor]
     values: Mapping[str, StoredValue]
     files: Mapping[str, StoredFile]
-    about: Mapping[str, str] = field(default_factory=dict)  #: versions of the libraries that wrote it
+    about: Mapping[str, str] = field(
+        default_factory=dict
+    )  #: versions of the libraries that wrote it, and notes
 
     def parts_of_files(self) -> dict[str, list[Part]]:
         """The parts of each file in their order."""

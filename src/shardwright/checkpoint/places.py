@@ -7,11 +7,14 @@ names with the new one in one step where the system can do that. Elsewhere it is
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
+import re
 import shutil
 import uuid
+import zipfile
 from pathlib import Path
 
 from shardwright.checkpoint.folders import METADATA
@@ -51,9 +54,9 @@ def begin(path: Path, attempt: str, nbytes: int, overwrite: bool) -> Path:
     if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
         if not overwrite:
             raise FileExistsError(f"{path} exists. Choose another path, or pass overwrite=True")
-        if path.is_symlink() or not is_checkpoint(path):
+        if not _may_be_replaced(path):
             raise FileExistsError(f"{path} is no checkpoint, so it is not overwritten. Choose another path")
-    _make_durable(path.parent)
+    make_durable(path.parent)
     folder = partial_folder(path, attempt)
     free = shutil.disk_usage(path.parent).free
     if free < nbytes:
@@ -62,7 +65,12 @@ def begin(path: Path, attempt: str, nbytes: int, overwrite: bool) -> Path:
     return folder
 
 
-def _make_durable(folder: Path) -> None:
+def _may_be_replaced(path: Path) -> bool:
+    """Whether a checkpoint is there: a folder, or a file of ``torch.save``. A link is none."""
+    return not path.is_symlink() and (is_checkpoint(path) or (path.is_file() and zipfile.is_zipfile(path)))
+
+
+def make_durable(folder: Path) -> None:
     """Make a folder and those above it, so that a crash does not lose their names."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,14 +79,17 @@ def _make_durable(folder: Path) -> None:
 
 
 def commit(folder: Path, path: Path) -> None:
-    """Give a written folder its name. What had the name before is deleted after that.
+    """Give a written folder or file its name. What had the name before is deleted after that.
 
     Raises:
         OSError: it cannot be renamed. What was there is still there.
     """
-    sync_folder(folder)
-    if not os.path.lexists(path):
-        os.rename(folder, path)
+    if folder.is_dir():
+        sync_folder(folder)
+    if not os.path.lexists(path) or (
+        path.is_file() and folder.is_file()
+    ):  # a file replaces a file in one step
+        os.replace(folder, path)
         sync_folder(path.parent)
         return
     if _exchange(folder, path):
@@ -100,23 +111,32 @@ def commit(folder: Path, path: Path) -> None:
 def recover(path: Path) -> None:
     """Finish what a crash has interrupted: a checkpoint that was being replaced gets its name back."""
     old = _old(path)
-    if not os.path.lexists(path) and is_checkpoint(old):
-        os.rename(old, path)
+    if not os.path.lexists(path) and _may_be_replaced(old):
+        with contextlib.suppress(FileNotFoundError):  # another rank has done it
+            os.rename(old, path)
         sync_folder(path.parent)
 
 
 def abandon(folder: Path) -> None:
     """Remove what a failed save has written, as far as that is possible."""
-    shutil.rmtree(folder, ignore_errors=True)
+    _discard(folder)
+
+
+def _discard(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def remove_leftovers(path: Path, attempt: str) -> None:
     """Remove what killed saves to the same place have left, except for ``attempt``'s."""
-    for left in path.parent.glob(f".{_escaped(path.name)}.*.partial"):
-        if left != partial_folder(path, attempt):
-            shutil.rmtree(left, ignore_errors=True)
+    # Exactly such names: a save to ``NAME.more`` may be under way.
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.partial")
+    for left in path.parent.iterdir():
+        if name.fullmatch(left.name) and left != partial_folder(path, attempt):
+            _discard(left)
     if os.path.lexists(path):
-        shutil.rmtree(_old(path), ignore_errors=True)
+        _discard(_old(path))
 
 
 def remove(path: Path) -> None:
@@ -131,10 +151,6 @@ def remove(path: Path) -> None:
         if doomed != path:
             os.rename(path, doomed)
         shutil.rmtree(doomed)
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 def _exchange(one: Path, other: Path) -> bool:

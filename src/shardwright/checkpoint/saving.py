@@ -42,16 +42,19 @@ def save_state(
     ranks: Ranks,
     *,
     overwrite: bool = False,
+    notes: Mapping[str, str] | None = None,
     progress: Progress = ignore,
 ) -> Index | None:
     """Write a checkpoint of a nested state. Every rank must call it. Returns the index on the first rank.
+
+    ``notes`` are texts for :attr:`Index.about`, beside the versions of libraries.
 
     Raises:
         ValueError: a tensor or value cannot be stored, or the ranks' boxes do not make up a tensor.
         FileExistsError: something is at ``path``, and ``overwrite`` is false or it is no checkpoint.
         OSError: a file cannot be written. The message names rank, file and reason. What was there is unchanged.
     """
-    plan = Plan.of(state, ranks)
+    plan = Plan.of(state, ranks, notes)
     with open_save(path, plan, ranks, overwrite) as folder:
         own: list[Written] = []
         ranks.together(lambda: own.append(write_parts(folder, file_of_rank(ranks.rank), plan.own, progress)))
@@ -66,7 +69,7 @@ class Plan:
     contents: Contents  #: complete on the first rank; of this rank alone on others
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], ranks: Ranks) -> Plan:
+    def of(cls, state: Mapping[str, Any], ranks: Ranks, notes: Mapping[str, str] | None = None) -> Plan:
         """Agree on what every rank writes.
 
         Raises:
@@ -100,7 +103,8 @@ class Plan:
         mine = ranks.from_first(shares)
         attempt = ranks.of_first(places.new_attempt())
         own = [PartToWrite(*name, parts[name].local) for name in mine]
-        return cls(own, Contents(attempt, ranks.size, whole or forms, taken[0].values, about()))
+        texts = {**(notes or {}), **about()}
+        return cls(own, Contents(attempt, ranks.size, whole or forms, taken[0].values, texts))
 
     @property
     def nbytes(self) -> int:

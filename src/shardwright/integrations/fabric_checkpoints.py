@@ -1,6 +1,6 @@
 """Checkpoints that Fabric saves and loads: wrapped models, whole states, and files of weights.
 
-``named_state.py`` and ``named_files.py`` define the content of a checkpoint. Nothing here imports ``lightning``.
+``named_state.py`` and ``named_loading.py`` define the content of a checkpoint. Nothing here imports ``lightning``.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.checkpoint import load_pretrained
 from shardwright.engine import FSDPModule
-from shardwright.integrations import named_files, named_state
+from shardwright.integrations import named_files, named_loading
 from shardwright.integrations.fabric_models import Forward
 
 
@@ -38,12 +37,10 @@ def refuse_optimizer(strategy: str) -> NoReturn:
     )
 
 
-def load_state(
-    path: Path, state: dict[str, Any], mesh: DeviceMesh, strict: bool, weights_only: bool | None
-) -> dict[str, Any]:
+def load_state(path: Path, state: dict[str, Any], strict: bool, weights_only: bool | None) -> dict[str, Any]:
     """Restore a state in place. Returns the other values of the checkpoint."""
     inner = unwrapped(state)
-    rest = named_state.load(path, inner, mesh, strict, weights_only)
+    rest = named_loading.load(path, inner, strict, weights_only)
     state.update({key: value for key, value in inner.items() if not isinstance(value, nn.Module)})
     return rest
 
