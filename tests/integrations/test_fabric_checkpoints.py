@@ -265,7 +265,7 @@ def test_checkpoints_that_do_not_fit_are_refused(rank: int, world_size: int, tmp
     sized = fabric_of().setup(wrong)
     before = [full(p).clone() for p in odd.parameters()]
     for path in paths.values():
-        with refused(RuntimeError, "0.weight", "stem.weight"):
+        with refused(RuntimeError, "0.weight", "blocks.0.up.weight"):
             fabric.load(path, {"model": odd})
         with refused(RuntimeError, "stem.weight", "6", "7"):
             fabric.load(path, {"model": sized}, strict=False)
@@ -281,6 +281,8 @@ def test_checkpoints_that_do_not_fit_are_refused(rank: int, world_size: int, tmp
             fabric.load(path, {"step": 0})
         with refused(ValueError, "no model in the state has"):
             fabric.load(path, {"model": odd, "optimizer": optimizer})
+        with refused(ValueError, "state['step'] is", "on rank 1", "same keys"):
+            fabric.load(path, {"model": odd} if rank else {"model": odd, "step": 0})
     assert all(torch.equal(full(p), old) for p, old in zip(odd.parameters(), before, strict=True))
 
     with refused(FileNotFoundError, "nothing"):
@@ -302,33 +304,3 @@ def test_checkpoints_that_do_not_fit_are_refused(rank: int, world_size: int, tmp
         fabric.load_raw(paths["full"], optimizer)
     with refused(TypeError, "Linear", "not sharded", "fabric.setup"):
         fabric.save(tmp_path / "x", {"model": model, "teacher": nn.Linear(2, 2)})
-
-
-@multirank(2, timeout=TIMEOUT)
-@pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_a_save_that_fails_leaves_what_was_there(
-    rank: int, world_size: int, kind: str, tmp_path: Path
-) -> None:
-    """It fails on one rank, or what is to be replaced is no checkpoint; every rank raises, and nothing is left over."""
-    from tests.integrations.fabrics import fabric_of, set_up
-
-    fabric = fabric_of(state_dict_type=kind)
-    model, _ = set_up(fabric)
-    path = tmp_path / "checkpoint"
-    fabric.save(path, {"model": model, "step": 1})
-    with pytest.raises((AttributeError, RuntimeError, TypeError), match=r"pickle|lambda|local|Rank 0"):
-        fabric.save(path, {"model": model, "step": lambda: None})
-    fabric.barrier()
-    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint"]
-    state = {"model": model, "step": 0}
-    fabric.load(path, state)
-    assert state["step"] == 1
-
-    taken = tmp_path / "taken"
-    if rank == 0:
-        taken.mkdir()
-        (taken / "notes").write_text("mine")
-    fabric.barrier()
-    with pytest.raises((OSError, RuntimeError), match=r"taken"):
-        fabric.save(taken, {"model": model})
-    assert (taken / "notes").read_text() == "mine"
