@@ -44,7 +44,11 @@ def check_target(path: Path) -> None:
 
 
 def write_file(values: dict[str, Any], path: Path) -> None:
-    """Write a file of ``torch.save``. What was at ``path`` stays until the new file is on disk."""
+    """Write a file of ``torch.save``. What was at ``path`` stays until the new file is on disk.
+
+    Raises:
+        OSError: it cannot be written. The message names the file.
+    """
     places.recover(path)
     places.make_durable(path.parent)
     attempt = places.new_attempt()
@@ -55,8 +59,13 @@ def write_file(values: dict[str, Any], path: Path) -> None:
             stream.flush()
             sync(stream.fileno(), path)
         places.commit(partial, path)
-    except BaseException:
+    except BaseException as error:
         places.abandon(partial)
+        reason = (
+            error.__context__ if isinstance(error, RuntimeError) else error
+        )  # torch reports another than it met
+        if isinstance(reason, OSError):
+            raise OSError(reason.errno, reason.strerror, str(path)) from error
         raise
     places.remove_leftovers(path, attempt)
 
