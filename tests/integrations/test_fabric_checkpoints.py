@@ -1,8 +1,9 @@
-"""Fabric's checkpoints, full and sharded: resumed training, other numbers of ranks, refusals, saves that fail."""
+"""Fabric's checkpoints, full and sharded: resumed training, other numbers of ranks, values, refusals."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 import shardwright as sw
 from tests.integrations.kit import TIMEOUT, refused
 from tests.support import WorkerPools, multirank
+from tests.train.damage import on_first_rank
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None, reason="needs the extra lightning"
@@ -243,6 +245,80 @@ def _load_muon(rank: int, world_size: int, folder: Path) -> None:
         for number, values in stored["optimizer"]["state"].items():
             for key, value in values.items():
                 assert torch.equal(full(optimizer.state[parameters[number]][key]), value), (name, key)
+
+
+class Average:
+    """An exponential average of a model's parameters, sharded as they are."""
+
+    def __init__(self, model: Any) -> None:
+        self.values = {
+            name: p.detach().clone() for name, p in model.state_dict().items() if name != "_extra_state"
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"decay": 0.5, "values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for mine, stored in zip(self.values.values(), state["values"].values(), strict=True):
+            mine.copy_(stored)
+
+
+def _beside(rank: int) -> dict[str, Any]:
+    return {
+        "step": 2 + 10 * rank,
+        "noise": torch.full((3,), float(rank)),
+        "counts": Counter({3: 1, 1: 2}),
+        "mixed": {
+            "z": torch.ones(1),
+            "a": torch.zeros(2),
+            7: torch.arange(2),
+            "inner": [torch.ones(1), (1, 2)],
+        },
+        "limits": (float("inf"), None, torch.bfloat16),
+        "nothing": {},
+    }
+
+
+def _save_values(rank: int, world_size: int, folder: Path) -> None:
+    from tests.integrations.fabrics import fabric_of, full, set_up, train
+
+    fabric = fabric_of(layout="ragged")
+    model, optimizer = set_up(fabric)
+    train(fabric, model, optimizer, range(1))
+    average = Average(model)
+    train(fabric, model, optimizer, range(1, 2))
+    fabric.save(folder / "c", {"model": model, "optimizer": optimizer, "average": average, **_beside(rank)})
+    expected = {name: full(value) for name, value in average.values.items()}
+    on_first_rank(lambda: torch.save(expected, folder / "expected"))
+
+
+def _load_values(rank: int, world_size: int, folder: Path) -> None:
+    from tests.integrations.fabrics import fabric_of, full, set_up
+
+    fabric = fabric_of()
+    model, optimizer = set_up(fabric, seed=7)
+    average = Average(model)
+    rest = fabric.load(folder / "c", {"model": model, "average": average, "step": 0})
+    expected = torch.load(folder / "expected")
+    for name, value in average.values.items():
+        assert torch.equal(full(value), expected[name]), name
+    first = _beside(0)
+    assert rest.keys() == first.keys() - {"step"}
+    assert torch.equal(rest["noise"], first["noise"])  # the first rank's
+    for key in ("counts", "limits", "nothing"):
+        assert rest[key] == first[key] and type(rest[key]) is type(first[key]), key
+    mixed = rest["mixed"]
+    assert [key for key in mixed if key != "inner"] == ["z", "a", 7]  # in their order
+    assert mixed["inner"][1] == (1, 2) and torch.equal(mixed[7], torch.arange(2))
+    # What is not asked for is returned whole.
+    rest = fabric.load(folder / "c", {"model": model, "optimizer": optimizer})
+    assert rest["average"]["decay"] == 0.5 and rest["step"] == 2
+    assert all(torch.equal(value, expected[name]) for name, value in rest["average"]["values"].items())
+
+
+def test_values_return_at_other_numbers_of_ranks(worker_pools: WorkerPools, tmp_path: Path) -> None:
+    worker_pools.run(_save_values, 2, timeout=TIMEOUT, folder=tmp_path)
+    worker_pools.run(_load_values, 3, timeout=TIMEOUT, folder=tmp_path)
 
 
 @multirank(2, timeout=TIMEOUT)

@@ -1,4 +1,4 @@
-"""Folders that Fabric loads and does not write: by Lightning's own strategies, by torch, and by earlier versions."""
+"""Folders by Lightning's strategies, torch and earlier versions, which Fabric loads; its own, which others read."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
+import shardwright as sw
 from tests.integrations.kit import TIMEOUT
 from tests.support import multirank, world_mesh
 from tests.support.payloads import Payload, plant_beside, saved_with
@@ -238,3 +241,58 @@ def test_folders_of_torch_itself_are_read(rank: int, world_size: int, tmp_path: 
     assert_same_model(model, plain)
     with pytest.raises(pickle.UnpicklingError):
         torch.load(tmp_path / "torch" / ".metadata", weights_only=True)
+
+
+@multirank(2, timeout=TIMEOUT)
+def test_save_checkpoint_and_fabric_read_each_other(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Fabric's folder by ``sw.load_checkpoint`` and by torch's converter, ``sw.save_checkpoint``'s by Fabric."""
+    from tests.integrations.fabrics import (
+        Model,
+        assert_same_model,
+        fabric_of,
+        full,
+        plain_model,
+        set_up,
+        train,
+    )
+
+    fabric = fabric_of()
+    model, optimizer = set_up(fabric)
+    train(fabric, model, optimizer, range(2))
+    fabric.save(tmp_path / "fabric", {"model": model, "optimizer": optimizer, "step": 2})
+    plain: Model = sw.fully_shard(plain_model(seed=8), layout="ragged")
+    stepping = torch.optim.AdamW(plain.parameters())
+    sw.load_checkpoint(tmp_path / "fabric", plain, stepping)
+    sw.save_checkpoint(tmp_path / "ours", plain, stepping, extra={"step": 3})
+    again, its_optimizer = set_up(fabric, seed=9)
+    assert fabric.load(tmp_path / "ours", {"model": again, "optimizer": its_optimizer}) == {
+        "extra": {"step": 3}
+    }
+    for p, q in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(full(p), full(q))
+        for key, value in optimizer.state[q].items():
+            assert torch.equal(full(its_optimizer.state[p][key]), full(value)), key
+    on_first_rank(lambda: dcp_to_torch_save(tmp_path / "fabric", tmp_path / "file"))
+    single = plain_model(seed=1)
+    stored = torch.load(tmp_path / "file")
+    single.load_state_dict(stored["model"])
+    assert_same_model(model, single)
+    assert stored["step"] == 2 and stored["optimizer"]["param_groups"][0]["lr"] == 0.01
+    dist.barrier()
+
+
+@multirank(2, timeout=TIMEOUT)
+def test_names_that_a_folder_cannot_hold(rank: int, world_size: int, tmp_path: Path) -> None:
+    from tests.integrations.fabrics import fabric_of, set_up
+
+    fabric = fabric_of()
+    model, _ = set_up(fabric)
+    for state, problem in (
+        ({"pairs": {(1, 2): torch.ones(1)}}, r"pairs has the key \(1, 2\).*Make it a string"),
+        ({5: 1}, r"has the key 5; .* strings"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, r"two entries .* 'a\.b'"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            fabric.save(tmp_path / "c", {"model": model, **state})
+    dist.barrier()
+    assert not any(tmp_path.iterdir())

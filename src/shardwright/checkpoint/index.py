@@ -134,11 +134,11 @@ def index_text(index: Index) -> str:
             [each.path, str(each.dtype).removeprefix("torch."), each.shape]
             + [[p.offsets, p.sizes, numbers[p.file], p.start, p.length, p.data, p.sha256] for p in each.parts]
         )
-        for name, each in sorted(index.tensors.items())
+        for name, each in index.tensors.items()  # in the state's order, which a load gives back
     ]
     values = [
         f"{_json(name)}: {_json([each.path, encoded(each.value, name)])}"
-        for name, each in sorted(index.values.items())
+        for name, each in index.values.items()
     ]
     for key, entries in (("files", files), ("tensors", tensors), ("values", values)):
         lines += [f'"{key}": {{', ",\n".join(entries), "},"]

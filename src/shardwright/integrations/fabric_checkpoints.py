@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from shardwright.checkpoint import load_pretrained
+from shardwright.checkpoint.ranks import Ranks
 from shardwright.engine import FSDPModule
 from shardwright.integrations import named_files, named_loading
 from shardwright.integrations.fabric_models import Forward
@@ -69,5 +70,7 @@ def load_weights(path: Path, module: nn.Module, strict: bool, weights_only: bool
         )
     if path.is_dir() or path.name.endswith((".safetensors", ".json")):
         load_pretrained(model, path, allow_missing=not strict, allow_unexpected=not strict)
-    else:
-        model.load_state_dict(named_files.read_file(path, weights_only), strict=strict)
+        return
+    weights: list[Any] = []
+    Ranks().together(lambda: weights.append(named_files.read_file(path, weights_only)))
+    model.load_state_dict(weights[0], strict=strict)

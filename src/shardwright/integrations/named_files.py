@@ -24,6 +24,7 @@ from shardwright.checkpoint.digests import (
     unsealed,
 )
 from shardwright.checkpoint.folders import METADATA, not_plain
+from shardwright.checkpoint.index import INDEX
 from shardwright.checkpoint.loading import Checkpoint
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.writing import sync
@@ -90,7 +91,7 @@ def read_file(path: Path, weights_only: bool | None) -> Any:
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
     if path.is_dir():
         raise ValueError(
-            f"{path} is a folder without {METADATA}, so it is no checkpoint. Pass the folder of a sharded "
+            f"{path} is a folder without {INDEX} or {METADATA}, so it is no checkpoint. Pass the folder of a sharded "
             "checkpoint, or the file of a full checkpoint."
         )
     try:

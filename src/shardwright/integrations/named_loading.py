@@ -124,8 +124,10 @@ def _check_optimizer(parts: Parts, key: str, stored: Any) -> None:
         _check_shapes(parts, key, each, parameters[numbers[each]], values)
 
 
-def _check_shapes(parts: Parts, key: str, name: str | int, p: Tensor, values: Mapping[str, Any]) -> None:
+def _check_shapes(parts: Parts, key: str, name: str | int, p: Tensor, values: Any) -> None:
     optimizer = parts.optimizers[key]
+    if not isinstance(values, Mapping):
+        raise ValueError(f"The state of parameter {name!r} that is stored as {key!r} is no dict.")
     companion = companion_of(optimizer)
     whole = companion.whole if isinstance(companion, ShardedCompanion) else ()
     if p in whole or hasattr(optimizer, "state_per_block"):
@@ -412,5 +414,5 @@ def _rooms_like(example: Any, entries: Mapping[Keys, Any]) -> dict[str, Tensor]:
             except (LookupError, TypeError):
                 value = None
         like = isinstance(value, DTensor) and tuple(value.shape) == each.shape and value.dtype == each.dtype
-        rooms[each.name] = torch.empty_like(value) if like else each.room()
+        rooms[each.name] = value.detach().clone() if like else each.room()
     return rooms

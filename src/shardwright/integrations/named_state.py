@@ -113,7 +113,7 @@ def agreed_parts(state: Mapping[str, Any], ranks: Ranks) -> Parts:
 
     everyones = ranks.together(sort)
     for rank, kinds in enumerate(everyones):
-        for key in sorted(kinds.keys() | everyones[0].keys()):
+        for key in sorted(kinds.keys() | everyones[0].keys(), key=str):
             if kinds.get(key) != everyones[0].get(key):
                 raise ValueError(
                     f"state[{key!r}] is {_kind_in_words(kinds, key)} on rank {rank} and "
