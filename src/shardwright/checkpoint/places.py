@@ -55,7 +55,8 @@ def begin(path: Path, attempt: str, nbytes: int, overwrite: bool) -> Path:
         if not overwrite:
             raise FileExistsError(f"{path} exists. Choose another path, or pass overwrite=True")
         if not _may_be_replaced(path):
-            raise FileExistsError(f"{path} is no checkpoint, so it is not overwritten. Choose another path")
+            kind = "a link" if path.is_symlink() else "no checkpoint"
+            raise FileExistsError(f"{path} is {kind}, so it is not overwritten. Choose another path")
     make_durable(path.parent)
     folder = partial_folder(path, attempt)
     free = shutil.disk_usage(path.parent).free
