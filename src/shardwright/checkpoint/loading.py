@@ -30,7 +30,7 @@ from shardwright.checkpoint.digests import (
     share,
     size_of,
 )
-from shardwright.checkpoint.index import INDEX, LARGEST, VALUES, Index, Part, StoredTensor, parse_index
+from shardwright.checkpoint.index import INDEX, LARGEST, Index, Part, StoredTensor, parse_index
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import Box, NamedTensor, Progress, State, ignore, nested
 
@@ -84,24 +84,18 @@ def open_checkpoint(path: Path, *, links: bool = False) -> Checkpoint:
         raise Damaged(f"{folders.METADATA} holds {nbytes:,} bytes, at most {LARGEST:,} are read")
     data = read_regular(path / folders.METADATA, links)
     metadata = folders.parse_metadata(data)
-    if VALUES in folders.files_of(metadata):  # then its digests are gone, and the files cannot be verified
-        raise Damaged(f"no {INDEX} file, though a save of shardwright has written the other files")
     return Checkpoint(path, None, metadata, hashlib.sha256(data).hexdigest())
 
 
-def verify(
-    checkpoint: Checkpoint, rank: int = 0, ranks: int = 1, progress: Progress = ignore, *, links: bool = False
-) -> None:
+def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1, progress: Progress = ignore) -> None:
     """Compare the share of a rank of all files with their digests; of torch's folders the sizes.
-
-    Links in torch's folders are followed if ``links``.
 
     Raises:
         Damaged: names the first file that differs.
     """
     index = checkpoint.index
     if index is None:
-        folders.check_sizes(checkpoint.folder, checkpoint.files(), links)
+        folders.check_sizes(checkpoint.folder, checkpoint.files())
         return
     for name, file in index.files.items():
         if (nbytes := size_of(checkpoint.folder / name)) != file.nbytes:
@@ -156,16 +150,9 @@ def _read(descriptor: int, target: memoryview, position: int, file: Path) -> int
 
 
 def open_together(
-    path: Path,
-    ranks: Ranks,
-    check: Callable[[Checkpoint], None] = lambda checkpoint: None,
-    progress: Progress = ignore,
-    *,
-    links: bool = False,
+    path: Path, ranks: Ranks, check: Callable[[Checkpoint], None], progress: Progress = ignore
 ) -> Checkpoint:
     """A checkpoint that every rank has found whole, and that ``check`` accepts. Every rank must call it.
-
-    ``links`` is as for :func:`open_checkpoint` and :func:`verify`.
 
     Raises:
         FileNotFoundError, Damaged: on every rank, as :func:`open_checkpoint` and :func:`verify`; and what ``check``
@@ -174,7 +161,7 @@ def open_together(
     opened: list[Checkpoint] = []
 
     def look() -> str:
-        opened.append(open_checkpoint(path, links=links))
+        opened.append(open_checkpoint(path))
         check(opened[0])
         return opened[0].fingerprint
 
@@ -182,7 +169,7 @@ def open_together(
     other = next((rank for rank, each in enumerate(prints) if each != prints[0]), None)
     if other is not None:
         raise Damaged(f"rank {other} reads another description of the checkpoint than rank 0")
-    ranks.together(lambda: verify(opened[0], ranks.rank, ranks.size, progress, links=links))
+    ranks.together(lambda: verify(opened[0], ranks.rank, ranks.size, progress))
     return opened[0]
 
 
@@ -224,28 +211,8 @@ def load_state(
     if checkpoint.index is None:
         return _load_of_torch(checkpoint, mine.tensors, state.keys(), ranks, weights_only)
     index = checkpoint.index
-    ranks.together(lambda: _read_tensors(checkpoint.folder, index, mine.tensors, progress))
+    ranks.together(lambda: _read_tensors(checkpoint.folder, index, list(mine.tensors.values()), progress))
     return nested({each.path: each.value for each in index.values.values()})  # type: ignore[no-any-return]
-
-
-def read_tensors(
-    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], ranks: Ranks, progress: Progress = ignore
-) -> None:
-    """Read into tensors, by the names of the checkpoint; they have the stored shapes. Every rank must call it.
-
-    Args:
-        checkpoint: from :func:`open_together`.
-        tensors: with memory on this rank. Values are converted to their dtypes.
-
-    Raises:
-        Damaged: a file could be read before and cannot be read now.
-    """
-    if (index := checkpoint.index) is not None:
-        named = {name: NamedTensor(name, index.tensors[name].path, each) for name, each in tensors.items()}
-        ranks.together(lambda: _read_tensors(checkpoint.folder, index, named, progress))
-        return
-    assert checkpoint.metadata is not None
-    folders.load(checkpoint.folder, dict(tensors), checkpoint.metadata, alone=ranks.alone)
 
 
 def check_tensors(path: Path, checkpoint: Checkpoint, tensors: Mapping[str, NamedTensor]) -> None:
@@ -284,10 +251,10 @@ def _load_of_torch(
 
 
 @torch.no_grad()
-def _read_tensors(folder: Path, index: Index, tensors: Mapping[str, NamedTensor], progress: Progress) -> None:
+def _read_tensors(folder: Path, index: Index, tensors: list[NamedTensor], progress: Progress) -> None:
     """Read every box that this rank needs, in the order of the files."""
     reads: list[tuple[Part, StoredTensor, Box]] = []
-    for each in tensors.values():
+    for each in tensors:
         stored = index.tensors[each.name]
         for box in each.boxes_to_load():
             reads += [(part, stored, box) for part in stored.parts if _meet(part, box)]
@@ -341,3 +308,23 @@ def read_into(descriptor: int, file: Path, position: int, target: Tensor) -> Non
     while rest:
         count = _read(descriptor, rest[: 1 << 30], position, file)
         rest, position = rest[count:], position + count
+
+
+def read_tensors(
+    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], ranks: Ranks, progress: Progress = ignore
+) -> None:
+    """Read into tensors, by the names of the checkpoint; they have the stored shapes. Every rank must call it.
+
+    Args:
+        checkpoint: one that every rank has found whole.
+        tensors: with memory on this rank. Values are converted to their dtypes.
+
+    Raises:
+        Damaged: a file could be read before and cannot be read now.
+    """
+    if (index := checkpoint.index) is not None:
+        named = [NamedTensor(name, index.tensors[name].path, each) for name, each in tensors.items()]
+        ranks.together(lambda: _read_tensors(checkpoint.folder, index, named, progress))
+        return
+    assert checkpoint.metadata is not None
+    folders.load(checkpoint.folder, dict(tensors), checkpoint.metadata, alone=ranks.alone)

@@ -23,7 +23,7 @@ from shardwright.checkpoint.digests import (
     share,
     unsealed,
 )
-from shardwright.checkpoint.folders import METADATA, not_plain
+from shardwright.checkpoint.folders import METADATA, check_sizes, not_plain
 from shardwright.checkpoint.index import INDEX
 from shardwright.checkpoint.loading import Checkpoint
 from shardwright.checkpoint.ranks import Ranks
@@ -118,13 +118,14 @@ def other_values(folder: Path, weights_only: bool | None) -> dict[str, Any]:
     return dict_in(file, weights_only) if file.is_file() else {}
 
 
-def compare_checksums(checkpoint: Checkpoint, ranks: Ranks) -> None:
-    """Compare this rank's share of the files with ``checksums.json``, if the folder has one.
+def compare(checkpoint: Checkpoint, ranks: Ranks) -> None:
+    """Compare the sizes of a foreign folder's files, and this rank's share with ``checksums.json`` if it has one.
 
     Raises:
         Damaged: names the first file that differs.
     """
     folder = checkpoint.folder
+    check_sizes(folder, checkpoint.files(), links=True)
     if not (folder / CHECKSUMS).exists():
         return
     content = unsealed(read_regular(folder / CHECKSUMS, links=True), CHECKSUMS)

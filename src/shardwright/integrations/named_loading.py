@@ -23,13 +23,13 @@ from shardwright.checkpoint import folders, places
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.index import INDEX
 from shardwright.checkpoint.index import Path as Keys
-from shardwright.checkpoint.loading import Checkpoint, open_together, read_tensors
+from shardwright.checkpoint.loading import Checkpoint, open_checkpoint, open_together, read_tensors
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import nested
 from shardwright.engine.base.companion import companion_of
 from shardwright.engine.tensors.parameter import unit_of
 from shardwright.engine.tensors.ragged import RaggedTensor
-from shardwright.integrations.named_files import compare_checksums, dict_in, is_sharded, other_values
+from shardwright.integrations.named_files import compare, dict_in, is_sharded, other_values
 from shardwright.integrations.named_state import KINDS, VALUE, Parts, agreed_parts, has_state
 from shardwright.optim.companion import ShardedCompanion
 from shardwright.optim.whole_state import mapped
@@ -226,21 +226,24 @@ class _Folder:
 
 def _opened(path: Path, parts: Parts, ranks: Ranks, weights_only: bool | None) -> _Folder:
     """Verify a folder and read the values in it that are no tensors. Every rank must call it."""
-    is_ours = ranks.by_first(lambda: os.path.lexists(path / INDEX))
-    # Model hubs keep files behind links; in our folders, a link is no file that a save has written.
-    checkpoint = open_together(path, ranks, links=not is_ours)
-    if (index := checkpoint.index) is not None:
+    if ranks.by_first(lambda: os.path.lexists(path / INDEX)):
+        checkpoint = open_together(path, ranks, lambda checkpoint: None)
+        index = checkpoint.index
+        assert index is not None
         entries: dict[Keys, Any] = {each.path: each.value for each in index.values.values()}
         for name, each in index.tensors.items():
             entries[each.path] = _StoredTensor(name, each.dtype, each.shape)
         return _Folder(checkpoint, entries, _others_of(index.about, entries, parts), {})
     beside: dict[str, Any] = {}
+    opened: list[Checkpoint] = []
 
-    def compare() -> None:
-        compare_checksums(checkpoint, ranks)
+    def examine() -> None:
+        opened.append(open_checkpoint(path, links=True))  # model hubs keep files behind links
+        compare(opened[0], ranks)
         beside.update(other_values(path, weights_only))
 
-    ranks.together(compare)
+    ranks.together(examine)
+    checkpoint = opened[0]
     entries = _entries_of_torch(checkpoint, {*parts.kinds()}, ranks, weights_only)
     others = parts.others.keys() | beside.keys()
     return _Folder(checkpoint, entries, others - parts.models.keys() - parts.optimizers.keys(), beside)
