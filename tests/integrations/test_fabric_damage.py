@@ -48,6 +48,8 @@ def test_damage_is_one_error_on_every_rank(rank: int, world_size: int, tmp_path:
     )
     for name in names:
         for kind in SOME:
+            if (name, kind) == ("index.json", "missing"):  # then it is a folder of torch's, with no digests
+                continue
             damage = DAMAGES[kind]
             on_first_rank(lambda d=damage, n=name: d(folder / n, tmp_path / "other" / n))
             with pytest.raises((ValueError, RuntimeError, FileNotFoundError), match=r"checkpoint") as caught:

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from shardwright.checkpoint.digests import Damaged, read_regular, size_of
-from shardwright.checkpoint.index import INDEX, VALUES
 from shardwright.checkpoint.metadata import parse_metadata
 
 METADATA = ".metadata"  #: the file that torch's distributed checkpoint writes last
@@ -48,12 +47,7 @@ def files_of(metadata: Metadata) -> dict[str, int]:
 
 
 def check_sizes(folder: Path, sizes: Mapping[str, int], links: bool = False) -> None:
-    """Raise Damaged if a file is missing, is no regular file or is too short, or belongs to a save of ours.
-
-    Our saves leave an index, whose digests are to be compared. Without it the files could not be verified.
-    """
-    if VALUES in sizes:
-        raise Damaged(f"no {INDEX} file, though a save of shardwright has written the other files")
+    """Raise Damaged if a file is missing, is no regular file or is too short."""
     for name, nbytes in sizes.items():
         if (nbytes_on_disk := size_of(folder / name, links)) < nbytes:
             raise Damaged(f"{name} holds {nbytes_on_disk:,} bytes, at least {nbytes:,} expected")

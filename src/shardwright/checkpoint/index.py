@@ -24,8 +24,6 @@ from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.values import decoded, encoded
 
 INDEX = "index.json"
-#: Plain values as ``torch.save`` writes them, for torch's reader. Ours reads them in the index.
-VALUES = "__values.distcp"
 FORMAT = "shardwright checkpoint"
 VERSION = 1
 LARGEST = 1 << 31  #: bytes of an index that is read

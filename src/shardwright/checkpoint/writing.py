@@ -25,7 +25,6 @@ from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.folders import METADATA
 from shardwright.checkpoint.index import (
     INDEX,
-    VALUES,
     Index,
     Part,
     StoredFile,
@@ -36,6 +35,9 @@ from shardwright.checkpoint.index import (
     parse_index,
 )
 from shardwright.checkpoint.state import Progress, ignore
+
+#: Plain values as ``torch.save`` writes them, for torch's reader. Ours reads them in the index.
+VALUES = "__values.distcp"
 
 
 class PartToWrite(NamedTuple):
