@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardwright.checkpoint import places
 from shardwright.checkpoint.files import abbreviated
-from shardwright.checkpoint.index import INDEX, StoredValue, name_of
+from shardwright.checkpoint.index import StoredValue, name_of
 from shardwright.checkpoint.model import ModelTensor
 from shardwright.checkpoint.names import KeyMap, source_of
 from shardwright.checkpoint.renaming import Rule, key_map_of
@@ -245,9 +245,7 @@ def _to_folder(destination: Path, chosen: _Chosen, ranks: int, to: str) -> None:
         written = write_parts_in_order(folder, file_of_rank(0), _parts(chosen))
         if not written.parts:
             (folder / written.file).unlink()
-        write_descriptions(folder, contents, [written] if written.parts else [])
-        if to == DCP:
-            (folder / INDEX).unlink()
+        write_descriptions(folder, contents, [written] if written.parts else [], for_torch=to == DCP)
         _check_free(destination)
         places.commit(folder, destination)
     except BaseException:

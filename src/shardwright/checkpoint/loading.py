@@ -11,7 +11,7 @@ import ctypes
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from shardwright.checkpoint import folders, places
+from shardwright.checkpoint import folders, foreign, places
 from shardwright.checkpoint.digests import (
     Damaged,
     Digest,
@@ -31,10 +31,12 @@ from shardwright.checkpoint.digests import (
     share,
     size_of,
 )
+from shardwright.checkpoint.foreign import Strides
 from shardwright.checkpoint.index import INDEX, LARGEST, Index, Part, StoredTensor, parse_index
 from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.state import Box, NamedTensor, Progress, State, ignore, nested
+from shardwright.checkpoint.state import Box, NamedTensor, Progress, State, ignore, meet, nested
 from shardwright.checkpoint.threads import in_threads, wait_for_devices
+from shardwright.checkpoint.writing import VALUES
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Checkpoint:
     index: Index | None  #: None of a folder by torch's writer
     metadata: Metadata | None  #: of a folder by torch's writer
     fingerprint: str  #: SHA-256 of the description; ranks that read another one notice
+    links: bool = False  #: whether files of torch's writer may be behind links
 
     def shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """dtype and shape of each tensor."""
@@ -75,6 +78,9 @@ class Checkpoint:
 def open_checkpoint(path: Path, *, links: bool = False) -> Checkpoint:
     """Read what describes a checkpoint. Nothing that it says is called.
 
+    Where there is an ``index.json``, it alone is read, whatever ``.metadata`` says. Our files without it are damaged; a
+    folder that has only torch's files has no digests.
+
     Raises:
         FileNotFoundError: there is no folder.
         Damaged: the folder holds no checkpoint, or its description contradicts itself.
@@ -83,18 +89,36 @@ def open_checkpoint(path: Path, *, links: bool = False) -> Checkpoint:
     places.recover(path)
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: there is no checkpoint")
-    if os.path.lexists(path / INDEX):
-        if (nbytes := size_of(path / INDEX, links)) > LARGEST:
-            raise Damaged(f"{INDEX} holds {nbytes:,} bytes, at most {LARGEST:,} are read")
-        text = read_regular(path / INDEX, links)
+    if os.path.lexists(path / INDEX):  # whatever .metadata says
+        text = _description(path / INDEX, b'"}\n', links)
         return Checkpoint(path, parse_index(text), None, hashlib.sha256(text).hexdigest())
     if not os.path.lexists(path / folders.METADATA):
         raise Damaged(f"the folder has neither {INDEX} nor {folders.METADATA}, so it holds no checkpoint")
-    if (nbytes := size_of(path / folders.METADATA, links)) > LARGEST:
-        raise Damaged(f"{folders.METADATA} holds {nbytes:,} bytes, at most {LARGEST:,} are read")
-    data = read_regular(path / folders.METADATA, links)
+    if os.path.lexists(path / VALUES):
+        raise Damaged(
+            f"{INDEX} is missing beside {VALUES}, so nothing can be compared with its digest; read the folder with "
+            "torch.distributed.checkpoint if you trust it"
+        )
+    data = _description(path / folders.METADATA, b".", links)
     metadata = folders.parse_metadata(data)
-    return Checkpoint(path, None, metadata, hashlib.sha256(data).hexdigest())
+    return Checkpoint(path, None, metadata, hashlib.sha256(data).hexdigest(), links)
+
+
+def _description(file: Path, end: bytes, links: bool) -> bytes:
+    """The content of a file that describes a checkpoint. Its end is read first: of a file that is cut off or has holes
+    no more is read."""
+    nbytes = size_of(file, links)
+    if nbytes > LARGEST:
+        raise Damaged(f"{file.name} holds {nbytes:,} bytes, at most {LARGEST:,} are read")
+    descriptor = open_regular(file, links)
+    try:
+        if os.pread(descriptor, len(end), max(0, nbytes - len(end))) != end:
+            raise Damaged(f"no readable {file.name}: its end is missing")
+    except OSError as error:
+        raise Damaged(f"{file.name} cannot be read: {error.strerror}") from None
+    finally:
+        os.close(descriptor)
+    return read_regular(file, links)
 
 
 def check_lengths(checkpoint: Checkpoint) -> None:
@@ -202,6 +226,8 @@ def load_state(
     ranks: Ranks,
     *,
     check: Callable[[Checkpoint], None] = lambda checkpoint: None,
+    first: Callable[[NamedTensor], bool] = lambda tensor: False,
+    accept: Callable[[dict[str, Any]], None] = lambda values: None,
     weights_only: bool = True,
     progress: Progress = ignore,
 ) -> dict[str, Any]:
@@ -213,6 +239,9 @@ def load_state(
         path: the checkpoint's folder.
         state: nested dicts and lists. Only its tensors count; its values are not changed.
         check: called with the checkpoint on every rank before anything is read; may raise.
+        first: whether a tensor is read before ``accept`` is called.
+        accept: called on every rank with what is returned, after the first tensors are read and before others change;
+            may raise.
         weights_only: for values in torch's folders, as for ``torch.load``.
         progress: gets the number of bytes as they are compared and read.
 
@@ -232,7 +261,9 @@ def load_state(
         check_tensors(path, checkpoint, mine.tensors)
 
     checkpoint = open_together(path, ranks, fits, progress)
-    return read_state(checkpoint, state, ranks, weights_only=weights_only, progress=progress)
+    return read_state(
+        checkpoint, state, ranks, first=first, accept=accept, weights_only=weights_only, progress=progress
+    )
 
 
 def read_state(
@@ -240,6 +271,8 @@ def read_state(
     state: Mapping[str, Any],
     ranks: Ranks,
     *,
+    first: Callable[[NamedTensor], bool] = lambda tensor: False,
+    accept: Callable[[dict[str, Any]], None] = lambda values: None,
     weights_only: bool = True,
     progress: Progress = ignore,
 ) -> dict[str, Any]:
@@ -250,13 +283,39 @@ def read_state(
     Raises:
         Damaged: on every rank, if a file can no longer be read. Some tensors may have changed.
     """
-    mine = State.of(state)
-    if checkpoint.index is None:
-        return _load_of_torch(checkpoint, mine.tensors, state.keys(), ranks, weights_only)
-    index = checkpoint.index
-    ranks.together(lambda: _read_tensors(checkpoint.folder, index, list(mine.tensors.values()), progress))
-    leaves = {index.tensors[name].path: each.tensor for name, each in mine.tensors.items()}
-    return nested(leaves | {each.path: each.value for each in index.values.values()})  # type: ignore[no-any-return]
+    mine, path = State.of(state), checkpoint.folder
+    values: dict[Any, Any] = {}
+    stored: dict[str, StoredTensor] = {}
+    strides: Strides = {}
+    content: dict[str, Any] = {}
+
+    def prepare() -> None:
+        if checkpoint.index is not None:
+            stored.update(checkpoint.index.tensors)
+            values.update({each.path: each.value for each in checkpoint.index.values.values()})
+        else:
+            assert checkpoint.metadata is not None
+            stored.update(
+                foreign.tensors_of(path, checkpoint.metadata, mine.tensors, strides, checkpoint.links)
+            )
+            values.update(
+                foreign.values_of(path, checkpoint.metadata, state.keys(), weights_only, checkpoint.links)
+            )
+        leaves = {stored[name].path: each.tensor for name, each in mine.tensors.items()} | values
+        if any(path[:length] in leaves for path in leaves for length in range(1, len(path))):
+            raise Damaged("the description has a value inside another value")
+        content.update(nested(leaves))
+
+    def read(early: bool) -> None:
+        tensors = [each for each in mine.tensors.values() if first(each) == early]
+        _read_tensors(path, stored, tensors, strides, progress, checkpoint.links)
+        if early:
+            accept(content)
+
+    ranks.together(prepare)
+    ranks.together(lambda: read(True))
+    ranks.together(lambda: read(False))
+    return content
 
 
 def check_tensors(path: Path, checkpoint: Checkpoint, tensors: Mapping[str, NamedTensor]) -> None:
@@ -272,82 +331,80 @@ def check_tensors(path: Path, checkpoint: Checkpoint, tensors: Mapping[str, Name
             raise ValueError(f"{path}: {name} has dtype {dtype}, expected {each.dtype}")
 
 
-def _load_of_torch(
-    checkpoint: Checkpoint,
-    tensors: Mapping[str, NamedTensor],
-    keys: Container[str],
-    ranks: Ranks,
-    weights_only: bool,
-) -> dict[str, Any]:
-    """Read a folder by torch's writer; return the tensors, and its values below ``keys``."""
-    metadata = checkpoint.metadata
-    assert metadata is not None
-    paths = metadata.planner_data or {}
-    paths = {name: paths.get(name, (name,)) for name in metadata.state_dict_metadata}
-    values = [
-        name
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, BytesStorageMetadata) and paths[name][0] in keys
-    ]
-    flat: dict[str, Any] = {name: each.tensor for name, each in tensors.items()} | dict.fromkeys(values)
-    folders.load(checkpoint.folder, flat, metadata, alone=ranks.alone, weights_only=weights_only)
-    return nested({paths[name]: value for name, value in flat.items()})  # type: ignore[no-any-return]
-
-
-def _read_tensors(folder: Path, index: Index, tensors: list[NamedTensor], progress: Progress) -> None:
+def _read_tensors(
+    folder: Path,
+    known: Mapping[str, StoredTensor],
+    tensors: list[NamedTensor],
+    strides: Strides,
+    progress: Progress,
+    links: bool,
+) -> None:
     """Read every box that this rank needs, in the order of the files."""
     reads: list[tuple[Part, StoredTensor, Box]] = []
     for each in tensors:
-        stored = index.tensors[each.name]
+        stored = known[each.name]
         for box in each.boxes_to_load():
-            reads += [(part, stored, box) for part in stored.parts if _meet(part, box)]
+            reads += [(part, stored, box) for part in stored.parts if meet(part.offsets, part.sizes, box)]
     reads.sort(key=lambda read: (read[0].file, read[0].start))
     wait_for_devices(box.local for _, _, box in reads)
     for name, of_file in itertools.groupby(reads, lambda read: read[0].file):
-        _read_boxes(folder / name, list(of_file), progress)
+        _read_boxes(folder / name, list(of_file), strides, progress, links)
     wait_for_devices(box.local for _, _, box in reads)
 
 
-def _read_boxes(file: Path, reads: list[tuple[Part, StoredTensor, Box]], progress: Progress) -> None:
+def _read_boxes(
+    file: Path,
+    reads: list[tuple[Part, StoredTensor, Box]],
+    strides: Strides,
+    progress: Progress,
+    links: bool,
+) -> None:
     def read(each: tuple[Part, StoredTensor, Box]) -> int:
         part, stored, box = each
         with torch.no_grad():
-            _read_box(descriptor, file, part, stored.dtype, box)
+            _read_box(descriptor, file, part, stored.dtype, box, strides.get(part))
         return prod(part.sizes) * stored.dtype.itemsize
 
-    descriptor = open_regular(file)
+    descriptor = open_regular(file, links)
     try:
         in_threads(reads, read, progress)
     finally:
         os.close(descriptor)
 
 
-def _meet(part: Part, box: Box) -> bool:
-    return all(
-        a < b + n and b < a + m
-        for a, m, b, n in zip(part.offsets, part.sizes, box.offsets, box.sizes, strict=True)
-    )
-
-
-def _read_box(descriptor: int, file: Path, part: Part, dtype: torch.dtype, box: Box) -> None:
-    """Read what the part and the box share. Of the part's first dimension only the rows that are needed are read."""
+def _read_box(
+    descriptor: int,
+    file: Path,
+    part: Part,
+    dtype: torch.dtype,
+    box: Box,
+    layout: tuple[tuple[int, ...], int] | None,
+) -> None:
+    """Read what the part and the box share. Of the part's first dimension only the rows that are needed are read, or
+    all, if the part's elements are not contiguous and have this layout: strides and number."""
     dims = range(len(part.sizes))
     begin = [max(part.offsets[d], box.offsets[d]) for d in dims]
     end = [min(part.offsets[d] + part.sizes[d], box.offsets[d] + box.sizes[d]) for d in dims]
-    sizes, skipped = list(part.sizes), 0
-    if sizes:
-        skipped = (begin[0] - part.offsets[0]) * prod(sizes[1:]) * dtype.itemsize
-        sizes[0] = end[0] - begin[0]
     target = box.local
     for dim in dims:
         target = target.narrow(dim, begin[dim] - box.offsets[dim], end[dim] - begin[dim])
-    if _is_plain_memory(target) and target.dtype == dtype and list(target.shape) == sizes:
-        read_into(descriptor, file, part.data + skipped, target)
-        torch.autograd.graph.increment_version(target)  # as copy_ does: the engine looks at it
-        return
-    stored = torch.empty(sizes, dtype=dtype)
-    read_into(descriptor, file, part.data + skipped, stored)
-    for dim in dims[1:]:
+    if layout is not None:
+        elements = torch.empty(layout[1], dtype=dtype)
+        read_into(descriptor, file, part.data, elements)
+        stored = elements.as_strided(part.sizes, layout[0])
+        first = 0
+    else:
+        sizes, skipped, first = list(part.sizes), 0, 1
+        if sizes:
+            skipped = (begin[0] - part.offsets[0]) * prod(sizes[1:]) * dtype.itemsize
+            sizes[0] = end[0] - begin[0]
+        if _is_plain_memory(target) and target.dtype == dtype and list(target.shape) == sizes:
+            read_into(descriptor, file, part.data + skipped, target)
+            torch.autograd.graph.increment_version(target)  # as copy_ does: the engine looks at it
+            return
+        stored = torch.empty(sizes, dtype=dtype)
+        read_into(descriptor, file, part.data + skipped, stored)
+    for dim in dims[first:]:
         stored = stored.narrow(dim, begin[dim] - part.offsets[dim], end[dim] - begin[dim])
     target.copy_(stored)
 
@@ -371,3 +428,34 @@ def read_into(descriptor: int, file: Path, position: int, target: Tensor) -> Non
     while rest:
         count = _read(descriptor, rest[: 1 << 30], position, file)
         rest, position = rest[count:], position + count
+
+
+def read_tensors(
+    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], ranks: Ranks, progress: Progress = ignore
+) -> None:
+    """Read into tensors, by the names of the checkpoint; they have the stored shapes. Every rank must call it.
+
+    Args:
+        checkpoint: one that every rank has found whole.
+        tensors: with memory on this rank. Values are converted to their dtypes.
+
+    Raises:
+        Damaged: a file could be read before and cannot be read now; or a file of torch's writer holds another tensor
+            than its ``.metadata`` says, and nothing has changed.
+    """
+    path, index = checkpoint.folder, checkpoint.index
+    paths = {} if index is None else {name: each.path for name, each in index.tensors.items()}
+    named = {name: NamedTensor(name, paths.get(name, (name,)), each) for name, each in tensors.items()}
+    stored: dict[str, StoredTensor] = {}
+    strides: Strides = {}
+
+    def prepare() -> None:
+        if index is not None:
+            stored.update(index.tensors)
+        else:
+            assert checkpoint.metadata is not None
+            stored.update(foreign.tensors_of(path, checkpoint.metadata, named, strides, checkpoint.links))
+
+    ranks.together(prepare)
+    wanted, links = list(named.values()), checkpoint.links
+    ranks.together(lambda: _read_tensors(path, stored, wanted, strides, progress, links))

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from shardwright.checkpoint.digests import Damaged
+from shardwright.checkpoint.settings import check_settings
 from shardwright.checkpoint.state import State
 from shardwright.checkpoint.stored_state import Stored
 
@@ -158,9 +159,9 @@ def group_tensors(groups: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]], stored: Any) -> None:
-    """Raise ValueError unless the parameters of each group were in one group at the save."""
-    for mine in groups:
-        _stored_group(mine, groups, stored)
+    """Raise ValueError unless the parameters of each group were in one group at the save, with settings that fit."""
+    for number, mine in enumerate(groups):
+        check_settings(_stored_group(mine, groups, stored), mine, f"optimizer.param_groups[{number}]")
 
 
 def _stored_group(

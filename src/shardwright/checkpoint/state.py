@@ -6,7 +6,7 @@ of it without tensors is one value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -30,6 +30,13 @@ class Box(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     local: Tensor
+
+
+def meet(offsets: Sequence[int], sizes: Sequence[int], box: Box) -> bool:
+    """Whether a part of a tensor has an element in a box."""
+    return all(
+        a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, box.offsets, box.sizes, strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ class State:
         """Take a nested state apart.
 
         Raises:
-            ValueError: two entries have the same name.
+            ValueError: two entries have the same name, or a dict with tensors has other keys than strings and integers.
         """
         tensors: dict[str, NamedTensor] = {}
         values: dict[str, StoredValue] = {}
@@ -118,6 +125,11 @@ def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
         yield path, value
     elif isinstance(value, Mapping):
         for key, each in value.items():
+            if type(key) is not int and not isinstance(key, str):
+                raise ValueError(
+                    f"{name_of(path) or 'the state'} has the key {key!r} in a dict with tensors, where keys are "
+                    "strings or integers. Make it a string"
+                )
             step = (key,) if type(key) is int else str(key)
             yield from _leaves((*path, step), each)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,24 @@ class Stored:
         """A tensor to read into for each stored one below ``part``, by the rest of its name.
 
         It is the one in ``own`` with the same name, or a new one on the host.
+
+        Raises:
+            ValueError: there is no memory for a new one.
         """
         return {
-            name.removeprefix(f"{part}."): own[name] if name in own else torch.empty(shape, dtype=dtype)
+            name.removeprefix(f"{part}."): own[name] if name in own else self._new(name, dtype, shape)
             for name, (dtype, shape) in self.tensors.items()
             if name.startswith(f"{part}.")
         }
+
+    def _new(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        try:
+            return torch.empty(shape, dtype=dtype)
+        except (RuntimeError, MemoryError, OverflowError):
+            nbytes = prod(shape) * dtype.itemsize
+            raise ValueError(
+                f"{self.folder}: there is no memory for {name!r}, which holds {nbytes:,} bytes"
+            ) from None
 
     def fitting(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those that have the dtype and shape of the stored ones."""

@@ -8,9 +8,11 @@ The model may be sharded by Shardwright or FSDP2, wrapped by FSDP1 or DDP, or pl
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,14 @@ from torch.optim import Optimizer
 
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.generators import (
+    check_generator_states,
     derived_seed,
     generator_states,
     seed_generators,
     set_generator_states,
 )
 from shardwright.checkpoint.hooks import HOOKS, HooksToLoad, hook_states
-from shardwright.checkpoint.loading import Checkpoint, load_state, open_checkpoint
+from shardwright.checkpoint.loading import Checkpoint, check_lengths, load_state, open_checkpoint
 from shardwright.checkpoint.optimizers import (
     OPTIMIZER,
     as_optimizers,
@@ -44,6 +47,7 @@ from shardwright.checkpoint.optimizers import (
 )
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.settings import check_states
 from shardwright.checkpoint.state import State
 from shardwright.checkpoint.stored_state import Stored
 from shardwright.engine.tensors.parameter import has_no_values
@@ -205,59 +209,116 @@ def load_checkpoint(
         ValueError: the checkpoint is damaged (then it is a :class:`Damaged`), or of another model or optimizer. The
             message names the file or tensor. Nothing was changed.
     """
-    folder, ranks = Path(path), Ranks(process_group)
-    optimizers, more = as_optimizers(optimizer), extra or {}
+    with ExitStack() as undo:
+        result = _load(
+            Path(path), model, as_optimizers(optimizer), extra or {}, generators, Ranks(process_group), undo
+        )
+        undo.pop_all()
+    return result
+
+
+def _load(
+    folder: Path,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    extra: Mapping[str, Any],
+    generators: bool,
+    ranks: Ranks,
+    undo: ExitStack,
+) -> dict[str, Any]:
+    """:func:`load_checkpoint`. ``undo`` gets what gives objects of ``extra`` their present state back."""
     opened: list[Checkpoint] = []
     state: dict[str, Any] = {}
-    mine: dict[str, Any] = {}
+    own: dict[str, Tensor] = {}
 
     def look() -> tuple[Any, ...]:
-        _refuse_optimizers(more)
+        _refuse_optimizers(extra)
         _refuse_in_a_step(model)
         opened.append(open_checkpoint(folder))
+        check_lengths(opened[0])  # before there is memory for what it says
         state[MODEL] = _model_state(model)
-        mine.update({key: each.state_dict() if _is_stateful(each) else each for key, each in more.items()})
-        return _arguments(optimizers, more, generators)
+        return _arguments(optimizers, extra, generators)
 
     _check_same(ranks.together(look))
     stored = Stored(folder, opened[0])
-    state[EXTRA] = stored.room(EXTRA, _own_tensors(stored, mine, more))
     hooks = HooksToLoad(model, stored)
-    state[HOOKS] = hooks.tensors()
     saved_ranks = _saved_ranks(stored.tensors) if generators else 0
-    own = f"rank{ranks.rank if saved_ranks == ranks.size else 0}"
-    state[GENERATORS] = {own: stored.room(f"{GENERATORS}.{own}", {})} if saved_ranks else {}
+    mine = f"rank{ranks.rank if saved_ranks == ranks.size else 0}"
+
+    def make_room() -> None:
+        states = {key: each.state_dict() if _is_stateful(each) else each for key, each in extra.items()}
+        own.update(_own_tensors(stored, states, extra))
+        state[EXTRA] = stored.room(EXTRA, own)
+        state[HOOKS] = hooks.tensors()
+        state[GENERATORS] = {mine: stored.room(f"{GENERATORS}.{mine}", {})} if saved_ranks else {}
+
+    ranks.together(make_room)
+    new = {id(each) for name, each in state[EXTRA].items() if f"{EXTRA}.{name}" not in own}
+    new |= {id(each) for each in state[GENERATORS].get(mine, {}).values()}
+    objects = {key: each for key, each in extra.items() if _is_stateful(each)}
+    #: Their tensors are read in place, after all that can be refused.
+    late = [key for key in objects if any(f"{name}.".startswith(f"{EXTRA}.{key}.") for name in own)]
 
     with room_for_state(model, optimizers, stored) as room:
-        parts = {MODEL, OPTIMIZER} if optimizers else {MODEL}
         if optimizers:
             groups = stored.room(GROUPS, stored.fitting(group_tensors(room["param_groups"])))
             state[OPTIMIZER] = {"state": room["state"], "param_groups": groups}
 
         def fits(_: Checkpoint) -> None:
-            stored.check_names(parts, state)
+            stored.check_names({MODEL, OPTIMIZER} if optimizers else {MODEL}, state)
             stored.check_values(MODEL, state[MODEL])
-            _check_extra(stored, more)
+            _check_extra(stored, extra)
             if optimizers and GROUPS in stored.values:
                 check_groups(room["param_groups"], stored.values[GROUPS])
 
-        content = load_state(folder, state, ranks, check=fits)
-        if optimizers:
-            groups = stored_groups(content.get(OPTIMIZER, {}), room["param_groups"])
-            ranks.together(lambda: check_groups(room["param_groups"], groups))
+        def accept(content: Mapping[str, Any]) -> None:
+            parts = {part: _mapping(content.get(part, {}), part) for part in (MODEL, OPTIMIZER, EXTRA, HOOKS)}
+            if optimizers:
+                check_groups(room["param_groups"], stored_groups(parts[OPTIMIZER], room["param_groups"]))
+                check_states(parts[OPTIMIZER].get("state", {}), room)
+            if saved_ranks:
+                check_generator_states(_mapping(content[GENERATORS], GENERATORS)[mine])
+            first = {key: each for key, each in objects.items() if key not in late}
+            _restore_objects(folder, first, parts[EXTRA], undo)
+
+        content = load_state(
+            folder, state, ranks, check=fits, first=lambda each: id(each.tensor) in new, accept=accept
+        )
         read = content.get(MODEL, {})
         values = {name: read.get(name, value) for name, value in state[MODEL].items()}
         set_model_state_dict(model, values, options=StateDictOptions(strict=True))
         if optimizers:
             set_optimizers(model, optimizers, room, content.get(OPTIMIZER, {}))
     result: dict[str, Any] = content.get(EXTRA, {})
-    for key, value in more.items():
-        if _is_stateful(value):
-            value.load_state_dict(result[key])
+    _restore_objects(folder, {key: objects[key] for key in late}, result, undo)
     hooks.restore(content.get(HOOKS, {}), ranks)
     if saved_ranks:
-        _restore_generators(content[GENERATORS][own], saved_ranks, ranks)
+        _restore_generators(content[GENERATORS][mine], saved_ranks, ranks)
     return result
+
+
+def _restore_objects(
+    folder: Path, objects: Mapping[str, Any], stored: Mapping[str, Any], undo: ExitStack
+) -> None:
+    """Give objects their stored states. ``undo`` gets what gives them their present ones back."""
+    for key, value in objects.items():
+        if key not in stored:
+            raise Damaged(f"extra {key!r} is stored in an unknown form")
+        undo.callback(value.load_state_dict, copy.deepcopy(value.state_dict()))
+        try:
+            value.load_state_dict(stored[key])
+        except Exception as error:
+            reason = (str(error).splitlines() or [""])[0][:200]
+            raise ValueError(
+                f"{folder}: extra {key!r} cannot be restored by its {type(value).__name__} "
+                f"({type(error).__name__}: {reason})"
+            ) from error
+
+
+def _mapping(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Damaged(f"expected {name} as a dict, found {type(value).__name__}")
+    return value
 
 
 def _refuse_in_a_step(model: nn.Module) -> None:
@@ -288,7 +349,14 @@ def _check_extra(stored: Stored, extra: Mapping[str, Any]) -> None:
         if not stored.has(EXTRA, str(key)) and (
             _is_stateful(value) or State.of({EXTRA: {key: value}}).tensors
         ):
-            raise ValueError(f"{stored.folder} has no extra {key!r}")
+            raise ValueError(f"{stored.folder} has no extra {key!r}; it has {_keys(stored)}")
+
+
+def _keys(stored: Stored) -> str:
+    within = stored.values.get(EXTRA)
+    keys = {name.split(".")[1] for name in stored.names if name.startswith(f"{EXTRA}.")}
+    keys |= set(within if isinstance(within, Mapping) else ())
+    return ", ".join(map(repr, sorted(keys, key=repr)))[:200] or "none"
 
 
 def _saved_ranks(stored: Mapping[str, Any]) -> int:
@@ -297,10 +365,7 @@ def _saved_ranks(stored: Mapping[str, Any]) -> int:
 
 def _restore_generators(states: Mapping[str, Tensor], saved_ranks: int, ranks: Ranks) -> None:
     if saved_ranks == ranks.size:
-        try:
-            set_generator_states(states)
-        except (RuntimeError, TypeError, ValueError, LookupError) as error:
-            raise Damaged(f"the state of a random generator cannot be restored: {error}") from None
+        set_generator_states(states)
         return
     seed_generators(derived_seed(states, ranks.rank, ranks.size))
     if ranks.is_first:

@@ -41,6 +41,9 @@ from shardwright.checkpoint.threads import in_threads, wait_for_devices
 
 #: Plain values as ``torch.save`` writes them, for torch's reader. Ours reads them in the index.
 VALUES = "__values.distcp"
+VALUES_FOR_TORCH = (
+    "__0_1.distcp"  #: where no index is meant to be: a folder with VALUES and without index is damaged
+)
 
 
 class PartToWrite(NamedTuple):
@@ -182,8 +185,12 @@ class Contents:
     about: Mapping[str, str]
 
 
-def write_descriptions(folder: Path, contents: Contents, written: Sequence[Written]) -> Index:
+def write_descriptions(
+    folder: Path, contents: Contents, written: Sequence[Written], *, for_torch: bool = False
+) -> Index:
     """Write what describes a checkpoint: ``.metadata`` and values for torch's reader, and last ``index.json``.
+
+    A checkpoint that is ``for_torch`` gets no index.
 
     Raises:
         OSError: a file cannot be written.
@@ -200,15 +207,17 @@ def write_descriptions(folder: Path, contents: Contents, written: Sequence[Writt
     }
     flat = _as_torch_flattens(contents.values)
     places, content = _pickled_values(flat)
-    files[VALUES] = write_file(folder / VALUES, content)
-    files[METADATA] = write_file(folder / METADATA, _metadata(tensors, flat, places))
+    file = VALUES_FOR_TORCH if for_torch else VALUES
+    files[file] = write_file(folder / file, content)
+    files[METADATA] = write_file(folder / METADATA, _metadata(tensors, flat, places, file))
     index = Index(contents.attempt, contents.ranks, tensors, contents.values, files, contents.about)
     text = index_text(index).encode()
     try:
         parse_index(text)
     except Damaged as problem:
         raise RuntimeError(f"the ranks have written parts that are no whole checkpoint: {problem}") from None
-    write_file(folder / INDEX, text)
+    if not for_torch:
+        write_file(folder / INDEX, text)
     return index
 
 
@@ -261,6 +270,7 @@ def _metadata(
     tensors: Mapping[str, StoredTensor],
     flat: Mapping[str, tuple[tuple[str | int, ...], Any]],
     places: Mapping[str, tuple[int, int]],
+    values_file: str,
 ) -> bytes:
     """The pickle that torch's own writer would leave for these parts."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -293,7 +303,7 @@ def _metadata(
         entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
     for name, (start, length) in places.items():
         entries[name] = BytesStorageMetadata()
-        storage[MetadataIndex(name)] = _StorageInfo(VALUES, start, length)
+        storage[MetadataIndex(name)] = _StorageInfo(values_file, start, length)
     paths = {name: _steps(tensor.path) for name, tensor in tensors.items()}
     paths.update({name: _steps(path) for name, (path, _) in flat.items()})
     metadata = Metadata(entries, planner_data=paths, storage_data=storage, storage_meta=StorageMeta())
