@@ -149,6 +149,7 @@ def _launch_until_done(config: Config, folder: RunFolder, ranks: int, argv: list
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     restarts = Restarts(config.fault, lambda fewer: _can_run(config, fewer))
     attempt = Attempt(1, ranks, tuple(without_nproc(argv)))
+    sessions_before = sessions_of(folder)
     with Signals() as signals:
         while True:
             sessions = sessions_of(folder)
@@ -163,7 +164,7 @@ def _launch_until_done(config: Config, folder: RunFolder, ranks: int, argv: list
             if not next_ranks:
                 write_exit(folder, end, attempt.number)
                 return conclude(ending, end, "--debug" in argv, note)
-            attempt = attempt.after(end, next_ranks, folder)
+            attempt = attempt.after(end, next_ranks, folder, sessions_of(folder) > sessions_before)
             print(
                 f"restart {restarts.count} of {config.fault.max_restarts}: {end.reason}, after step {step}; "
                 f"{place_in_words(folder)} on {counted(next_ranks, 'rank')} (log: {ending.logs})",
