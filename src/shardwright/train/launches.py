@@ -62,10 +62,8 @@ class Launch:
             raise GivenUpError(
                 f"{self.ends[-1][1]} (the attempt before ended with this; a restart cannot help)"
             )
-        failures = [
-            (without_numbers(reason), step) for status, reason, step in self.ends[-2:] if status == FAILED
-        ]
-        if len(failures) == 2 and failures[0] == failures[1]:
+        failures = [(without_numbers(reason), step) for status, reason, step in self.ends if status == FAILED]
+        if failures[-1:] * 2 == failures[-2:] and self.ends and self.ends[-1][0] == FAILED:
             _, reason, step = self.ends[-1]
             raise GivenUpError(f"{reason}: {same_again(step)}")
 

@@ -55,9 +55,8 @@ def train(
 ) -> End:
     """Run the job to its last step, or until a signal stops it. Returns how it ended.
 
-    There may be no step left, if a rank was killed after the last one: then only the end of the run is missing. Before the model
-    exists there is nothing to save, so a signal ends the job like any program. Raises UserError for a registered value
-    that is wrong.
+    If a rank was killed after the last step, only the end of the run is missing. Before the model exists there is
+    nothing to save, so a signal ends the job like any program. Raises UserError for a registered value that is wrong.
     """
     try:
         return _train(config, folder, dataset, world, resume, attempt)
