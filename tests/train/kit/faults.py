@@ -1,13 +1,12 @@
 """AdamW whose step fails as a file says, once for each line: `--optimizer.name tests.train.kit.faults:ADAMW`.
 
-A line is "RANK STEP KIND". `kill` kills the rank, `launcher` kills its launcher, `error` raises an error.
+A line is "RANK STEP KIND". `kill` kills the rank, `error` raises an error.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,7 @@ def _fail(step: int) -> None:
             continue  # it has been
         if kind == "error":
             raise RuntimeError(f"planned at {id(folder):#x}")
-        os.kill(os.getpid() if kind == "kill" else os.getppid(), signal.SIGKILL)
-        time.sleep(60)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _make(decayed: Any, others: Any, settings: OptimizerSettings) -> torch.optim.Optimizer:
@@ -54,4 +52,4 @@ def _make(decayed: Any, others: Any, settings: OptimizerSettings) -> torch.optim
     return Faulty(groups, settings.lr, settings.betas, settings.eps, settings.weight_decay, fused=True)
 
 
-ADAMW = NamedOptimizer("faulty", "AdamW that fails as planned.", _make)
+ADAMW = NamedOptimizer("faulty", "AdamW that fails as planned.", _make, needs=1)
