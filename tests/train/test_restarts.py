@@ -46,13 +46,13 @@ def sessions(folder: Path) -> list[tuple[int, int, int, int, str]]:
 def test_a_killed_rank_changes_nothing(tmp_path: Path, sharded_run: Path) -> None:
     """Killed at step 5 after the save of step 3."""
     folder = tmp_path / "run"
-    faults = environment(tmp_path / "faults", "1 5 kill")
+    faults = environment(tmp_path / "faults", "0 5 kill")
     arguments = ("--nproc", "2", *SHARDED, *FAULTY, "--run.dir", folder, "--max-restarts", "2")
     status, out, err = run("train", config_file(tmp_path), *arguments, environment=faults)
     assert (status, err) == (0, "")
     (restart,) = [line for line in out.splitlines() if line.startswith("restart ")]
     assert restart.partition(" (log: ")[0] == (
-        "restart 1 of 2: rank 1 of 2 was killed by SIGKILL (the system's out-of-memory killer sends this signal, too), "
+        "restart 1 of 2: rank 0 of 2 was killed by SIGKILL (the system's out-of-memory killer sends this signal, too), "
         "after step 4; resuming from step 3 on 2 ranks"
     )
     undisturbed, resumed = weights(sharded_run, 8), weights(folder, 8)
@@ -77,7 +77,7 @@ def test_from_the_beginning_on_fewer_ranks_until_the_same_error_comes_twice(
     tmp_path: Path, sharded_run: Path
 ) -> None:
     folder = tmp_path / "run"
-    faults = environment(tmp_path / "faults", "1 2 kill", "0 3 error", "0 3 error")
+    faults = environment(tmp_path / "faults", "0 2 kill", "0 3 error", "0 3 error")
     arguments = ("--nproc", "2", *SHARDED, *FAULTY, "--run.dir", folder, "--max-restarts", "9")
     options = ("--fault.least_ranks", "1", "--checkpoint.every", "0")
     status, out, err = run("train", config_file(tmp_path), *arguments, *options, environment=faults)
@@ -93,7 +93,7 @@ def test_from_the_beginning_on_fewer_ranks_until_the_same_error_comes_twice(
 
 def test_an_error_under_torchrun(tmp_path: Path, sharded_run: Path) -> None:
     """torchrun starts the same command again; rank 0 finds its folder, although the command names none."""
-    faults = environment(tmp_path / "faults", "1 5 error")
+    faults = environment(tmp_path / "faults", "0 5 error")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "1", "-m", "shardwright", "train", str(config_file(tmp_path))]
     status, out, err = run(*SHARDED, *FAULTY, environment=faults, command=command, cwd=tmp_path)
