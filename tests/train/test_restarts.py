@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from shardwright.train.fresh_store import fresh_store
 from shardwright.train.launches import GivenUpError, Launch
 from shardwright.train.restarts import Attempt, Restarts, without_numbers
 from shardwright.train.runs import RunFolder
@@ -179,3 +183,30 @@ def test_launches_of_torchrun() -> None:
         Launch(("a",), ends=((FAILED, "at 0x1", 4), (TRY_AGAIN, "", 4), (FAILED, "at 0x2", 4))).check_worth()
     with pytest.raises(GivenUpError, match="a restart cannot help"):
         Launch(("a",), ends=((USER_ERROR, "wrong", 0),)).check_worth()
+
+
+def test_attempts_share_a_store_but_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a rank of the attempt before wrote that it was there, and got its answer."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert fresh_store(server, 1, 2, 0.1) is server
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    with pytest.raises(RuntimeError, match="rank 0 did not answer within 0.1 s"):
+        fresh_store(client(server.port), 1, 2, 0.1)
+    for attempt in range(3):
+        with (
+            ThreadPoolExecutor() as pool
+        ):  # the others come first, and find what is left of the attempt before
+            others = [pool.submit(fresh_store, client(server.port), rank, 3, 20.0) for rank in (1, 2)]
+            time.sleep(0.1)
+            first = fresh_store(client(server.port), 0, 3, 20.0)
+            stores = [first, *(other.result() for other in others)]
+        assert not any(store.check(["address"]) for store in stores)
+        first.set("address", str(attempt))
+        assert [store.get("address") for store in stores] == [str(attempt).encode()] * 3
+
+
+def client(port: int) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from shardwright.train.config import Config
 from shardwright.train.errors import UserError
+from shardwright.train.fresh_store import RUN_ID
 from shardwright.train.lock import FolderLock, claim
 from shardwright.train.record import repair_record
 from shardwright.train.restarts import same_again, without_numbers
@@ -75,10 +76,6 @@ def this_launch(size: int) -> Launch | None:
     if everyone[0] is None:
         return None
     return Launch(tuple(dict.fromkeys(agent for agent in everyone if agent is not None)))
-
-
-RUN_ID = "TORCHELASTIC_RUN_ID"
-"""A variable that torchrun sets for the ranks."""
 
 
 def _agent() -> str:
