@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -20,29 +19,30 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-from shardwright.checkpoint import folders, places
-from shardwright.checkpoint.digests import (
-    Damaged,
-    Digest,
-    check_digest,
-    open_regular,
-    read_regular,
-    share,
-    size_of,
-)
-from shardwright.checkpoint.index import INDEX, LARGEST, Index, Part, StoredTensor, parse_index
+from shardwright.checkpoint import folders
+from shardwright.checkpoint.digests import Damaged, share
+from shardwright.checkpoint.index import LARGEST, Index, Part, StoredTensor, parse_index
+from shardwright.checkpoint.places import LocalStore, Location, store_of
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import Box, NamedTensor, Progress, State, ignore, nested
+from shardwright.checkpoint.stores import Files, LocalFiles, Reader
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint whose description is sound. Its files may still be damaged: :func:`verify` compares them."""
 
-    folder: Path
+    place: Files
     index: Index | None  #: None of a folder by torch's writer
     metadata: Metadata | None  #: of a folder by torch's writer
     fingerprint: str  #: SHA-256 of the description; ranks that read another one notice
+
+    @property
+    def folder(self) -> Path:
+        """The local folder. Raises ValueError for a checkpoint behind a URL."""
+        if not isinstance(self.place, LocalFiles):
+            raise ValueError(f"{self.place} is not a local folder; copy the checkpoint to one")
+        return self.place.path
 
     def shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """dtype and shape of each tensor."""
@@ -63,29 +63,25 @@ class Checkpoint:
         return folders.files_of(self.metadata)
 
 
-def open_checkpoint(path: Path, *, links: bool = False) -> Checkpoint:
-    """Read what describes a checkpoint. Nothing that it says is called.
+def open_checkpoint(path: Location, *, links: bool = False) -> Checkpoint:
+    """Read what describes a checkpoint. Nothing that it says is called. ``links`` are followed in a local folder.
 
     Raises:
-        FileNotFoundError: there is no folder.
+        FileNotFoundError: there is no folder, or behind a URL no whole checkpoint.
         Damaged: the folder holds no checkpoint, or its description contradicts itself.
         UnknownVersion: its description is of a later version of the format.
+        OSError: the store behind a URL does not answer.
     """
-    places.recover(path)
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path}: there is no checkpoint")
-    if os.path.lexists(path / INDEX):
-        if (nbytes := size_of(path / INDEX, links)) > LARGEST:
-            raise Damaged(f"{INDEX} holds {nbytes:,} bytes, at most {LARGEST:,} are read")
-        text = read_regular(path / INDEX, links)
-        return Checkpoint(path, parse_index(text), None, hashlib.sha256(text).hexdigest())
-    if not os.path.lexists(path / folders.METADATA):
-        raise Damaged(f"the folder has neither {INDEX} nor {folders.METADATA}, so it holds no checkpoint")
-    if (nbytes := size_of(path / folders.METADATA, links)) > LARGEST:
-        raise Damaged(f"{folders.METADATA} holds {nbytes:,} bytes, at most {LARGEST:,} are read")
-    data = read_regular(path / folders.METADATA, links)
-    metadata = folders.parse_metadata(data)
-    return Checkpoint(path, None, metadata, hashlib.sha256(data).hexdigest())
+    store = store_of(path)
+    name = store.description()
+    files: Files = LocalFiles(store.path, links) if isinstance(store, LocalStore) else store
+    if (nbytes := files.size(name)) > LARGEST:
+        raise Damaged(f"{name} holds {nbytes:,} bytes, at most {LARGEST:,} are read")
+    data = files.read(name)
+    fingerprint = hashlib.sha256(data).hexdigest()
+    if name == folders.METADATA:
+        return Checkpoint(files, None, folders.parse_metadata(data), fingerprint)
+    return Checkpoint(files, parse_index(data), None, fingerprint)
 
 
 def check_lengths(checkpoint: Checkpoint) -> None:
@@ -94,7 +90,7 @@ def check_lengths(checkpoint: Checkpoint) -> None:
         folders.check_sizes(checkpoint.folder, checkpoint.files())
         return
     for name, file in checkpoint.index.files.items():
-        if (nbytes := size_of(checkpoint.folder / name)) != file.nbytes:
+        if (nbytes := checkpoint.place.size(name)) != file.nbytes:
             raise Damaged(f"{name} holds {nbytes:,} bytes, {file.nbytes:,} expected")
 
 
@@ -113,52 +109,41 @@ def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1, progress: Prog
     parts = {f"{name}:{n:09d}": part for name, found in by_file.items() for n, part in enumerate(found)}
     sizes.update({key: part.length for key, part in parts.items()})
     mine = share(sizes, rank, ranks)
-    of_file: dict[str, list[Part]] = {}
+    of_file: dict[str, list[tuple[int, int, str]]] = {}  # start, end and digest of ranges
     for key in sorted(mine):
         if key in parts:
-            of_file.setdefault(parts[key].file, []).append(parts[key])
+            part = parts[key]
+            of_file.setdefault(part.file, []).append((part.start, part.start + part.length, part.sha256))
         else:
-            expected = index.files[key]
-            check_digest(checkpoint.folder / key, Digest(expected.nbytes, expected.sha256), progress)
-    for name, found in of_file.items():
-        _check_parts(checkpoint.folder / name, found, progress)
+            of_file[key] = [(0, index.files[key].nbytes, index.files[key].sha256)]
+    for name, ranges in of_file.items():
+        _check_ranges(checkpoint.place, name, ranges, progress)
 
 
-def _check_parts(file: Path, parts: list[Part], progress: Progress) -> None:
-    buffer = memoryview(bytearray(min(1 << 22, max(part.length for part in parts))))
-    descriptor = open_regular(file)
+def _check_ranges(files: Files, name: str, ranges: list[tuple[int, int, str]], progress: Progress) -> None:
+    reader = files.open(name)
+    buffer = memoryview(bytearray(min(reader.at_once, max(end - start for start, end, _ in ranges))))
     try:
-        for part in parts:
-            sha256, position, end = hashlib.sha256(), part.start, part.start + part.length
+        for start, end, expected in ranges:
+            sha256, position = hashlib.sha256(), start
             while position < end:
-                count = _read(descriptor, buffer[: min(len(buffer), end - position)], position, file)
+                count = reader.read_into(buffer[: min(len(buffer), end - position)], position)
                 sha256.update(buffer[:count])
                 position += count
                 progress(count)
-            if sha256.hexdigest() != part.sha256:
+            if sha256.hexdigest() != expected:
                 raise Damaged(
-                    f"{file.name} is not the file that was saved: the SHA-256 of its bytes {part.start:,} to {end:,} "
-                    "differs"
+                    f"{name} is not the file that was saved: the SHA-256 of its bytes {start:,} to {end:,} differs"
                 )
     finally:
-        os.close(descriptor)
-
-
-def _read(descriptor: int, target: memoryview, position: int, file: Path) -> int:
-    try:
-        count = os.preadv(descriptor, [target], position)
-    except OSError as error:
-        raise Damaged(f"{file.name} cannot be read: {error.strerror}") from None
-    if not count:
-        raise Damaged(f"{file.name} ends at byte {position:,}")
-    return count
+        reader.close()
 
 
 # -- by all ranks ------------------------------------------------------------------------------------------------------
 
 
 def open_together(
-    path: Path, ranks: Ranks, check: Callable[[Checkpoint], None], progress: Progress = ignore
+    path: Location, ranks: Ranks, check: Callable[[Checkpoint], None], progress: Progress = ignore
 ) -> Checkpoint:
     """A checkpoint that every rank has found whole, and that ``check`` accepts. Every rank must call it.
 
@@ -182,7 +167,7 @@ def open_together(
 
 
 def load_state(
-    path: Path,
+    path: Location,
     state: Mapping[str, Any],
     ranks: Ranks,
     *,
@@ -195,7 +180,7 @@ def load_state(
     Every rank must call it. Tensors of the state get their values from any cut and any number of ranks.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder or URL.
         state: nested dicts and lists. Only its tensors count; its values are not changed.
         check: called with the checkpoint on every rank before anything is read; may raise.
         weights_only: for values in torch's folders, as for ``torch.load``.
@@ -238,11 +223,11 @@ def read_state(
     if checkpoint.index is None:
         return _load_of_torch(checkpoint, mine.tensors, state.keys(), ranks, weights_only)
     index = checkpoint.index
-    ranks.together(lambda: _read_tensors(checkpoint.folder, index, list(mine.tensors.values()), progress))
+    ranks.together(lambda: _read_tensors(checkpoint.place, index, list(mine.tensors.values()), progress))
     return nested({each.path: each.value for each in index.values.values()})  # type: ignore[no-any-return]
 
 
-def check_tensors(path: Path, checkpoint: Checkpoint, tensors: Mapping[str, NamedTensor]) -> None:
+def check_tensors(path: Location, checkpoint: Checkpoint, tensors: Mapping[str, NamedTensor]) -> None:
     """Raise ValueError for the first tensor that the checkpoint does not have in this shape and dtype."""
     stored = checkpoint.shapes()
     for name, each in tensors.items():
@@ -278,7 +263,7 @@ def _load_of_torch(
 
 
 @torch.no_grad()
-def _read_tensors(folder: Path, index: Index, tensors: list[NamedTensor], progress: Progress) -> None:
+def _read_tensors(files: Files, index: Index, tensors: list[NamedTensor], progress: Progress) -> None:
     """Read every box that this rank needs, in the order of the files."""
     reads: list[tuple[Part, StoredTensor, Box]] = []
     for each in tensors:
@@ -286,19 +271,19 @@ def _read_tensors(folder: Path, index: Index, tensors: list[NamedTensor], progre
         for box in each.boxes_to_load():
             reads += [(part, stored, box) for part in stored.parts if _meet(part, box)]
     reads.sort(key=lambda read: (read[0].file, read[0].start))
-    descriptors: dict[str, int] = {}
+    opened: tuple[str, Reader] | None = None
     try:
         for part, stored, box in reads:
-            if part.file not in descriptors:
-                for descriptor in descriptors.values():
-                    os.close(descriptor)
-                descriptors.clear()
-                descriptors[part.file] = open_regular(folder / part.file)
-            _read_box(descriptors[part.file], folder / part.file, part, stored.dtype, box)
+            if opened is None or opened[0] != part.file:
+                if opened is not None:
+                    opened[1].close()
+                    opened = None
+                opened = part.file, files.open(part.file)
+            _read_box(opened[1], part, stored.dtype, box)
             progress(prod(part.sizes) * stored.dtype.itemsize)
     finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
+        if opened is not None:
+            opened[1].close()
 
 
 def _meet(part: Part, box: Box) -> bool:
@@ -308,7 +293,7 @@ def _meet(part: Part, box: Box) -> bool:
     )
 
 
-def _read_box(descriptor: int, file: Path, part: Part, dtype: torch.dtype, box: Box) -> None:
+def _read_box(reader: Reader, part: Part, dtype: torch.dtype, box: Box) -> None:
     """Read what the part and the box share. Of the part's first dimension only the rows that are needed are read."""
     dims = range(len(part.sizes))
     begin = [max(part.offsets[d], box.offsets[d]) for d in dims]
@@ -318,7 +303,7 @@ def _read_box(descriptor: int, file: Path, part: Part, dtype: torch.dtype, box: 
         skipped = (begin[0] - part.offsets[0]) * prod(sizes[1:]) * dtype.itemsize
         sizes[0] = end[0] - begin[0]
     stored = torch.empty(sizes, dtype=dtype)
-    read_into(descriptor, file, part.data + skipped, stored)
+    _fill(stored, reader, part.data + skipped)
     target = box.local
     for dim in dims:
         if dim:
@@ -327,11 +312,11 @@ def _read_box(descriptor: int, file: Path, part: Part, dtype: torch.dtype, box: 
     target.copy_(stored)
 
 
-def read_into(descriptor: int, file: Path, position: int, target: Tensor) -> None:
+def _fill(target: Tensor, reader: Reader, position: int) -> None:
     """Fill a contiguous tensor on the host with the bytes of a file from ``position`` on."""
     if not target.nbytes:
         return
     rest = memoryview((ctypes.c_char * target.nbytes).from_address(target.data_ptr())).cast("B")
     while rest:
-        count = _read(descriptor, rest[: 1 << 30], position, file)
+        count = reader.read_into(rest[: 1 << 30], position)
         rest, position = rest[count:], position + count

@@ -1,8 +1,8 @@
 """Saves a nested state of all ranks as one checkpoint: planned, written by every rank, committed by the first.
 
 Every rank tells the first one which boxes it has. The first rank checks that they make up every tensor, gives each box
-to one of the ranks that have it, and at the end writes the index and renames the folder. A failure on any rank removes
-the unfinished folder and is raised on every rank.
+to one of the ranks that have it, and at the end writes the index and commits. A failure on any rank removes the
+unfinished files and is raised on every rank.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,15 +19,16 @@ from shardwright.checkpoint import places
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.index import Index, check_coverage
 from shardwright.checkpoint.loading import open_together
+from shardwright.checkpoint.places import Location, store_of
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import Box, Progress, State, ignore
+from shardwright.checkpoint.stores import Store
 from shardwright.checkpoint.values import encoded
 from shardwright.checkpoint.writing import (
     Contents,
     PartToWrite,
     Written,
     about,
-    drop_from_cache,
     file_of_rank,
     write_descriptions,
     write_parts,
@@ -39,7 +39,7 @@ BoxName = tuple[str, tuple[int, ...], tuple[int, ...]]  #: name of the tensor, o
 
 
 def save_state(
-    path: Path,
+    path: Location,
     state: Mapping[str, Any],
     ranks: Ranks,
     *,
@@ -50,7 +50,7 @@ def save_state(
     """Write a checkpoint of a nested state. Every rank must call it. Returns the index on the first rank.
 
     With ``verified`` all that was written is read back and compared with its digests, each rank a share, before the
-    folder gets its name, and before anything that it replaces is touched.
+    checkpoint appears, and before anything that it replaces is touched.
 
     Raises:
         ValueError: a tensor or value cannot be stored, or the ranks' boxes do not make up a tensor.
@@ -162,34 +162,28 @@ def _nbytes(forms: Mapping[str, Form], box: BoxName) -> int:
 
 
 @contextlib.contextmanager
-def open_save(path: Path, plan: Plan, ranks: Ranks, overwrite: bool) -> Iterator[Path]:
-    """The folder in which the ranks write, which every rank sees. It is removed if anything fails.
+def open_save(path: Location, plan: Plan, ranks: Ranks, overwrite: bool) -> Iterator[Store]:
+    """Where the ranks write, which every rank sees. It is removed if anything fails.
 
     Raises:
         FileExistsError, OSError: as :func:`save_state`.
     """
-    attempt = plan.contents.attempt
-    folder = places.partial_folder(path, attempt)
-    ranks.by_first(lambda: places.begin(path, attempt, plan.nbytes, overwrite))
+    attempt, place = plan.contents.attempt, store_of(path)
+    unfinished = place.unfinished(attempt)
+    ranks.by_first(lambda: place.begin(attempt, plan.nbytes, overwrite))
     try:
-        ranks.together(lambda: _check_seen(folder))
-        yield folder
+        ranks.together(unfinished.check_seen)
+        yield unfinished
     except BaseException:
         if ranks.is_first:
-            places.abandon(folder)
+            unfinished.abandon([file_of_rank(rank) for rank in range(ranks.size)])
         raise
 
 
-def _check_seen(folder: Path) -> None:
-    if not folder.is_dir():
-        raise OSError(
-            f"{folder} is not there, though the first rank has made it: all ranks must save to a file system that they "
-            "share"
-        )
-
-
-def finish(path: Path, folder: Path, plan: Plan, writes: list[Written] | None, ranks: Ranks) -> Index | None:
-    """Describe what the ranks have written, and give the folder its name. Returns the index on the first rank.
+def finish(
+    path: Location, folder: Store, plan: Plan, writes: list[Written] | None, ranks: Ranks
+) -> Index | None:
+    """Describe what the ranks have written, and commit it. Returns the index on the first rank.
 
     ``writes`` has what each rank has written; None on other ranks than the first.
     """
@@ -198,7 +192,7 @@ def finish(path: Path, folder: Path, plan: Plan, writes: list[Written] | None, r
     return index
 
 
-def describe(folder: Path, plan: Plan, writes: list[Written] | None, ranks: Ranks) -> Index | None:
+def describe(folder: Store, plan: Plan, writes: list[Written] | None, ranks: Ranks) -> Index | None:
     """Write what describes the files of the ranks. Returns the index on the first rank. As :func:`finish`."""
     index: Index | None = None
 
@@ -208,24 +202,26 @@ def describe(folder: Path, plan: Plan, writes: list[Written] | None, ranks: Rank
         index = write_descriptions(folder, plan.contents, [each for each in writes if each.parts])
         for each in writes:
             if not each.parts:
-                (folder / each.file).unlink()
+                folder.remove(each.file)
 
     ranks.by_first(on_first)
     return index
 
 
-def _read_back(folder: Path, ranks: Ranks, progress: Progress) -> None:
+def _read_back(folder: Store, ranks: Ranks, progress: Progress) -> None:
     """Raise OSError on every rank if a file does not hold what was written."""
-    ranks.together(lambda: drop_from_cache(folder, file_of_rank(ranks.rank)))
+    ranks.together(lambda: folder.drop_from_cache(file_of_rank(ranks.rank)))
     try:
         open_together(folder, ranks, lambda checkpoint: None, progress)
     except Damaged as problem:
         raise OSError(f"{folder}: read back after it was written, {problem}") from problem
 
 
-def _commit(path: Path, folder: Path, plan: Plan, ranks: Ranks) -> None:
+def _commit(path: Location, folder: Store, plan: Plan, ranks: Ranks) -> None:
+    place = store_of(path)
+
     def on_first() -> None:
-        places.commit(folder, path)
-        places.remove_leftovers(path, plan.contents.attempt)
+        place.commit(folder)
+        place.remove_leftovers(plan.contents.attempt)
 
     ranks.by_first(on_first)

@@ -1,4 +1,4 @@
-"""``save_checkpoint`` and ``load_checkpoint``: the state of a training run in one folder.
+"""``save_checkpoint`` and ``load_checkpoint``: the state of a training run in one folder, or behind one URL.
 
     sw.save_checkpoint("step-100", model, optimizer, extra={"scheduler": scheduler, "step": 100})
     extra = sw.load_checkpoint("step-100", model, optimizer, extra={"scheduler": scheduler})
@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,9 +33,11 @@ from shardwright.checkpoint.generators import (
     set_generator_states,
 )
 from shardwright.checkpoint.loading import Checkpoint, load_state, open_checkpoint
+from shardwright.checkpoint.places import store_of
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.saving import save_state
 from shardwright.checkpoint.state import merged, name_of, nested
+from shardwright.checkpoint.stores import Store
 
 MODEL, OPTIMIZER, EXTRA, GENERATORS = "model", "optimizer", "extra", "generators"
 
@@ -58,13 +59,15 @@ def save_checkpoint(
     ``torch.distributed.checkpoint`` (keys ``model``, ``optimizer``, ``extra``).
 
     Args:
-        path: the new folder, on a file system that all ranks share.
+        path: the new folder, on a file system that all ranks share; or a URL that fsspec knows, such as
+            ``s3://bucket/run-7/step-100``. Behind a URL the checkpoint appears with its last object, ``index.json``.
         model: sharded, wrapped or plain.
         optimizer: of the model's parameters. State that does not exist before the first step is not stored.
         extra: tensors, plain values (numbers, strings, lists, tuples, dicts) and objects with ``state_dict``, such as a
             schedule of learning rates. The first rank's values are stored.
         generators: store the random generators of every rank.
-        overwrite: replace a checkpoint at ``path``. It stays until the new one is on disk.
+        overwrite: replace a checkpoint at ``path``. It stays until the new one is on disk. Behind a URL only what an
+            interrupted save has left and a damaged checkpoint are replaced: there is no rename.
         process_group: of the ranks that have the model. Default: all ranks; without a process group this process.
 
     Raises:
@@ -73,9 +76,8 @@ def save_checkpoint(
         OSError: on every rank. The message names rank, file and reason. What was at ``path`` is unchanged.
     """
     ranks = Ranks(process_group)
-    save_state(
-        Path(path), state_to_save(model, optimizer, extra, generators, ranks), ranks, overwrite=overwrite
-    )
+    place = store_of(path)
+    save_state(place, state_to_save(model, optimizer, extra, generators, ranks), ranks, overwrite=overwrite)
 
 
 def state_to_save(
@@ -125,7 +127,7 @@ def load_checkpoint(
     folders of ``torch.distributed.checkpoint`` with the keys ``model`` and ``optimizer``; nothing in them is called.
 
     Args:
-        path: the folder.
+        path: the folder or URL.
         model: with the parameters and buffers of the saved one, sharded in any way, on any number of ranks.
         optimizer: the saved kind, with the saved parameters. Rates and other settings of its groups are restored.
         extra: objects with ``load_state_dict`` and tensors, by the keys of the save. They are restored in place.
@@ -138,10 +140,11 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: there is no checkpoint.
+        OSError: the store behind a URL does not answer.
         ValueError: the checkpoint is damaged (then it is a :class:`Damaged`), or of another model or optimizer. The
             message names the file or tensor. Nothing was changed.
     """
-    folder, ranks = Path(path), Ranks(process_group)
+    folder, ranks = store_of(path), Ranks(process_group)
     opened: list[Checkpoint] = []
     ranks.together(lambda: opened.append(open_checkpoint(folder)))
     stored = opened[0].shapes()
@@ -218,7 +221,7 @@ def _rooms(checkpoint: Checkpoint, prefix: str, given: Mapping[str, Any]) -> dic
     return rooms
 
 
-def _check_names(folder: Path, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
+def _check_names(folder: Store, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
     """Raise ValueError if the checkpoint has tensors of a model or optimizer that this one does not have."""
     from shardwright.checkpoint.state import State
 

@@ -1,6 +1,6 @@
-"""Files of a checkpoint on disk: parts of tensors in a file of each rank, and the small files that describe them.
+"""What the files of a checkpoint hold: parts of tensors in a file of each rank, and the small files that describe them.
 
-Nothing here communicates. Every file is on disk (fsync) when its function returns.
+Nothing here communicates. Every file is durable when its function returns.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import io
-import os
 import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,6 +34,7 @@ from shardwright.checkpoint.index import (
     parse_index,
 )
 from shardwright.checkpoint.state import Progress, ignore
+from shardwright.checkpoint.stores import Files, files_of
 
 #: Plain values as ``torch.save`` writes them, for torch's reader. Ours reads them in the index.
 VALUES = "__values.distcp"
@@ -78,16 +78,17 @@ def bytes_of(tensor: Tensor) -> tuple[memoryview, Tensor]:
 
 
 def write_parts(
-    folder: Path, file: str, parts: Iterable[PartToWrite], progress: Progress = ignore
+    folder: Path | Files, file: str, parts: Iterable[PartToWrite], progress: Progress = ignore
 ) -> Written:
-    """Write a rank's file.
+    """Write a rank's file. It has the name that ``folder`` stores it under.
 
     Raises:
         OSError: the file cannot be written, or is there already. It names the file.
     """
     written: list[tuple[str, Part]] = []
-    path = folder / file
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    files = files_of(folder)
+    file = files.stored_name(file)
+    writer = files.create(file)
     try:
         start = 0
         for part in parts:
@@ -97,67 +98,22 @@ def write_parts(
             for piece in (data, tail):
                 sha256.update(piece)
             length = len(head) + len(data) + len(tail)
-            write_all(descriptor, (head, data, tail), path)
+            writer.write((head, data, tail))
             place = Part(part.offsets, part.sizes, file, start, length, start + len(head), sha256.hexdigest())
             written.append((part.name, place))
             start += length
             progress(len(data))
             del data, held
-        sync(descriptor, path)
-    finally:
-        os.close(descriptor)
+        writer.finish()
+    except BaseException:
+        writer.discard()
+        raise
     return Written(file, written)
 
 
-def write_all(descriptor: int, pieces: Iterable[bytes | memoryview], path: Path) -> None:
-    """Write all bytes at the end of a file. A failure names the file."""
-    for piece in pieces:
-        rest = memoryview(piece)
-        while rest:  # one call writes 2 GiB at most
-            try:
-                count = os.write(descriptor, rest[: 1 << 30])
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(path)) from None
-            rest = rest[count:]
-
-
-def sync(descriptor: int, path: Path) -> None:
-    """Wait until a file is on disk. A failure names the file."""
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def drop_from_cache(folder: Path, file: str) -> None:
-    """Let the next read of a file come from the disk, as far as the system can do that. It may be missing."""
-    if not hasattr(os, "posix_fadvise") or not (folder / file).exists():
-        return
-    descriptor = os.open(folder / file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-
-
-def write_file(path: Path, content: bytes) -> StoredFile:
-    """Write a small file."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        write_all(descriptor, [content], path)
-        sync(descriptor, path)
-    finally:
-        os.close(descriptor)
+def _write_file(files: Files, name: str, content: bytes) -> StoredFile:
+    files.write(name, content)
     return StoredFile(len(content), hashlib.sha256(content).hexdigest(), False)
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        sync(descriptor, folder)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -171,7 +127,7 @@ class Contents:
     about: Mapping[str, str]
 
 
-def write_descriptions(folder: Path, contents: Contents, written: Sequence[Written]) -> Index:
+def write_descriptions(folder: Path | Files, contents: Contents, written: Sequence[Written]) -> Index:
     """Write what describes a checkpoint: ``.metadata`` and values for torch's reader, and last ``index.json``.
 
     Raises:
@@ -189,15 +145,17 @@ def write_descriptions(folder: Path, contents: Contents, written: Sequence[Writt
     }
     flat = _as_torch_flattens(contents.values)
     places, content = _pickled_values(flat)
-    files[VALUES] = write_file(folder / VALUES, content)
-    files[METADATA] = write_file(folder / METADATA, _metadata(tensors, flat, places))
+    into = files_of(folder)
+    values = into.stored_name(VALUES)
+    files[values] = _write_file(into, values, content)
+    files[METADATA] = _write_file(into, METADATA, _metadata(tensors, flat, places, values))
     index = Index(contents.attempt, contents.ranks, tensors, contents.values, files, contents.about)
     text = index_text(index).encode()
     try:
         parse_index(text)
     except Damaged as problem:
         raise RuntimeError(f"the ranks have written parts that are no whole checkpoint: {problem}") from None
-    write_file(folder / INDEX, text)
+    into.write(into.stored_name(INDEX), text)
     return index
 
 
@@ -249,6 +207,7 @@ def _metadata(
     tensors: Mapping[str, StoredTensor],
     flat: Mapping[str, tuple[tuple[str | int, ...], Any]],
     places: Mapping[str, tuple[int, int]],
+    file_of_values: str,
 ) -> bytes:
     """The pickle that torch's own writer would leave for these parts."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -274,7 +233,7 @@ def _metadata(
         entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
     for name, (start, length) in places.items():
         entries[name] = BytesStorageMetadata()
-        storage[MetadataIndex(name)] = _StorageInfo(VALUES, start, length)
+        storage[MetadataIndex(name)] = _StorageInfo(file_of_values, start, length)
     paths = {name: _steps(tensor.path) for name, tensor in tensors.items()}
     paths.update({name: path for name, (path, _) in flat.items()})
     metadata = Metadata(entries, planner_data=paths, storage_data=storage, storage_meta=StorageMeta())
