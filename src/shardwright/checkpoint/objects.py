@@ -30,8 +30,8 @@ _OURS = re.compile(
 #: File systems whose folders must be made before files are in them. Others would make a bucket of a misspelt name.
 _WITH_FOLDERS = {"sftp", "ssh", "ftp", "hdfs", "arrow_hdfs", "webhdfs", "smb", "dask", "dbfs"}
 _CREDENTIALS = {
-    "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or log in with gcloud",
+    "s3": "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "Set GOOGLE_APPLICATION_CREDENTIALS, or log in with gcloud",
 }
 T = TypeVar("T")
 
@@ -162,7 +162,7 @@ class ObjectStore:
 
     def abandon(self, names: Iterable[str]) -> None:
         """Objects stay if they may be of a committed checkpoint: if ``index.json`` names them, or cannot be read."""
-        own = {self.stored_name(name) for name in names}
+        own = {self.stored_name(name) for name in (*names, _MARK)}
         try:
             if self._names_attempt(INDEX):
                 return

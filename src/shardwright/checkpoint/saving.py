@@ -17,7 +17,7 @@ import torch
 
 from shardwright.checkpoint import places
 from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.index import Index, check_coverage
+from shardwright.checkpoint.index import INDEX, Index, check_coverage
 from shardwright.checkpoint.loading import open_together
 from shardwright.checkpoint.places import Location, store_of
 from shardwright.checkpoint.ranks import Ranks
@@ -25,6 +25,7 @@ from shardwright.checkpoint.state import Box, Progress, State, ignore
 from shardwright.checkpoint.stores import Store
 from shardwright.checkpoint.values import encoded
 from shardwright.checkpoint.writing import (
+    VALUES,
     Contents,
     PartToWrite,
     Written,
@@ -176,7 +177,7 @@ def open_save(path: Location, plan: Plan, ranks: Ranks, overwrite: bool) -> Iter
         yield unfinished
     except BaseException:
         if ranks.is_first:
-            unfinished.abandon([file_of_rank(rank) for rank in range(ranks.size)])
+            unfinished.abandon([*map(file_of_rank, range(ranks.size)), VALUES, INDEX])
         raise
 
 
