@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,6 +72,7 @@ def s3(address: str) -> Iterator[Any]:
     os.environ.update(environment)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_returns_and_torch_reads_it(s3: Any) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
@@ -114,6 +118,42 @@ def test_an_upload_that_fails_does_not_appear(s3: Any, monkeypatch: pytest.Monke
     read = {"t": torch.zeros_like(tensor)}
     load_state("s3://runs/big", read, ALONE)
     assert torch.equal(read["t"], tensor) and not uploads(s3)
+
+
+_KILLED = """
+import os, signal, torch, fsspec
+from shardwright.checkpoint import objects
+from shardwright.checkpoint.ranks import Ranks
+from shardwright.checkpoint.saving import save_state
+
+objects.BLOCK = 5 << 20
+kind = fsspec.get_filesystem_class("s3")
+original = kind.call_s3
+
+def dies_at_the_second_part(self, method, *args, **options):
+    if method == "upload_part" and options["PartNumber"] == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(self, method, *args, **options)
+
+kind.call_s3 = dies_at_the_second_part
+save_state("s3://runs/killed", {"t": torch.zeros(3 << 20)}, Ranks(alone=True))
+"""
+
+
+def test_a_killed_save_leaves_no_checkpoint_and_is_replaced_if_asked(s3: Any) -> None:
+    url, tensor = "s3://runs/killed", torch.ones(5)
+    killed = subprocess.run([sys.executable, "-c", _KILLED], capture_output=True, text=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    (left,) = s3.find("runs", refresh=True)
+    assert "__begun" in left and len(uploads(s3)) == 1
+    with pytest.raises(FileNotFoundError, match="holds no whole checkpoint: a save was interrupted"):
+        load_state(url, {"t": tensor}, ALONE)
+    with pytest.raises(FileExistsError, match=r"what an interrupted save has left \(1 object\)"):
+        save_state(url, {"t": tensor}, ALONE)
+    save_state(url, {"t": tensor}, ALONE, overwrite=True)
+    read = {"t": torch.zeros(5)}
+    load_state(url, read, ALONE)
+    assert torch.equal(read["t"], tensor)
 
 
 def test_a_commit_never_replaces_an_object(s3: Any) -> None:

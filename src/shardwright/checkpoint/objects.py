@@ -220,7 +220,8 @@ class ObjectStore:
                 )
             left = f"a damaged checkpoint ({problem})"
         else:
-            left = f"what an interrupted save has left ({len(names)} objects)"
+            count = len(names)
+            left = f"what an interrupted save has left ({count} object{'s' * (count > 1)})"
         if not overwrite:
             raise FileExistsError(
                 f"{self._url} holds {left}. Pass overwrite=True to delete it, or choose another URL"
