@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,9 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from shardwright.checkpoint.digests import Digest, digest_of
+from shardwright.checkpoint.digests import digest_of
+from shardwright.checkpoint.index import INDEX, StoredFile, index_text, parse_index
 from shardwright.train import checkpoint
-from shardwright.train.stored import POSITION_FILE, Position, position_text
+from shardwright.train.steps import Position
 
 Damage = Callable[[Path, Path], None]
 """Damages the file at the first path. At the second is the file of that name of another step."""
@@ -90,20 +91,11 @@ DAMAGES: dict[str, Damage] = {
 
 
 def sealed_again(folder: Path) -> None:
-    """Digests of the files as they are now: what an attacker leaves, who is no accident."""
-    content = json.loads((folder / POSITION_FILE).read_text())
-    digests = {name: digest_of(folder / name) for name in content["files"]}
-    write_position(folder, Position(content["step"], content["samples"]), digests)
-
-
-def write_position(folder: Path, position: Position, digests: dict[str, Digest]) -> None:
-    (folder / POSITION_FILE).write_text(position_text(position, digests))
-
-
-def without_checksums(folder: Path) -> None:
-    """As it was written before there were any."""
-    content = json.loads((folder / POSITION_FILE).read_text())
-    (folder / POSITION_FILE).write_text(json.dumps({key: content[key] for key in ("step", "samples")}))
+    """Digests of the files without parts as they are now: what an attacker leaves, who is no accident."""
+    index = parse_index((folder / INDEX).read_bytes())
+    digests = {name: digest_of(folder / name) for name, file in index.files.items() if not file.has_parts}
+    files = {name: StoredFile(*digest, False) for name, digest in digests.items()}
+    (folder / INDEX).write_text(index_text(replace(index, files={**index.files, **files})))
 
 
 class Job:
@@ -129,16 +121,16 @@ class Job:
                 for key in ("exp_avg", "exp_avg_sq"):
                     state[key] = torch.full_like(p.detach(), step + number / 7)
 
-    def save(self, step: int, keep: int = 5) -> Path:
+    def save(self, step: int) -> Path:
         self.at(step)
         position = Position(step, 4 * step)
-        return checkpoint.save(self.checkpoints, self.model, self.optimizer, position, keep, self.said.append)
+        return checkpoint.save(self.checkpoints, self.model, self.optimizer, position, self.said.append)
 
     def load(self) -> Position:
         self.said.clear()
         return checkpoint.load_newest(
             self.checkpoints, self.model, self.optimizer, self.shapes, self.said.append
-        )
+        ).position
 
     def is_at(self, step: int) -> bool:
         """Whether this rank's shards are those of that step, all of them."""

@@ -188,12 +188,12 @@ def test_damaged_runs_are_refused(tmp_path: Path, finished: Path, capsys: pytest
     config = finished.parent / "tiny.toml"
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
-    next((folder / "checkpoints" / "step-2").glob("*.distcp")).unlink()
+    (folder / "checkpoints" / "step-2" / "__0_0.distcp").unlink()
     assert "found only damaged ones (step-2: no __0_0.distcp file" in refused(
         capsys, "train", config, "--resume", folder
     )
     (folder / "checkpoints" / "step-2" / ".metadata").write_bytes(b"no pickle")
-    assert ".metadata is not the file that was saved" in refused(capsys, "train", config, "--resume", folder)
+    assert ".metadata holds 9 bytes" in refused(capsys, "train", config, "--resume", folder)
     shutil.rmtree(folder / "checkpoints")
     assert "expected a whole checkpoint, found none" in refused(capsys, "train", config, "--resume", folder)
     (folder / "run.json").write_text("{")

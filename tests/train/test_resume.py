@@ -96,11 +96,12 @@ def test_cut_off_checkpoint_is_passed_over(
     config, folder = config_file(tmp_path), tmp_path / "run"
     assert train_here(config, "--run.dir", folder, "--train.steps", "6", "--checkpoint.every", "2") == 0
     newest = folder / "checkpoints" / "step-6"
-    data = next(newest.glob("*.distcp"))
+    data = newest / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[:-100])  # as if the machine had stopped while the disk was writing
     assert train_here(config, "--resume", folder) == 0
     assert f"{newest} is damaged" in capsys.readouterr().out
     assert losses(folder) == losses(plain_run)  # steps 5 and 6 again, recorded once
+    assert what_is_missing(folder / "checkpoints" / "step-8") is None
 
 
 def test_broken_checkpoints_do_not_count_among_those_kept(tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def test_broken_checkpoints_do_not_count_among_those_kept(tmp_path: Path) -> Non
     checkpoints = folder / "checkpoints"
     shutil.copytree(checkpoints / "step-8", checkpoints / "step-10")
     for step in (8, 10):
-        next((checkpoints / f"step-{step}").glob("*.distcp")).unlink()
+        (checkpoints / f"step-{step}" / "__0_0.distcp").unlink()
     assert train_here(config, "--resume", folder, "--train.steps", "7", *every) == 0
     assert saved_steps(checkpoints) == [7, 6]
     assert all(what_is_missing(checkpoints / f"step-{step}") is None for step in (7, 6))

@@ -124,7 +124,8 @@ def begin(path: Path, attempt: str, nbytes: int, overwrite: bool) -> Path:
     folder = partial_folder(path, attempt)
     free = shutil.disk_usage(path.parent).free
     if free < nbytes:
-        raise OSError(errno.ENOSPC, f"the checkpoint needs {nbytes:,} bytes, {free:,} are free", str(path))
+        reason = f"{os.strerror(errno.ENOSPC)}: the checkpoint needs {nbytes:,} bytes, {free:,} are free"
+        raise OSError(errno.ENOSPC, reason, str(path))
     folder.mkdir()
     return folder
 

@@ -91,7 +91,8 @@ def save(
         with patience(say, lambda: f"saving {final}: {time.perf_counter() - started:.0f} s"):
             save_state(final, state, ranks, overwrite=True, verified=True)
     except OSError as error:
-        raise SaveFailedError(unwritable(final, error)) from error
+        reason = error if error.filename is None else OSError(f"{error.filename}: {error.strerror}")
+        raise SaveFailedError(unwritable(final, reason)) from error
     except ValueError as error:
         raise UserError(f"{final}: cannot save: {error}") from error
     return final
@@ -170,17 +171,24 @@ def continue_generators(loaded: Loaded, seed: int, ranks: Ranks) -> str | None:
 
     They start again at another number of ranks: each rank has a seed that depends on `seed`, the step and the rank.
     """
+    step, reason = loaded.position.step, "has no states of random generators"
     if loaded.generators is not None:
-        set_generator_states(loaded.generators)
-        return None
-    step = loaded.position.step
+        try:
+            set_generator_states(loaded.generators)
+            return None
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            LookupError,
+        ) as error:  # of another version of torch or Python
+            reason = f"has states of random generators that cannot be restored ({error})"
+    elif loaded.ranks is not None:
+        reason = (
+            f"was saved by {counted(loaded.ranks, 'rank')} and is loaded by {counted(ranks.size, 'rank')}"
+        )
     digest = hashlib.sha256(f"{seed} {step} {ranks.rank}".encode()).digest()
     seed_generators(int.from_bytes(digest[:8], "little") >> 1)
-    reason = (
-        "has no states of random generators"
-        if loaded.ranks is None
-        else f"was saved by {counted(loaded.ranks, 'rank')} and is loaded by {counted(ranks.size, 'rank')}"
-    )
     return (
         f"the checkpoint of step {step} {reason}: random generators do not go on where they were; each rank has a "
         "seed derived from run.seed, the step and the rank"
@@ -395,7 +403,7 @@ def _read(stored: Stored, state: dict[str, Any], ranks: Ranks, say: Say) -> dict
 
 
 def _read_into(state: dict[str, Any], stored: Stored, ranks: Ranks) -> dict[str, Any]:
-    """Read into the tensors of a state. Returns the checkpoint's values; of version 0.1's they go into the state."""
+    """Read into the tensors of a state. Returns the checkpoint's values; of earlier versions they go into the state."""
     if stored.index is not None:
         return read_state(stored.checkpoint, state, ranks)
     assert stored.checkpoint.metadata is not None

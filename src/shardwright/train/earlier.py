@@ -1,4 +1,4 @@
-"""Checkpoints as version 0.1 wrote them: a folder by torch's writer with a position.json.
+"""Checkpoints as versions up to 0.2 wrote them: a folder by torch's writer with a position.json.
 
 This file has the step, the samples seen, and the length and SHA-256 of every other file. Nothing writes this form any
 more. Nothing here communicates or executes a file.

@@ -1,6 +1,6 @@
 """A checkpoint of a run on disk: where the run stood, what it holds, and whether its files are those that were saved.
 
-It is a folder checkpoints/step-N by ``shardwright.checkpoint``. `earlier` reads those of version 0.1. Nothing here
+It is a folder checkpoints/step-N by ``shardwright.checkpoint``. `earlier` reads those of earlier versions. Nothing here
 communicates or executes a file.
 """
 
@@ -37,7 +37,7 @@ class Stored:
 
     position: Position
     checkpoint: Checkpoint
-    digests: Digests | None = None  #: of files in the form of version 0.1, if it has them
+    digests: Digests | None = None  #: of files in the earlier form, if it has them
 
     @property
     def folder(self) -> Path:
@@ -57,7 +57,7 @@ class Stored:
         return sizes if self.digests is None else {name: self.digests[name].nbytes for name in sizes}
 
     def contents(self) -> dict[str, Any]:
-        """The nested state, with a :class:`Form` for each tensor. Values in the form of version 0.1 are None."""
+        """The nested state, with a :class:`Form` for each tensor. Values in the earlier form are None."""
         metadata = self.checkpoint.metadata
         if self.index is not None:
             leaves: dict[Any, Any] = {
@@ -99,7 +99,7 @@ def examine(folder: Path) -> Stored:
         except FileNotFoundError:
             raise Damaged("the folder is not there") from None
         if checkpoint.index is None:
-            raise Damaged(f"no {INDEX} file")
+            raise Damaged(f"neither {INDEX} nor {POSITION_FILE} is there")
         position, source = position_in(checkpoint.index), INDEX
     if folder.name != f"step-{position.step}":
         raise Damaged(f"{source} is of step {position.step}")

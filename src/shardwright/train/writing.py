@@ -37,7 +37,7 @@ def _is_any(error: BaseException, *numbers: int) -> bool:
     if not isinstance(error, OSError):
         return False
     return error.errno in numbers or (
-        error.errno is None and any(str(error).endswith(os.strerror(number)) for number in numbers)
+        error.errno is None and any(os.strerror(number) in str(error) for number in numbers)
     )
 
 

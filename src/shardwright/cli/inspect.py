@@ -1,0 +1,39 @@
+"""`shardwright inspect`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from shardwright.cli.command import Call, Command
+from shardwright.cli.parsing import Parser
+
+
+def _run(call: Call) -> int:
+    from shardwright.train.inspecting import inspect
+
+    damage = inspect(
+        Path(call.options.path),
+        quick=call.options.quick,
+        tensors=call.options.tensors,
+        show=lambda line: print(line),
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    if damage is None:
+        return 0
+    sys.stdout.flush()
+    print("error:", " ".join(damage.split()), file=sys.stderr, flush=True)
+    return 1
+
+
+def _add_options(parser: Parser) -> None:
+    parser.add_argument(
+        "path", metavar="PATH", help="a checkpoint (runs/NAME/checkpoints/step-N), or the folder of a run"
+    )
+    parser.add_argument("--tensors", action="store_true", help="list all tensors, not only the largest")
+    parser.add_argument(
+        "--quick", action="store_true", help="compare the sizes of files; do not read them and their digests"
+    )
+
+
+COMMAND = Command("inspect", "show what a checkpoint holds, and whether it is whole", _add_options, _run)
