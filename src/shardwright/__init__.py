@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from shardwright import comm_hooks, layout, optim
     from shardwright.checkpoint import (
+        AsyncCheckpoint,
         load_checkpoint,
         load_pretrained,
         receive_weights,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AdamW8bit",
     "Allocator",
+    "AsyncCheckpoint",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
@@ -105,6 +107,7 @@ _MODULES = {
 _HOMES = {
     "AdamW8bit": "shardwright.optim",
     "Allocator": "shardwright.memory",
+    "AsyncCheckpoint": "shardwright.checkpoint",
     "CPUOffloadPolicy": "torch.distributed.fsdp",
     "DataParallelMeshDims": "shardwright._torch",
     "FSDPModule": "shardwright.engine",

@@ -391,3 +391,12 @@ def test_a_store_that_the_ranks_do_not_share_is_refused(rank: int, world_size: i
     with pytest.raises(OSError, match=r"^rank 1: memory://c/__begun.* is not there.*store that they share"):
         save_state("memory://c", {"t": torch.ones(3)}, Ranks())
     assert not fsspec.filesystem("memory").find("/c")
+
+
+def test_an_asynchronous_save_refuses_a_url() -> None:
+    with sw.AsyncCheckpoint() as checkpoints:
+        with pytest.raises(
+            ValueError, match=r"writes to a folder, found memory://c\. Use save_checkpoint for a URL"
+        ):
+            checkpoints.save("memory://c", nn.Linear(2, 2))
+        assert checkpoints.poll() is None

@@ -16,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwright.checkpoint.asynchronous import AsyncCheckpoint
     from shardwright.checkpoint.load import Loaded, load_pretrained
     from shardwright.checkpoint.names import Joined, KeyMap, Slice, Stacked, Transposed
     from shardwright.checkpoint.receiving import receive_weights
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from shardwright.checkpoint.training import load_checkpoint, save_checkpoint
 
 __all__ = [
+    "AsyncCheckpoint",
     "Joined",
     "KeyMap",
     "Loaded",
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncCheckpoint": "asynchronous",
     "Joined": "names",
     "KeyMap": "names",
     "Loaded": "load",

@@ -6,6 +6,7 @@ the tensor, and its bytes. The bytes here depend on the tensor alone, so equal t
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import struct
@@ -29,26 +30,35 @@ def container(dtype: torch.dtype, shape: Sequence[int], data: memoryview) -> tup
     Raises:
         ValueError: the tensor has more than :data:`LARGEST` bytes.
     """
-    if len(data) > LARGEST:
-        raise ValueError(f"a part of a tensor holds {len(data):,} bytes, at most {LARGEST:,} can be written")
+    return _around(dtype, tuple(shape), len(data), zlib.crc32(data))
+
+
+def lengths(dtype: torch.dtype, shape: Sequence[int]) -> tuple[int, int]:
+    """Bytes of what stands before and after a tensor of this dtype and shape. Raises ValueError as above."""
+    head, tail = _around(dtype, tuple(shape), prod(shape) * dtype.itemsize, 0)
+    return len(head), len(tail)
+
+
+def _around(dtype: torch.dtype, shape: tuple[int, ...], nbytes: int, crc32: int) -> tuple[bytes, bytes]:
+    if nbytes > LARGEST:
+        raise ValueError(f"a part of a tensor holds {nbytes:,} bytes, at most {LARGEST:,} can be written")
     zipped = _Zip()
-    zipped.add("archive/data.pkl", _pickled(dtype, shape))
-    zipped.add("archive/byteorder", b"little")
-    zipped.add("archive/version", b"3\n")
-    zipped.add("archive/data/0", data, ALIGNMENT)
-    return bytes(zipped.head), zipped.directory()
+    for name, data in (("data.pkl", _pickled(dtype, shape)), ("byteorder", b"little"), ("version", b"3\n")):
+        zipped.add(f"archive/{name}", len(data), zlib.crc32(data))
+        zipped.head += data
+    zipped.add("archive/data/0", nbytes, crc32, ALIGNMENT)
+    return bytes(zipped.head), zipped.directory(nbytes)
 
 
 class _Zip:
-    """Records of a zip file without compression. The last one's data is left out."""
+    """Records of a zip file without compression. Their data is for the caller to put after each."""
 
     def __init__(self) -> None:
         self.head = bytearray()
-        self._left_out = 0
         self._entries = bytearray()
         self._count = 0
 
-    def add(self, name: str, data: bytes | memoryview, alignment: int = 1) -> None:
+    def add(self, name: str, nbytes: int, crc32: int, alignment: int = 1) -> None:
         start, encoded = len(self.head), name.encode()
         begin = start + 30 + len(encoded)
         extra = b""
@@ -56,19 +66,16 @@ class _Zip:
             filler = -(begin + 4) % alignment
             extra = struct.pack("<HH", 0x4246, filler) + b"Z" * filler  # as torch pads
         fields = struct.pack(
-            "<HHHHHIIIHH", 20, 0, 0, *_STAMP, zlib.crc32(data), len(data), len(data), len(encoded), len(extra)
+            "<HHHHHIIIHH", 20, 0, 0, *_STAMP, crc32, nbytes, nbytes, len(encoded), len(extra)
         )
         self.head += b"PK\3\4" + fields + encoded + extra
-        if isinstance(data, memoryview):
-            self._left_out = len(data)
-        else:
-            self.head += data
         without_extra = fields[:-2] + struct.pack("<HHHHII", 0, 0, 0, 0, 0, start)
         self._entries += b"PK\1\2" + struct.pack("<H", 20) + without_extra + encoded
         self._count += 1
 
-    def directory(self) -> bytes:
-        count, size, begin = self._count, len(self._entries), len(self.head) + self._left_out
+    def directory(self, nbytes: int) -> bytes:
+        """What stands behind the last record, whose data has so many bytes."""
+        count, size, begin = self._count, len(self._entries), len(self.head) + nbytes
         comment = bytes(-(begin + size + 22) % ALIGNMENT)
         end = struct.pack("<HHHHIIH", 0, 0, count, count, size, begin, len(comment))
         return bytes(self._entries) + b"PK\5\6" + end + comment
@@ -94,7 +101,8 @@ class _Storage:
         self.identity = identity
 
 
-def _pickled(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
+@functools.lru_cache(256)
+def _pickled(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """The pickle of a contiguous tensor on the host: what torch makes of an empty one, with this shape."""
     rebuild, (storage, *_, hooks), *_ = _of_empty(dtype)
     count = prod(shape)
@@ -107,7 +115,7 @@ def _pickled(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     held = _Storage(("storage", kind, "0", "cpu", count))
     stream = io.BytesIO()
-    described = _Described((rebuild, (held, 0, tuple(shape), tuple(strides), False, hooks, *more)))
+    described = _Described((rebuild, (held, 0, shape, tuple(strides), False, hooks, *more)))
     _Pickler(stream, protocol=2).dump(described)
     return stream.getvalue()
 

@@ -300,17 +300,18 @@ class StoreError(OSError):
 class ObjectWriter:
     """An object that appears when it is finished. It is uploaded in parts, so that no more than two are in memory."""
 
+    in_order = True
+
     def __init__(self, store: ObjectStore, name: str) -> None:
         self._store, self._name = store, name
         system, path = store._system(name)
         self._stream = system.open(path, "wb", block_size=BLOCK)
 
-    def write(self, pieces: Iterable[bytes | memoryview]) -> None:
+    def write(self, piece: bytes | memoryview, position: int) -> None:
+        whole = memoryview(piece)
         with self._store._reported(self._name, "written"):
-            for piece in pieces:
-                whole = memoryview(piece)
-                for start in range(0, len(whole), SLICE):
-                    self._stream.write(whole[start : start + SLICE])
+            for start in range(0, len(whole), SLICE):
+                self._stream.write(whole[start : start + SLICE])
 
     def finish(self) -> None:
         with self._store._reported(self._name, "written"):

@@ -115,11 +115,7 @@ def begin(path: Path, attempt: str, nbytes: int, overwrite: bool) -> Path:
         OSError: the folder cannot be made, or the disk has less than ``nbytes`` free.
     """
     recover(path)
-    if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
-        if not overwrite:
-            raise FileExistsError(f"{path} exists. Choose another path, or pass overwrite=True")
-        if path.is_symlink() or not is_checkpoint(path):
-            raise FileExistsError(f"{path} is no checkpoint, so it is not overwritten. Choose another path")
+    check_free(path, overwrite)
     _make_durable(path.parent)
     folder = partial_folder(path, attempt)
     free = shutil.disk_usage(path.parent).free
@@ -128,6 +124,15 @@ def begin(path: Path, attempt: str, nbytes: int, overwrite: bool) -> Path:
         raise OSError(errno.ENOSPC, reason, str(path))
     folder.mkdir()
     return folder
+
+
+def check_free(path: Path, overwrite: bool) -> None:
+    """Raise FileExistsError if a save must not give this name to its folder."""
+    if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+        if not overwrite:
+            raise FileExistsError(f"{path} exists. Choose another path, or pass overwrite=True")
+        if path.is_symlink() or not is_checkpoint(path):
+            raise FileExistsError(f"{path} is no checkpoint, so it is not overwritten. Choose another path")
 
 
 def _make_durable(folder: Path) -> None:

@@ -76,7 +76,7 @@ class Ranks:
             if error is not None:
                 raise error
             return [result]
-        failure_here = None if error is None else (_kind(error), _text(error))
+        failure_here = None if error is None else described(error)
         outcomes = self.everyones((result, failure_here))
         failures = [(rank, *each) for rank, (_, each) in enumerate(outcomes) if each is not None]
         if failures:
@@ -95,6 +95,11 @@ def raise_for(failures: list[tuple[int, int, str]], ranks: int, own: Exception |
     same = len(failures) == ranks and all(each[2] == text for each in failures)
     message = text if same or text.startswith("rank ") else f"rank {rank}: {text}"
     raise _KINDS[kind](message) from own
+
+
+def described(error: Exception) -> tuple[int, str]:
+    """The number of an error's kind, and the error in one line: what :func:`raise_for` takes."""
+    return _kind(error), _text(error)
 
 
 def _kind(error: Exception) -> int:

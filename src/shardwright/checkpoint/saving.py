@@ -8,22 +8,24 @@ unfinished files and is raised on every rank.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwright.checkpoint import places
 from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.index import INDEX, Index, check_coverage
+from shardwright.checkpoint.index import INDEX, Index, StoredValue, check_coverage
 from shardwright.checkpoint.loading import open_together
 from shardwright.checkpoint.places import Location, store_of
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import Box, Progress, State, ignore
 from shardwright.checkpoint.stores import Store
-from shardwright.checkpoint.values import encoded
+from shardwright.checkpoint.values import decoded, encoded
 from shardwright.checkpoint.writing import (
     VALUES,
     Contents,
@@ -86,16 +88,19 @@ class Plan:
         """
         parts: dict[BoxName, Box] = {}
         forms: dict[str, Form] = {}
-        taken: list[State] = []
+        values: dict[str, StoredValue] = {}
 
         def take() -> None:
-            taken.append(State.of(state))
-            for each in taken[0].tensors.values():
+            mine = State.of(state)
+            for each in mine.tensors.values():
                 forms[each.name] = (each.path, each.dtype, each.shape)
                 for box in each.boxes_to_save():
                     parts[each.name, box.offsets, box.sizes] = box
-            for name, value in taken[0].values.items():
-                encoded(value.value, name)
+            for name, value in mine.values.items():
+                # As a reader of the index gets it. So torch's reader gets the same, in the same bytes, whatever objects
+                # are one object here.
+                text = json.dumps(encoded(value.value, name))
+                values[name] = StoredValue(value.path, decoded(json.loads(text)))
 
         ranks.together(take)
         everyones = ranks.at_first((forms, list(parts)))
@@ -112,7 +117,7 @@ class Plan:
         mine = ranks.from_first(shares)
         attempt = ranks.of_first(places.new_attempt())
         own = [PartToWrite(*name, parts[name].local) for name in mine]
-        return cls(own, Contents(attempt, ranks.size, whole or forms, taken[0].values, about()))
+        return cls(own, Contents(attempt, ranks.size, whole or forms, values, about()))
 
     @property
     def nbytes(self) -> int:
@@ -200,10 +205,7 @@ def describe(folder: Store, plan: Plan, writes: list[Written] | None, ranks: Ran
     def on_first() -> None:
         nonlocal index
         assert writes is not None
-        index = write_descriptions(folder, plan.contents, [each for each in writes if each.parts])
-        for each in writes:
-            if not each.parts:
-                folder.remove(each.file)
+        index = describe_parts(folder, plan.contents, writes)
 
     ranks.by_first(on_first)
     return index
@@ -219,10 +221,40 @@ def _read_back(folder: Store, ranks: Ranks, progress: Progress) -> None:
 
 
 def _commit(path: Location, folder: Store, plan: Plan, ranks: Ranks) -> None:
+    ranks.by_first(lambda: _commit_described(path, folder, plan.contents.attempt))
+
+
+def commit_parts(path: Location, folder: Path | Store, contents: Contents, writes: list[Written]) -> Index:
+    """Describe what each rank has written into ``folder``, check that it is whole, and commit it.
+
+    Raises:
+        OSError: a file cannot be written or renamed, or has another size than what was written. What was at ``path``
+            is unchanged.
+        RuntimeError: the parts are not all parts of the tensors.
+    """
+    unfinished = store_of(folder)
+    index = describe_parts(unfinished, contents, writes)
+    _commit_described(path, unfinished, contents.attempt)
+    return index
+
+
+def describe_parts(folder: Store, contents: Contents, writes: list[Written]) -> Index:
+    """The first half of :func:`commit_parts`: all but the commit."""
+    for each in writes:
+        if not each.parts:
+            folder.remove(each.file)
+    index = write_descriptions(folder, contents, [each for each in writes if each.parts])
+    for name, file in index.files.items():
+        try:
+            nbytes = folder.size(name)
+        except Damaged as problem:
+            raise OSError(f"{folder}/{name}: {problem}") from None
+        if nbytes != file.nbytes:
+            raise OSError(f"{folder}/{name}: {nbytes:,} bytes are there, {file.nbytes:,} were written")
+    return index
+
+
+def _commit_described(path: Location, folder: Store, attempt: str) -> None:
     place = store_of(path)
-
-    def on_first() -> None:
-        place.commit(folder)
-        place.remove_leftovers(plan.contents.attempt)
-
-    ranks.by_first(on_first)
+    place.commit(folder)
+    place.remove_leftovers(attempt)

@@ -17,8 +17,10 @@ from shardwright.checkpoint.digests import Damaged, open_regular, read_regular, 
 class Writer(Protocol):
     """A file that is being written. Either :meth:`finish` or :meth:`discard` ends it."""
 
-    def write(self, pieces: Iterable[bytes | memoryview]) -> None:
-        """Append. Raises OSError with the file and the reason."""
+    in_order: bool  #: each piece must follow the one before; else several threads may write anywhere
+
+    def write(self, piece: bytes | memoryview, position: int) -> None:
+        """Write at a position. Raises OSError with the file and the reason."""
 
     def finish(self) -> None:
         """Return when the file is durable. Raises OSError with the file and the reason."""
@@ -127,7 +129,7 @@ class LocalFiles:
     def write(self, name: str, content: bytes) -> None:
         writer = self.create(name)
         try:
-            writer.write([content])
+            writer.write(content, 0)
             writer.finish()
         except BaseException:
             writer.discard()
@@ -164,19 +166,20 @@ def files_of(place: Path | Files) -> Files:
 class LocalWriter:
     """A new file, on disk (fsync) when it is finished."""
 
+    in_order = False
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
-    def write(self, pieces: Iterable[bytes | memoryview]) -> None:
-        for piece in pieces:
-            rest = memoryview(piece)
-            while rest:  # one call writes 2 GiB at most
-                try:
-                    count = os.write(self._descriptor, rest[: 1 << 30])
-                except OSError as error:
-                    raise OSError(error.errno, error.strerror, str(self._path)) from None
-                rest = rest[count:]
+    def write(self, piece: bytes | memoryview, position: int) -> None:
+        rest = memoryview(piece)
+        while rest:  # one call writes 2 GiB at most
+            try:
+                count = os.pwrite(self._descriptor, rest[: 1 << 30], position)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self._path)) from None
+            rest, position = rest[count:], position + count
 
     def finish(self) -> None:
         sync(self._descriptor, self._path)

@@ -5,13 +5,18 @@ Nothing here communicates. Every file is durable when its function returns.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import io
+import os
 import pickle
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardwright._version import __version__
-from shardwright.checkpoint.archive import container
+from shardwright.checkpoint.archive import container, lengths
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.folders import METADATA
 from shardwright.checkpoint.index import (
@@ -34,7 +39,7 @@ from shardwright.checkpoint.index import (
     parse_index,
 )
 from shardwright.checkpoint.state import Progress, ignore
-from shardwright.checkpoint.stores import Files, files_of
+from shardwright.checkpoint.stores import Files, Writer, files_of
 
 #: Plain values as ``torch.save`` writes them, for torch's reader. Ours reads them in the index.
 VALUES = "__values.distcp"
@@ -88,27 +93,47 @@ def write_parts(
     written: list[tuple[str, Part]] = []
     files = files_of(folder)
     file = files.stored_name(file)
+    placed, end = [], 0
+    for part in parts:
+        placed.append((end, part))
+        head, tail = lengths(part.values.dtype, part.sizes)
+        end += head + prod(part.sizes) * part.values.dtype.itemsize + tail
+    for device in {part.values.device for _, part in placed if part.values.device.type != "cpu"}:
+        torch.accelerator.synchronize(device)  # the threads do not see which stream made the values
     writer = files.create(file)
     try:
-        start = 0
-        for part in parts:
-            data, held = bytes_of(part.values)
-            head, tail = container(held.dtype, part.sizes, data)
-            sha256 = hashlib.sha256(head)
-            for piece in (data, tail):
-                sha256.update(piece)
-            length = len(head) + len(data) + len(tail)
-            writer.write((head, data, tail))
-            place = Part(part.offsets, part.sizes, file, start, length, start + len(head), sha256.hexdigest())
-            written.append((part.name, place))
-            start += length
-            progress(len(data))
-            del data, held
+        with contextlib.ExitStack() as stack:
+            each_of: Callable[..., Iterable[Part]] = map
+            if not writer.in_order:
+                # Threads, because hashing takes longer than writing, and both let go of the interpreter.
+                each_of = stack.enter_context(ThreadPoolExecutor(threads())).map
+            places = each_of(lambda each: _write_part(writer, file, *each), placed)
+            for (_, part), place in zip(placed, places, strict=True):
+                written.append((part.name, place))
+                progress(part.values.nbytes)
         writer.finish()
     except BaseException:
         writer.discard()
         raise
     return Written(file, written)
+
+
+def _write_part(writer: Writer, file: str, start: int, part: PartToWrite) -> Part:
+    """Write a part at its place, and digest it."""
+    data, _held = bytes_of(part.values)
+    head, tail = container(part.values.dtype, part.sizes, data)
+    sha256, position = hashlib.sha256(), start
+    for piece in (head, data, tail):
+        writer.write(piece, position)
+        sha256.update(piece)
+        position += len(piece)
+    length = position - start
+    return Part(part.offsets, part.sizes, file, start, length, start + len(head), sha256.hexdigest())
+
+
+def threads() -> int:
+    """How many threads of a rank copy, digest and write: so few that what they copy stays small."""
+    return max(1, min(2, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _write_file(files: Files, name: str, content: bytes) -> StoredFile:
@@ -176,7 +201,8 @@ def _as_torch_flattens(values: Mapping[str, StoredValue]) -> dict[str, tuple[tup
 
 
 def _steps(path: Sequence[Any]) -> tuple[str | int, ...]:
-    return tuple(str(step[0]) if isinstance(step, tuple) else step for step in path)
+    steps = (str(step[0]) if isinstance(step, tuple) else step for step in path)
+    return tuple(sys.intern(str(step)) if isinstance(step, str) else step for step in steps)
 
 
 def _pickled_values(flat: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, tuple[int, int]], bytes]:
@@ -223,19 +249,26 @@ def _metadata(
 
     entries: dict[str, Any] = {}
     storage: dict[Any, Any] = {}
+    # A pickle refers to an object that it holds already, so equal strings have to be one object: then equal states give
+    # equal bytes.
+    tensors = {sys.intern(name): each for name, each in tensors.items()}
+    flat = {sys.intern(name): each for name, each in flat.items()}
+    places = {sys.intern(name): each for name, each in places.items()}
     for name, tensor in tensors.items():
         chunks = []
         for part in tensor.parts:
             offsets = torch.Size(part.offsets)
             chunks.append(ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
-            storage[MetadataIndex(name, offsets)] = _StorageInfo(part.file, part.start, part.length)
+            storage[MetadataIndex(name, offsets)] = _StorageInfo(
+                sys.intern(part.file), part.start, part.length
+            )
         properties = TensorProperties(dtype=tensor.dtype)
         entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
     for name, (start, length) in places.items():
         entries[name] = BytesStorageMetadata()
-        storage[MetadataIndex(name)] = _StorageInfo(file_of_values, start, length)
+        storage[MetadataIndex(name)] = _StorageInfo(sys.intern(file_of_values), start, length)
     paths = {name: _steps(tensor.path) for name, tensor in tensors.items()}
-    paths.update({name: path for name, (path, _) in flat.items()})
+    paths.update({name: _steps(path) for name, (path, _) in flat.items()})
     metadata = Metadata(entries, planner_data=paths, storage_data=storage, storage_meta=StorageMeta())
     return pickle.dumps(metadata, protocol=4)
 

@@ -1,0 +1,166 @@
+"""The writer process of an asynchronous save: ``python -m shardwright.checkpoint.background``, started by a trainer.
+
+It gets jobs through a pipe, writes the rank's file from shared memory, and leaves a note in the folder of the save. The
+first rank's writer waits for the notes of all ranks, describes and commits the checkpoint. Writers share only the file
+system. A writer ends when its trainer ends, however that happens, so nothing is committed for a dead trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+from shardwright.checkpoint import notes, places
+from shardwright.checkpoint.pipes import Lines, send
+from shardwright.checkpoint.ranks import described, raise_for
+from shardwright.checkpoint.saving import commit_parts
+from shardwright.checkpoint.staging import Job, SharedMemory, staged_job
+from shardwright.checkpoint.writing import Written, file_of_rank, write_parts
+
+#: Seconds without a sign of the other ranks, after which the first rank's writer gives up. Only while its trainer ends:
+#: before that, the trainers themselves find out that one of them is gone.
+PATIENCE = 60.0
+_IGNORED = (
+    "SIGINT",
+    "SIGTERM",
+    "SIGHUP",
+    "SIGUSR1",
+    "SIGUSR2",
+)  #: that schedulers send to all processes of a job
+_PR_SET_PDEATHSIG = 1
+
+
+class Writer:
+    """Runs the jobs of one trainer.
+
+    Args:
+        commands: the trainer's: {"do": "save", "at": first byte of the description, "bytes": its length},
+            {"do": "abandon", "attempt": ...} and {"do": "leave"}.
+        results: for the trainer: {"attempt": ..., "is": "written" | "committed" | "failed", ...}.
+        memory: where jobs are.
+    """
+
+    def __init__(self, commands: Lines, results: int, memory: int) -> None:
+        self._commands = commands
+        self._results = results
+        self._memory = memory
+        self._is_leaving = False
+
+    def run(self) -> None:
+        """Until the trainer leaves."""
+        while not self._is_leaving:
+            command = self._commands.next()
+            if command is None or command["do"] == "leave":
+                return
+            if command["do"] == "save":
+                memory = SharedMemory(self._memory)
+                self._save(staged_job(memory, command["at"], command["bytes"]))
+
+    def _save(self, job: Job) -> None:
+        start, attempt = time.monotonic(), job.contents.attempt
+        try:
+            written = write_parts(job.folder, file_of_rank(job.rank), job.parts)
+            notes.leave(job.folder, job.rank, attempt, written)
+            seconds = time.monotonic() - start
+            self._report(attempt, "written", nbytes=written.nbytes, seconds=seconds)
+            if job.is_first:
+                self._commit(job)
+                self._report(attempt, "committed", nbytes=written.nbytes, seconds=time.monotonic() - start)
+        except Exception as error:
+            kind, text = described(error)
+            with contextlib.suppress(OSError):  # the disk may be full; then the trainer says it
+                notes.leave_failure(job.folder, job.rank, attempt, kind, text)
+            self._report(attempt, "failed", kind=kind, text=text)
+
+    def _report(self, attempt: str, outcome: str, **more: Any) -> None:
+        with contextlib.suppress(OSError):  # the trainer is gone, and so is this process soon
+            send(self._results, {"attempt": attempt, "is": outcome, **more})
+
+    def _commit(self, job: Job) -> None:
+        writes = self._all_written(job)
+        places.check_free(job.path, job.overwrite)
+        notes.remove(job.folder, job.contents.ranks)
+        commit_parts(job.path, job.folder, job.contents, writes)
+
+    def _all_written(self, job: Job) -> list[Written]:
+        """What every rank has written.
+
+        Raises:
+            OSError and others: a rank has failed, or the trainer wants the save to end.
+        """
+        ranks, attempt = job.contents.ranks, job.contents.attempt
+        writes: dict[int, Written] = {}
+        seen: dict[str, int] = {}
+        change, pause = time.monotonic(), 0.002
+        while True:
+            sizes = notes.sizes(job.folder)
+            failures = []
+            for rank in [
+                rank for rank in range(ranks) if rank not in writes and notes.name_of(rank) in sizes
+            ]:
+                note = notes.read(job.folder, rank, attempt)
+                if isinstance(note, Written):
+                    writes[rank] = note
+                else:
+                    failures.append((rank, *note))
+            if failures:
+                raise_for(failures, ranks, None)
+            if len(writes) == ranks:
+                return [writes[rank] for rank in range(ranks)]
+            if sizes != seen:
+                seen, change = sizes, time.monotonic()
+            missing = min(set(range(ranks)) - writes.keys())
+            if self._is_leaving and time.monotonic() - change > PATIENCE:
+                raise RuntimeError(
+                    f"rank {missing} has not written its part of {job.path}: nothing in {job.folder} has changed for "
+                    f"{PATIENCE:.0f} seconds"
+                )
+            command = self._commands.next(pause)
+            self._is_leaving |= self._commands.ended or (command or {}).get("do") == "leave"
+            if command is not None and (command["do"], command.get("attempt")) == ("abandon", attempt):
+                raise RuntimeError(f"rank {missing} has not written its part of {job.path}")
+            if self._commands.ended:
+                time.sleep(pause)
+            pause = min(pause * 1.5, 0.25)
+
+
+def live_with(trainer: int, descriptor: int, is_main_thread: bool) -> None:
+    """End this process as soon as the trainer ends.
+
+    The system's own signal is for the end of the thread that has started this process, so it is used only for a main
+    thread. ``descriptor`` (a pidfd, or -1) wakes the thread here; without it, it looks twice a second.
+    """
+    if is_main_thread:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        # A trainer that ended before the call above has another process as its child's parent already.
+        while os.getppid() == trainer:
+            poller = select.poll()
+            if descriptor >= 0:
+                poller.register(descriptor, select.POLLIN)
+            if poller.poll(500):
+                break
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(arguments: list[str]) -> None:
+    """``arguments``: the trainer's process, whether its main thread called, and descriptors: see :class:`Writer`."""
+    trainer, is_main_thread, commands, results, memory, pidfd = map(int, arguments)
+    for name in _IGNORED:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    live_with(trainer, pidfd, bool(is_main_thread))
+    Writer(Lines(commands), results, memory).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
