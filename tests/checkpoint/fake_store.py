@@ -31,7 +31,9 @@ class FakeStore(AbstractFileSystem):
     largest_request: ClassVar[int] = 0
     changes: ClassVar[int] = 0  #: requests that change the store
     fail_at: ClassVar[int | None] = None  #: the number of the change that fails
-    failure: ClassVar[str] = "once"  #: or "down": later requests fail, too; or "lost": it is done
+    failure: ClassVar[str] = (
+        "once"  #: "down": later requests, too; "lost": it is done; "answer": of all requests
+    )
     late: ClassVar[bool] = False  #: lists are empty
     reason: ClassVar[OSError] = OSError(errno.EIO, "the store has failed")
 
@@ -48,6 +50,8 @@ class FakeStore(AbstractFileSystem):
     def _asked(self, call: str) -> None:
         cls = type(self)
         cls.calls[call] += 1
+        if cls.failure == "answer" and sum(cls.calls.values()) == cls.fail_at:
+            raise cls.reason
         if cls.fail_at is not None and cls.failure == "down" and cls.changes >= cls.fail_at:
             raise cls.reason
 
@@ -55,7 +59,7 @@ class FakeStore(AbstractFileSystem):
         self._asked(call)
         cls = type(self)
         cls.changes += 1
-        fails = cls.changes == cls.fail_at
+        fails = cls.changes == cls.fail_at and cls.failure != "answer"
         if not fails or cls.failure == "lost":
             change()
         if fails:

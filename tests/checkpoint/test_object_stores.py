@@ -238,6 +238,19 @@ def test_damage_is_noticed_before_anything_changes(tmp_path: Path) -> None:
     assert loads(url)
 
 
+def test_each_failure_of_a_load_is_one_error(tmp_path: Path) -> None:
+    url = f"fake://{tmp_path}/c"
+    save_state(url, state(), Ranks(alone=True))
+    for number in range(1, 100):
+        FakeStore.restart(number, "answer")
+        try:
+            load_state(url, zeros(), Ranks(alone=True))
+            break
+        except OSError as error:
+            assert str(error).startswith(url) and str(error).endswith("cannot be read: the store has failed")
+    assert 8 < number < 50
+
+
 def test_only_needed_bytes_are_read_in_small_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -354,11 +354,14 @@ class ObjectReader:
 
 
 def _write_new(system: Any, path: str, content: bytes) -> None:
-    """Write an object where none is. File systems that cannot compare and write in one step do it in two.
+    """Write an object where none is. Stores that cannot compare and write in one step do it in two.
 
     Raises:
         FileExistsError: an object is there.
     """
+    system.invalidate_cache()
+    if system.exists(path):  # first, since some stores ignore the condition
+        raise FileExistsError(path)
     try:
         system.pipe_file(path, content, mode="create")
         return
@@ -367,9 +370,6 @@ def _write_new(system: Any, path: str, content: bytes) -> None:
     except OSError as error:
         if error.errno != errno.ENOSYS:
             raise
-    system.invalidate_cache()
-    if system.exists(path):
-        raise FileExistsError(path)
     system.pipe_file(path, content)
 
 
