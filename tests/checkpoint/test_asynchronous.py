@@ -1,14 +1,10 @@
-"""``AsyncCheckpoint``: each checkpoint equals a synchronous one of its step, failures reach every rank, kills lose nothing."""
+"""``AsyncCheckpoint``: each equals a synchronous checkpoint of its step, and failures reach every rank."""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -192,7 +192,8 @@ def test_generate_prints_the_text(capsys: Capture, calls: list[dict[str, Any]]) 
         ("trian", "unknown command trian; did you mean train?"),
         (
             "fly",
-            "unknown command fly; the commands are train, compare, generate, export, layout, extensions, doctor",
+            "unknown command fly; the commands are train, compare, generate, export, inspect, layout, extensions, "
+            "doctor",
         ),
         ("--versoin", "unknown option --versoin; did you mean --version?"),
         (

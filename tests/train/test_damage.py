@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwright import cli
-from shardwright.checkpoint import loading, places, saving
+from shardwright.checkpoint import places, saving
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.index import INDEX
 from shardwright.checkpoint.ranks import Ranks
@@ -123,7 +123,7 @@ def test_what_one_rank_alone_sees_is_agreed_on(rank: int, world_size: int, tmp_p
     for error, kind in ((OSError(5, "Input/output error"), None), (MemoryError("none left"), RuntimeError)):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(loading, "read_into", _fails(loading.read_into, newest, error))
+                patch.setattr(checkpoint, "read_state", _fails(checkpoint.read_state, newest, error))
             if kind is None:
                 assert job.load().step == 1 and job.is_at(1)
                 assert re.search(r"rank 1: __._0.distcp cannot be read: Input/output error", job.said[0])
@@ -133,14 +133,14 @@ def test_what_one_rank_alone_sees_is_agreed_on(rank: int, world_size: int, tmp_p
     assert job.load().step == 2 and job.is_at(2)
 
 
-def _fails(read_into: Any, folder: Path, error: Exception) -> Any:
+def _fails(read_state: Any, folder: Path, error: Exception) -> Any:
     """Reading tensors of this checkpoint fails with this error of the system."""
 
-    def stand_in(descriptor: int, file: Path, *arguments: Any) -> Any:
+    def stand_in(stored: Any, *arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            if file.parent == folder:
+            if stored.folder == folder:
                 patch.setattr(os, "preadv", _raises(error))
-            return read_into(descriptor, file, *arguments)
+            return read_state(stored, *arguments)
 
     return stand_in
 
@@ -216,7 +216,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(rank: int, world_size: int, 
         with pytest.MonkeyPatch.context() as patch:
             if rank == place:
                 error.strerror = os.strerror(error.errno)
-                patch.setattr(os, "write", _raises(error))
+                patch.setattr(os, "pwrite", _raises(error))
             expected = expected.replace(": x", f": {os.strerror(error.errno)}")
             with pytest.raises(SaveFailedError, match=expected):
                 job.save(2)

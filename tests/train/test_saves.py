@@ -135,7 +135,9 @@ def test_bytes_that_change_on_their_way_to_the_disk_cost_no_older_checkpoint(
     job.save(saves, 1)
     before = (tmp_path / "step-1" / "index.json").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "drop_from_cache", lambda folder, file: flipped(folder / file, folder))
+        patch.setattr(
+            saving, "drop_from_cache", lambda folder, file: flipped(folder.path / file, folder.path)
+        )
         job.save(saves, 1 if again else 2)
     (failure,) = job.reporter.failed_saves
     assert "read back after it was written, __0_0.distcp is not the file that was saved" in failure
@@ -157,7 +159,7 @@ def test_a_rank_that_cannot_write_stops_or_delays_all(rank: int, world_size: int
         job.at(step)
         with pytest.MonkeyPatch.context() as patch:
             if failing and rank == 1:
-                patch.setattr(os, "write", _no_disk)
+                patch.setattr(os, "pwrite", _no_disk)
             saves.save(job.model, job.optimizer, Position(step, 4 * step), last)
 
     reporter = Reporter([])
@@ -171,7 +173,7 @@ def test_a_rank_that_cannot_write_stops_or_delays_all(rank: int, world_size: int
     goes_on = Saves(CheckpointConfig(keep=1, on_save_failure="continue"), tmp_path, reporter)
     save(goes_on, 3, failing=True)
     assert len(reporter.failed_saves) == 1
-    assert "step 3 is not saved: " in reporter.failed_saves[0] and "rank 1" in reporter.failed_saves[0]
+    assert "checkpoint of step 3: " in reporter.failed_saves[0] and "rank 1" in reporter.failed_saves[0]
     dist.barrier()
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"] and job.load().step == 1
     save(goes_on, 4, failing=False)
@@ -193,7 +195,7 @@ def test_a_failed_save_is_in_the_metrics_and_the_summary(
         if "step-3" not in folder.name:
             return real(folder, *arguments)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "write", _no_disk)
+            patch.setattr(os, "pwrite", _no_disk)
             return real(folder, *arguments)
 
     monkeypatch.setattr(saving, "write_parts", fails_once)
@@ -201,8 +203,8 @@ def test_a_failed_save_is_in_the_metrics_and_the_summary(
     goes_on = ("--checkpoint.on_save_failure", "continue")
     assert train_here(config, "--run.dir", folder, *goes_on) == 0
     out = capsys.readouterr().out
-    assert out.count("warning: step 3 is not saved: ") == 1
-    assert "  warning         step 3 is not saved: " in folder.joinpath("summary.txt").read_text()
+    assert out.count("warning: checkpoint of step 3: ") == 1
+    assert "  warning         checkpoint of step 3: " in folder.joinpath("summary.txt").read_text()
     assert saved_steps(folder / "checkpoints") == [8, 6]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     (failure,) = [line for line in lines if "save_failure" in line]

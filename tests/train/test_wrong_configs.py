@@ -84,6 +84,11 @@ FILES: list[tuple[str, str]] = [
     ("[checkpoint]\nevery = 1.5", "wrong.toml: checkpoint.every: expected an integer >= 0, found 1.5 (a number)"),
     ("[checkpoint]\nkeep = 'all'", 'wrong.toml: checkpoint.keep: expected an integer >= 1, found "all" (a string)'),
     ("[checkpoint]\nkeep = 0", "checkpoint.keep: expected an integer >= 1, found 0"),
+    ("[checkpoint]\nkeep_every = -1", "checkpoint.keep_every: expected an integer >= 0, found -1"),
+    (
+        "[checkpoint]\non_save_failure = 'ignore'",
+        "checkpoint.on_save_failure: expected one of stop, continue, found \"ignore\"",
+    ),
     ("[log]\nsink = ['wandb']", "unknown key log.sink; did you mean log.sinks?"),
     ("[log]\nsinks = 'wandb'", 'log.sinks: expected a list of values, ... found "wandb" (a string); write ["wandb"]'),
     ("[log]\nsinks = ['own_models']", "log.sinks: expected one of ... or an import path (package.module:NAME), found"),

@@ -97,12 +97,15 @@ class AsyncCheckpoint:
 
     Args:
         process_group: of the ranks that have the model. Default: all ranks; without a process group this process.
+        verified: a save reads back what it has written, and compares it with its digests before the folder gets its
+            name.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, verified: bool = False) -> None:
         if not hasattr(os, "memfd_create"):
             raise NotImplementedError("asynchronous checkpoints need Linux; use save_checkpoint here")
         self._ranks = Ranks(process_group)
+        self._verified = verified
         self._memory = SharedMemory()
         self._writer: WriterProcess | None = None
         self._save: _Save | None = None
@@ -153,7 +156,7 @@ class AsyncCheckpoint:
         with open_save(place, plan, ranks, overwrite) as unfinished:
             assert isinstance(unfinished, LocalStore)
             folder = unfinished.path
-            job = Job(place, folder, ranks.rank, overwrite, plan.own, plan.contents)
+            job = Job(place, folder, ranks.rank, overwrite, self._verified, plan.own, plan.contents)
             ranges = ranks.together(lambda: self._stage(job))
             at, nbytes = ranges[ranks.rank]
             # From here on nothing fails before every rank has a save under way, so that every rank waits for it.

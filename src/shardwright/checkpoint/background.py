@@ -20,7 +20,7 @@ from typing import Any
 from shardwright.checkpoint import notes, places
 from shardwright.checkpoint.pipes import Lines, send
 from shardwright.checkpoint.ranks import described, raise_for
-from shardwright.checkpoint.saving import commit_parts
+from shardwright.checkpoint.saving import commit_parts, read_back
 from shardwright.checkpoint.staging import Job, SharedMemory, staged_job
 from shardwright.checkpoint.writing import Written, file_of_rank, write_parts
 
@@ -67,6 +67,8 @@ class Writer:
         start, attempt = time.monotonic(), job.contents.attempt
         try:
             written = write_parts(job.folder, file_of_rank(job.rank), job.parts)
+            if job.verified:
+                read_back(job.folder, written)
             notes.leave(job.folder, job.rank, attempt, written)
             seconds = time.monotonic() - start
             self._report(attempt, "written", nbytes=written.nbytes, seconds=seconds)
@@ -87,7 +89,7 @@ class Writer:
         writes = self._all_written(job)
         places.check_free(job.path, job.overwrite)
         notes.remove(job.folder, job.contents.ranks)
-        commit_parts(job.path, job.folder, job.contents, writes)
+        commit_parts(job.path, job.folder, job.contents, writes, verified=job.verified)
 
     def _all_written(self, job: Job) -> list[Written]:
         """What every rank has written.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -25,7 +26,8 @@ from shardwright.checkpoint.index import LARGEST, Index, Part, StoredTensor, par
 from shardwright.checkpoint.places import LocalStore, Location, store_of
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import Box, NamedTensor, Progress, State, ignore, nested
-from shardwright.checkpoint.stores import Files, LocalFiles, Reader
+from shardwright.checkpoint.stores import Files, LocalFiles, Reader, files_of
+from shardwright.checkpoint.threads import in_threads, wait_for_devices
 
 
 @dataclass(frozen=True)
@@ -120,23 +122,41 @@ def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1, progress: Prog
         _check_ranges(checkpoint.place, name, ranges, progress)
 
 
+def verify_descriptions(checkpoint: Checkpoint) -> None:
+    """Compare the files that hold no parts of tensors with their digests. Raises Damaged for the first that differs."""
+    assert checkpoint.index is not None
+    for name, file in checkpoint.index.files.items():
+        if not file.has_parts:
+            _check_ranges(checkpoint.place, name, [(0, file.nbytes, file.sha256)], ignore)
+
+
+def check_parts(place: Path | Files, name: str, parts: list[Part], progress: Progress = ignore) -> None:
+    """Compare parts of a file with their digests. Raises Damaged for the first that differs."""
+    ranges = [(part.start, part.start + part.length, part.sha256) for part in parts]
+    _check_ranges(files_of(place), name, ranges, progress)
+
+
 def _check_ranges(files: Files, name: str, ranges: list[tuple[int, int, str]], progress: Progress) -> None:
     reader = files.open(name)
-    buffer = memoryview(bytearray(min(reader.at_once, max(end - start for start, end, _ in ranges))))
     try:
-        for start, end, expected in ranges:
-            sha256, position = hashlib.sha256(), start
-            while position < end:
-                count = reader.read_into(buffer[: min(len(buffer), end - position)], position)
-                sha256.update(buffer[:count])
-                position += count
-                progress(count)
-            if sha256.hexdigest() != expected:
-                raise Damaged(
-                    f"{name} is not the file that was saved: the SHA-256 of its bytes {start:,} to {end:,} differs"
-                )
+        in_threads(ranges, lambda each: _check_range(reader, name, *each), progress)
     finally:
         reader.close()
+
+
+def _check_range(reader: Reader, name: str, start: int, end: int, expected: str) -> int:
+    """The length of a range, if its bytes are the ones that were saved."""
+    buffer = memoryview(bytearray(min(reader.at_once, end - start)))
+    sha256, position = hashlib.sha256(), start
+    while position < end:
+        count = reader.read_into(buffer[: min(len(buffer), end - position)], position)
+        sha256.update(buffer[:count])
+        position += count
+    if sha256.hexdigest() != expected:
+        raise Damaged(
+            f"{name} is not the file that was saved: the SHA-256 of its bytes {start:,} to {end:,} differs"
+        )
+    return end - start
 
 
 # -- by all ranks ------------------------------------------------------------------------------------------------------
@@ -262,7 +282,6 @@ def _load_of_torch(
     return nested({path: flat[name] for name, path in values.items()})  # type: ignore[no-any-return]
 
 
-@torch.no_grad()
 def _read_tensors(files: Files, index: Index, tensors: list[NamedTensor], progress: Progress) -> None:
     """Read every box that this rank needs, in the order of the files."""
     reads: list[tuple[Part, StoredTensor, Box]] = []
@@ -271,19 +290,23 @@ def _read_tensors(files: Files, index: Index, tensors: list[NamedTensor], progre
         for box in each.boxes_to_load():
             reads += [(part, stored, box) for part in stored.parts if _meet(part, box)]
     reads.sort(key=lambda read: (read[0].file, read[0].start))
-    opened: tuple[str, Reader] | None = None
+    wait_for_devices(box.local for _, _, box in reads)
+    for name, of_file in itertools.groupby(reads, lambda read: read[0].file):
+        _read_boxes(files.open(name), list(of_file), progress)
+    wait_for_devices(box.local for _, _, box in reads)
+
+
+def _read_boxes(reader: Reader, reads: list[tuple[Part, StoredTensor, Box]], progress: Progress) -> None:
+    def read(each: tuple[Part, StoredTensor, Box]) -> int:
+        part, stored, box = each
+        with torch.no_grad():
+            _read_box(reader, part, stored.dtype, box)
+        return prod(part.sizes) * stored.dtype.itemsize
+
     try:
-        for part, stored, box in reads:
-            if opened is None or opened[0] != part.file:
-                if opened is not None:
-                    opened[1].close()
-                    opened = None
-                opened = part.file, files.open(part.file)
-            _read_box(opened[1], part, stored.dtype, box)
-            progress(prod(part.sizes) * stored.dtype.itemsize)
+        in_threads(reads, read, progress)
     finally:
-        if opened is not None:
-            opened[1].close()
+        reader.close()
 
 
 def _meet(part: Part, box: Box) -> bool:
@@ -302,14 +325,29 @@ def _read_box(reader: Reader, part: Part, dtype: torch.dtype, box: Box) -> None:
     if sizes:
         skipped = (begin[0] - part.offsets[0]) * prod(sizes[1:]) * dtype.itemsize
         sizes[0] = end[0] - begin[0]
-    stored = torch.empty(sizes, dtype=dtype)
-    _fill(stored, reader, part.data + skipped)
     target = box.local
     for dim in dims:
-        if dim:
-            stored = stored.narrow(dim, begin[dim] - part.offsets[dim], end[dim] - begin[dim])
         target = target.narrow(dim, begin[dim] - box.offsets[dim], end[dim] - begin[dim])
+    if _is_plain_memory(target) and target.dtype == dtype and list(target.shape) == sizes:
+        _fill(target, reader, part.data + skipped)
+        torch.autograd.graph.increment_version(target)  # as copy_ does: the engine looks at it
+        return
+    stored = torch.empty(sizes, dtype=dtype)
+    _fill(stored, reader, part.data + skipped)
+    for dim in dims[1:]:
+        stored = stored.narrow(dim, begin[dim] - part.offsets[dim], end[dim] - begin[dim])
     target.copy_(stored)
+
+
+def _is_plain_memory(tensor: Tensor) -> bool:
+    """Whether the bytes at its address are its values in their order."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def _fill(target: Tensor, reader: Reader, position: int) -> None:

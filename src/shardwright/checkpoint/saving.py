@@ -20,7 +20,7 @@ import torch
 from shardwright.checkpoint import places
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.index import INDEX, Index, StoredValue, check_coverage
-from shardwright.checkpoint.loading import open_together
+from shardwright.checkpoint.loading import check_parts, open_checkpoint, open_together, verify_descriptions
 from shardwright.checkpoint.places import Location, store_of
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import Box, Progress, State, ignore
@@ -32,6 +32,7 @@ from shardwright.checkpoint.writing import (
     PartToWrite,
     Written,
     about,
+    drop_from_cache,
     file_of_rank,
     write_descriptions,
     write_parts,
@@ -65,10 +66,16 @@ def save_state(
     with open_save(path, plan, ranks, overwrite) as folder:
         own: list[Written] = []
         ranks.together(lambda: own.append(write_parts(folder, file_of_rank(ranks.rank), plan.own, progress)))
-        index = describe(folder, plan, ranks.at_first(own[0]), ranks)
+        writes, index = ranks.at_first(own[0]), None
+
+        def describe() -> None:
+            nonlocal index
+            index = describe_parts(folder, plan.contents, writes or [])
+
+        ranks.by_first(describe)
         if verified:
-            _read_back(folder, ranks, progress)
-        _commit(path, folder, plan, ranks)
+            _read_back_together(folder, ranks, progress)
+        ranks.by_first(lambda: _commit(path, folder, plan.contents.attempt))
         return index
 
 
@@ -186,60 +193,13 @@ def open_save(path: Location, plan: Plan, ranks: Ranks, overwrite: bool) -> Iter
         raise
 
 
-def finish(
-    path: Location, folder: Store, plan: Plan, writes: list[Written] | None, ranks: Ranks
-) -> Index | None:
-    """Describe what the ranks have written, and commit it. Returns the index on the first rank.
-
-    ``writes`` has what each rank has written; None on other ranks than the first.
-    """
-    index = describe(folder, plan, writes, ranks)
-    _commit(path, folder, plan, ranks)
-    return index
-
-
-def describe(folder: Store, plan: Plan, writes: list[Written] | None, ranks: Ranks) -> Index | None:
-    """Write what describes the files of the ranks. Returns the index on the first rank. As :func:`finish`."""
-    index: Index | None = None
-
-    def on_first() -> None:
-        nonlocal index
-        assert writes is not None
-        index = describe_parts(folder, plan.contents, writes)
-
-    ranks.by_first(on_first)
-    return index
-
-
-def _read_back(folder: Store, ranks: Ranks, progress: Progress) -> None:
-    """Raise OSError on every rank if a file does not hold what was written."""
-    ranks.together(lambda: folder.drop_from_cache(file_of_rank(ranks.rank)))
-    try:
-        open_together(folder, ranks, lambda checkpoint: None, progress)
-    except Damaged as problem:
-        raise OSError(f"{folder}: read back after it was written, {problem}") from problem
-
-
-def _commit(path: Location, folder: Store, plan: Plan, ranks: Ranks) -> None:
-    ranks.by_first(lambda: _commit_described(path, folder, plan.contents.attempt))
-
-
-def commit_parts(path: Location, folder: Path | Store, contents: Contents, writes: list[Written]) -> Index:
-    """Describe what each rank has written into ``folder``, check that it is whole, and commit it.
+def describe_parts(folder: Store, contents: Contents, writes: list[Written]) -> Index:
+    """Describe what each rank has written into ``folder``, and check that it is whole.
 
     Raises:
-        OSError: a file cannot be written or renamed, or has another size than what was written. What was at ``path``
-            is unchanged.
+        OSError: a file cannot be written, or has another size than what was written.
         RuntimeError: the parts are not all parts of the tensors.
     """
-    unfinished = store_of(folder)
-    index = describe_parts(unfinished, contents, writes)
-    _commit_described(path, unfinished, contents.attempt)
-    return index
-
-
-def describe_parts(folder: Store, contents: Contents, writes: list[Written]) -> Index:
-    """The first half of :func:`commit_parts`: all but the commit."""
     for each in writes:
         if not each.parts:
             folder.remove(each.file)
@@ -254,7 +214,60 @@ def describe_parts(folder: Store, contents: Contents, writes: list[Written]) -> 
     return index
 
 
-def _commit_described(path: Location, folder: Store, attempt: str) -> None:
+def commit_parts(
+    path: Location,
+    folder: Path | Store,
+    contents: Contents,
+    writes: list[Written],
+    *,
+    verified: bool = False,
+) -> Index:
+    """Describe what each rank has written into ``folder``, check that it is whole, and commit it.
+
+    With ``verified`` the descriptions are read back, too. The ranks have read back their own files.
+
+    Raises:
+        OSError: as :func:`describe_parts`, or the folder cannot be renamed, or a file holds other bytes when it is
+            read back. What was at ``path`` is unchanged.
+        RuntimeError: as :func:`describe_parts`.
+    """
+    unfinished = store_of(folder)
+    index = describe_parts(unfinished, contents, writes)
+    if verified:
+        with _other_bytes(folder):
+            verify_descriptions(open_checkpoint(unfinished))
+    _commit(path, unfinished, contents.attempt)
+    return index
+
+
+def read_back(folder: Path | Store, written: Written) -> None:
+    """Compare a rank's file with the digests that were taken when it was written.
+
+    Raises:
+        OSError: it holds other bytes.
+    """
+    drop_from_cache(folder, written.file)
+    with _other_bytes(folder):
+        if written.parts:
+            check_parts(folder, written.file, [part for _, part in written.parts])
+
+
+def _read_back_together(folder: Store, ranks: Ranks, progress: Progress) -> None:
+    """Raise OSError on every rank if a file does not hold what was written. Each rank reads a share."""
+    ranks.together(lambda: drop_from_cache(folder, file_of_rank(ranks.rank)))
+    with _other_bytes(folder):
+        open_together(folder, ranks, lambda checkpoint: None, progress)
+
+
+@contextlib.contextmanager
+def _other_bytes(folder: Path | Store) -> Iterator[None]:
+    try:
+        yield
+    except Damaged as problem:
+        raise OSError(f"{folder}: read back after it was written, {problem}") from problem
+
+
+def _commit(path: Location, folder: Store, attempt: str) -> None:
     place = store_of(path)
     place.commit(folder)
     place.remove_leftovers(attempt)

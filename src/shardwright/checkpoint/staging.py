@@ -10,7 +10,6 @@ import json
 import mmap
 import os
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,8 +19,9 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.index import StoredValue
+from shardwright.checkpoint.threads import in_threads, wait_for_devices
 from shardwright.checkpoint.values import decoded, encoded
-from shardwright.checkpoint.writing import Contents, PartToWrite, threads
+from shardwright.checkpoint.writing import Contents, PartToWrite
 
 _ALIGNMENT = 64  #: bytes; every dtype can be viewed there
 _GROWTH = 1 << 21  #: the memory is a multiple of it
@@ -89,6 +89,7 @@ class Job:
     folder: Path  #: in which the ranks write
     rank: int
     overwrite: bool
+    verified: bool  #: read back what was written
     parts: list[PartToWrite]
     contents: Contents  #: complete on the first rank, which commits
 
@@ -113,8 +114,7 @@ def stage(job: Job, memory: SharedMemory) -> tuple[int, int]:
         end += -end % _ALIGNMENT
     text = _text(job, starts)
     memory.reserve(end + len(text))
-    devices = {part.values.device for part in job.parts if part.values.device.type != "cpu"}
-    target = memory.bytes(lock=any(device.type == "cuda" for device in devices))
+    target = memory.bytes(lock=any(part.values.device.type == "cuda" for part in job.parts))
     target[end : end + len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     copies = [
         (_view(target, start, part.values.dtype, part.sizes), part.values)
@@ -123,27 +123,15 @@ def stage(job: Job, memory: SharedMemory) -> tuple[int, int]:
     for room, values in copies:
         if values.device.type != "cpu":
             room.copy_(values, non_blocking=True)
-    _copy_on_host([each for each in copies if each[1].device.type == "cpu"])
-    for device in devices:
-        torch.accelerator.synchronize(device)
+    in_threads([each for each in copies if each[1].device.type == "cpu"], _copy)
+    wait_for_devices(values for _, values in copies)
     return end, len(text)
 
 
-def _copy_on_host(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-    count = threads()
-    if count == 1 or len(copies) < 2:
-        for room, values in copies:
-            room.copy_(values)
-        return
-
-    def copy(number: int) -> None:
-        with torch.no_grad():  # which each thread has for itself
-            for room, values in copies[number::count]:
-                room.copy_(values)
-
-    with ThreadPoolExecutor(count) as pool:
-        for _ in pool.map(copy, range(count)):
-            pass
+def _copy(copy: tuple[Tensor, Tensor]) -> None:
+    room, values = copy
+    with torch.no_grad():  # which each thread has for itself
+        room.copy_(values)
 
 
 def staged_job(memory: SharedMemory, start: int, length: int) -> Job:
@@ -161,6 +149,7 @@ def staged_job(memory: SharedMemory, start: int, length: int) -> Job:
         Path(content["folder"]),
         content["rank"],
         content["overwrite"],
+        content["verified"],
         parts,
         _contents(content["contents"]),
     )
@@ -175,6 +164,7 @@ def _text(job: Job, starts: Iterable[int]) -> bytes:
         "folder": os.fspath(job.folder.absolute()),
         "rank": job.rank,
         "overwrite": job.overwrite,
+        "verified": job.verified,
         "parts": [
             [part.name, part.offsets, part.sizes, _name(part.values.dtype), start]
             for part, start in zip(job.parts, starts, strict=True)

@@ -19,7 +19,9 @@ from torch.distributed.tensor.placement_types import Partial
 from shardwright._torch import boxes_to_load, boxes_to_save
 from shardwright.checkpoint.index import Path, StoredValue, name_of
 
-PART_BYTES = 64 << 20  #: a part holds at most so many bytes, so a save and a load need little memory
+PART_BYTES = (
+    32 << 20
+)  #: a part holds at most so many bytes; each thread of a save and of a load copies one at a time
 
 
 class Box(NamedTuple):

@@ -195,7 +195,7 @@ class LocalWriter:
 class LocalReader:
     """A file by its descriptor. Raises Damaged as :func:`open_regular` does."""
 
-    at_once = 1 << 22
+    at_once = 1 << 20  # small, so that it stays in the processor's cache
 
     def __init__(self, path: Path, links: bool = False) -> None:
         self._path, self._descriptor = path, open_regular(path, links)

@@ -15,7 +15,6 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import shardwright
 from shardwright.checkpoint.pipes import Lines, send
 
 _LOOKS = 0.5  #: seconds between looks whether the process lives, where the pipe does not say it
@@ -107,7 +106,7 @@ class WriterProcess:
 
 def _search_path() -> str:
     """Where this process finds modules, so that the writer finds the same ones."""
-    own = str(Path(shardwright.__file__).absolute().parent.parent)
+    own = str(Path(__file__).absolute().parents[2])
     return os.pathsep.join(dict.fromkeys([own, *(os.path.abspath(each) for each in sys.path if each)]))
 
 

@@ -5,16 +5,13 @@ Nothing here communicates. Every file is durable when its function returns.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import io
-import os
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -40,6 +37,7 @@ from shardwright.checkpoint.index import (
 )
 from shardwright.checkpoint.state import Progress, ignore
 from shardwright.checkpoint.stores import Files, Writer, files_of
+from shardwright.checkpoint.threads import in_threads, wait_for_devices
 
 #: Plain values as ``torch.save`` writes them, for torch's reader. Ours reads them in the index.
 VALUES = "__values.distcp"
@@ -90,7 +88,6 @@ def write_parts(
     Raises:
         OSError: the file cannot be written, or is there already. It names the file.
     """
-    written: list[tuple[str, Part]] = []
     files = files_of(folder)
     file = files.stored_name(file)
     placed, end = [], 0
@@ -98,19 +95,20 @@ def write_parts(
         placed.append((end, part))
         head, tail = lengths(part.values.dtype, part.sizes)
         end += head + prod(part.sizes) * part.values.dtype.itemsize + tail
-    for device in {part.values.device for _, part in placed if part.values.device.type != "cpu"}:
-        torch.accelerator.synchronize(device)  # the threads do not see which stream made the values
+    wait_for_devices(part.values for _, part in placed)
     writer = files.create(file)
+
+    def write(each: tuple[int, PartToWrite]) -> tuple[str, Part]:
+        return _write_part(writer, file, *each)
+
     try:
-        with contextlib.ExitStack() as stack:
-            each_of: Callable[..., Iterable[Part]] = map
-            if not writer.in_order:
-                # Threads, because hashing takes longer than writing, and both let go of the interpreter.
-                each_of = stack.enter_context(ThreadPoolExecutor(threads())).map
-            places = each_of(lambda each: _write_part(writer, file, *each), placed)
-            for (_, part), place in zip(placed, places, strict=True):
-                written.append((part.name, place))
-                progress(part.values.nbytes)
+        written: list[tuple[str, Part]] = []
+        if writer.in_order:
+            for each in placed:
+                written.append(write(each))
+                progress(written[-1][1].length)
+        else:  # in threads, because hashing takes longer than writing, and both let go of the interpreter
+            written = in_threads(placed, write, lambda each: progress(each[1].length))
         writer.finish()
     except BaseException:
         writer.discard()
@@ -118,7 +116,7 @@ def write_parts(
     return Written(file, written)
 
 
-def _write_part(writer: Writer, file: str, start: int, part: PartToWrite) -> Part:
+def _write_part(writer: Writer, file: str, start: int, part: PartToWrite) -> tuple[str, Part]:
     """Write a part at its place, and digest it."""
     data, _held = bytes_of(part.values)
     head, tail = container(part.values.dtype, part.sizes, data)
@@ -128,12 +126,13 @@ def _write_part(writer: Writer, file: str, start: int, part: PartToWrite) -> Par
         sha256.update(piece)
         position += len(piece)
     length = position - start
-    return Part(part.offsets, part.sizes, file, start, length, start + len(head), sha256.hexdigest())
+    place = Part(part.offsets, part.sizes, file, start, length, start + len(head), sha256.hexdigest())
+    return part.name, place
 
 
-def threads() -> int:
-    """How many threads of a rank copy, digest and write: so few that what they copy stays small."""
-    return max(1, min(2, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+def drop_from_cache(folder: Path | Files, file: str) -> None:
+    """Let the next read of a file come from the disk, as far as the system can do that. It may be missing."""
+    files_of(folder).drop_from_cache(file)
 
 
 def _write_file(files: Files, name: str, content: bytes) -> StoredFile:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from shardwright.checkpoint import folders
+from shardwright.checkpoint.asynchronous import AsyncCheckpoint
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.generators import generator_states, seed_generators, set_generator_states
 from shardwright.checkpoint.index import UnknownVersion
@@ -43,11 +45,13 @@ __all__ = [
     "load_newest_weights",
     "load_weights",
     "save",
+    "save_in_background",
     "saved_steps",
     "shapes_of",
     "state_of",
     "step_folder",
     "verified",
+    "wait",
     "what_is_missing",
     "with_weights",
 ]
@@ -87,15 +91,51 @@ def save(
     ranks = Ranks()
     state = state_of(model, optimizer, position, ranks)
     started = time.perf_counter()
+    with _failures(final), patience(say, lambda: f"saving {final}: {time.perf_counter() - started:.0f} s"):
+        save_state(final, state, ranks, overwrite=True, verified=True)
+    return final
+
+
+def save_in_background(
+    background: AsyncCheckpoint,
+    checkpoints: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    position: Position,
+) -> None:
+    """Copy what `save` writes, and let processes of their own write it. Called by every rank. Raises as `save`."""
+    final = step_folder(checkpoints, position.step)
+    with _failures(final):
+        state = state_of(model, optimizer, position, Ranks())
+        background.save_state(final, state, overwrite=True)
+
+
+def wait(background: AsyncCheckpoint, folder: Path) -> None:
+    """Wait until the checkpoint in this folder is written. Called by every rank.
+
+    Raises, on every rank:
+        SaveFailedError: it cannot be written, or a process that writes has died.
+    """
+    with _failures(folder):
+        try:
+            background.wait()
+        except RuntimeError as error:
+            outcome = background.poll()
+            if outcome is None or outcome.error is None:
+                raise  # the ranks have lost contact
+            raise SaveFailedError(f"{folder}: cannot write: {error}; earlier files are unchanged") from error
+
+
+@contextmanager
+def _failures(final: Path) -> Iterator[None]:
+    """Raise errors of a save as those of `save`."""
     try:
-        with patience(say, lambda: f"saving {final}: {time.perf_counter() - started:.0f} s"):
-            save_state(final, state, ranks, overwrite=True, verified=True)
+        yield
     except OSError as error:
         reason = error if error.filename is None else OSError(f"{error.filename}: {error.strerror}")
         raise SaveFailedError(unwritable(final, reason)) from error
     except ValueError as error:
         raise UserError(f"{final}: cannot save: {error}") from error
-    return final
 
 
 def state_of(

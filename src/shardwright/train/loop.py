@@ -101,7 +101,8 @@ def _train(config: Config, folder: RunFolder, dataset: Dataset, world: World, re
             if trainer.world.is_first:
                 reporter.say(data_in_words(trainer))
             reporter.say(figures_in_words(trainer))
-            ended_by = run_steps(trainer, folder, reporter, stop)
+            with Saves(config.checkpoint, folder.checkpoints, reporter, loaded=done) as saves:
+                ended_by = run_steps(trainer, folder, reporter, saves, stop)
         except BaseException:
             if record is not None:
                 record.close("failed", trainer.position.step, {})
@@ -109,19 +110,20 @@ def _train(config: Config, folder: RunFolder, dataset: Dataset, world: World, re
         return conclude(trainer, folder, record, ended_by, reporter)
 
 
-def run_steps(trainer: Trainer, folder: RunFolder, reporter: Reporter, stop: StopRequest) -> int:
+def run_steps(
+    trainer: Trainer, folder: RunFolder, reporter: Reporter, saves: Saves, stop: StopRequest
+) -> int:
     """Run steps, validations and checkpoints until the end or a signal. Returns the signal, 0 for none.
 
     When this returns, the state is saved.
     """
     config, device = trainer.config, trainer.world.device
-    saves = Saves(config.checkpoint, folder.checkpoints, reporter, loaded=trainer.position.step)
     trainer.continue_generators(reporter)
     steps_of_session = 0
     while True:
         started = time.perf_counter()
         with memory_history(trainer, folder), trainer.recompiles.step():
-            result = trainer.train_step(stop)
+            result = trainer.train_step(stop, saves.has_ended())
         seconds = time.perf_counter() - started
         START.end()
         step = trainer.position.step
@@ -141,6 +143,8 @@ def run_steps(trainer: Trainer, folder: RunFolder, reporter: Reporter, stop: Sto
             and config.parallel.engine == "shardwright"
         ):
             reporter.say(report_memory(trainer, folder))
+        if result.save_ended:
+            saves.conclude(goes_on=leaving)
         if leaving or due(step, config.checkpoint.every):
             trainer.save(saves, last=leaving)
         if leaving:

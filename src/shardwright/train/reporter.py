@@ -55,7 +55,7 @@ class Reporter:
 
     def save_failed(self, step: int, reason: str) -> None:
         """Record that a checkpoint could not be written and that the run goes on."""
-        self.failed_saves.append(f"step {step} is not saved: {reason}")
+        self.failed_saves.append(f"checkpoint of step {step}: {reason}")
         for sink in self.sinks:
             if isinstance(sink, JsonLines):
                 sink.save_failed(step, reason)

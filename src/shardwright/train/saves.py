@@ -7,12 +7,16 @@ with their digests count among those to keep. The form of a checkpoint is in `ch
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 
 import torch
 from torch import nn
 
 from shardwright.checkpoint import places
+from shardwright.checkpoint.asynchronous import AsyncCheckpoint
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.train import checkpoint
@@ -23,8 +27,18 @@ from shardwright.train.sections.checkpoint import CheckpointConfig
 from shardwright.train.steps import Position, saved_steps, step_folder
 
 
+def background() -> AsyncCheckpoint:
+    """The processes that write checkpoints while steps go on. Raises UserError where there can be none."""
+    try:
+        return AsyncCheckpoint(verified=True)
+    except NotImplementedError as error:
+        raise UserError(
+            f"checkpoint.asynchronous: expected false on this system, found true: {error}"
+        ) from error
+
+
 class Saves:
-    """The checkpoints of a run, on one rank. Every method is called by all ranks together."""
+    """The checkpoints of a run, on one rank. Every method but `has_ended` is called by all ranks together."""
 
     def __init__(
         self, settings: CheckpointConfig, checkpoints: Path, reporter: Reporter, loaded: int | None = None
@@ -32,25 +46,77 @@ class Saves:
         """`loaded`: the step of the checkpoint from which the run goes on, whose files were compared."""
         self.settings, self.checkpoints, self.reporter = settings, checkpoints, reporter
         #: By step, whether the files are those that were saved, of checkpoints that were compared in this session.
-        self._whole = {} if loaded is None else {loaded: True}
+        #: None: a later version of shardwright has saved it, so this one cannot know.
+        self._whole: dict[int, bool | None] = {} if loaded is None else {loaded: True}
+        self._background = background() if settings.asynchronous else None
+        self._under_way: int | None = None  #: the step that the background writes
+
+    def __enter__(self) -> Saves:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._background is not None:
+            self._background.__exit__(kind, error, trace)
 
     def save(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, position: Position, last: bool = False
     ) -> None:
-        """Write a checkpoint and delete those that are no longer to keep.
+        """Write a checkpoint and delete those that are no longer to keep. In the background this may be later.
+
+        On return the model may change. The `last` checkpoint of a run is written on return.
 
         Raises:
-            SaveFailedError: the checkpoint cannot be written, and it is the `last` one, or the settings are to stop.
+            SaveFailedError: the checkpoint, or the one before, cannot be written, and the settings are to stop; or the
+                `last` one cannot.
         """
-        try:
+        self.conclude(goes_on=last)
+        with self._failing(position.step, raises=last or self.settings.on_save_failure == "stop"):
             self._remove_leftovers()
-            checkpoint.save(self.checkpoints, model, optimizer, position, self.reporter.say)
-            self._whole[position.step] = True
-            self._delete_old(position.step)
+            if self._background is None or last:
+                checkpoint.save(self.checkpoints, model, optimizer, position, self.reporter.say)
+                self._saved(position.step)
+            else:
+                checkpoint.save_in_background(self._background, self.checkpoints, model, optimizer, position)
+                self._under_way = position.step
+
+    def has_ended(self) -> bool:
+        """Whether `conclude` is due: the first rank knows that a checkpoint is written, or a rank that it failed.
+
+        For each rank alone, at each step: the ranks agree in the reduction of the step.
+        """
+        if self._background is None or self._under_way is None:
+            return False
+        outcome = self._background.poll()
+        return outcome is not None and (Ranks().is_first or outcome.error is not None)
+
+    def conclude(self, goes_on: bool = False) -> None:
+        """Wait for the checkpoint that is written in the background, and delete those that are no longer to keep.
+
+        Raises:
+            SaveFailedError: it cannot be written, and the settings are to stop, unless the run `goes_on`.
+        """
+        step, self._under_way = self._under_way, None
+        if self._background is None or step is None:
+            return
+        with self._failing(step, raises=self.settings.on_save_failure == "stop" and not goes_on):
+            checkpoint.wait(self._background, step_folder(self.checkpoints, step))
+            self._saved(step)
+
+    @contextmanager
+    def _failing(self, step: int, raises: bool) -> Iterator[None]:
+        """Report a save that fails, and let the run go on, unless this `raises` the error."""
+        try:
+            yield
         except SaveFailedError as error:
-            if last or self.settings.on_save_failure == "stop":
+            if raises:
                 raise
-            self.reporter.save_failed(position.step, str(error))
+            self.reporter.save_failed(step, str(error))
+
+    def _saved(self, step: int) -> None:
+        self._whole[step] = True
+        self._delete_old(step)
 
     def _remove_leftovers(self) -> None:
         """Remove what killed saves have left, as far as that is possible."""
@@ -80,25 +146,27 @@ class Saves:
         whole, doomed = 0, []
         for number, step in enumerate(steps):
             if step > newest:
-                if not self._is_whole(step):
+                if self._is_whole(step) is False:
                     doomed.append(step)
             elif whole == self.settings.keep:
                 doomed += [] if self._is_permanent(step) else [step]
             elif all(map(self._is_permanent, steps[number + self.settings.keep - whole :])):
                 break  # nothing to delete, whether the rest is whole or not
             else:
-                whole += self._is_whole(step)
+                whole += self._is_whole(step) is True
         return doomed
 
     def _is_permanent(self, step: int) -> bool:
         return self.settings.keep_every > 0 and step % self.settings.keep_every == 0
 
-    def _is_whole(self, step: int) -> bool:
+    def _is_whole(self, step: int) -> bool | None:
         """Whether the files of a checkpoint are those that were saved. Every rank compares a share of them, once."""
         if step not in self._whole:
             try:
                 checkpoint.verified(step_folder(self.checkpoints, step), Ranks(), self.reporter.say)
                 self._whole[step] = True
-            except (Damaged, UserError):
+            except Damaged:
                 self._whole[step] = False
+            except UserError:
+                self._whole[step] = None
         return self._whole[step]

@@ -92,6 +92,7 @@ class StepResult:
     data_seconds: float
     stop: int
     auxiliary: Mapping[str, float]  # by name, the losses beside the cross-entropy
+    save_ended: bool  # a rank knows that a checkpoint in the background is written or has failed
 
 
 class Trainer:
@@ -134,8 +135,10 @@ class Trainer:
 
     # -- one step
 
-    def train_step(self, stop: StopRequest) -> StepResult:
+    def train_step(self, stop: StopRequest, save_ended: bool = False) -> StepResult:
         """Forward and backward over the step's micro-batches, then one optimizer step.
+
+        `save_ended`: this rank knows that a checkpoint in the background is written or has failed.
 
         Raises NonFiniteError, on all ranks, where loss or norm is not finite: before weights are touched, unless the
         optimizer steps in backward.
@@ -152,10 +155,12 @@ class Trainer:
         with parallel.parallel_loss(self.config.parallel):
             loss_sums = self.work(self.losses.weights(counts), *tensors_of(batches))
         norm = parallel.clip_gradients(self.model, self.config)
-        (loss, *others), data_seconds, stop_signal = self._agree(loss_sums / counts, data_seconds, stop)
+        (loss, *others), data_seconds, stop_signal, save_ended = self._agree(
+            loss_sums / counts, data_seconds, stop, save_ended
+        )
         auxiliary = dict(zip(self.losses.auxiliary, others, strict=True))
         grad_norm = None if norm is None else float(norm)
-        result = StepResult(loss, grad_norm, data_seconds, stop_signal, auxiliary)
+        result = StepResult(loss, grad_norm, data_seconds, stop_signal, auxiliary, save_ended)
         if not (math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm))):
             shown_norm, updated = (
                 (grad_norm, "nothing") if grad_norm is not None else ("not known", "a part of the model")
@@ -234,13 +239,15 @@ class Trainer:
         return torch.arange(first, first + self.config.train.micro_batch, device=self.world.device)
 
     def _agree(
-        self, shares: Tensor, data_seconds: float, stop: StopRequest
-    ) -> tuple[list[float], float, int]:
-        """In one reduction: the sums of the losses, the longest wait for data, and the signals that ranks have seen.
+        self, shares: Tensor, data_seconds: float, stop: StopRequest, save_ended: bool
+    ) -> tuple[list[float], float, int, bool]:
+        """In one reduction: the sums of the losses, the longest wait for data, the signals that ranks have seen, and
+        whether a save has ended.
 
         Signals reach ranks at different moments; by their sum all stop after the same step.
         """
-        seen = [float(stop.signal_number == signal.SIGINT), float(stop.signal_number == signal.SIGTERM)]
+        number = stop.signal_number
+        seen = [float(number == signal.SIGINT), float(number == signal.SIGTERM), float(save_ended)]
         waits = [0.0] * self.world.size  # a rank adds to its own number alone, so the sum keeps them apart
         waits[self.world.rank] = data_seconds
         totals = torch.cat([shares, torch.tensor(seen + waits, dtype=torch.float64, device=shares.device)])
@@ -249,10 +256,9 @@ class Trainer:
         losses = [
             loss / self.world.tensor for loss in figures[: len(shares)]
         ]  # ranks of the same data have each
-        interrupts, terminations, *waits = figures[len(shares) :]
-        if interrupts:
-            return losses, max(waits), signal.SIGINT
-        return losses, max(waits), signal.SIGTERM if terminations else 0
+        interrupts, terminations, ended_saves, *waits = figures[len(shares) :]
+        stops_by = signal.SIGINT if interrupts else signal.SIGTERM if terminations else 0
+        return losses, max(waits), stops_by, ended_saves > 0
 
     # -- between steps
 

@@ -23,6 +23,13 @@ class CheckpointConfig(Section):
         ge=0,
         description="Checkpoints of steps that this number divides are never deleted. 0: none.",
     )
+    asynchronous: bool = Field(
+        default=False,
+        description=(
+            "Copy the state to the host's memory and let a process of each rank write it while the steps go on. Needs "
+            "memory on the host for that copy. The last checkpoint is written before the run ends."
+        ),
+    )
     on_save_failure: Literal["stop", "continue"] = Field(
         default="stop",
         description=(
