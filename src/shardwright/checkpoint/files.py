@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.checkpoint.digests import Damaged
+
 #: The format's names of dtypes.
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -112,7 +114,7 @@ def _open_index(index: Path) -> dict[str, StoredTensor]:
         if any(not isinstance(name, str) or Path(name).name != name for name in names):
             raise ValueError("file names")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(
+        raise Damaged(
             f'{index}: expected JSON with a "weight_map" from keys to names of files beside it, found something else '
             f"({type(error).__name__}: {error})"
         ) from None
@@ -122,7 +124,7 @@ def _open_index(index: Path) -> dict[str, StoredTensor]:
     by_file = {name: _open_file(index.parent / name) for name in names}
     absent = [key for key, name in places.items() if key not in by_file[name]]
     if absent:
-        raise ValueError(
+        raise Damaged(
             f"{index}: these tensors are not in the file that the index names for them: {abbreviated(absent)}"
         )
     return {key: by_file[name][key] for key, name in places.items()}
@@ -153,7 +155,7 @@ def _open_safetensors(file: Path) -> dict[str, StoredTensor]:
         start = stream.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= min(LONGEST_HEADER, size - 8):
-            raise ValueError(
+            raise Damaged(
                 f"{file}: expected a safetensors file, found {size:,} bytes that do not begin with the length of a "
                 "header. It is damaged, or not fully downloaded."
             )
@@ -172,7 +174,7 @@ def _open_safetensors(file: Path) -> dict[str, StoredTensor]:
         if end != size - 8 - length:
             raise ValueError(f"its tensors end at byte {end:,} of {size - 8 - length:,}")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{file}: the header does not fit a complete safetensors file: {error}") from None
+        raise Damaged(f"{file}: the header does not fit a complete safetensors file: {error}") from None
     mapped: list[Tensor] = []
 
     def bytes_of_file() -> Tensor:
@@ -283,14 +285,7 @@ def _write(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def _open_torch(file: Path) -> dict[str, StoredTensor]:
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:  # damaged bytes can raise nearly any exception
-        reason = str(error).strip().splitlines()[:1]
-        raise ValueError(
-            f"{file}: torch.load cannot read it with weights_only=True, which allows only tensors and plain values "
-            f"({type(error).__name__}: {''.join(reason)})"
-        ) from error
+    content = load_torch(file)
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         others = (
             abbreviated([repr(key) for key, value in content.items() if not isinstance(value, Tensor)])
@@ -310,6 +305,22 @@ def _open_torch(file: Path) -> dict[str, StoredTensor]:
         str(key): StoredTensor(str(key), file, number, value.shape, value.dtype, partial(_itself, value))
         for number, (key, value) in enumerate(content.items())
     }
+
+
+def load_torch(file: Path) -> Any:
+    """What a file of ``torch.save`` holds, with tensors that are mapped. Nothing in it is called.
+
+    Raises:
+        Damaged: it cannot be read, or holds more than tensors and plain values.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:  # damaged bytes can raise nearly any exception
+        reason = str(error).strip().splitlines()[:1]
+        raise Damaged(
+            f"{file}: torch.load cannot read it with weights_only=True, which allows only tensors and plain values "
+            f"({type(error).__name__}: {''.join(reason)})"
+        ) from error
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -329,11 +329,11 @@ def _read_box(reader: Reader, part: Part, dtype: torch.dtype, box: Box) -> None:
     for dim in dims:
         target = target.narrow(dim, begin[dim] - box.offsets[dim], end[dim] - begin[dim])
     if _is_plain_memory(target) and target.dtype == dtype and list(target.shape) == sizes:
-        _fill(target, reader, part.data + skipped)
+        fill(target, reader, part.data + skipped)
         torch.autograd.graph.increment_version(target)  # as copy_ does: the engine looks at it
         return
     stored = torch.empty(sizes, dtype=dtype)
-    _fill(stored, reader, part.data + skipped)
+    fill(stored, reader, part.data + skipped)
     for dim in dims[1:]:
         stored = stored.narrow(dim, begin[dim] - part.offsets[dim], end[dim] - begin[dim])
     target.copy_(stored)
@@ -350,7 +350,7 @@ def _is_plain_memory(tensor: Tensor) -> bool:
     )
 
 
-def _fill(target: Tensor, reader: Reader, position: int) -> None:
+def fill(target: Tensor, reader: Reader, position: int) -> None:
     """Fill a contiguous tensor on the host with the bytes of a file from ``position`` on."""
     if not target.nbytes:
         return

@@ -13,14 +13,14 @@ import traceback
 from collections.abc import Sequence
 
 from shardwright import __version__
-from shardwright.cli import compare, doctor, export, extensions, generate, inspect, layout, train
+from shardwright.cli import compare, convert, doctor, export, extensions, generate, inspect, layout, train
 from shardwright.cli.command import Call
 from shardwright.cli.parsing import Parser, split_overrides, unknown_argument, wants_traceback
 from shardwright.train.errors import UserError
 
 COMMANDS = {
     module.COMMAND.name: module.COMMAND
-    for module in (train, compare, generate, export, inspect, layout, extensions, doctor)
+    for module in (train, compare, generate, export, inspect, convert, layout, extensions, doctor)
 }
 
 EXTRA = ("annotated_types", "matplotlib", "psutil", "pydantic", "pydantic_core", "rich", "tensorboard")
