@@ -20,7 +20,7 @@ from shardwright.train.errors import UserError
 
 COMMANDS = {
     module.COMMAND.name: module.COMMAND
-    for module in (train, compare, generate, export, inspect, convert, layout, extensions, doctor)
+    for module in (train, compare, generate, export, convert, inspect, layout, extensions, doctor)
 }
 
 EXTRA = ("annotated_types", "matplotlib", "psutil", "pydantic", "pydantic_core", "rich", "tensorboard")
