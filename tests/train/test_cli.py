@@ -125,7 +125,7 @@ def test_train_hands_on_configuration_options_and_status(job: str, calls: list[d
         "--optimizer.lr",
         "1e-4",
         "--nproc",
-        "3",
+        "2",
         "--run.name=x",
         "--train.max_norm",
         "0",
@@ -133,7 +133,7 @@ def test_train_hands_on_configuration_options_and_status(job: str, calls: list[d
     assert main(arguments) == 7
     (call,) = calls
     config = call.pop("config")
-    assert call == {"nproc": 3, "resume": None, "argv": arguments}
+    assert call == {"nproc": 2, "resume": None, "argv": arguments}
     assert (config.train.steps, config.optimizer.lr, config.run.name, config.train.max_norm) == (
         5,
         1e-4,
@@ -192,8 +192,8 @@ def test_generate_prints_the_text(capsys: Capture, calls: list[dict[str, Any]]) 
         ("trian", "unknown command trian; did you mean train?"),
         (
             "fly",
-            "unknown command fly; the commands are train, compare, generate, export, inspect, layout, extensions, "
-            "doctor",
+            "unknown command fly; the commands are train, compare, generate, export, convert, inspect, layout, "
+            "extensions, doctor",
         ),
         ("--versoin", "unknown option --versoin; did you mean --version?"),
         (

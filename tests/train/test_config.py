@@ -348,6 +348,25 @@ def test_accumulation_steps_follow_from_ranks() -> None:
         train.accumulation_steps(16)
 
 
+def test_advice_on_batches_fits_the_job() -> None:
+    """What is advised is not refused afterwards: for these ranks, and for a resume, whose global batch is fixed."""
+    train = TrainConfig(global_batch=8, micro_batch=1)
+    problem = train.batch_problem(3, resumes=True)
+    assert problem is not None and "12" not in problem
+    assert problem.endswith("found 8, which a resume cannot change; what fits: 1 or 2 or 4 or 8 ranks")
+    problem = TrainConfig(global_batch=8, micro_batch=3).batch_problem(2, resumes=True)
+    assert problem is not None and problem.endswith("what fits: train.micro_batch = 2")
+    problem = train.batch_problem(3, tensor=2, resumes=True)
+    assert problem is not None and problem.endswith("what fits: 2 or 4 or 8 or 16 ranks")
+    values = {"train": {"global_batch": 6, "micro_batch": 4}}
+    for context, advice in (
+        ({}, "one rank x train.micro_batch = 4 .* fit: 4 or 8"),
+        ({"ranks": 2}, "2 ranks x train.micro_batch = 4 .* fit: 8, or train.micro_batch = 3"),
+    ):
+        with pytest.raises(ValidationError, match=advice):
+            Config.model_validate(values, context=context)
+
+
 def test_model_keys_replace_numbers_of_the_preset() -> None:
     shape = ModelConfig(preset="8B", n_layers=2, vocab_size=300).shape()
     assert (shape.n_layers, shape.vocab_size, shape.dim) == (2, 300, PRESETS["8B"].dim)

@@ -17,7 +17,7 @@ import torch
 
 from shardwright import cli
 from shardwright.checkpoint.files import open_stored
-from shardwright.train import byte_tokenizer, checkpoint
+from shardwright.train import byte_tokenizer, checkpoint, generation
 from shardwright.train import export as exporting
 from shardwright.train.data.tokenizers import open_tokenizer
 from shardwright.train.errors import UserError
@@ -29,6 +29,7 @@ from shardwright.train.models.build import build_model
 from shardwright.train.runs import RunFolder
 from tests.train.data.samples import save_tokenizer
 from tests.train.jobs import HYBRID, config_file, tiny, train_here
+from tests.train.kit.logs import heard
 
 FILES = [
     "config.json",
@@ -74,9 +75,17 @@ def test_transformers_computes_the_same_logits(
     with torch.no_grad():
         assert torch.equal(theirs(tokens).logits, ours(tokens))
     settings = theirs.generation_config
-    assert (settings.temperature, settings.top_k, settings.max_length) == (0.8, 50, 32)
+    assert (settings.temperature, settings.top_k, settings.max_new_tokens) == (0.8, 50, 200)
     assert settings.eos_token_id is None and settings.bos_token_id is None  # ids 1 and 2 are bytes
     assert theirs.config.eos_token_id is None
+    longer = torch.randint(0, 256, (1, 40))  # than the samples of the run
+    with heard("transformers") as messages, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert theirs.generate(longer, attention_mask=torch.ones_like(longer), max_new_tokens=3).shape == (
+            1,
+            43,
+        )
+    assert messages == []
 
 
 def test_the_tokenizer_has_the_ids_of_the_run(plain_run: Path, tmp_path: Path) -> None:
@@ -150,7 +159,8 @@ def test_what_cannot_be_exported_is_refused(
     new = tmp_path / "new"
     for arguments, message in (
         ((plain_run, there), f"expected a new folder, found that {there} exists"),
-        ((tmp_path / "none", new), "found no run.json"),
+        ((tmp_path / "none", new), "expected the folder of a run, found no such folder"),
+        ((there, new), "found no run.json in it"),
         ((bare, new), "expected a whole checkpoint, found none"),
         ((plain_run, new, "--step", "5"), "--step: expected a step with a checkpoint in"),
         ((plain_run, new, "--step", "-1"), "--step: expected an integer >= 0"),
@@ -354,7 +364,7 @@ def test_the_tokenizer_of_a_configuration(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 0]}')
     tokenizer = exporting.tokenizer_of(str(tmp_path / "mine.json"))
     assert tokenizer.file == tmp_path / "mine.json"
-    assert exporting.special_ids(tokenizer) == {
+    assert generation.special_ids(tokenizer) == {
         "bos_token_id": 1,
         "eos_token_id": [5, 0],
         "pad_token_id": None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,6 +135,42 @@ def test_a_single_step_has_the_peak_rate_or_its_part_of_the_warm_up(schedule: st
         for warmup in (0, 1, 5)
     ]
     assert rates == [2.0, 2.0, 0.4]
+
+
+def test_the_page_has_the_formula_of_the_rate(plain_run: Path) -> None:
+    """docs/reading_runs.md, against the optimizer's rates and those of a run."""
+    page = (Path(__file__).parents[2] / "docs" / "reading_runs.md").read_text()
+    code = page[page.index("from math import cos, pi") :].partition("```")[0]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    for schedule in ("cosine", "linear", "constant"):
+        for steps, warmup in ((24, 4), (3, 5), (5, 4), (1, 0)):
+            settings = OptimizerConfig.model_validate(
+                {"lr": 2.0, "warmup_steps": warmup, "schedule": schedule, "min_lr_ratio": 0.1}
+            )
+            for n in range(1, steps + 1):
+                expected = pytest.approx(learning_rate(n - 1, steps, settings))
+                assert names["rate"](n, steps, warmup, 2.0, 0.1, schedule) == expected
+    own = RunFolder(plain_run).config().optimizer
+    for record in records(plain_run):
+        values = (own.warmup_steps, own.lr, own.min_lr_ratio, own.schedule)
+        assert names["rate"](record["step"], 8, *values) == pytest.approx(record["lr"])
+
+
+def test_the_page_reads_the_batches_of_a_run(
+    plain_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """docs/data.md: the batch of a step gives the loss of that step."""
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    code = page[page.index("## Batches in Python") :].partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {}
+    exec(code.replace("runs/NAME-TIME", str(plain_run)).replace("step, size = 3", "step, size = 7"), names)
+    batch, config = names["batch"], names["config"]
+    assert batch.inputs.shape == (8, 32) and capsys.readouterr().out.startswith("torch.Size([8, 32])")
+    model = build_model(config.model, 256)
+    load_weights(plain_run / "checkpoints" / "step-6", model)
+    loss = F.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+    assert float(loss.detach()) == pytest.approx(losses(plain_run)[6], rel=1e-5)
 
 
 def test_tensorboard_shows_what_was_recorded(plain_run: Path) -> None:

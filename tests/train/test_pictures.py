@@ -21,7 +21,8 @@ from shardwright import cli
 from shardwright.memory.packing import pack
 from shardwright.memory.plan import Item, Plan, slots
 from shardwright.train import compare, metrics, report
-from shardwright.train.loop import first_loss_in_words, validation_lines
+from shardwright.train.loop import validation_lines
+from shardwright.train.notices import first_loss_in_words
 from shardwright.train.plan_picture import in_ranges, plan_figure, short_names
 from tests.train.jobs import config_file, tiny, train_here
 
@@ -164,6 +165,17 @@ def test_a_loss_above_and_one_below_are_explained() -> None:
     note = first_loss_in_words(5.9, 256)
     assert note is not None and f"ln(256) = {math.log(256):.4f}" in note and "random weights" in note
     assert first_loss_in_words(5.5, 256) is None
+    far = first_loss_in_words(128 * 5.6, 256)
+    assert (
+        far is not None and "129 times ln(256)" in far and "by chance" not in far and "initial values" in far
+    )
+    summed = first_loss_in_words(128 * 5.6, 256, "my model", 128)
+    assert summed is not None and "loss(batch) of my model seems to be a sum" in summed
+    # Divided by its targets this loss is below that of any model.
+    large = first_loss_in_words(20.0, 256, "my model", 2048)
+    assert (
+        large is not None and "seems to be a sum" not in large and "look at loss(batch) of my model" in large
+    )
     config = tiny()
     assert validation_lines(None, 2.0, config) == ["  validation      none"]
     assert validation_lines(2.5, 2.0, config) == [
@@ -187,12 +199,16 @@ def test_every_figure_of_a_step_is_explained() -> None:
             norm=True,
             mfu=True,
             auxiliary={"mtp": 0.3, "balance": 0.01},
+            meanings={"balance": "load of the experts; 2: all equal"},
         )
         names = [line.split()[0] for line in key.splitlines()[1:]]
         assert all(name in shown for name in names) and len(names) == len(metrics.figures_of(RECORD))
         assert max(map(len, key.splitlines())) <= 80
+        assert "2: all equal" in key and "1: all equal" not in key
     bare = replace(RECORD, mfu=None, grad_norm=None, validation_loss=None, balance_loss=None, mtp_loss=None)
-    key = metrics.explain_figures(torch.device("cpu"), validation=False, norm=False, mfu=False, auxiliary={})
+    key = metrics.explain_figures(
+        torch.device("cpu"), validation=False, norm=False, mfu=False, auxiliary={}, meanings={}
+    )
     assert len(key.splitlines()) - 1 == len(metrics.figures_of(bare)) == 5
     assert "n/a" not in "".join(metrics.figures_of(bare))
 
@@ -310,6 +326,20 @@ def test_comparison_picture_names_runs_with_their_settings() -> None:
     colors = [line.get_color() for line in figure.axes[0].get_lines()]
     assert len(set(colors)) == 3
     assert len({str(color) for color in report._colors(40)}) == 40
+
+
+def test_equal_runs_have_no_scale_of_differences(tmp_path: Path) -> None:
+    steps = [{"step": n, "loss": 5.0 / n} for n in range(1, 5)]
+    equal = dict.fromkeys(range(1, 5), 0.0)
+    curves = [
+        report.Curve(name, "", steps, equal if name != "a" else {}, 1000.0, 1.0) for name in ("a", "b", "c")
+    ]
+    figure = report.comparison_figure(curves, "2 ranks", compare.BY_DEVICE)
+    figure.draw_without_rendering()
+    differences = figure.axes[1]
+    assert "equal at every step: b, c" in texts(figure)
+    assert list(differences.get_yticks()) == [] and differences.get_ylabel() == ""
+    assert differences.get_xlim() == figure.axes[0].get_xlim()
 
 
 @pytest.mark.parametrize("runs", [2, 12])

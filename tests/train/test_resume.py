@@ -189,7 +189,7 @@ def test_changed_settings_are_printed_and_count(tmp_path: Path, capsys: pytest.C
     assert "  train.steps  4 -> 5\n" in capsys.readouterr().out
     assert records(folder)[-1]["lr"] == 0.005
     assert cli.main(["train", "--resume", str(tmp_path / "nowhere")]) == 2
-    assert "--resume: expected the folder of a run, found no config.toml in" in capsys.readouterr().err
+    assert "--resume: expected the folder of a run, found no such folder at" in capsys.readouterr().err
 
 
 def test_a_run_continues_with_appended_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,7 +142,7 @@ FILES: list[tuple[str, str]] = [
     ),
     # [finetune]
     ("[finetune]\nmethod = 'qlora'", "finetune.method: expected one of full, lora, dora, found \"qlora\""),
-    ("[finetune]\nrank = 8", "wrong.toml: finetune.rank: only for method = 'lora' or 'dora'"),
+    ("[finetune]\nrank = 8", "finetune.rank: found 8 with method 'full', ... set finetune.method to 'lora'"),
     ("[finetune]\nmethod = 'lora'\nr = 8", "unknown key finetune.r; did you mean finetune.rank?"),
     ("[finetune]\nmethod = 'lora'\nlora_alpha = 8", "unknown key finetune.lora_alpha; did you mean finetune.alpha?"),
     ("[finetune]\nmethod = 'lora'\ntargets = 'wq'", 'finetune.targets: expected a list of strings, ... write ["wq"]'),
@@ -267,6 +267,8 @@ OPTIONS: list[tuple[str, str]] = [
         "parallel.replicas: expected a divisor of the number of ranks, 3, found 2",
     ),
     (f"{ENGINE} --nproc 3", "train.global_batch: expected a multiple of 3 ranks x ... nearest that fit: 6 or 12"),
+    (f"{ENGINE} --nproc 2 --train.global_batch 6", "2 ranks x train.micro_batch = 2 (that is 4), found 6; ... 4 or 8,"),
+    (f"{ENGINE} --nproc 2 --data.source gone.txt", "data.source: expected a file, found nothing at FOLDER/gone.txt"),
     (
         "--nproc 2",
         "parallel.engine: the engine 'none' runs on exactly 1 rank, found 2; use --nproc 1 or another engine",
@@ -573,9 +575,9 @@ MODELS: list[tuple[str, str]] = [
     (f"{PYTHON}:Modle", "model.target ... has no attribute 'Modle'; did you mean own_models:Model?"),
     (
         f"{PYTHON}:VALUE",
-        "model.target: expected a function that returns ...; found int at 'own_models:VALUE'. See docs/models.md",
+        "model.target: found int at 'own_models:VALUE'; expected a function that returns ... See docs/models.md",
     ),
-    (f"{PYTHON}:words", "found a function that returns str at 'own_models:words'. See docs/models.md"),
+    (f"{PYTHON}:words", "found a function that returns str at 'own_models:words'; expected ... See docs/models.md"),
     (
         f"{PYTHON}:broken",
         "'own_models:broken' raised ZeroDivisionError: ... (own_models.py, line ...). Correct this function",
@@ -628,7 +630,7 @@ COMMANDS: list[tuple[str, str]] = [
         "train tiny.toml --run.dir done",
         "run.dir: ... found one in done; continue it with --resume done, or set another folder",
     ),
-    ("train --resume nowhere", "--resume: expected the folder of a run, found no config.toml in nowhere"),
+    ("train --resume nowhere", "--resume: expected the folder of a run, found no such folder at nowhere"),
     (
         "train --resume done --train.steps 4 --run.dir other",
         "run.dir: expected none with --resume done, which continues in that folder, found other; leave --run.dir out",
@@ -637,6 +639,11 @@ COMMANDS: list[tuple[str, str]] = [
     (
         "train --resume done",
         "train.steps: expected more than 2, the steps that done already has, ...; set more steps to continue",
+    ),
+    (f"train --resume done {ENGINE} --nproc 2 --train.steps 1", "train.steps: expected more than 2, the steps that d"),
+    (
+        f"train --resume done {ENGINE} --nproc 3 --train.steps 4",
+        "train.global_batch: expected a multiple of 3 ranks ... which a resume cannot change; what fits: 1 or 2 or 4",
     ),
     (
         "train --resume done --data.source sound.jsonl",
@@ -682,7 +689,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("export done/config.toml out", "done/config.toml: expected the folder of a run, found a file; give the folder"),
     ("export done out --step two", "argument --step: expected an integer >= 0, found 'two'"),
     ("export --adapters done out", '--adapters: expected a run with finetune.method "lora" or "dora", found "full"'),
-    ("compare done nowhere", "nowhere: expected the folder of a run, found no run.json in it"),
+    ("compare done nowhere", "nowhere: expected the folder of a run, found no such folder"),
     ("compare done", "compare: expected two runs or more, found 1"),
     ("compare done sound.txt", "sound.txt: expected the folder of a run, found a file; give the folder, such as runs/"),
     ("compare done stepless", "stepless/metrics.jsonl: cannot read the metrics: No such file or directory; restore th"),

@@ -156,7 +156,7 @@ class AsyncCheckpoint:
         with open_save(place, plan, ranks, overwrite) as unfinished:
             assert isinstance(unfinished, LocalStore)
             folder = unfinished.path
-            job = Job(place, folder, ranks.rank, overwrite, self._verified, plan.own, plan.contents)
+            job = Job(place, folder, ranks.rank, overwrite, plan.own, plan.contents, self._verified)
             ranges = ranks.together(lambda: self._stage(job))
             at, nbytes = ranges[ranks.rank]
             # From here on nothing fails before every rank has a save under way, so that every rank waits for it.
@@ -186,11 +186,13 @@ class AsyncCheckpoint:
         # needs nobody any more.
         own_part = None if save.is_written else save.failure
         failures = [(rank, *each) for rank, each in enumerate(ranks.everyones(own_part)) if each is not None]
-        if save.is_first and self._writer is not None:
-            if failures:
-                self._writer.send({"do": "abandon", "attempt": save.attempt})
+        if save.is_first and failures and self._writer is not None:
+            self._writer.send({"do": "abandon", "attempt": save.attempt})
+        if save.is_first:
             while not save.is_over:
                 self._receive(save, wait=True)
+            if not save.is_committed:
+                places.abandon(save.folder)
         committed, failure = ranks.of_first((save.is_committed, save.failure))
         self._save = None
         _under_way.discard(self)
@@ -205,9 +207,6 @@ class AsyncCheckpoint:
         except Exception as error:
             self._last = Outcome(save.path, False, described(error)[1], save.nbytes, save.seconds)
             raise
-        finally:
-            if save.is_first:
-                places.abandon(save.folder)
 
     def poll(self) -> Outcome | None:
         """What became of the last save; None while it is under way, and before the first one. Not collective.
@@ -263,11 +262,15 @@ class AsyncCheckpoint:
         else:
             text = f"{death}, so {save.path} was not saved. The next save starts another one"
             save.failure = described(RuntimeError(text))
+            writer.end()
+            self._writer = None
         return True
 
     def _start_writer(self) -> None:
         if self._writer is not None and not self._writer.lives:
-            warnings.warn(f"{self._writer.death()}. Another one is started.", stacklevel=4)
+            warnings.warn(
+                f"{self._writer.death()}. It had nothing to write. Another one is started.", stacklevel=2
+            )
             self._writer.end()
             self._writer = None
         if self._writer is None:

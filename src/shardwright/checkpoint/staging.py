@@ -89,9 +89,9 @@ class Job:
     folder: Path  #: in which the ranks write
     rank: int
     overwrite: bool
-    verified: bool  #: read back what was written
     parts: list[PartToWrite]
     contents: Contents  #: complete on the first rank, which commits
+    verified: bool = False  #: read back what was written
 
     @property
     def is_first(self) -> bool:
@@ -149,9 +149,9 @@ def staged_job(memory: SharedMemory, start: int, length: int) -> Job:
         Path(content["folder"]),
         content["rank"],
         content["overwrite"],
-        content["verified"],
         parts,
         _contents(content["contents"]),
+        content["verified"],
     )
 
 

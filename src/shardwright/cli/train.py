@@ -39,11 +39,18 @@ def _run(call: Call) -> int:
         START.end()
 
 
+def _ranks_of_environment() -> int:
+    """The number of ranks that torchrun or our launcher has set; 1 without one. Other values are refused later."""
+    text = os.environ.get("WORLD_SIZE", "")
+    return max(1, int(text)) if text.isdecimal() else 1
+
+
 def _job_of(options: argparse.Namespace, overrides: Overrides) -> tuple[Config, str | None]:
     """The configuration, and the run to continue: None for a new run, "" for the newest run with that name."""
     from shardwright.train.config import load_config, stored_config
 
     path, resume = options.config, options.resume
+    ranks = options.nproc or _ranks_of_environment()
     if path is None and resume is not None and resume.endswith(".toml"):
         # `--resume CONFIG.toml`: a run is a folder, so this can only be the config.
         path, resume = resume, ""
@@ -51,19 +58,20 @@ def _job_of(options: argparse.Namespace, overrides: Overrides) -> tuple[Config, 
         # A run's folder has the configuration of its last start.
         path = Path(resume, "config.toml")
         if not path.is_file():
-            raise UserError(f"--resume: expected the folder of a run, found no config.toml in {resume}")
+            found = "no config.toml in" if os.path.isdir(resume) else "no such folder at"
+            raise UserError(f"--resume: expected the folder of a run, found {found} {resume}")
         for key, value in overrides:
             if key == "run.dir" and os.path.abspath(value) != os.path.abspath(resume):
                 raise UserError(
                     f"run.dir: expected none with --resume {resume}, which continues in that folder, found {value}; "
                     "leave --run.dir out"
                 )
-        return stored_config(Path(resume), overrides), resume
+        return stored_config(Path(resume), overrides, ranks=ranks, resumes=True), resume
     if path is None:
         raise UserError(
             "train: expected CONFIG.toml or --resume RUN, found neither; examples are in the folder examples/"
         )
-    return load_config(Path(path), overrides), resume
+    return load_config(Path(path), overrides, ranks=ranks, resumes=resume is not None), resume
 
 
 def _keys_help(width: int) -> str:

@@ -1,4 +1,4 @@
-"""What is refused before any rank starts: numbers of ranks, devices and batches that the configuration cannot have.
+"""What is refused before any rank starts: numbers of ranks, devices, batches and files that a job cannot have.
 
 Nothing here needs a process group. Importing this file imports no engine, see `environment.py`.
 """
@@ -8,12 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwright.train.config import Config, TrainConfig, toml_value
+from shardwright.train.data.places import locate
 from shardwright.train.environment import choose_device, under_launcher
 from shardwright.train.errors import UserError
 from shardwright.train.host_memory import check_model_fits, ranks_of_host
 from shardwright.train.models.kinds import kind_of, offers_of
 from shardwright.train.models.presets import HybridConfig
 from shardwright.train.optimizers import optimizers
+from shardwright.train.runs import RunFolder
 from shardwright.train.sections.data import ONE_OR_UNMASKED, UNMASKED
 
 if TYPE_CHECKING:
@@ -40,8 +42,11 @@ def check_device(config: Config, kind: str) -> None:
             )
 
 
-def check_ranks(config: Config, ranks: int) -> None:
-    """Refuse a job that this many ranks cannot run, or an option its engine cannot honour. Needs no process group."""
+def check_ranks(config: Config, ranks: int, resumes: bool = False) -> None:
+    """Refuse a job that this many ranks cannot run, or an option its engine cannot honour. Needs no process group.
+
+    `resumes`: the job continues a run, so that messages advise what may change then.
+    """
     parallel, world = config.parallel, ranks
     if parallel.engine == "none" and ranks != 1:
         raise UserError(
@@ -78,11 +83,44 @@ def check_ranks(config: Config, ranks: int) -> None:
         )
     if parallel.expert > 1:
         _check_expert_parallel(config, gathered)
-    config.train.accumulation_steps(ranks)
+    config.train.accumulation_steps(ranks, tensor=parallel.tensor, resumes=resumes)
     shape = config.model.shape()
     if (check_model := offers_of(shape).check) is not None:
         check_model(shape, config)
     check_model_fits(config, world, ranks_of_host(world, under_launcher()), choose_device(config))
+
+
+def check_files(config: Config) -> None:
+    """Refuse local data that is missing. Files on other machines are looked up when they are read."""
+    data = config.data
+    paths = [(f"data.sources.{number}.path", each.path) for number, each in enumerate(data.sources)]
+    paths = paths or [("data.source", data.source)]
+    if config.validation.every:
+        paths += [("data.validation_source", data.validation_source or ())]
+        paths += [
+            (f"data.validation_sources.{number}.path", each.path)
+            for number, each in enumerate(data.validation_sources)
+        ]
+    for key, path in paths:
+        for each in (path,) if isinstance(path, str) else path:
+            if "://" not in each:
+                locate(each, key)
+
+
+def check_steps(config: Config, folder: RunFolder) -> None:
+    """Refuse a resume for which every checkpoint has enough steps, whole or not."""
+    names = [path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*")]
+    steps = [int(name) for name in names if name.isdecimal()]
+    if steps and min(steps) >= config.train.steps:
+        raise UserError(no_more_steps(config, folder, max(steps)))
+
+
+def no_more_steps(config: Config, folder: RunFolder, done: int) -> str:
+    """The error of a resume to no further step than the `done` ones."""
+    return (
+        f"train.steps: expected more than {done}, the steps that {folder.path} already has, found "
+        f"{config.train.steps}; set more steps to continue"
+    )
 
 
 def _check_tensor_parallel(config: Config) -> None:

@@ -288,10 +288,13 @@ def _name(path: str) -> str:
 # Reading
 
 
-def load_config(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
+def load_config(
+    path: Path, overrides: Sequence[tuple[str, str]] = (), *, ranks: int = 1, resumes: bool = False
+) -> Config:
     """The configuration in the TOML file at `path`, with `(section.key, text)` overrides on top.
 
-    The text of an override is read as a TOML value; bare words are strings. Raises UserError, one line, for a
+    It must fit a job of so many `ranks`, which continues a run if it `resumes`; a message advises values for that. The
+    text of an override is read as a TOML value; bare words are strings. Raises UserError, one line, for a
     file that cannot be read, an unknown key, a wrong type, a value out of range or values that do not fit.
     """
     values = _read_toml(path)
@@ -300,13 +303,15 @@ def load_config(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config
     ):  # it says which keys there are
         _override(values, key, text)
     try:
-        return Config.model_validate(values)
+        return Config.model_validate(values, context={"ranks": ranks, "resumes": resumes})
     except ValidationError as error:
         raise UserError(_one_line(error, path, {key for key, _ in overrides})) from None
 
 
-def stored_config(run: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
-    """The configuration that a run was last started with. Raises UserError as :func:`load_config`.
+def stored_config(
+    run: Path, overrides: Sequence[tuple[str, str]] = (), *, ranks: int = 1, resumes: bool = False
+) -> Config:
+    """The configuration that a run was last started with. Arguments and errors as for :func:`load_config`.
 
     A run keeps the names and import paths of registered values and not their files, so these may be missing here: the
     error names all of them.
@@ -322,7 +327,7 @@ def stored_config(run: Path, overrides: Sequence[tuple[str, str]] = ()) -> Confi
         if (error := _problem(registry, name))
     }
     if not missing:
-        return load_config(path, overrides)
+        return load_config(path, overrides, ranks=ranks, resumes=resumes)
     modules = dict.fromkeys(
         name.partition(":")[0].partition(".")[0] for name, _ in missing.values() if ":" in name
     )

@@ -31,6 +31,7 @@ from shardwright.train.finetune import adapters
 from shardwright.train.finetune.base import base_of, check_same_base
 from shardwright.train.finetune.finetuning import peft_names, source_of
 from shardwright.train.finetune.peft_files import WEIGHTS_FILE, write_adapters
+from shardwright.train.generation import generation_settings, with_ids
 from shardwright.train.models import hugging_face
 from shardwright.train.models.build import model_of
 from shardwright.train.models.foreign import module_names
@@ -40,8 +41,6 @@ from shardwright.train.runs import RunFolder, check_same_tokenizer, recorded_tok
 from shardwright.train.writing import unwritable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: Settings of `shardwright generate`, which the folder has as its generation settings.
-TEMPERATURE, TOP_K = 0.8, 50
 TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 FILES_BESIDE_TOKENIZER = (
     TOKENIZER_CONFIG,
@@ -135,6 +134,7 @@ def export(
     check_vocabulary(tokenizer.vocab_size, shape.vocab_size)
     named = offers_of(shape).key_map is not None
     values = hugging_face.config_json(shape) if named else None
+    generation = generation_settings(config, tokenizer, say) if named else None
     merges = config.finetune.method != "full"
     model = _with_base(config) if merges else _without_values(shape)
     if not merges and any(not parameter.requires_grad for parameter in model.parameters()):
@@ -162,14 +162,14 @@ def export(
             return {**tensors, **frozen}
 
         def add_files(partial: Path) -> None:
-            if values is not None:
-                write_json(partial / "generation_config.json", generation_settings(config, tokenizer))
+            if generation is not None:
+                write_json(partial / "generation_config.json", generation)
             write_tokenizer(partial, tokenizer, config.train.seq_len)
             if template is not None:
                 (partial / "chat_template.jinja").write_text(template, encoding="utf-8")
 
         settings = (
-            None if values is None else {**values, **special_ids(tokenizer), "dtype": name_of_dtype(form)}
+            None if values is None else {**with_ids(values, config, tokenizer), "dtype": name_of_dtype(form)}
         )
         write_stored_form(
             folder, form, read_group, max_shard_size=max_shard_size, config=settings, add_files=add_files
@@ -342,23 +342,6 @@ def check_vocabulary(tokenizer: int, model: int) -> None:
             f"data.tokenizer: expected at most the model's {model} ids, found a tokenizer with {tokenizer}; it does "
             "not belong to this model"
         )
-
-
-def special_ids(tokenizer: ExportedTokenizer) -> dict[str, Any]:
-    """Ids for config.json: each an int or None, and several ends as a list.
-
-    Without these keys transformers takes ids 1 and 2, which are ordinary tokens here.
-    """
-    ends = tokenizer.ends
-    end = list(ends) if len(ends) > 1 else ends[0] if ends else None
-    return {"bos_token_id": tokenizer.begin, "eos_token_id": end, "pad_token_id": None}
-
-
-def generation_settings(config: Config, tokenizer: ExportedTokenizer) -> dict[str, Any]:
-    """The content of generation_config.json: the defaults of `shardwright generate`."""
-    settings: dict[str, Any] = {"do_sample": True, "temperature": TEMPERATURE, "top_k": TOP_K}
-    # Positions beyond were never trained.
-    return {**settings, "max_length": config.train.seq_len, **special_ids(tokenizer)}
 
 
 def name_of_dtype(form: StoredForm) -> str:

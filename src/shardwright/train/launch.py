@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext, start_processes
 
 import shardwright
-from shardwright.train.checks import check_device, check_ranks
+from shardwright.train.checks import check_device, check_files, check_ranks, check_steps
 from shardwright.train.config import Config
 from shardwright.train.ending import STOPPED, Ending, complaints_in, conclude, log_of, stopped_early
 from shardwright.train.environment import (
@@ -58,7 +58,7 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
     _with_packages(config)
     ranks = _number_of_ranks(config, nproc)
     START.doing("checking the configuration")
-    check_ranks(config, ranks)
+    check_ranks(config, ranks, resume is not None)
     check_device(config, choose_device(config))
     # What cannot be imported is found before there is a folder.
     alone = _rank().train_alone if ranks == 1 else None
@@ -67,6 +67,10 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
         try:
             _stay_local()
             if alone is None:
+                # The ranks would find these, after the seconds that they need to start.
+                check_files(config)
+                if resume is not None:
+                    check_steps(config, folder)
                 return _launch(config, folder, ranks, argv)
             return alone(config, folder, resume is not None)
         except BaseException:

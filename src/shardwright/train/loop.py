@@ -20,6 +20,7 @@ from shardwright.engine.front.report import in_units
 from shardwright.extend import ExtensionError
 from shardwright.train import checkpoint, metrics, plan_picture, report
 from shardwright.train.activations import Recompiles
+from shardwright.train.checks import no_more_steps
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.statement import ends_in_words, statement, tokens_of
@@ -28,6 +29,7 @@ from shardwright.train.data_record import resumed_data, write_data_record
 from shardwright.train.errors import UserError
 from shardwright.train.finetune import adapters, finetuning
 from shardwright.train.models.kinds import sizes_of
+from shardwright.train.notices import before_steps, of_first_loss
 from shardwright.train.peaks import peak_flops
 from shardwright.train.reporter import Reporter
 from shardwright.train.resuming import changes_in_words, resume_command
@@ -86,10 +88,7 @@ def _train(config: Config, folder: RunFolder, dataset: Dataset, world: World, re
     trainer.check_model()
     done = trainer.position.step
     if done >= config.train.steps:
-        raise UserError(
-            f"train.steps: expected more than {done}, the steps that {folder.path} already has, found "
-            f"{config.train.steps}; set more steps to continue"
-        )
+        raise UserError(no_more_steps(config, folder, done))
     START.doing("running the first step")
     with StopRequest() as stop, ExitStack() as stack:
         record = open_record(trainer, folder) if world.is_first else None
@@ -100,6 +99,8 @@ def _train(config: Config, folder: RunFolder, dataset: Dataset, world: World, re
             reporter.say(opening_line(trainer, folder))
             if trainer.world.is_first:
                 reporter.say(data_in_words(trainer))
+                for note in before_steps(config, dataset, resume):
+                    reporter.say(note)
             reporter.say(figures_in_words(trainer))
             with Saves(config.checkpoint, folder.checkpoints, reporter, loaded=done) as saves:
                 ended_by = run_steps(trainer, folder, reporter, saves, stop)
@@ -134,7 +135,7 @@ def run_steps(
         memory = metrics.measure_memory(device)
         trainer.peak_memory = max(trainer.peak_memory, memory.reserved)
         reporter.step(step_record(trainer, result, seconds, validation, memory))
-        if step == 1 and (note := first_loss_in_words(result.loss, vocabulary(config))):
+        if step == 1 and (note := of_first_loss(trainer, result.loss)):
             reporter.say(note)
         steps_of_session += 1
         if (
@@ -316,6 +317,7 @@ def figures_in_words(trainer: Trainer) -> str:
         mfu=peak_flops(metrics.device_name(world.device), config.parallel.param_dtype) is not None,
         norm=not config.optimizer.in_backward,
         auxiliary=trainer.losses.auxiliary,
+        meanings=trainer.losses.meanings,
         validation=config.validation.every > 0,
     )
 
@@ -328,16 +330,6 @@ def validation_text(config: Config) -> str:
 
 def vocabulary(config: Config) -> int:
     return config.model.shape().vocab_size
-
-
-def first_loss_in_words(loss: float, tokens: int) -> str | None:
-    """Why the first loss is above ln(tokens), the loss of equally likely tokens. None if it is not above."""
-    if loss <= math.log(tokens):
-        return None
-    return (
-        f"the first loss is above ln({tokens}) = {math.log(tokens):.4f}. A model that gives all {tokens} tokens the "
-        "same probability has that loss; random weights prefer some tokens by chance, so their loss is higher"
-    )
 
 
 def conclude(

@@ -6,6 +6,8 @@ draws samples or communicates.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,6 +29,7 @@ class Losses:
 
     Attributes:
         auxiliary: weights of the losses beside the cross-entropy, by name.
+        meanings: what such a loss is, in words, by name, where the model says so.
         has_loss: whether the model computes its own loss.
     """
 
@@ -40,6 +43,8 @@ class Losses:
         self.has_loss, self._auxiliary_sums = plain.has_loss, plain.auxiliary_sums
         self._numbers_padding = numbers_padding(config, plain)
         self.auxiliary = plain.auxiliary
+        # A module of another class may lack them, see `language_model.NEEDED`.
+        self.meanings: Mapping[str, str] = getattr(plain, "meanings", {})
 
     def counts(self, trained: int) -> Tensor:
         """The number of trained tokens of a step, over which each loss is a mean: float64 [1 + auxiliaries]."""

@@ -83,7 +83,9 @@ class StepRecord:
     memory_reserved: int
     memory_total: int
     validation_loss: float | None = None
-    balance_loss: float | None = None  # if the model has experts: their load, 1 if all are equal
+    balance_loss: float | None = (
+        None  # if the model has experts: their load; the model says what equal loads give
+    )
     mtp_loss: float | None = None  # if the model has this head: cross-entropy of the token after the next
     extra_losses: Mapping[str, float] = field(default_factory=dict)
 
@@ -344,7 +346,7 @@ def lines_of(parts: Sequence[str], width: int) -> list[str]:
 
 
 COMMON_LOSSES = ("mtp", "balance")
-"""Losses beside the cross-entropy whose meaning is the same in all models."""
+"""Losses beside the cross-entropy that have a field in `StepRecord`. They are shown before the others."""
 
 
 def figures_of(record: StepRecord) -> list[str]:
@@ -377,7 +379,13 @@ def figures_of(record: StepRecord) -> list[str]:
 
 
 def explain_figures(
-    device: torch.device, *, validation: bool, norm: bool, mfu: bool, auxiliary: Mapping[str, float]
+    device: torch.device,
+    *,
+    validation: bool,
+    norm: bool,
+    mfu: bool,
+    auxiliary: Mapping[str, float],
+    meanings: Mapping[str, str],
 ) -> str:
     """The meaning of each figure of `figures_of` in this run, one line each.
 
@@ -385,20 +393,21 @@ def explain_figures(
         device: the model's device; on the CPU memory is measured in another way.
         validation, norm, mfu: whether steps have these figures.
         auxiliary: names and weights of the losses beside the cross-entropy.
+        meanings: what these losses are, by name, as the model says; of others only the weight is known.
     """
     if device.type == "cuda":
         memory = "peak of rank 0's GPU: tensors / held by torch (part of its memory)"
     else:
         memory = "rank 0's process: now / peak so far (part of the machine's RAM)"
-    meanings = {
+    further = [name for name in COMMON_LOSSES if name in auxiliary]
+    further += [name for name in auxiliary if name not in COMMON_LOSSES]
+    figures = {
         "loss": "cross-entropy per token in nats, before the step's update",
         "validation": "the same after the update, on text that no step trains on" if validation else "",
-        "mtp": "cross-entropy of the token after the next" if "mtp" in auxiliary else "",
-        "balance": "load of the experts; 1: all equal" if "balance" in auxiliary else "",
         **{
-            name: f"further loss of this model; its weight in training is {weight:g}"
-            for name, weight in auxiliary.items()
-            if name not in COMMON_LOSSES
+            name: meanings.get(name)
+            or f"further loss of this model; its weight in training is {auxiliary[name]:g}"
+            for name in further
         },
         "norm": "gradient norm over all ranks, before clipping" if norm else "",
         "tok/s": "tokens per second, all ranks together",
@@ -407,7 +416,7 @@ def explain_figures(
         "mem": memory,
         "data": "share of the step in which the slowest rank waited for data",
     }
-    lines = [f"  {name:<10}  {meaning}" for name, meaning in meanings.items() if meaning]
+    lines = [f"  {name:<10}  {meaning}" for name, meaning in figures.items() if meaning]
     return "\n".join(["figures of a step:", *lines])
 
 

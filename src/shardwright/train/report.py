@@ -146,20 +146,8 @@ def comparison_figure(curves: Sequence[Curve], common: str, panel: MemoryPanel) 
         "optimizer step",
         "|difference| / loss (log scale)",
     )
-    differences.set_yscale("log")
-    # Without these limits, differences of one size fill the axis with noise, and equal runs leave the axis empty.
-    apart_at_all = any(value > 0 for curve in curves for value in curve.difference.values())
-    low, high = differences.get_ylim() if apart_at_all else (1e-8, 1e-6)
-    differences.set_ylim(low / 3, high * 30)
     differences.set_xlim(losses.get_xlim())
-    # A logarithmic axis cannot show a difference of 0.
-    equal = [name for name, c in zip(names[1:], curves[1:], strict=True) if not any(c.difference.values())]
-    if equal:
-        text = textwrap.fill("equal at every step: " + ", ".join(equal), 55, break_on_hyphens=False)
-        differences.text(
-            0.02, 0.97, text, transform=differences.transAxes, va="top", fontsize=9,
-            bbox={"facecolor": "white", "edgecolor": "0.8"},
-        )  # fmt: skip
+    _show_equal_runs(differences, names, curves)
     speed = [c.tokens_per_second for c in curves]
     _bars(
         speeds, "Speed of all ranks together", "tokens per second (median of the steps)", names, speed, colors
@@ -169,6 +157,29 @@ def comparison_figure(curves: Sequence[Curve], common: str, panel: MemoryPanel) 
     if common:
         figure.suptitle(textwrap.fill(f"Same in all runs: {common}", 130), fontsize=10)
     return figure
+
+
+def _show_equal_runs(differences: Axes, names: Sequence[str], curves: Sequence[Curve]) -> None:
+    """Scale the panel of differences, and write which runs have none: a logarithmic axis cannot show a 0."""
+    equal = [name for name, c in zip(names[1:], curves[1:], strict=True) if not any(c.difference.values())]
+    text = textwrap.fill("equal at every step: " + ", ".join(equal), 55, break_on_hyphens=False)
+    if len(equal) == len(curves) - 1:
+        # There is nothing to measure, so there are no ticks, which would look like sizes of differences.
+        differences.set_yticks([])
+        differences.set_ylabel("")
+        differences.text(
+            0.5, 0.5, text, transform=differences.transAxes, ha="center", va="center", fontsize=11
+        )
+        return
+    differences.set_yscale("log")
+    # Without these limits, differences of one size fill the axis with noise.
+    low, high = differences.get_ylim()
+    differences.set_ylim(low / 3, high * 30)
+    if equal:
+        differences.text(
+            0.02, 0.97, text, transform=differences.transAxes, va="top", fontsize=9,
+            bbox={"facecolor": "white", "edgecolor": "0.8"},
+        )  # fmt: skip
 
 
 LONGEST_NAME = 16

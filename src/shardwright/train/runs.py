@@ -105,7 +105,8 @@ class RunFolder:
         try:
             record = json.loads(self.record_file.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise UserError(f"{self.path}: expected the folder of a run, found no run.json in it") from None
+            found = "no run.json in it" if os.path.isdir(self.path) else "no such folder"
+            raise UserError(f"{self.path}: expected the folder of a run, found {found}") from None
         except NotADirectoryError:
             raise UserError(
                 f"{self.path}: expected the folder of a run, found a file; give the folder, such as {RUNS}/NAME-TIME"

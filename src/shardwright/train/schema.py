@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, model_validator
 
 from shardwright.train.finetune.settings import FinetuneConfig, conflict
 from shardwright.train.models.kinds import kind_of
@@ -44,7 +44,7 @@ class Config(Section):
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
-    def _sections_fit(self) -> Config:
+    def _sections_fit(self, info: ValidationInfo) -> Config:
         shape = self.model.shape()
         longest = shape.max_seq_len
         if longest is not None and self.train.seq_len > longest:
@@ -53,7 +53,11 @@ class Config(Section):
             raise ValueError(f"train.seq_len: expected at most {most}, found {self.train.seq_len}")
         if isinstance(shape, HybridConfig) and shape.mtp_pattern and self.train.seq_len < 2:
             raise ValueError("train.seq_len: expected at least 2 with a model.mtp_pattern, found 1")
-        problem = self.train.batch_problem(ranks=1)
+        start = info.context or {}
+        tensor = self.parallel.tensor
+        problem = self.train.batch_problem(
+            max(1, start.get("ranks", 1) // tensor), tensor=tensor, resumes=start.get("resumes", False)
+        )
         if problem:
             raise ValueError(problem)
         if self.train.cuda_graph and self.parallel.engine != "shardwright":

@@ -227,6 +227,18 @@ DAMAGED = [
     ("a.jsonl", b'{"messages": [{"role": "user"}]}', {"kind": "conversations"}, "found 'role' in message 1"),
     (
         "a.jsonl",
+        b'{"messages": [{"role": "asistant", "content": "x"}]}',
+        {"kind": "conversations"},
+        "found 'asistant' in message 1 in 'messages' of line 1 of PATH; did you mean 'assistant'?",
+    ),
+    (
+        "a.jsonl",
+        b'{"messages": [{"role": "Assistant", "content": "x"}]}',
+        {"kind": "conversations"},
+        "did you mean",
+    ),
+    (
+        "a.jsonl",
         b'{"messages": [{"role": "assistant", "content": null}]}',
         {"kind": "conversations"},
         "expected a string as content, found nothing (null) in message 1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +87,7 @@ def test_figures_add_up() -> None:
 def test_the_table_shows_every_source_and_its_epochs() -> None:
     sources = [
         source_of(tokens_of([17] * 10), 16, "best_fit", separate=True, name="long/" * 20 + "a.jsonl"),
-        source_of(tokens_of([9] * 1000), 16, "best_fit", separate=True, name="b.jsonl"),
+        source_of(tokens_of([9] * 1000), 16, "best_fit", separate=True, name=os.path.abspath("b.jsonl")),
     ]
     stream = Stream(sources, [3, 1], 0, separate=True)
     rest = source_of(tokens_of([20]), 16, "split", separate=True, name="b.jsonl")

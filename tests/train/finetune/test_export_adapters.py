@@ -183,7 +183,7 @@ def test_what_has_no_files_of_adapters_is_refused(
             "error: --max-shard-size: expected none with --adapters",
         ),
         ((plain_run, "."), "error: export: expected a new folder"),
-        (("none", "out"), "found no run.json"),
+        (("none", "out"), "found no such folder"),
     ):
         assert cli.main(["export", "--adapters", *map(str, arguments)]) == 2
         error = capsys.readouterr().err

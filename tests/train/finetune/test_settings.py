@@ -28,7 +28,7 @@ def test_settings_load_without_torch() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("rank = 8", "finetune.rank: only for method = 'lora' or 'dora'; with 'full' expected 16, found 8"),
+        ("rank = 8", "finetune.rank: found 8 with method 'full', which trains all parameters"),
         ('method = "lora"\nrank = 0', "finetune.rank: expected an integer >= 1, found 0"),
         ('method = "lora"\ndropout = 1.0', "finetune.dropout: expected a number >= 0 and < 1, found 1.0"),
         ('method = "dora"\ndropout = 0.1', "finetune.dropout: expected 0 with method 'dora', found 0.1"),

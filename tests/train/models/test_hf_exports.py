@@ -19,6 +19,7 @@ from shardwright.train.runs import RunFolder
 from tests.train.jobs import config_file, ranks, train_here
 from tests.train.kit.architectures import folder_with, reloaded
 from tests.train.kit.foreign import JOB
+from tests.train.kit.logs import heard
 
 pytest.importorskip("transformers", reason="needs transformers")
 
@@ -110,6 +111,11 @@ def test_the_folder_computes_the_logits_of_the_run(
     assert tied == (kind in ("gpt2", "gemma2"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("für 漢")["input_ids"] == list("für 漢".encode())
+    if kind == "llama":
+        longer = torch.randint(3, 256, (1, 20))  # than the samples of the run
+        with heard("transformers") as messages:
+            theirs.generate(longer, attention_mask=torch.ones_like(longer), max_new_tokens=2)
+        assert messages == []
 
 
 def test_a_run_of_two_ranks_is_exported_by_one(

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,11 @@ def test_the_balance_loss_of_experts(rank: int, world_size: int, tmp_path: Path)
     dist.barrier()
     job = job_of(tmp_path / "mixtral", rank, world_size)
     assert dict(job.losses.auxiliary) == {"balance": 0.5}
+    # Tokens that use each pair of the four experts alike.
+    pairs = torch.tensor(list(combinations(range(4), 2)))
+    gates = torch.zeros(6, 4).scatter(1, pairs, 20.0)
+    alike = hf.balance_loss(type(job.model.model))((gates,), 4, 2)
+    assert job.losses.meanings["balance"] == f"load of the experts; {float(alike):g}: all equal"
     _, inputs, targets, *_ = next_step(job)
     sums = job.losses.sums(Batch(inputs, targets, None, None))
     model = reloaded(tmp_path / "mixtral").train()

@@ -333,3 +333,16 @@ def test_names(tmp_path: Path) -> None:
     assert hub_module.pinned("a/b@main", Path("x") / COMMIT / "config.json") == f"a/b@{COMMIT}"
     assert hub_module.pinned("a/b", Path("x") / "config.json") == "a/b"
     assert SIZES["vocab_size"] == 256
+
+
+@pytest.mark.parametrize("path", ["hf_lama", "sub/models/hf_lama", "./hf_lama"])
+def test_a_folder_with_nearly_that_name(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No hub is asked for a path that is certainly none of its names."""
+    near = f"{path.rpartition('/')[0]}/hf_llama".lstrip("/")
+    (tmp_path / near).mkdir(parents=True)
+    (tmp_path / near / "config.json").write_text("{}")
+    (tmp_path / "hf_lamas").mkdir()  # without a model
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shardwright.train.models.shapes.fetch_file", None)
+    with pytest.raises(ValueError, match=rf"path: .*{re.escape(path)}.*did you mean {re.escape(near)}\?"):
+        HuggingFaceShape(path)

@@ -146,6 +146,23 @@ def test_a_loss_of_its_own_is_summed(folder: Path, ending: str) -> None:
     torch.testing.assert_close(model(inputs, batch=Batch(inputs, inputs, None, None)), plain)
 
 
+@pytest.mark.parametrize("ending", [".sum()", ".mean()"])
+def test_a_sum_in_place_of_a_mean_is_noticed(
+    folder: Path, ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A micro-batch has 2 samples of 32 targets. The run goes on: a loss may be large for other reasons."""
+    loss = LOSS.replace(".square()", "").replace(
+        "return losses.view_as(batch.targets)", f"return losses{ending}"
+    )
+    (folder / "my_sum.py").write_text(MODEL.replace("\ndef build", f"{loss}\n\ndef build"))
+    small = ("--train.steps", "1", "--validation.every", "0", "--run.sample_tokens", "0")
+    assert train_here(config_file(folder, JOB), *OWN, "my_sum:build", "--run.dir", "run", *small) == 0
+    out = capsys.readouterr().out
+    notice = "loss(batch) of the model of 'my_sum:build' seems to be a sum over the targets"
+    assert (notice in out) == (ending == ".sum()"), out
+    assert ("= 64 targets of a micro-batch x 5." in out) == (ending == ".sum()")
+
+
 def test_a_loss_without_logits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The sample at the end needs logits, so this is an error before the first step, or there is no sample."""
     text = MODEL.replace("return self.out(x)", "return {'hidden': self.out(x)}")
@@ -158,7 +175,7 @@ def test_a_loss_without_logits(folder: Path, capsys: pytest.CaptureFixture[str])
 
 
 EXPECTED = (
-    r"model.target: expected a function that returns a torch.nn.Module with forward\(tokens\): int64 \[B, S\] to float "
+    r"; expected a function that returns a torch.nn.Module with forward\(tokens\): int64 \[B, S\] to float "
     r"logits \[B, S, V\].*blocks\(\), a list of modules.*head\(\), a list of modules, and loss\(batch\), the mean loss"
 )
 NO_LIST = MODEL.replace("nn.ModuleList(nn.Linear(width, width) for _ in range(depth))", "nn.Linear(1, 1)")
@@ -168,22 +185,31 @@ TWO_LISTS = MODEL.replace(
 )
 #: What is in the file, the target, and what is said, before anything is allocated.
 WRONG = {
-    "no module": ("def build():\n    return [3]\n", "build", EXPECTED + r".*found a function that returns list"),
-    "no function": ("build = 3\n", "build", EXPECTED + r".*; found int at 'my_wrong:build'"),
-    "no forward": ("from torch import nn\nbuild = lambda: nn.Module()\n", "build", EXPECTED + ".*without a forward"),
+    "no module": (
+        "def build():\n    return [3]\n", "build", "model.target: found a function that returns list.*" + EXPECTED,
+    ),
+    "no function": ("build = 3\n", "build", "model.target: found int at 'my_wrong:build'" + EXPECTED),
+    "no forward": (
+        "from torch import nn\nbuild = lambda: nn.Module()\n", "build", "found Module without a forward.*" + EXPECTED,
+    ),
     "another forward": (
         MODEL.replace("forward(self, tokens)", "forward(self, tokens, mask)"), "build",
-        EXPECTED + r".*whose forward\(tokens, mask\) does not take \(tokens\): missing a required argument: 'mask'",
+        r": found Means whose forward\(tokens, mask\) does not take \(tokens\): missing a required argument: 'mask'.*"
+        + EXPECTED,
     ),
     "another loss": (
         MODEL.replace("    def forward", "    def loss(self):\n        return 0\n\n    def forward"), "build",
-        EXPECTED + r".*whose loss\(\) does not take \(batch\)",
+        r"target: found Means whose loss\(\) does not take \(batch\).*" + EXPECTED,
     ),
     "wrong blocks": (
         MODEL.replace("    def forward", "    def blocks(self):\n        return [3]\n\n    def forward"), "build",
-        EXPECTED + r".*whose blocks\(\) returns a list of int, not a list of modules of the model",
+        r": found Means whose blocks\(\) returns a list of int, not a list of modules of the model.*" + EXPECTED,
     ),
-    "no list": (NO_LIST, "build", "model.blocks: expected a model with one list of layers .* found no list in Means"),
+    "no list": (
+        NO_LIST, "build",
+        r"model.blocks: expected a model with one list of layers .* found no list in Means; put the layers into such a "
+        r"list, or give the model a method blocks\(\) that returns its layers as a list",
+    ),
     "two lists": (TWO_LISTS, "build", r"model.blocks: expected one list of layers, found layers \(2 x Linear\), more"),
     "an error": (
         MODEL.replace("    return Means", "    return 1 / 0 + Means"), "build",

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwright.train.data.items import Completion, Conversation
+from shardwright.train.data.items import ASSISTANT, Completion, Conversation
 from shardwright.train.data.tokenizers import Bytes, Place, Tokenizer
 from shardwright.train.errors import UserError
 
@@ -92,7 +92,7 @@ def rendered(conversation: Conversation, template: str, names: Mapping[str, str]
     whole = render(len(messages))
     learnt: list[Place] = []
     for number, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != ASSISTANT:
             continue
         before = render(number, prompt=True)
         after = whole if number + 1 == len(messages) else render(number + 1)

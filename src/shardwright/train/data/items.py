@@ -105,6 +105,7 @@ class Ids:
 Item: TypeAlias = Document | Conversation | Completion | Ids
 
 TOOLS = "tools"  #: the key of the tools beside the messages
+ASSISTANT = "assistant"  #: the role whose text is trained
 _KEYS = {
     "documents": ("text_key",),
     "conversations": ("messages_key",),
@@ -242,6 +243,11 @@ def _conversation(row: Mapping[str, Any], source: Source, origin: Origin) -> Con
                 f"{setting}: expected the keys role (a string) and content, found "
                 f"{', '.join(map(repr, message)) or 'none'} in {where}; rename them"
             )
+        if (role := message["role"]) != ASSISTANT and _is_nearly(role.strip().lower(), ASSISTANT):
+            raise UserError(
+                f"{setting}: expected a role such as system, user or {ASSISTANT}, found {role!r} in {where}; did you "
+                f"mean {ASSISTANT!r}? The text of other roles is not trained"
+            )
         content = message.get("content")
         # Many templates would write None as a word. Only calls of tools may stand in place of a text.
         if not isinstance(content, str | list) and (content is not None or not message.get("tool_calls")):
@@ -260,6 +266,20 @@ def _conversation(row: Mapping[str, Any], source: Source, origin: Origin) -> Con
             f"leave {TOOLS!r} out"
         )
     return Conversation(tuple(messages), tuple(tools) if tools else None, origin)
+
+
+def _is_nearly(text: str, word: str, most: int = 2) -> bool:
+    """Whether at most that many letters are missing, added or replaced in a text (Levenshtein's distance)."""
+    if abs(len(text) - len(word)) > most:
+        return False
+    row = list(range(len(word) + 1))
+    for number, letter in enumerate(text, start=1):
+        diagonal, row[0] = row[0], number
+        for column, expected in enumerate(word, start=1):
+            replaced = diagonal + (letter != expected)
+            diagonal = row[column]
+            row[column] = min(replaced, row[column] + 1, row[column - 1] + 1)
+    return row[-1] <= most
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -5,6 +5,7 @@ Text alone is made here; `stream` raises the errors.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -67,7 +68,7 @@ def ends_in_words(tokenizer: Tokenizer, kinds: Collection[str]) -> str:
     subject = "documents" if "documents" in kinds else "completions"
     if tokenizer.end is None:
         return f"{subject} end without a token: the tokenizer has no eos_token"
-    return f"{subject} end with {_printable(tokenizer.decode([tokenizer.end]))}, id {tokenizer.end}"
+    return f"{subject} end with {escaped(tokenizer.decode([tokenizer.end]))}, id {tokenizer.end}"
 
 
 def statement(
@@ -175,16 +176,19 @@ def _sample_lines(stream: Stream, index: int, decode: Decode) -> Iterator[str]:
 def _shortened(text: str) -> str:
     """A text on one line: control characters as escapes, the middle left out where it is long."""
     if len(text) > HEAD + TAIL:
-        text = f"{_printable(text[:HEAD])} ... {_printable(text[-TAIL:])}"
+        text = f"{escaped(text[:HEAD])} ... {escaped(text[-TAIL:])}"
         return text
-    return _printable(text)
+    return escaped(text)
 
 
-def _printable(text: str) -> str:
+def escaped(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def shortened_name(name: str, limit: int = 40) -> str:
+    """Paths for a table: without the current folder, which a resumed run has stored, and without a long beginning."""
+    here = f"{os.getcwd()}{os.sep}"
+    name = ", ".join(each.removeprefix(here) for each in name.split(", "))
     return name if len(name) <= limit else "..." + name[3 - limit :]
 
 

@@ -260,6 +260,16 @@ def settings_of(folder: str | os.PathLike[str]) -> FinetuneConfig:
     )
 
 
+def base_in(folder: str | os.PathLike[str]) -> str | None:
+    """The folder or hub name of the base in an adapter_config.json; None if it names none.
+
+    Raises:
+        UserError: there is no adapter_config.json, or it asks for a feature that is not supported here.
+    """
+    name = _read_config(Path(folder)).get("base_model_name_or_path")
+    return name if isinstance(name, str) and name else None
+
+
 # -- names -------------------------------------------------------------------------------------------------------------
 
 

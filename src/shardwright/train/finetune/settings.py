@@ -72,9 +72,10 @@ class FinetuneConfig(Section):
     @model_validator(mode="after")
     def _keys_belong_to_the_method(self) -> FinetuneConfig:
         if self.method == "full":
-            for key, value, default in self._changed():
+            for key, value in self._changed():
                 raise ValueError(
-                    f"{key}: only for method = 'lora' or 'dora'; with 'full' expected {default!r}, found {value!r}"
+                    f"{key}: found {value!r} with method 'full', which trains all parameters and has no adapters; set "
+                    f"finetune.method to 'lora' or 'dora', or leave {key} out"
                 )
         if self.method == "dora" and self.dropout:
             raise ValueError(
@@ -82,10 +83,11 @@ class FinetuneConfig(Section):
             )
         return self
 
-    def _changed(self) -> Iterator[tuple[str, Any, Any]]:
+    def _changed(self) -> Iterator[tuple[str, Any]]:
+        """Keys that do not have their defaults, and their values."""
         for key, info in type(self).model_fields.items():
             if key != "method" and getattr(self, key) != info.default:
-                yield key, getattr(self, key), info.default
+                yield key, getattr(self, key)
 
 
 def conflict(settings: FinetuneConfig, train: TrainConfig, parallel: ParallelConfig) -> str | None:

@@ -80,6 +80,8 @@ class HuggingFaceModel(ForeignModel):
         if self.balance_loss is not None:
             weight = getattr(values, "router_aux_loss_coef", getattr(values, "aux_loss_coef", 0.0))
             self.auxiliary = {"balance": float(weight)}
+            # transformers adds up the loads of a token's experts, so equal loads do not give 1.
+            self.meanings = {"balance": f"load of the experts; {self.model.num_experts_per_tok}: all equal"}
             self.whole_graph = False  # transformers' hooks that collect the logits of routers break graphs
 
     @functools.cached_property

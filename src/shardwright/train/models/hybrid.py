@@ -267,6 +267,10 @@ class Hybrid(Decoder):
 
     config: HybridConfig
     separates = True
+    meanings = {  # noqa: RUF012  # never changed
+        "balance": "load of the experts; 1: all equal",
+        "mtp": "cross-entropy of the token after the next",
+    }
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()

@@ -48,6 +48,9 @@ class LanguageModel(nn.Module):
     #: The weight of each loss beside the cross-entropy.
     auxiliary: Mapping[str, float] = {}
 
+    #: The meaning of a loss in `auxiliary`, in a few words. The run prints it before the first step.
+    meanings: Mapping[str, str] = {}
+
     #: Whether forward keeps the documents of a sample apart. Samples of several documents need a model that does.
     separates: bool = False
 

@@ -93,7 +93,8 @@ def check(shape: PythonShape, config: object) -> None:
 
 
 def _refusal(shape: PythonShape, found: str) -> UserError:
-    return UserError(f"model.target: {EXPECTED}; {found} at {shape.target!r}. See docs/models.md")
+    # What is wrong comes first: the rest is the same for all mistakes.
+    return UserError(f"model.target: {found} at {shape.target!r}; {EXPECTED}. See docs/models.md")
 
 
 def _built(shape: PythonShape) -> nn.Module:
@@ -193,7 +194,12 @@ def _offered(model: nn.Module, name: str) -> Callable[..., Any] | None:
 def _units(model: nn.Module, shape: PythonShape) -> Units:
     blocks, head = _offered(model, "blocks"), _offered(model, "head")
     own = list(blocks()) if blocks is not None and not shape.blocks else None
-    units = find_units(model, shape.blocks, blocks=own)
+    units = find_units(
+        model,
+        shape.blocks,
+        blocks=own,
+        way=", or give the model a method blocks() that returns its layers as a list",
+    )
     return units if head is None else replace(units, head=list(head()))
 
 

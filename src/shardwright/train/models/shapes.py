@@ -5,6 +5,7 @@ Nothing here imports torch or transformers, so that configurations can be checke
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 import os
@@ -50,6 +51,12 @@ class HuggingFaceShape:
         return _read(os.path.abspath(self.path) if is_folder(self.path) else self.path)[1]
 
     @property
+    def folder(self) -> Path:
+        """The folder here with config.json, and with other files of the model that are here: of a name on the hub in
+        its cache."""
+        return _read(os.path.abspath(self.path) if is_folder(self.path) else self.path)[0].parent
+
+    @property
     def vocab_size(self) -> int:
         return int(_text_config(self.config)["vocab_size"])
 
@@ -88,14 +95,21 @@ def _read(path: str) -> tuple[Path, Mapping[str, Any]]:
             f"path: expected a folder with a {CONFIG}, found a file at {path}; set the folder {of_model}"
         )
     elif is_hub_name(path):
+        near = _near(path)
+        if (
+            near and "/" not in path
+        ):  # nearly all names on the hub have an owner, so this is a mistake in a path
+            raise ValueError(f"path: found no folder {path}; did you mean {near}?")
         try:
             file = fetch_file(path, CONFIG, "path")
         except UserError as error:
-            raise ValueError(str(error)) from None
+            raise ValueError(f"{error}; did you mean {near}?" if near else str(error)) from None
     else:
+        near = _near(path)
+        hint = f"; did you mean {near}?" if near else ""
         raise ValueError(
             f"path: expected a folder with a {CONFIG}, or a name on the hub such as owner/model, found {path!r}, which "
-            "is neither"
+            f"is neither{hint}"
         )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -107,6 +121,19 @@ def _read(path: str) -> tuple[Path, Mapping[str, Any]]:
     if not isinstance(content, dict):
         raise ValueError(f"path: expected a JSON object in {file}, found {type(content).__name__}")
     return file, content
+
+
+def _near(path: str) -> str | None:
+    """The folder of a model here with nearly that path, beside where the path would be."""
+    parent, name = os.path.split(path)
+    try:
+        there = os.listdir(parent or ".")
+    except OSError:
+        return None
+    for each in difflib.get_close_matches(name, there, cutoff=0.75):
+        if os.path.isfile(os.path.join(parent, each, CONFIG)):
+            return os.path.join(parent, each)
+    return None
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

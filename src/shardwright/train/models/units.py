@@ -38,6 +38,7 @@ def find_units(
     output: nn.Module | None = None,
     blocks: list[nn.Module] | None = None,
     key: str = "model.blocks",
+    way: str = "",
 ) -> Units:
     """The units of a model.
 
@@ -49,13 +50,14 @@ def find_units(
         output: the output layer, if it is known. Default: the last linear layer outside the blocks.
         blocks: the blocks, if they are known.
         key: the key for an error, which sets `chosen`.
+        way: another way to name the blocks, for the end of an error.
 
     Raises:
         UserError: there is no such list, or several fit. The error names the candidates.
     """
     name = ""
     if blocks is None:
-        name, blocks = _blocks(model, chosen, classes, key)
+        name, blocks = _blocks(model, chosen, classes, key, way)
     inside = {module for block in blocks for module in block.modules()}
     outside = [
         m for m in model.modules() if m not in inside and any(True for _ in m.parameters(recurse=False))
@@ -91,7 +93,9 @@ def _after_blocks(model: nn.Module, name: str) -> list[nn.Module]:
     return [child for child in grandparent.children() if "norm" in type(child).__name__.lower()]
 
 
-def _blocks(model: nn.Module, chosen: str, classes: Collection[str], key: str) -> tuple[str, list[nn.Module]]:
+def _blocks(
+    model: nn.Module, chosen: str, classes: Collection[str], key: str, way: str
+) -> tuple[str, list[nn.Module]]:
     candidates = _lists(model)
     if chosen:
         if chosen not in candidates:
@@ -112,6 +116,7 @@ def _blocks(model: nn.Module, chosen: str, classes: Collection[str], key: str) -
             f"{key}: expected a model with one list of layers{of} (torch.nn.ModuleList), found "
             f"{_in_words(candidates) or 'no list'} in {type(model).__name__}; "
             + (f"set {key} to the name of a list" if candidates else "put the layers into such a list")
+            + way
         )
     if len(largest) > 1 and sizes[largest[1]] * 2 > sizes[largest[0]]:
         raise UserError(

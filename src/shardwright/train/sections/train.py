@@ -65,26 +65,49 @@ class TrainConfig(Section):
         ),
     )
 
-    def accumulation_steps(self, ranks: int) -> int:
-        """Micro-batches per rank and optimizer step. Raises UserError where that is not a whole number."""
-        problem = self.batch_problem(ranks)
+    def accumulation_steps(self, ranks: int, *, tensor: int = 1, resumes: bool = False) -> int:
+        """Micro-batches per rank and optimizer step. Raises UserError where that is not a whole number.
+
+        The arguments are those of :meth:`batch_problem`.
+        """
+        problem = self.batch_problem(ranks, tensor=tensor, resumes=resumes)
         if problem:
             raise UserError(problem)
         return self.global_batch // (ranks * self.micro_batch)
 
-    def batch_problem(self, ranks: int) -> str | None:
-        """What is wrong with the batch sizes on so many ranks, in a line; `None` if nothing is."""
+    def batch_problem(self, ranks: int, *, tensor: int = 1, resumes: bool = False) -> str | None:
+        """What is wrong with the batch sizes, in a line; `None` if nothing is.
+
+        Args:
+            ranks: that have different data.
+            tensor: ranks that share the same data, for each of these.
+            resumes: whether a run continues, whose global batch is fixed.
+        """
         unit = ranks * self.micro_batch
         if self.global_batch % unit == 0:
             return None
         below, above = self.global_batch // unit * unit, -(-self.global_batch // unit) * unit
-        nearest = f"{below} or {above}" if below else f"{above}"
+        ways = [] if resumes else [f"{below} or {above}" if below else f"{above}"]
         if self.global_batch % ranks == 0:
             share = self.global_batch // ranks
             micro = max(m for m in range(1, min(share, self.micro_batch) + 1) if share % m == 0)
-            nearest += f", or train.micro_batch = {micro}"
+            ways.append(f"train.micro_batch = {micro}")
+        if resumes:
+            if counts := self._numbers_of_ranks(ranks):
+                ways.append(f"{' or '.join(str(count * tensor) for count in counts)} ranks")
+            elif not ways:
+                ways.append(
+                    "train.micro_batch = 1 on another number of ranks that divides train.global_batch"
+                )
+        fixed = ", which a resume cannot change; what fits" if resumes else "; nearest that fit"
         who = "one rank" if ranks == 1 else f"{ranks} ranks"
         return (
             f"train.global_batch: expected a multiple of {who} x train.micro_batch = {self.micro_batch} "
-            f"(that is {unit}), found {self.global_batch}; nearest that fit: {nearest}"
+            f"(that is {unit}), found {self.global_batch}{fixed}: {', or '.join(ways)}"
         )
+
+    def _numbers_of_ranks(self, near: int) -> list[int]:
+        """At most four numbers of ranks that fit the batch sizes, the nearest ones."""
+        passes, rest = divmod(self.global_batch, self.micro_batch)
+        fitting = [] if rest else [count for count in range(1, passes + 1) if passes % count == 0]
+        return sorted(sorted(fitting, key=lambda count: abs(count - near))[:4])
