@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from shardwright.checkpoint import places
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.loading import open_checkpoint
+from shardwright.checkpoint.places import LocalStore, store_of
 from shardwright.checkpoint.ranks import Ranks, described, raise_for
 from shardwright.checkpoint.saving import Plan, open_save
 from shardwright.checkpoint.staging import Job, SharedMemory, stage
@@ -132,12 +133,14 @@ class AsyncCheckpoint:
         optimizer and ``extra`` may change. Arguments as for :func:`save_checkpoint`.
 
         Raises:
-            ValueError, FileExistsError: as :func:`save_checkpoint`.
+            ValueError, FileExistsError: as :func:`save_checkpoint`; ValueError for a URL, which is written by
+                :func:`save_checkpoint` alone.
             OSError: on every rank: as :func:`save_checkpoint`, or a rank has no memory for the copy, or the save
                 before has failed.
             RuntimeError: the save before has failed because a writer process has died.
         """
         self._check_open()
+        _folder(path)
         self.wait()
         state = state_to_save(model, optimizer, extra, generators, self._ranks)
         self.save_state(path, state, overwrite=overwrite)
@@ -147,10 +150,12 @@ class AsyncCheckpoint:
     ) -> None:
         """:meth:`save` of a nested state: dicts and lists of tensors and plain values."""
         self._check_open()
+        ranks, place = self._ranks, _folder(path)
         self.wait()
-        ranks, place = self._ranks, Path(path)
         plan = Plan.of(state, ranks)
-        with open_save(place, plan, ranks, overwrite) as folder:
+        with open_save(place, plan, ranks, overwrite) as unfinished:
+            assert isinstance(unfinished, LocalStore)
+            folder = unfinished.path
             job = Job(place, folder, ranks.rank, overwrite, plan.own, plan.contents, self._verified)
             ranges = ranks.together(lambda: self._stage(job))
             at, nbytes = ranges[ranks.rank]
@@ -305,6 +310,16 @@ class AsyncCheckpoint:
         self._check_owner()
         if self._is_closed:
             raise RuntimeError("this AsyncCheckpoint is closed; make another one")
+
+
+def _folder(path: str | os.PathLike[str]) -> Path:
+    """The folder that a path or a ``file://`` URL names. Raises ValueError for another URL."""
+    place = store_of(path)
+    if not isinstance(place, LocalStore):
+        raise ValueError(
+            f"an asynchronous save writes to a folder, found {place}. Use save_checkpoint for a URL"
+        )
+    return place.path
 
 
 def _is_committed(save: _Save) -> bool:

@@ -36,6 +36,7 @@ from shardwright.checkpoint.sources import (
 )
 from shardwright.checkpoint.state import NamedTensor
 from shardwright.checkpoint.stored_form import StoredForm, bytes_of, stored_form
+from shardwright.checkpoint.stores import sync_folder
 from shardwright.checkpoint.training import MODEL
 from shardwright.checkpoint.values import encoded
 from shardwright.checkpoint.writing import (
@@ -43,7 +44,6 @@ from shardwright.checkpoint.writing import (
     PartToWrite,
     about,
     file_of_rank,
-    sync_folder,
     write_descriptions,
 )
 from shardwright.checkpoint.written_in_order import write_parts_in_order, write_torch_file

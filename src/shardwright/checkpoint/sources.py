@@ -32,9 +32,10 @@ from shardwright.checkpoint.files import TORCH_SUFFIXES, load_torch, open_stored
 from shardwright.checkpoint.folders import check_sizes, files_of, not_plain
 from shardwright.checkpoint.index import Index, Part, StoredTensor, StoredValue
 from shardwright.checkpoint.index import Path as Keys
-from shardwright.checkpoint.loading import open_checkpoint, read_into
+from shardwright.checkpoint.loading import fill, open_checkpoint
 from shardwright.checkpoint.places import is_checkpoint
 from shardwright.checkpoint.state import State, nested
+from shardwright.checkpoint.stores import LocalReader
 from shardwright.checkpoint.writing import bytes_of
 
 SHARDWRIGHT, DCP, SAFETENSORS, TORCH = "shardwright", "dcp", "safetensors", "torch"
@@ -170,14 +171,14 @@ def _read_ours(folder: Path, stored: StoredTensor, dtype: torch.dtype) -> Tensor
 
 def _verified(folder: Path, part: Part, dtype: torch.dtype) -> Tensor:
     """The values of a part, whose container has the digest of the index."""
-    descriptor = open_regular(folder / part.file)
+    reader = LocalReader(folder / part.file)
     try:
         container = torch.empty(part.length, dtype=torch.uint8)
-        read_into(descriptor, folder / part.file, part.start, container)
+        fill(container, reader, part.start)
     except Damaged as problem:
         raise Damaged(f"{folder} is damaged: {problem}") from None
     finally:
-        os.close(descriptor)
+        reader.close()
     if hashlib.sha256(bytes_of(container)[0]).hexdigest() != part.sha256:
         raise Damaged(
             f"{folder} is damaged: {part.file} is not the file that was saved: the SHA-256 of its bytes "

@@ -20,7 +20,8 @@ from shardwright.checkpoint.archive import ALIGNMENT, container, described, pick
 from shardwright.checkpoint.index import Part
 from shardwright.checkpoint.index import Path as Keys
 from shardwright.checkpoint.state import nested
-from shardwright.checkpoint.writing import PartToWrite, Written, bytes_of, sync
+from shardwright.checkpoint.stores import sync
+from shardwright.checkpoint.writing import PartToWrite, Written, bytes_of
 
 _ZIP64 = 1 << 31  #: bytes of a record from which its header has another form
 

@@ -24,6 +24,7 @@ from shardwright.checkpoint.digests import (
 from shardwright.checkpoint.folders import METADATA, files_of
 from shardwright.checkpoint.loading import Checkpoint
 from shardwright.checkpoint.metadata import parse_metadata
+from shardwright.checkpoint.stores import LocalFiles
 from shardwright.train.steps import Position
 
 POSITION_FILE = "position.json"
@@ -48,7 +49,7 @@ def open_earlier(folder: Path) -> tuple[Position, Checkpoint, Digests | None]:
         if digests is not None and (name not in digests or digests[name].nbytes < nbytes):
             raise Damaged(f"{POSITION_FILE} and {METADATA} disagree on the file {name}")
     fingerprint = hashlib.sha256(text + data).hexdigest()
-    return position, Checkpoint(folder, None, metadata, fingerprint), digests
+    return position, Checkpoint(LocalFiles(folder), None, metadata, fingerprint), digests
 
 
 def _parse_position(text: bytes) -> tuple[Position, Digests | None]:
