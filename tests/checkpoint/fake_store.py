@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import fsspec
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
+FAILS_AT = "FAKE_STORE_FAILS_AT"  #: in the environment: uploads of objects fail whose paths contain it
 HIDDEN = ".uploads"  #: where parts of unfinished uploads are
 
 
@@ -115,6 +116,8 @@ class Upload(AbstractBufferedFile):
     """An upload in parts."""
 
     def _initiate_upload(self) -> None:
+        if os.environ.get(FAILS_AT, "\0") in self.path:
+            raise FakeStore.reason
         self.parts: list[bytes] = []
         self.hidden = Path(self.path).parent / HIDDEN / uuid.uuid4().hex
         self.fs._changed("upload", lambda: self.hidden.mkdir(parents=True))
@@ -141,6 +144,14 @@ def place(target: Path, parts: list[bytes]) -> None:
     hidden = target.parent / f"{HIDDEN}-{uuid.uuid4().hex}"
     hidden.write_bytes(b"".join(parts))
     os.replace(hidden, target)
+
+
+def known_to_children(folder: Path) -> None:
+    """Let processes that this one starts with its search path know the file system, as an installed package would."""
+    package = folder / "fake_store-1.dist-info"
+    package.mkdir(exist_ok=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-store\nVersion: 1\n")
+    (package / "entry_points.txt").write_text(f"[fsspec.specs]\nfake = {__name__}:FakeStore\n")
 
 
 fsspec.register_implementation("fake", FakeStore, clobber=True)

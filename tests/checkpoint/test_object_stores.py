@@ -25,7 +25,7 @@ from tests.checkpoint.kit import trained
 from tests.support.pool import multirank
 
 fsspec = pytest.importorskip("fsspec", reason="needs fsspec")
-from tests.checkpoint.fake_store import HIDDEN, FakeStore  # noqa: E402
+from tests.checkpoint.fake_store import FAILS_AT, HIDDEN, FakeStore, known_to_children  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -407,10 +407,50 @@ def test_a_store_that_the_ranks_do_not_share_is_refused(rank: int, world_size: i
     assert not fsspec.filesystem("memory").find("/c")
 
 
-def test_an_asynchronous_save_refuses_a_url() -> None:
-    with sw.AsyncCheckpoint() as checkpoints:
-        with pytest.raises(
-            ValueError, match=r"writes to a folder, found memory://c\. Use save_checkpoint for a URL"
-        ):
-            checkpoints.save("memory://c", nn.Linear(2, 2))
-        assert checkpoints.poll() is None
+# -- asynchronous ------------------------------------------------------------------------------------------------------
+
+
+@multirank(2)
+def test_an_asynchronous_save_is_the_same_checkpoint(rank: int, world_size: int, tmp_path: Path) -> None:
+    known_to_children(tmp_path)
+    mine = {f"t{rank}": torch.arange(1000.0) + rank, "both": torch.ones(3)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        with sw.AsyncCheckpoint(verified=rank == 0) as checkpoints:
+            checkpoints.save_state(f"fake://{tmp_path}/a", mine)
+            checkpoints.wait()
+            outcome = checkpoints.poll()
+            assert outcome is not None and outcome.committed and outcome.path == f"fake://{tmp_path}/a"
+            with pytest.raises(FileExistsError, match="holds a whole checkpoint"):
+                checkpoints.save_state(f"fake://{tmp_path}/a", mine, overwrite=True)
+    save_state(f"fake://{tmp_path}/b", mine, Ranks())
+    attempts = [open_checkpoint(f"fake://{tmp_path}/{name}").index.attempt for name in "ab"]  # type: ignore[union-attr]
+    stored = [
+        {
+            name.replace(attempt, ""): (tmp_path / place / name).read_bytes()
+            for name in names(tmp_path / place)
+        }
+        for place, attempt in zip("ab", attempts, strict=True)
+    ]
+    assert stored[0].keys() == stored[1].keys() and len(stored[0]) == 5
+    for name in ("__0_0..distcp", "__1_0..distcp", "__values..distcp"):
+        assert stored[0][name] == stored[1][name]
+
+
+@multirank(2)
+def test_an_asynchronous_save_that_fails_leaves_nothing(rank: int, world_size: int, tmp_path: Path) -> None:
+    known_to_children(tmp_path)
+    mine = {f"t{rank}": torch.full((5,), float(rank))}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        patch.setenv(FAILS_AT, "/broken/__1_0.")
+        with sw.AsyncCheckpoint() as checkpoints:
+            checkpoints.save_state(f"fake://{tmp_path}/broken", mine)
+            with pytest.raises(
+                OSError, match=r"^rank 1: fake://\S+/__1_0\.\S+ cannot be written: the store has fai"
+            ):
+                checkpoints.wait()
+            dist.barrier()
+            assert not names(tmp_path / "broken") and not uploads(tmp_path / "broken")
+            checkpoints.save_state(f"fake://{tmp_path}/next", mine)
+    load_state(f"fake://{tmp_path}/next", mine, Ranks())

@@ -226,3 +226,17 @@ def test_two_ranks_save_one_loads_and_saves_and_three_load(rank: int, world_size
     sw.load_checkpoint("s3://runs/one", model, optimizer)
     read = {name: each.full_tensor() for name, each in model.state_dict().items()}
     assert all(torch.equal(read[name], value) for name, value in expected.items())
+
+
+@multirank(2)
+def test_an_asynchronous_save_appears(rank: int, world_size: int, address: str) -> None:
+    files = system(address)
+    mine = {f"t{rank}": torch.arange(1000.0) + rank}
+    with sw.AsyncCheckpoint(verified=True) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save_state(f"s3://runs/step-{step}", mine)
+    read = {f"t{rank}": torch.zeros(1000)}
+    load_state("s3://runs/step-2", read, Ranks())
+    assert torch.equal(read[f"t{rank}"], mine[f"t{rank}"])
+    stored = files.find("runs/step-1", refresh=True)
+    assert len(stored) == 5 and not any("note" in name or "begun" in name for name in stored)

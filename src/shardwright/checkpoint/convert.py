@@ -23,6 +23,7 @@ from shardwright.checkpoint.files import abbreviated
 from shardwright.checkpoint.index import StoredValue, name_of
 from shardwright.checkpoint.model import ModelTensor
 from shardwright.checkpoint.names import KeyMap, source_of
+from shardwright.checkpoint.places import LocalStore, store_of
 from shardwright.checkpoint.renaming import Rule, key_map_of
 from shardwright.checkpoint.save import write_stored_form
 from shardwright.checkpoint.sources import (
@@ -36,7 +37,7 @@ from shardwright.checkpoint.sources import (
 )
 from shardwright.checkpoint.state import NamedTensor
 from shardwright.checkpoint.stored_form import StoredForm, bytes_of, stored_form
-from shardwright.checkpoint.stores import sync_folder
+from shardwright.checkpoint.stores import Store, sync_folder
 from shardwright.checkpoint.training import MODEL
 from shardwright.checkpoint.values import encoded
 from shardwright.checkpoint.writing import (
@@ -92,7 +93,7 @@ class _Chosen:
 
 @torch.no_grad()
 def convert(
-    source: Path,
+    source: str | os.PathLike[str],
     destination: Path,
     to: str,
     *,
@@ -109,8 +110,8 @@ def convert(
     together with others. From folders of torch's distributed checkpoint its largest part comes on top.
 
     Args:
-        source: a checkpoint of ours, a folder of torch's distributed checkpoint, safetensors (a file, an index or a
-            folder), or a file of ``torch.save``. Nothing in it is called.
+        source: a checkpoint of ours, in a folder or behind a URL that fsspec knows; a folder of torch's distributed
+            checkpoint, safetensors (a file, an index or a folder), or a file of ``torch.save``. Nothing in it is called.
         destination: the new folder; a new file for ``to="torch"``, or if it ends in ``.safetensors``.
         to: one of :data:`FORMS`.
         key: write only what is under this key. Default: all; for safetensors ``"model"``, or all if there are no keys.
@@ -129,14 +130,15 @@ def convert(
 
     Nothing is left in any of these cases.
     """
-    _check_place(source, destination)
+    place = store_of(source)
+    _check_place(place, destination)
     if to not in FORMS:
         raise ValueError(f"expected a form of {', '.join(FORMS)}, found {to!r}")
     if to != SAFETENSORS and dtype is not None:
         raise ValueError(f"a dtype can be chosen only for safetensors, found {to}")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating-point dtype, got {dtype}")
-    opened = open_source(source)
+    opened = open_source(place)
     chosen = _chosen(opened, to, key)
     if rules:
         last_only = to != SAFETENSORS
@@ -147,7 +149,7 @@ def convert(
     if key_map is not None:
         chosen = _renamed(chosen, key_map, opened)
     if not chosen.tensors and not chosen.values:
-        raise ValueError(f"{source} holds nothing")
+        raise ValueError(f"{place} holds nothing")
     for name, value in chosen.values.items():
         encoded(value.value, name)  # raises an error for values that no checkpoint can hold
     if to == TORCH:
@@ -157,13 +159,13 @@ def convert(
     return Converted(destination, to, len(chosen.tensors), chosen.nbytes, chosen.left_out)
 
 
-def _check_place(source: Path, destination: Path) -> None:
+def _check_place(source: Store, destination: Path) -> None:
     if os.path.lexists(destination):
         raise FileExistsError(f"{destination} exists. Choose another name")
     folder = destination.resolve().parent
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: there is no such folder for {destination.name}. Make it first")
-    if source.resolve() in (folder, *folder.parents):
+    if isinstance(source, LocalStore) and source.path.resolve() in (folder, *folder.parents):
         raise ValueError(f"{destination} is inside {source}. Choose a place outside it")
 
 

@@ -25,7 +25,7 @@ READ_AT_ONCE = 4 * SLICE  #: read by several requests at the same time
 _MARK = "__begun.save"  #: an object that every rank must see before it writes
 _OURS = re.compile(
     r"__\d+_0\.[0-9a-f]{16}\.distcp|__values\.[0-9a-f]{16}\.distcp|__begun\.[0-9a-f]{16}\.save|"
-    rf"index\.[0-9a-f]{{16}}\.json|{re.escape(METADATA)}|{re.escape(INDEX)}"
+    rf"rank-\d+\.[0-9a-f]{{16}}\.note|index\.[0-9a-f]{{16}}\.json|{re.escape(METADATA)}|{re.escape(INDEX)}"
 )
 #: File systems whose folders must be made before files are in them. Others would make a bucket of a misspelt name.
 _WITH_FOLDERS = {"sftp", "ssh", "ftp", "hdfs", "arrow_hdfs", "webhdfs", "smb", "dask", "dbfs"}
@@ -122,8 +122,8 @@ class ObjectStore:
 
     def begin(self, attempt: str, nbytes: int, overwrite: bool) -> None:
         unfinished = self.unfinished(attempt)
-        if names := promptly(self._names, self._url):
-            self._clear(names, overwrite)
+        if names := promptly(self.sizes, self._url):
+            self._clear(list(names), overwrite)
         if self._protocol in _WITH_FOLDERS:
             with self._reported("", "made"):
                 system, path = self._system("")
@@ -132,6 +132,12 @@ class ObjectStore:
 
     def unfinished(self, attempt: str) -> ObjectStore:
         return ObjectStore(self._url, attempt)
+
+    def check_free(self, overwrite: bool) -> None:
+        pass  # the commit writes only where nothing is
+
+    def leave(self, name: str, content: bytes) -> None:
+        self.write(name, content)
 
     def check_seen(self) -> None:
         mark = self.stored_name(_MARK)
@@ -164,9 +170,10 @@ class ObjectStore:
         """Objects stay if they may be of a committed checkpoint: if ``index.json`` names them, or cannot be read."""
         own = {self.stored_name(name) for name in (*names, _MARK)}
         try:
-            if self._names_attempt(INDEX):
+            # First, and promptly: a store that does not answer would keep each of the requests below waiting.
+            if promptly(lambda: self._names_attempt(INDEX), self._url):
                 return
-            own |= {name for name in self._names() if f".{self._attempt}." in name}
+            own |= {name for name in self.sizes() if f".{self._attempt}." in name}
             own |= {METADATA} if self._names_attempt(METADATA) else set()
         except OSError:
             return
@@ -183,26 +190,26 @@ class ObjectStore:
     def remove_leftovers(self, attempt: str) -> None:
         pass  # a save begins only where nothing is
 
-    def _names(self) -> list[str]:
-        """The names below the URL, without those in folders; a folder counts as a name."""
+    def sizes(self) -> dict[str, int]:
+        """Of the objects below the URL, without those in folders; a folder counts as one without bytes."""
         with self._reported("", "read"):
             system, path = self._system("")
             system.invalidate_cache()
             try:
                 entries = system.ls(path, detail=True)
             except FileNotFoundError:
-                return []
+                return {}
         own = path.strip("/")
-        names = []
+        sizes = {}
         for entry in entries:
             name = str(entry["name"]).strip("/")
             if name != own:
-                names.append(name.removeprefix(f"{own}/"))
+                sizes[name.removeprefix(f"{own}/")] = int(entry.get("size") or 0)
             elif entry.get("size"):
                 raise FileExistsError(
                     f"{self._url} is an object, not a place for several. Choose another URL"
                 )
-        return names
+        return sizes
 
     def _clear(self, names: list[str], overwrite: bool) -> None:
         """Remove what an interrupted save has left, or a damaged checkpoint. Raises FileExistsError for all else."""

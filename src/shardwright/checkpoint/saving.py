@@ -194,6 +194,11 @@ def _nbytes(forms: Mapping[str, Form], box: BoxName) -> int:
     return prod(box[2]) * forms[box[0]][1].itemsize
 
 
+def names_of_files(ranks: int) -> list[str]:
+    """Of a save by so many ranks, apart from what is for torch's reader."""
+    return [*map(file_of_rank, range(ranks)), VALUES, INDEX]
+
+
 @contextlib.contextmanager
 def open_save(path: Location, plan: Plan, ranks: Ranks, overwrite: bool) -> Iterator[Store]:
     """Where the ranks write, which every rank sees. It is removed if anything fails.
@@ -209,7 +214,7 @@ def open_save(path: Location, plan: Plan, ranks: Ranks, overwrite: bool) -> Iter
         yield unfinished
     except BaseException:
         if ranks.is_first:
-            unfinished.abandon([*map(file_of_rank, range(ranks.size)), VALUES, INDEX])
+            unfinished.abandon(names_of_files(ranks.size))
         raise
 
 

@@ -95,6 +95,15 @@ class Store(Files, Protocol):
     def unfinished(self, attempt: str) -> Store:
         """Where the save writes. It can be read before it is committed."""
 
+    def check_free(self, overwrite: bool) -> None:
+        """Raise FileExistsError if something has appeared here, after :meth:`begin`, that is not to be overwritten."""
+
+    def leave(self, name: str, content: bytes) -> None:
+        """Write a small file that appears when it is complete. It need not be durable. Raises OSError."""
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of the files that are here, by name. A file may be missing until it is complete. Raises OSError."""
+
     def check_seen(self) -> None:
         """Raise OSError if this process does not see the unfinished save that another one has begun."""
 

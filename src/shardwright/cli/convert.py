@@ -26,7 +26,11 @@ def _run(call: Call) -> int:
     from shardwright.train.errors import UserError, counted
 
     options = call.options
-    source, destination = Path(options.source), Path(options.destination)
+    source, destination = options.source, Path(options.destination)
+    if "://" in options.destination:
+        raise UserError(
+            f"DESTINATION: expected a path here, found the URL {options.destination}; write to a folder and copy it"
+        )
     to = options.to or _guessed(destination)
     _check_options(options, to)
     rules = [_rule(text) for text in options.key_map]
@@ -62,12 +66,12 @@ def _run(call: Call) -> int:
     return 0
 
 
-def _failure(error: OSError, source: Path, destination: Path) -> str:
+def _failure(error: OSError, source: str, destination: Path) -> str:
     from shardwright.train.writing import unwritable
 
     if error.errno is None:  # of our own
         return str(error)
-    if error.filename and source in (Path(error.filename), *Path(error.filename).parents):
+    if error.filename and Path(source) in (Path(error.filename), *Path(error.filename).parents):
         return f"{error.filename}: cannot read: {error.strerror}"
     return unwritable(destination, error)
 
@@ -136,13 +140,13 @@ def _rule(text: str) -> Rule:
     return Rule(old, new)
 
 
-def _names(options: Any, source: Path, to: str) -> tuple[Any, Any]:
+def _names(options: Any, source: str, to: str) -> tuple[Any, Any]:
     """The key map and the content of config.json."""
     from shardwright.train.converting import names_of_run
 
     if to != "safetensors" or options.stored_names or options.key not in (None, "model"):
         return None, None
-    names = names_of_run(source)
+    names = None if "://" in source else names_of_run(Path(source))
     if names is None:
         return None, None
     if names.reason:
@@ -170,8 +174,8 @@ def _add_options(parser: Parser) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="a checkpoint of shardwright (runs/NAME/checkpoints/step-N), a folder of torch.distributed.checkpoint, "
-        "safetensors (file, index or folder), or a file of torch.save",
+        help="a checkpoint of shardwright (runs/NAME/checkpoints/step-N, or a URL such as s3://bucket/step-N), a "
+        "folder of torch.distributed.checkpoint, safetensors (file, index or folder), or a file of torch.save",
     )
     parser.add_argument(
         "destination", metavar="DESTINATION", help="the new folder or file; it must not exist yet"

@@ -18,7 +18,9 @@ from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.folders import METADATA
 from shardwright.checkpoint.index import INDEX, VERSION, UnknownVersion
 from shardwright.checkpoint.loading import open_checkpoint
-from shardwright.train.earlier import POSITION_FILE, open_earlier
+from shardwright.checkpoint.places import LocalStore, Location, store_of
+from shardwright.checkpoint.stores import Store
+from shardwright.train.earlier import POSITION_FILE, is_earlier, open_earlier
 from shardwright.train.errors import UserError, counted
 from shardwright.train.patience import patience
 from shardwright.train.steps import Position, saved_steps, step_folder
@@ -42,11 +44,11 @@ class Tensor:
     nbytes: int
 
 
-def inspect(path: Path, *, quick: bool, tensors: bool, show: Say, say: Say) -> str | None:
-    """Show what `path` holds. Returns what is damaged, in a line, or None.
+def inspect(location: Location, *, quick: bool, tensors: bool, show: Say, say: Say) -> str | None:
+    """Show what a place holds. Returns what is damaged, in a line, or None.
 
     Args:
-        path: a checkpoint, or the folder of a run.
+        location: a checkpoint, here or behind a URL, or the folder of a run.
         quick: compare the lengths of files alone.
         tensors: list all tensors, not the largest.
         show, say: print what was asked for, and notices of progress.
@@ -54,6 +56,16 @@ def inspect(path: Path, *, quick: bool, tensors: bool, show: Say, say: Say) -> s
     Raises:
         UserError: there is no checkpoint, or a later version has saved it.
     """
+    try:
+        store = store_of(location)
+    except ValueError as error:
+        raise UserError(f"inspect: {error}") from error
+    if not isinstance(store, LocalStore):
+        try:
+            return _inspect_one(store, quick, tensors, show, say)
+        except OSError as error:  # the store does not answer
+            raise UserError(f"inspect: {error}") from error
+    path = store.path
     if not os.path.lexists(path):
         raise UserError(f"inspect: expected a checkpoint or the folder of a run, found nothing at {path}")
     if not path.is_dir():
@@ -64,7 +76,7 @@ def inspect(path: Path, *, quick: bool, tensors: bool, show: Say, say: Say) -> s
     checkpoints = path / "checkpoints"
     steps = saved_steps(checkpoints) or saved_steps(path)
     if _is_checkpoint(path) or not (checkpoints.is_dir() or steps):
-        return _inspect_one(path, quick, tensors, show, say)
+        return _inspect_one(store, quick, tensors, show, say)
     return _inspect_run(path, checkpoints if checkpoints.is_dir() else path, quick, tensors, show, say)
 
 
@@ -87,7 +99,7 @@ def _inspect_run(
     for step in steps:
         folder = step_folder(checkpoints, step)
         try:
-            stored = _opened(folder)
+            stored = _opened(LocalStore(folder))
             _compare(stored, quick, say)
         except Damaged as problem:
             damaged.append(f"{folder.name} is damaged: {printable(str(problem))}")
@@ -106,28 +118,30 @@ def _inspect_run(
     return f"{path}: {damaged[0]}{more}"
 
 
-def _inspect_one(path: Path, quick: bool, tensors: bool, show: Say, say: Say) -> str | None:
+def _inspect_one(place: Store, quick: bool, tensors: bool, show: Say, say: Say) -> str | None:
     try:
-        stored = _opened(path)
+        stored = _opened(place)
         for line in _lines(stored, tensors):
             show(line)
         _compare(stored, quick, say)
     except Damaged as problem:
-        return f"{path} is damaged: {printable(str(problem))}"
+        return f"{place} is damaged: {printable(str(problem))}"
     show(f"  {'check':<12} {_outcome(stored, quick)}")
     return None
 
 
-def _opened(path: Path) -> Stored:
+def _opened(place: Store) -> Stored:
     """A checkpoint by any of the writers. Its position is -1 if no run has saved it."""
     try:
-        if os.path.lexists(path / POSITION_FILE) and not os.path.lexists(path / INDEX):
-            return Stored(*open_earlier(path))
-        checkpoint = open_checkpoint(path)
+        if isinstance(place, LocalStore) and is_earlier(place.path):
+            return Stored(*open_earlier(place.path))
+        checkpoint = open_checkpoint(place)
     except UnknownVersion as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError(f"{place}: {error}") from error
     except OSError as error:
-        raise UserError(f"{path}: cannot read: {error.strerror or error}") from error
+        if error.errno is None:  # of our own, which names the place
+            raise UserError(f"inspect: {error}") from error
+        raise UserError(f"{place}: cannot read: {error.strerror or error}") from error
     position = _NO_RUN
     if checkpoint.index is not None:
         try:
@@ -150,7 +164,7 @@ def _compare(stored: Stored, quick: bool, say: Say) -> None:
         nonlocal done
         done += nbytes
 
-    text = f"reading {printable(str(stored.folder))}"
+    text = f"reading {printable(str(stored.checkpoint.place))}"
     with patience(say, lambda: f"{text}: {in_bytes(done)} of {in_bytes(whole)}"):
         check_files(stored, 0, 1, progress)
 
@@ -174,7 +188,7 @@ def _outcome(stored: Stored, quick: bool) -> str:
 
 def _lines(stored: Stored, all_tensors: bool) -> Iterator[str]:
     index, tensors = stored.index, _tensors(stored)
-    yield printable(str(stored.folder))
+    yield printable(str(stored.checkpoint.place))
     facts = {"format": "a folder of torch's distributed checkpoint"}
     if index is not None:
         facts = {"format": f"shardwright, version {VERSION}; torch's distributed checkpoint reads it, too"}

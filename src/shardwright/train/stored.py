@@ -6,7 +6,6 @@ communicates or executes a file.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.index import INDEX, Index
 from shardwright.checkpoint.loading import Checkpoint, check_lengths, open_checkpoint, verify
 from shardwright.checkpoint.state import nested
-from shardwright.train.earlier import POSITION_FILE, Digests, check_earlier, open_earlier
+from shardwright.train.earlier import POSITION_FILE, Digests, check_earlier, is_earlier, open_earlier
 from shardwright.train.steps import Position
 
 
@@ -90,7 +89,7 @@ def examine(folder: Path) -> Stored:
         UnknownVersion: a later version of shardwright has saved it.
     """
     digests = None
-    if os.path.lexists(folder / POSITION_FILE) and not os.path.lexists(folder / INDEX):
+    if is_earlier(folder):
         position, checkpoint, digests = open_earlier(folder)
         source = POSITION_FILE
     else:
