@@ -211,6 +211,10 @@ class ObjectStore:
                 )
         return sizes
 
+    def clear(self) -> None:
+        """Remove what saves have written here. Other objects stay. Raises OSError."""
+        self._remove(name for name in self.sizes() if _OURS.fullmatch(name))
+
     def _clear(self, names: list[str], overwrite: bool) -> None:
         """Remove what an interrupted save has left, or a damaged checkpoint. Raises FileExistsError for all else."""
         foreign = min((name for name in names if not _OURS.fullmatch(name)), default=None)
@@ -233,6 +237,9 @@ class ObjectStore:
             raise FileExistsError(
                 f"{self._url} holds {left}. Pass overwrite=True to delete it, or choose another URL"
             )
+        self._remove(names)
+
+    def _remove(self, names: Iterable[str]) -> None:
         # First what would let a load or another save take the rest for theirs.
         for name in sorted(names, key=lambda name: (name != INDEX, not name.startswith("__begun"), name)):
             self.remove(name)

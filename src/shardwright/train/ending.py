@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shardwright.train.errors import UserError
 from shardwright.train.resuming import resume_command
-from shardwright.train.runs import RunFolder, mark_failed
+from shardwright.train.runs import RunFolder, checkpoints_of, mark_failed
 from shardwright.train.steps import saved_steps
 
 LOG_TAIL = 12
@@ -101,13 +101,25 @@ def _diagnosis(ending: Ending) -> str:
     tail = _tail(log_of(ending.logs, rank))
     if tail:
         lines += [f"the end of its log {log_of(ending.logs, rank)}:", *("  " + line for line in tail)]
-    steps = saved_steps(ending.folder.checkpoints)
-    if steps:
+    saved = _saved(ending.folder)
+    if saved:
         lines += [
-            f"step {steps[0]} is saved; to continue:",
+            f"{saved}; to continue:",
             f"  {resume_command(ending.folder, len(ending.statuses))}",
         ]
     return "\n".join(lines)
+
+
+def _saved(folder: RunFolder) -> str:
+    """What is saved, in words; empty if nothing is. No store is asked: it may be what has failed."""
+    try:
+        checkpoints = checkpoints_of(folder, folder.config())
+    except UserError:
+        return ""
+    if isinstance(checkpoints, str):
+        return f"the checkpoints are in {checkpoints}"
+    steps = saved_steps(checkpoints)
+    return f"step {steps[0]} is saved" if steps else ""
 
 
 def culprit(ending: Ending) -> tuple[int, str]:

@@ -23,7 +23,8 @@ from shardwright.checkpoint.stores import Store
 from shardwright.train.earlier import POSITION_FILE, is_earlier, open_earlier
 from shardwright.train.errors import UserError, counted
 from shardwright.train.patience import patience
-from shardwright.train.steps import Position, saved_steps, step_folder
+from shardwright.train.runs import RunFolder, checkpoints_of
+from shardwright.train.steps import Place, Position, saved_steps, step_folder
 from shardwright.train.stored import Stored, check_files, compare_lengths, position_in
 
 Say = Callable[[str], None]
@@ -62,6 +63,8 @@ def inspect(location: Location, *, quick: bool, tensors: bool, show: Say, say: S
         raise UserError(f"inspect: {error}") from error
     if not isinstance(store, LocalStore):
         try:
+            if saved_steps(str(store)):
+                return _inspect_run(str(store), str(store), quick, tensors, show, say)
             return _inspect_one(store, quick, tensors, show, say)
         except OSError as error:  # the store does not answer
             raise UserError(f"inspect: {error}") from error
@@ -73,7 +76,9 @@ def inspect(location: Location, *, quick: bool, tensors: bool, show: Say, say: S
             f"inspect: expected the folder of a checkpoint or of a run, found a file at {path}; give the folder that "
             "it is in"
         )
-    checkpoints = path / "checkpoints"
+    run, checkpoints = RunFolder(path), path / "checkpoints"
+    if run.exists() and not checkpoints.is_dir():
+        return _inspect_run(path, checkpoints_of(run, run.config()), quick, tensors, show, say)
     steps = saved_steps(checkpoints) or saved_steps(path)
     if _is_checkpoint(path) or not (checkpoints.is_dir() or steps):
         return _inspect_one(store, quick, tensors, show, say)
@@ -85,10 +90,13 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _inspect_run(
-    path: Path, checkpoints: Path, quick: bool, tensors: bool, show: Say, say: Say
+    path: Place, checkpoints: Place, quick: bool, tensors: bool, show: Say, say: Say
 ) -> str | None:
     """A line for each checkpoint of a run, and the content of the newest whole one."""
-    steps = saved_steps(checkpoints)
+    try:
+        steps = saved_steps(checkpoints)
+    except OSError as error:  # the store does not answer
+        raise UserError(f"inspect: {error}") from error
     if not steps:
         raise UserError(
             f"inspect: expected a checkpoint in {checkpoints}, found none; the run has saved nothing"
@@ -97,17 +105,16 @@ def _inspect_run(
     damaged: list[str] = []
     newest: Stored | None = None
     for step in steps:
-        folder = step_folder(checkpoints, step)
         try:
-            stored = _opened(LocalStore(folder))
+            stored = _opened(store_of(step_folder(checkpoints, step)))
             _compare(stored, quick, say)
         except Damaged as problem:
-            damaged.append(f"{folder.name} is damaged: {printable(str(problem))}")
+            damaged.append(f"step-{step} is damaged: {printable(str(problem))}")
             show(f"  {damaged[-1]}")
             continue
         newest = newest or stored
         outcome = "whole" if stored.has_digests and not quick else _outcome(stored, quick)
-        show(f"  {folder.name:<12}  {in_bytes(sum(stored.files().values())):>9}  {outcome}")
+        show(f"  {f'step-{step}':<12}  {in_bytes(sum(stored.files().values())):>9}  {outcome}")
     if newest is not None:
         show("")
         for line in _lines(newest, tensors):

@@ -37,6 +37,7 @@ from shardwright.train.runs import (
     RunFolder,
     RunRecord,
     Session,
+    checkpoints_of,
     now,
     versions,
     write_json,
@@ -79,7 +80,7 @@ def _train(config: Config, folder: RunFolder, dataset: Dataset, world: World, re
             config, world, dataset, reads_weights=not resume or config.finetune.method != "full"
         )
         if resume:
-            notices.say(f"reading the newest checkpoint in {folder.checkpoints}")
+            notices.say(f"reading the newest checkpoint in {checkpoints_of(folder, config)}")
             with START.left_to_others():
                 trainer.load(folder, notices)
         if config.finetune.method != "full":
@@ -102,7 +103,7 @@ def _train(config: Config, folder: RunFolder, dataset: Dataset, world: World, re
                 for note in before_steps(config, dataset, resume):
                     reporter.say(note)
             reporter.say(figures_in_words(trainer))
-            with Saves(config.checkpoint, folder.checkpoints, reporter, loaded=done) as saves:
+            with Saves(config.checkpoint, checkpoints_of(folder, config), reporter, loaded=done) as saves:
                 ended_by = run_steps(trainer, folder, reporter, saves, stop)
         except BaseException:
             if record is not None:
@@ -421,7 +422,7 @@ def summary(
         f"  peak memory     {metrics.gib(results['peak_memory'])} GiB {memory_of} on the rank with the highest peak",
         *engine,
         *compiled,
-        f"  checkpoint      {checkpoint.step_folder(folder.checkpoints, trainer.position.step)}",
+        f"  checkpoint      {checkpoint.step_folder(checkpoints_of(folder, trainer.config), trainer.position.step)}",
         f"  loss curve      {folder.picture}",
         *(f"  warning         {warning}" for warning in warnings),
         *sample_lines,
