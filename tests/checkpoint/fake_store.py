@@ -71,7 +71,9 @@ class FakeStore(AbstractFileSystem):
         folder = Path(self._strip_protocol(path))
         if not folder.is_dir() or type(self).late:
             raise FileNotFoundError(path)
-        entries = [self._entry(each) for each in folder.iterdir() if each.name != HIDDEN]
+        entries = [
+            self._entry(each) for each in folder.iterdir() if each.name != HIDDEN and _has_objects(each)
+        ]
         return entries if detail else [each["name"] for each in entries]
 
     def _entry(self, path: Path) -> dict[str, Any]:
@@ -110,6 +112,11 @@ class FakeStore(AbstractFileSystem):
     def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any) -> Upload:
         assert mode == "wb", "a load reads ranges"
         return Upload(self, self._strip_protocol(path), mode, block_size=block_size or 1 << 20)
+
+
+def _has_objects(path: Path) -> bool:
+    """Whether it is an object, or a folder: what objects have in their names, so that an empty one is none."""
+    return not path.is_dir() or any(each.is_file() for each in path.rglob("*"))
 
 
 class Upload(AbstractBufferedFile):

@@ -13,11 +13,12 @@ from shardwright import cli
 from shardwright.train import checkpoint
 from shardwright.train.checkpoint import SaveFailedError, saved_steps, step_folder
 from shardwright.train.reporter import Reporter
+from shardwright.train.runs import RunFolder, checkpoints_of
 from shardwright.train.saves import Saves
 from shardwright.train.sections.checkpoint import CheckpointConfig
 from shardwright.train.steps import Position
 from tests.train.damage import flipped
-from tests.train.jobs import config_file, losses, ranks, train_here
+from tests.train.jobs import config_file, losses, ranks, tiny, train_here
 
 pytest.importorskip("fsspec", reason="needs fsspec")
 from tests.checkpoint.fake_store import FakeStore, known_to_children
@@ -36,14 +37,15 @@ def place(folder: Path, kind: str) -> str:
 def test_a_run_saves_goes_on_and_is_read_there(
     tmp_path: Path, plain_run: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    config, run, there = config_file(tmp_path), tmp_path / "run", tmp_path / "store" / "run"
+    config, run = config_file(tmp_path), tmp_path / "run"
+    there = checkpoints_of(RunFolder(run), tiny(checkpoint={"folder": place(tmp_path, kind)}))
     where = ("--checkpoint.folder", place(tmp_path, kind))
     assert train_here(config, "--run.dir", run, *where, "--train.steps", "5") == 0
-    assert sorted(each.name for each in there.iterdir()) == ["step-3", "step-5"]
+    assert saved_steps(there) == [5, 3]
     assert not (run / "checkpoints").exists()
     assert train_here(config, "--resume", run, *where) == 0
     assert losses(run) == losses(plain_run)
-    assert sorted(each.name for each in there.iterdir()) == ["step-6", "step-8"]
+    assert saved_steps(there) == [8, 6]
     capsys.readouterr()
     for arguments in ([str(run)], [f"{place(tmp_path, kind)}/run"]):
         assert cli.main(["inspect", *arguments]) == 0
@@ -74,10 +76,8 @@ def test_several_ranks_write_in_the_background(tmp_path: Path, monkeypatch: pyte
         place(tmp_path, "url"),
     )
     well = [(0, ""), (0, "")]
-    begun = ("--run.dir", run, "--train.steps", "5", "--checkpoint.asynchronous", "true")
+    begun = ("--run.dir", run, "--checkpoint.asynchronous", "true")
     assert ranks(2, *arguments, *begun) == well
-    assert saved_steps(f"{place(tmp_path, 'url')}/run") == [5, 3]
-    assert ranks(2, *arguments, "--resume", run) == well
     assert saved_steps(f"{place(tmp_path, 'url')}/run") == [8, 6]
 
 
@@ -87,7 +87,7 @@ def test_a_place_that_cannot_be_used_is_an_error_before_the_run(
     config = config_file(tmp_path)
     for folder, problem in {
         "absent://bucket/runs": "no file system for absent://",
-        "fake://": "expected",
+        "fake://": "names no place for a checkpoint",
         "memory://a/../b": "names no place for a checkpoint",
     }.items():
         run = tmp_path / "run"

@@ -214,6 +214,10 @@ class ObjectStore:
     def clear(self) -> None:
         """Remove what saves have written here. Other objects stay. Raises OSError."""
         self._remove(name for name in self.sizes() if _OURS.fullmatch(name))
+        if self._protocol in _WITH_FOLDERS:
+            with contextlib.suppress(OSError), self._reported("", "removed"):  # it may hold other files
+                system, path = self._system("")
+                system.rmdir(path)
 
     def _clear(self, names: list[str], overwrite: bool) -> None:
         """Remove what an interrupted save has left, or a damaged checkpoint. Raises FileExistsError for all else."""

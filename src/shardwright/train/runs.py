@@ -145,6 +145,7 @@ def checkpoints_of(folder: RunFolder, config: Config) -> Place:
     if not parent:
         return folder.checkpoints
     try:
+        store_of(parent)
         place = store_of(f"{parent.rstrip('/')}/{folder.path.resolve().name}")
     except ValueError as error:
         raise UserError(f"checkpoint.folder: {error}") from error
