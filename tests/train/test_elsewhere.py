@@ -95,6 +95,10 @@ def test_a_place_that_cannot_be_used_is_an_error_before_the_run(
         err = capsys.readouterr().err
         assert "checkpoint.folder" in err and problem in err and err.count("\n") == 1
         assert not run.exists()
+    FakeStore.restart(1)
+    url = place(tmp_path, "url")
+    assert cli.main(["train", str(config), "--run.dir", str(run), "--checkpoint.folder", url]) != 0
+    assert f"{url}/run/__begun" in capsys.readouterr().err and not run.exists()
 
 
 class Small:

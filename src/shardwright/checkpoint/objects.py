@@ -211,6 +211,13 @@ class ObjectStore:
                 )
         return sizes
 
+    def check_writable(self, attempt: str) -> None:
+        """Write an object and remove it. Raises OSError if that is not possible."""
+        unfinished = self.unfinished(attempt)
+        mark = unfinished.stored_name(_MARK)
+        promptly(lambda: unfinished.write(mark, b"a check\n"), self._url)
+        unfinished.remove(mark)
+
     def clear(self) -> None:
         """Remove what saves have written here. Other objects stay. Raises OSError."""
         self._remove(name for name in self.sizes() if _OURS.fullmatch(name))

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 import shardwright
-from shardwright.checkpoint.places import LocalStore, store_of
+from shardwright.checkpoint.objects import ObjectStore
+from shardwright.checkpoint.places import LocalStore, new_attempt, store_of
 from shardwright.train.config import Config, stored_config
 from shardwright.train.errors import UserError
 from shardwright.train.lock import FolderLock, claim
@@ -466,9 +467,11 @@ def open_folder(config: Config, resume: str | None) -> tuple[RunFolder, FolderLo
 
 
 def _check_unused(checkpoints: Place) -> None:
-    """Raise UserError if a new run must not write its checkpoints there. Finds a store that does not answer, too."""
+    """Raise UserError if a new run must not write its checkpoints there. Finds a store that cannot be used, too."""
     try:
         steps = saved_steps(checkpoints)
+        if isinstance(checkpoints, str) and not steps:
+            ObjectStore(checkpoints).check_writable(new_attempt())
     except OSError as error:
         raise UserError(f"checkpoint.folder: {error}") from error
     if steps:
