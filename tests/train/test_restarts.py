@@ -193,7 +193,7 @@ def test_attempts_share_a_store_but_no_key(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert fresh_store(server, 1, 2, 0.1) is server
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    with pytest.raises(RuntimeError, match="rank 0 did not answer within 0.1 s"):
+    with pytest.raises(RuntimeError, match=r"rank 0 did not answer within 0\.1 s"):
         fresh_store(client(server.port), 1, 2, 0.1)
     for attempt in range(3):
         with (

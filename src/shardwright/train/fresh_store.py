@@ -1,4 +1,4 @@
-"""The store of torchrun without what ranks of earlier attempts wrote there: addresses of ranks that are gone, for example.
+"""The store of torchrun without what ranks of earlier attempts wrote there, such as addresses of ranks that are gone.
 
 torchrun keeps one store over all attempts, and the variables of a rank do not say which attempt it is: their count of
 restarts stays the same if a host came or went. So the first rank draws a prefix, and answers each rank that uses it.
@@ -59,7 +59,7 @@ def _answer(store: dist.Store, size: int, seconds: float) -> None:
     try:
         while missing and time.monotonic() < deadline:
             for rank in [each for each in missing if store.check([f"here/{each}"])]:
-                store.set(f"answer/{rank}", store.get(f"here/{rank}"))
+                store.set(f"answer/{rank}", store.get(f"here/{rank}").decode())
                 missing.remove(rank)
             time.sleep(pause)
             pause = min(2 * pause, SLOWEST)
