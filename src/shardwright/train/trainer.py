@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwright as sw
+from shardwright.checkpoint.generators import seed_generators
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.extend import ExtensionError
 from shardwright.train import checkpoint, float8, parallel
@@ -102,7 +103,7 @@ class Trainer:
         self.config, self.world, self.dataset = config, world, dataset
         config.train.accumulation_steps(world.data_size)
         check_batch_fits(config.train, dataset.windows)
-        torch.manual_seed(config.run.seed)  # equal on all ranks, which is what makes their models equal
+        seed_generators(config.run.seed)  # equal on all ranks, which is what makes their models equal
         plain = parallel.build_for(config, dataset.vocab_size, reads_weights, world.mesh)
         check_separates(config, plain)
         self.in_words = model_in_words(config.model.shape(), config.model.kind)  #: the model in messages
