@@ -81,9 +81,7 @@ def _forked(self: Any, args: tuple[str, ...], env: dict[str, str]) -> Forked:
     return Forked(process)
 
 
-def _rank(
-    arguments: list[str], variables: dict[str, str], out: IO[str] | None, err: IO[str] | None
-) -> None:
+def _rank(arguments: list[str], variables: dict[str, str], out: IO[str] | None, err: IO[str] | None) -> None:
     """Run a rank in this process, which has been forked, and end it."""
     os.setsid()
     for stream, number in ((out, 1), (err, 2)):
