@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import threading
@@ -16,11 +18,13 @@ from typing import Any
 import pytest
 
 from shardwright import cli
+from shardwright.cli.program import _parsers
 from shardwright.train import answers, saves
 from shardwright.train.checkpoint import what_is_missing
 from shardwright.train.ending import Complaint, Ending, conclude, judge
 from shardwright.train.record import RunRecord
 from shardwright.train.runs import RunFolder
+from shardwright.train.sections.fault import FaultConfig
 from shardwright.train.statuses import End, is_saved, read_exit, remove_exit, write_exit
 from shardwright.train.steps import recorded_step
 from shardwright.train.stop import SIGNALS, StopRequest, status_of_signal
@@ -298,3 +302,22 @@ def test_what_the_attempts_before_have_printed(tmp_path: Path) -> None:
 
 def test_statuses_of_signals() -> None:
     assert [status_of_signal(number) for number in SIGNALS] == [130, 143, 143, 143]
+
+
+def test_the_page_on_faults(plain_run: Path) -> None:
+    """Its commands are understood, and it has every key of exit.json and of `[fault]`."""
+    page = (Path(__file__).parents[2] / "docs" / "faults.md").read_text(encoding="utf-8")
+    commands = [
+        line for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) for line in block.splitlines()
+    ]
+    parser, _ = _parsers()
+    ours = [line.rpartition("shardwright train ")[2] for line in commands if "shardwright train" in line]
+    assert len(ours) == 3
+    for line in ours:
+        parser.parse_args(["train", *shlex.split(line)])
+    rows = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    content = read_exit(RunFolder(plain_run))
+    assert content is not None
+    (shown,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    assert list(json.loads(shown)) == list(content)
+    assert rows >= content.keys() | FaultConfig.model_fields.keys()
