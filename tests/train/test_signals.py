@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from shardwright import cli
+from shardwright.cli.parsing import split_overrides
 from shardwright.cli.program import _parsers
 from shardwright.train import answers, saves
 from shardwright.train.checkpoint import what_is_missing
@@ -314,7 +315,9 @@ def test_the_page_on_faults(plain_run: Path) -> None:
     ours = [line.rpartition("shardwright train ")[2] for line in commands if "shardwright train" in line]
     assert len(ours) == 3
     for line in ours:
-        parser.parse_args(["train", *shlex.split(line)])
+        arguments, keys = split_overrides(shlex.split(line))
+        parser.parse_args(["train", *arguments])
+        assert keys in ([], [("run.dir", "runs/job")])
     rows = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
     content = read_exit(RunFolder(plain_run))
     assert content is not None
