@@ -23,6 +23,7 @@ from shardwright.cli.program import _parsers
 from shardwright.train import answers, saves
 from shardwright.train.checkpoint import what_is_missing
 from shardwright.train.ending import Complaint, Ending, conclude, judge
+from shardwright.train.lock import claim
 from shardwright.train.record import RunRecord
 from shardwright.train.runs import RunFolder
 from shardwright.train.sections.fault import FaultConfig
@@ -30,7 +31,7 @@ from shardwright.train.statuses import End, is_saved, read_exit, remove_exit, wr
 from shardwright.train.steps import recorded_step
 from shardwright.train.stop import SIGNALS, StopRequest, status_of_signal
 from shardwright.train.trainer import Trainer
-from tests.train.jobs import config_file, records, train_here
+from tests.train.jobs import config_file, ranks, records, train_here
 
 
 class Left(Exception):
@@ -231,6 +232,23 @@ def test_a_mistake_at_a_resume_is_in_exit_json(
     content = read_exit(RunFolder(folder))
     assert content is not None and (content["status"], content["rank"]) == (2, None)
     assert content["reason"] in capsys.readouterr().err
+
+
+def test_a_mistake_at_a_resume_of_ranks_is_in_exit_json(tmp_path: Path, plain_run: Path) -> None:
+    """torchrun hides their status 2, and a script must not take the exit.json of the session before for this one's."""
+    folder = tmp_path / "run"
+    shutil.copytree(plain_run, folder)
+    write_exit(RunFolder(folder), End(75, "killed"), 1)
+    for mistake in (("--model.dim", "33"), ("--model.n_layers", "3"), ("--train.steps", "8")):
+        (status, err), *_ = ranks(1, "train", "--resume", folder, *mistake)
+        content = read_exit(RunFolder(folder))
+        assert status == 2 and content is not None and content["status"] == 2
+        assert content["reason"] in err
+        write_exit(RunFolder(folder), End(75, "killed"), 1)
+    with claim(folder):  # another job runs there
+        (status, _), *_ = ranks(1, "train", "--resume", folder, "--model.dim", "33")
+    content = read_exit(RunFolder(folder))
+    assert status == 2 and content is not None and content["status"] == 75
 
 
 def test_a_run_that_was_killed_after_its_last_step_ends_well(

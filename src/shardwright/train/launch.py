@@ -95,14 +95,14 @@ def _with_packages(config: Config) -> Config:
     return config
 
 
-def refuse_config(error: UserError, debug: bool) -> int:
+def refuse_config(error: UserError, resume: str | None, debug: bool) -> int:
     """As a rank that could not read its configuration: let the other ranks know, and return the exit status."""
     check_environment()
 
     def unreadable() -> NoReturn:
         raise error
 
-    return _rank().run_rank(unreadable, None, debug)
+    return _rank().run_rank(unreadable, resume, debug)
 
 
 def _rank() -> ModuleType:

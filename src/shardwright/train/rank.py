@@ -45,7 +45,7 @@ from shardwright.train.environment import (
 from shardwright.train.errors import UserError
 from shardwright.train.fresh_store import fresh_store
 from shardwright.train.launches import GivenUpError, open_attempt, record_end, this_launch
-from shardwright.train.lock import share
+from shardwright.train.lock import claim, share
 from shardwright.train.loop import train
 from shardwright.train.models.shapes import HuggingFaceShape
 from shardwright.train.record import close_session
@@ -106,7 +106,9 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
             status = USER_ERROR if complaint.kind == "user" else FAILED
         else:
             status = _report_alone(complaint, store, debug)
-            if place is not None and _is_to_record(complaint, store, place):
+            if place is None and complaint.kind == "user" and complaint.rank == 0 and resume:
+                _record_mistake(RunFolder(Path(resume)), _end_of(complaint))
+            elif place is not None and _is_to_record(complaint, store, place):
                 close_session(place.folder, complaint.in_line)
                 _record(place, _end_of(complaint))
             elif place is not None and complaint.rank == 0 and (cause := read_exit(place.folder)):
@@ -196,6 +198,17 @@ def _record(place: Place, end: End) -> None:
     """Write how this attempt of the job ended. Our launcher does this itself."""
     record_end(place.folder, end)
     write_exit(place.folder, end, place.attempt)
+
+
+def _record_mistake(folder: RunFolder, end: End) -> None:
+    """Write exit.json for a resume that was refused, so that nobody takes the one of the session before for it."""
+    if not folder.exists():
+        return
+    try:
+        with claim(folder.path):
+            write_exit(folder, end, 1)
+    except (UserError, OSError):
+        pass  # A job uses the folder, or it cannot be written.
 
 
 @dataclass(frozen=True)
