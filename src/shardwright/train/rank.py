@@ -31,6 +31,7 @@ from shardwright.train.agreement import (
     is_to_report,
     signs_of_progress,
 )
+from shardwright.train.answers import SECONDS_FOR_FIRST
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset, load_dataset
 from shardwright.train.ending import Complaint, fail
@@ -307,4 +308,6 @@ def _leave_with(launcher: int) -> None:
         folder, end = RunFolder(Path(os.environ[FOLDER_VARIABLE])), End(TRY_AGAIN, "the launcher was killed")
         close_session(folder, end.reason)
         write_exit(folder, end, attempt_of_launcher())
+    else:
+        time.sleep(SECONDS_FOR_FIRST)  # It would else find that this rank has gone, and report that.
     os._exit(TRY_AGAIN)
