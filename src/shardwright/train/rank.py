@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -106,6 +107,9 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
             _send(complaint)
             status = USER_ERROR if complaint.kind == "user" else FAILED
         else:
+            if threading.current_thread() is threading.main_thread():
+                # torchrun sends it to all ranks once one has failed. The end would else not be recorded.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
             status = _report_alone(complaint, store, debug)
             if place is None and complaint.kind == "user" and complaint.rank == 0 and resume:
                 _record_mistake(RunFolder(Path(resume)), _end_of(complaint))
