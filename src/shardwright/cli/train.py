@@ -110,7 +110,8 @@ def _keys_help(width: int) -> str:
 def _add_options(parser: Parser) -> None:
     parser.usage = (
         "shardwright train CONFIG.toml [--section.key value ...]\n"
-        "                         [--nproc N] [--max-restarts N] [--resume [RUN]] [--debug]\n"
+        "                         [--nproc N] [--max-restarts N] [--resume [RUN]]\n"
+        "                         [--debug]\n"
         "       shardwright train --resume RUN [--section.key value ...]\n"
         "                         [--nproc N] [--max-restarts N] [--debug]"
     )
