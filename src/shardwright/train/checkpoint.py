@@ -31,7 +31,7 @@ from shardwright.train.errors import UserError, counted
 from shardwright.train.patience import patience
 from shardwright.train.steps import Place, Position, answering, recovered_steps, saved_steps, step_folder
 from shardwright.train.stored import Form, Stored, check_files, examine, what_is_missing
-from shardwright.train.writing import unwritable
+from shardwright.train.writing import may_pass, unwritable
 
 __all__ = [
     "Loaded",
@@ -121,7 +121,8 @@ def wait(background: AsyncCheckpoint, folder: Place) -> None:
             outcome = background.poll()
             if outcome is None or outcome.error is None:
                 raise  # the ranks have lost contact
-            raise SaveFailedError(f"{folder}: cannot write: {error}; earlier files are unchanged") from error
+            message = f"{folder}: cannot write: {error}; earlier files are unchanged"
+            raise SaveFailedError(message, passes=True) from error
 
 
 @contextmanager
@@ -131,7 +132,7 @@ def _failures(final: Place) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error if error.filename is None else OSError(f"{error.filename}: {error.strerror}")
-        raise SaveFailedError(unwritable(final, reason)) from error
+        raise SaveFailedError(unwritable(final, reason), may_pass(error)) from error
     except ValueError as error:
         raise UserError(f"{final}: cannot save: {error}") from error
 

@@ -156,9 +156,9 @@ def _model_fingerprint(config: Config) -> dict[str, str]:
     return {MODEL: hf.fingerprint(shape)}
 
 
-STATUSES = {"user": USER_ERROR, "lost contact": TRY_AGAIN, "interrupted": INTERRUPTED}
+STATUSES = {"user": USER_ERROR, "passing": TRY_AGAIN, "lost contact": TRY_AGAIN, "interrupted": INTERRUPTED}
 """By the kind of a complaint; 1 for others."""
-SHARED = ("user", "nonfinite", "interrupted")
+SHARED = ("user", "passing", "nonfinite", "interrupted")
 """Kinds that all ranks meet."""
 
 
@@ -248,16 +248,16 @@ def _agree_on_place(config: Config, resume: str | None, world: World) -> Place:
 
 
 def _complaint(error: BaseException, rank: int) -> Complaint:
-    kind: Literal["user", "nonfinite", "lost contact", "interrupted", "error"] = "error"
+    kind: Literal["user", "passing", "nonfinite", "lost contact", "interrupted", "error"] = "error"
     if isinstance(error, UserError):
-        kind = "user"
+        kind = "user" if error.status == USER_ERROR else "passing"
     elif isinstance(error, NonFiniteError | GivenUpError):
         kind = "nonfinite"
     elif isinstance(error, KeyboardInterrupt):
         kind = "interrupted"
     elif _is_lost_contact(error):
         kind = "lost contact"
-    message = str(error) if kind in ("user", "nonfinite") else f"{type(error).__name__}: {error}"
+    message = str(error) if kind in ("user", "passing", "nonfinite") else f"{type(error).__name__}: {error}"
     if kind == "interrupted":
         message = "interrupted"
     return Complaint(rank, 0, kind, message, traceback.format_exc())

@@ -24,6 +24,7 @@ from shardwright.train.errors import UserError
 from shardwright.train.reporter import Reporter
 from shardwright.train.sections.checkpoint import CheckpointConfig
 from shardwright.train.steps import Place, Position, remove_step, saved_steps, step_folder
+from shardwright.train.writing import may_pass
 
 
 def background() -> AsyncCheckpoint:
@@ -133,7 +134,8 @@ class Saves:
             ):
                 ranks.by_first(lambda: remove_step(self.checkpoints, step))
         except OSError as error:
-            raise SaveFailedError(f"{step_folder(self.checkpoints, step)}: cannot write: {error}") from error
+            message = f"{step_folder(self.checkpoints, step)}: cannot write: {error}"
+            raise SaveFailedError(message, may_pass(error)) from error
 
     def _delete_old(self, newest: int) -> None:
         ranks = Ranks()
@@ -147,7 +149,8 @@ class Saves:
             doomed = self._doomed(steps, newest)
             ranks.by_first(lambda: delete(doomed))
         except OSError as error:
-            raise SaveFailedError(f"{self.checkpoints}: cannot delete old checkpoints: {error}") from error
+            message = f"{self.checkpoints}: cannot delete old checkpoints: {error}"
+            raise SaveFailedError(message, may_pass(error)) from error
 
     def _doomed(self, steps: list[int], newest: int) -> list[int]:
         """The steps to delete, of those that have a folder, newest first.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import overload
 
 from shardwright.train.errors import UserError
+from shardwright.train.writing import may_pass
 
 Place = Path | str  #: a folder here, or a URL
 
@@ -89,7 +90,7 @@ def answering() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(str(error)) from error
+        raise UserError(str(error), passes=may_pass(error)) from error
 
 
 def remove_step(checkpoints: Place, step: int) -> None:
