@@ -17,7 +17,7 @@ import threading
 import time
 from typing import Any
 
-from shardwright.checkpoint import notes, places
+from shardwright.checkpoint import notes
 from shardwright.checkpoint.pipes import Lines, send
 from shardwright.checkpoint.ranks import described, raise_for
 from shardwright.checkpoint.saving import commit_parts, read_back
@@ -87,9 +87,10 @@ class Writer:
 
     def _commit(self, job: Job) -> None:
         writes = self._all_written(job)
-        places.check_free(job.path, job.overwrite)
         notes.remove(job.folder, job.contents.ranks)
-        commit_parts(job.path, job.folder, job.contents, writes, verified=job.verified)
+        commit_parts(
+            job.path, job.folder, job.contents, writes, overwrite=job.overwrite, verified=job.verified
+        )
 
     def _all_written(self, job: Job) -> list[Written]:
         """What every rank has written.

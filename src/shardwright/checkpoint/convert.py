@@ -247,7 +247,7 @@ def _to_folder(destination: Path, chosen: _Chosen, ranks: int, to: str) -> None:
             (folder / written.file).unlink()
         write_descriptions(folder, contents, [written] if written.parts else [], for_torch=to == DCP)
         _check_free(destination)
-        places.commit(folder, destination)
+        places.commit(folder, destination, overwrite=False)
     except BaseException:
         places.abandon(folder)
         raise

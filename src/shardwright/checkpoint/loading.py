@@ -11,7 +11,8 @@ import ctypes
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -36,6 +37,7 @@ from shardwright.checkpoint.index import INDEX, LARGEST, Index, Part, StoredTens
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import Box, NamedTensor, Progress, State, ignore, meet, nested
 from shardwright.checkpoint.threads import in_threads, wait_for_devices
+from shardwright.checkpoint.unreplaced import OpenFiles, Origin, unless_replaced
 from shardwright.checkpoint.writing import VALUES
 
 
@@ -48,6 +50,7 @@ class Checkpoint:
     metadata: Metadata | None  #: of a folder by torch's writer
     fingerprint: str  #: SHA-256 of the description; ranks that read another one notice
     links: bool = False  #: whether files of torch's writer may be behind links
+    origin: Origin | None = None  #: of the description, to notice that another save has replaced it
 
     def shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """dtype and shape of each tensor."""
@@ -88,10 +91,13 @@ def open_checkpoint(path: Path, *, links: bool = False) -> Checkpoint:
     """
     places.recover(path)
     if not path.is_dir():
-        raise FileNotFoundError(f"{path}: there is no checkpoint")
+        found = (
+            "this is a file, not the folder of a checkpoint" if path.exists() else "there is no checkpoint"
+        )
+        raise FileNotFoundError(f"{path}: {found}")
     if os.path.lexists(path / INDEX):  # whatever .metadata says
-        text = _description(path / INDEX, b'"}\n', links)
-        return Checkpoint(path, parse_index(text), None, hashlib.sha256(text).hexdigest())
+        text, origin = _description(path / INDEX, b'"}\n', links)
+        return Checkpoint(path, parse_index(text), None, hashlib.sha256(text).hexdigest(), origin=origin)
     if not os.path.lexists(path / folders.METADATA):
         raise Damaged(f"the folder has neither {INDEX} nor {folders.METADATA}, so it holds no checkpoint")
     if os.path.lexists(path / VALUES):
@@ -99,15 +105,21 @@ def open_checkpoint(path: Path, *, links: bool = False) -> Checkpoint:
             f"{INDEX} is missing beside {VALUES}, so nothing can be compared with its digest; read the folder with "
             "torch.distributed.checkpoint if you trust it"
         )
-    data = _description(path / folders.METADATA, b".", links)
+    data, origin = _description(path / folders.METADATA, b".", links)
     metadata = folders.parse_metadata(data)
-    return Checkpoint(path, None, metadata, hashlib.sha256(data).hexdigest(), links)
+    return Checkpoint(path, None, metadata, hashlib.sha256(data).hexdigest(), links, origin)
 
 
-def _description(file: Path, end: bytes, links: bool) -> bytes:
+def _description(file: Path, end: bytes, links: bool) -> tuple[bytes, Origin]:
     """The content of a file that describes a checkpoint. Its end is read first: of a file that is cut off or has holes
     no more is read."""
     nbytes = size_of(file, links)
+    origin = Origin.of(file, links)
+    with unless_replaced(origin):
+        return _content(file, nbytes, end, links), origin
+
+
+def _content(file: Path, nbytes: int, end: bytes, links: bool) -> bytes:
     if nbytes > LARGEST:
         raise Damaged(f"{file.name} holds {nbytes:,} bytes, at most {LARGEST:,} are read")
     descriptor = open_regular(file, links)
@@ -216,7 +228,12 @@ def open_together(
     other = next((rank for rank, each in enumerate(prints) if each != prints[0]), None)
     if other is not None:
         raise Damaged(f"rank {other} reads another description of the checkpoint than rank 0")
-    ranks.together(lambda: verify(opened[0], ranks.rank, ranks.size, progress))
+
+    def compare() -> None:
+        with unless_replaced(opened[0].origin, opened[0].fingerprint):
+            verify(opened[0], ranks.rank, ranks.size, progress)
+
+    ranks.together(compare)
     return opened[0]
 
 
@@ -305,17 +322,30 @@ def read_state(
         if any(path[:length] in leaves for path in leaves for length in range(1, len(path))):
             raise Damaged("the description has a value inside another value")
         content.update(nested(leaves))
+        _hold(files, checkpoint, stored, mine.tensors.values())
 
     def read(early: bool) -> None:
         tensors = [each for each in mine.tensors.values() if first(each) == early]
-        _read_tensors(path, stored, tensors, strides, progress, checkpoint.links)
+        _read_tensors(files, stored, tensors, strides, progress)
         if early:
             accept(content)
 
-    ranks.together(prepare)
-    ranks.together(lambda: read(True))
-    ranks.together(lambda: read(False))
+    with closing(OpenFiles(path, checkpoint.links)) as files:
+        ranks.together(prepare)
+        ranks.together(lambda: read(True))
+        ranks.together(lambda: read(False))
     return content
+
+
+def _hold(
+    files: OpenFiles,
+    checkpoint: Checkpoint,
+    known: Mapping[str, StoredTensor],
+    tensors: Iterable[NamedTensor],
+) -> None:
+    """Open what this rank reads of the tensors, and find that it is of the checkpoint that was compared."""
+    with unless_replaced(checkpoint.origin, checkpoint.fingerprint):
+        files.hold(part.file for part, _, _ in _reads(known, tensors))
 
 
 def check_tensors(path: Path, checkpoint: Checkpoint, tensors: Mapping[str, NamedTensor]) -> None:
@@ -331,33 +361,41 @@ def check_tensors(path: Path, checkpoint: Checkpoint, tensors: Mapping[str, Name
             raise ValueError(f"{path}: {name} has dtype {dtype}, expected {each.dtype}")
 
 
-def _read_tensors(
-    folder: Path,
-    known: Mapping[str, StoredTensor],
-    tensors: list[NamedTensor],
-    strides: Strides,
-    progress: Progress,
-    links: bool,
-) -> None:
-    """Read every box that this rank needs, in the order of the files."""
+def _reads(
+    known: Mapping[str, StoredTensor], tensors: Iterable[NamedTensor]
+) -> list[tuple[Part, StoredTensor, Box]]:
+    """What this rank needs, in the order of the files."""
     reads: list[tuple[Part, StoredTensor, Box]] = []
     for each in tensors:
         stored = known[each.name]
         for box in each.boxes_to_load():
             reads += [(part, stored, box) for part in stored.parts if meet(part.offsets, part.sizes, box)]
     reads.sort(key=lambda read: (read[0].file, read[0].start))
+    return reads
+
+
+def _read_tensors(
+    files: OpenFiles,
+    known: Mapping[str, StoredTensor],
+    tensors: list[NamedTensor],
+    strides: Strides,
+    progress: Progress,
+) -> None:
+    """Read every box that this rank needs."""
+    reads = _reads(known, tensors)
     wait_for_devices(box.local for _, _, box in reads)
     for name, of_file in itertools.groupby(reads, lambda read: read[0].file):
-        _read_boxes(folder / name, list(of_file), strides, progress, links)
+        with files.descriptor(name) as descriptor:
+            _read_boxes(descriptor, files.folder / name, list(of_file), strides, progress)
     wait_for_devices(box.local for _, _, box in reads)
 
 
 def _read_boxes(
+    descriptor: int,
     file: Path,
     reads: list[tuple[Part, StoredTensor, Box]],
     strides: Strides,
     progress: Progress,
-    links: bool,
 ) -> None:
     def read(each: tuple[Part, StoredTensor, Box]) -> int:
         part, stored, box = each
@@ -365,11 +403,7 @@ def _read_boxes(
             _read_box(descriptor, file, part, stored.dtype, box, strides.get(part))
         return prod(part.sizes) * stored.dtype.itemsize
 
-    descriptor = open_regular(file, links)
-    try:
-        in_threads(reads, read, progress)
-    finally:
-        os.close(descriptor)
+    in_threads(reads, read, progress)
 
 
 def _read_box(
@@ -456,6 +490,9 @@ def read_tensors(
             assert checkpoint.metadata is not None
             stored.update(foreign.tensors_of(path, checkpoint.metadata, named, strides, checkpoint.links))
 
-    ranks.together(prepare)
-    wanted, links = list(named.values()), checkpoint.links
-    ranks.together(lambda: _read_tensors(path, stored, wanted, strides, progress, links))
+        _hold(files, checkpoint, stored, named.values())
+
+    wanted = list(named.values())
+    with closing(OpenFiles(path, checkpoint.links)) as files:
+        ranks.together(prepare)
+        ranks.together(lambda: _read_tensors(files, stored, wanted, strides, progress))

@@ -75,7 +75,7 @@ def save_state(
         ranks.by_first(describe)
         if verified:
             _read_back_together(folder, ranks, progress)
-        ranks.by_first(lambda: _place(path, folder, plan.contents.attempt))
+        ranks.by_first(lambda: _place(path, folder, plan.contents.attempt, overwrite))
         return index
 
 
@@ -236,7 +236,13 @@ def describe_parts(folder: Path, contents: Contents, writes: list[Written]) -> I
 
 
 def commit_parts(
-    path: Path, folder: Path, contents: Contents, writes: list[Written], *, verified: bool = False
+    path: Path,
+    folder: Path,
+    contents: Contents,
+    writes: list[Written],
+    *,
+    overwrite: bool,
+    verified: bool = False,
 ) -> Index:
     """Describe what each rank has written into ``folder``, check that it is whole, and give the folder its name.
 
@@ -254,7 +260,7 @@ def commit_parts(
             for name, file in index.files.items():
                 if not file.has_parts:
                     check_digest(folder / name, Digest(file.nbytes, file.sha256))
-    _place(path, folder, contents.attempt)
+    _place(path, folder, contents.attempt, overwrite)
     return index
 
 
@@ -285,6 +291,7 @@ def _other_bytes(folder: Path) -> Iterator[None]:
         raise OSError(f"{folder}: read back after it was written, {problem}") from problem
 
 
-def _place(path: Path, folder: Path, attempt: str) -> None:
-    places.commit(folder, path)
+def _place(path: Path, folder: Path, attempt: str, overwrite: bool) -> None:
+    places.check_free(path, overwrite)  # since the begin of the save something may have come there
+    places.commit(folder, path, overwrite)
     places.remove_leftovers(path, attempt)

@@ -50,6 +50,7 @@ from shardwright.checkpoint.saving import save_state
 from shardwright.checkpoint.settings import check_states
 from shardwright.checkpoint.state import State
 from shardwright.checkpoint.stored_state import Stored
+from shardwright.checkpoint.unreplaced import replaced, unless_replaced
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.engine.unit.owning import units_of
 
@@ -206,6 +207,7 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: there is no checkpoint.
+        OSError: another save has replaced it while it was read. Nothing was changed.
         ValueError: the checkpoint is damaged (then it is a :class:`Damaged`), or of another model or optimizer. The
             message names the file or tensor. Nothing was changed.
     """
@@ -235,7 +237,8 @@ def _load(
         _refuse_optimizers(extra)
         _refuse_in_a_step(model)
         opened.append(open_checkpoint(folder))
-        check_lengths(opened[0])  # before there is memory for what it says
+        with unless_replaced(opened[0].origin, opened[0].fingerprint):
+            check_lengths(opened[0])  # before there is memory for what it says
         state[MODEL] = _model_state(model)
         return _arguments(optimizers, extra, generators)
 
@@ -264,7 +267,9 @@ def _load(
             groups = stored.room(GROUPS, stored.fitting(group_tensors(room["param_groups"])))
             state[OPTIMIZER] = {"state": room["state"], "param_groups": groups}
 
-        def fits(_: Checkpoint) -> None:
+        def fits(again: Checkpoint) -> None:
+            if again.fingerprint != opened[0].fingerprint:
+                raise replaced(folder)
             stored.check_names({MODEL, OPTIMIZER} if optimizers else {MODEL}, state)
             stored.check_values(MODEL, state[MODEL])
             _check_extra(stored, extra)
