@@ -150,7 +150,7 @@ def test_a_load_and_a_save_do_not_need_a_list(tmp_path: Path, late: bool) -> Non
     url = f"fake://{tmp_path}/c"
     FakeStore.restart(late=late)
     save_state(url, state(), Ranks(alone=True), verified=True)
-    assert loads(url) and FakeStore.calls["ls"] == 1
+    assert loads(url) and FakeStore.calls["ls"] == 2
 
 
 def test_a_failure_is_removed_though_lists_are_late(tmp_path: Path) -> None:

@@ -94,9 +94,15 @@ class Writer:
 
     def _commit(self, job: Job) -> None:
         writes = self._all_written(job)
-        job.place.check_free(job.overwrite)
         notes.remove(job.unfinished, job.contents.ranks)
-        commit_parts(job.place, job.unfinished, job.contents, writes, verified=job.verified)
+        commit_parts(
+            job.place,
+            job.unfinished,
+            job.contents,
+            writes,
+            overwrite=job.overwrite,
+            verified=job.verified,
+        )
 
     def _all_written(self, job: Job) -> list[Written]:
         """What every rank has written.

@@ -101,9 +101,9 @@ class LocalStore(LocalFiles):
                     found[each.name] = each.stat().st_size
         return found
 
-    def commit(self, unfinished: Store) -> None:
+    def commit(self, unfinished: Store, overwrite: bool) -> None:
         assert isinstance(unfinished, LocalStore)
-        commit(unfinished.path, self.path)
+        commit(unfinished.path, self.path, overwrite)
 
     def abandon(self, names: Iterable[str]) -> None:
         abandon(self.path)
@@ -173,17 +173,18 @@ def make_durable(folder: Path) -> None:
         sync_folder(each.parent)
 
 
-def commit(folder: Path, path: Path) -> None:
+def commit(folder: Path, path: Path, overwrite: bool) -> None:
     """Give a written folder or file its name. What had the name before is deleted after that.
 
     Raises:
+        FileExistsError: a folder with content has this name, and ``overwrite`` is false.
         OSError: it cannot be renamed, or the names cannot be written to disk. What was there is still there.
     """
     if folder.is_dir():
         sync_folder(folder)
     written = os.stat(folder)
     try:
-        replaced = _put_in_place(folder, path)
+        replaced = _put_in_place(folder, path, overwrite)
         sync_folder(path.parent)
     except BaseException:
         _take_back(folder, path, written)
@@ -195,10 +196,15 @@ def commit(folder: Path, path: Path) -> None:
             remove(folder)
 
 
-def _put_in_place(folder: Path, path: Path) -> Path | None:
+def _put_in_place(folder: Path, path: Path, overwrite: bool) -> Path | None:
     """Rename a folder or file. Returns where the replaced one is now, if there was one."""
-    if not os.path.lexists(path):
-        os.rename(folder, path)
+    if not overwrite or not os.path.lexists(path):
+        try:
+            os.rename(folder, path)  # no folder takes the name of one that has content
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            raise FileExistsError(f"{path}: another save has just written it. Choose another path") from None
         return None
     if _exchange(folder, path):
         return folder
@@ -254,15 +260,24 @@ def remove_leftovers(path: Path, attempt: str) -> None:
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.partial")
     for left in path.parent.iterdir():
         if name.fullmatch(left.name) and left != partial_folder(path, attempt):
-            _discard(left)
+            _discard(left, path)
     if os.path.lexists(path):
-        _discard(_old(path))
+        _discard(_old(path), path)
 
 
-def _discard(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
+def _discard(left: Path, path: Path) -> None:
+    # Renamed first: if another process writes this folder after all, it can no longer give it the checkpoint's name. Or
+    # it has done so already, and what has the old name is the one that it has replaced.
+    doomed = partial_folder(path, new_attempt())
+    try:
+        os.rename(left, doomed)
+    except FileNotFoundError:
+        return
+    except OSError:
+        doomed = left
+    shutil.rmtree(doomed, ignore_errors=True)
     with contextlib.suppress(OSError):
-        path.unlink()
+        doomed.unlink()
 
 
 def remove(path: Path) -> None:

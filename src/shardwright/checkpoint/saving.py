@@ -78,7 +78,7 @@ def save_state(
         ranks.by_first(describe)
         if verified:
             _read_back_together(folder, ranks, progress)
-        ranks.by_first(lambda: _commit(path, folder, plan.contents.attempt))
+        ranks.by_first(lambda: _commit(path, folder, plan.contents.attempt, overwrite))
         return index
 
 
@@ -245,6 +245,7 @@ def commit_parts(
     contents: Contents,
     writes: list[Written],
     *,
+    overwrite: bool,
     verified: bool = False,
 ) -> Index:
     """Describe what each rank has written into ``folder``, check that it is whole, and commit it.
@@ -261,7 +262,7 @@ def commit_parts(
     if verified:
         with _other_bytes(folder):
             verify_descriptions(open_checkpoint(unfinished))
-    _commit(path, unfinished, contents.attempt)
+    _commit(path, unfinished, contents.attempt, overwrite)
     return index
 
 
@@ -292,7 +293,8 @@ def _other_bytes(folder: Path | Store) -> Iterator[None]:
         raise OSError(f"{folder}: read back after it was written, {problem}") from problem
 
 
-def _commit(path: Location, folder: Store, attempt: str) -> None:
+def _commit(path: Location, folder: Store, attempt: str, overwrite: bool) -> None:
     place = store_of(path)
-    place.commit(folder)
+    place.check_free(overwrite)  # since the begin of the save something may have come there
+    place.commit(folder, overwrite)
     place.remove_leftovers(attempt)

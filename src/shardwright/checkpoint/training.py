@@ -51,6 +51,7 @@ from shardwright.checkpoint.settings import check_states
 from shardwright.checkpoint.state import State
 from shardwright.checkpoint.stored_state import Stored
 from shardwright.checkpoint.stores import Store
+from shardwright.checkpoint.unreplaced import replaced, unless_replaced
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.engine.unit.owning import units_of
 
@@ -208,7 +209,8 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        OSError: the store behind a URL does not answer.
+        OSError: another program has replaced the checkpoint while it was read, or a store behind a URL does not answer.
+            Nothing was changed, except when a store fails or a checkpoint behind a URL is deleted during the reads.
         ValueError: the checkpoint is damaged (then it is a :class:`Damaged`), or of another model or optimizer. The
             message names the file or tensor. Nothing was changed.
     """
@@ -244,7 +246,8 @@ def _load(
         _refuse_optimizers(extra)
         _refuse_in_a_step(model)
         opened.append(open_checkpoint(folder))
-        check_lengths(opened[0])  # before there is memory for what it says
+        with unless_replaced(opened[0].origin, opened[0].fingerprint):
+            check_lengths(opened[0])  # before there is memory for what it says
         state[MODEL] = _model_state(model)
         return _arguments(optimizers, extra, generators)
 
@@ -273,7 +276,9 @@ def _load(
             groups = stored.room(GROUPS, stored.fitting(group_tensors(room["param_groups"])))
             state[OPTIMIZER] = {"state": room["state"], "param_groups": groups}
 
-        def fits(_: Checkpoint) -> None:
+        def fits(again: Checkpoint) -> None:
+            if again.fingerprint != opened[0].fingerprint:
+                raise replaced(folder)
             stored.check_names({MODEL, OPTIMIZER} if optimizers else {MODEL}, state)
             stored.check_values(MODEL, state[MODEL])
             _check_extra(stored, extra)
