@@ -96,9 +96,25 @@ def test_a_copy_in_the_place_of_a_checkpoint_is_the_same(tmp_path: Path) -> None
 
 
 def test_more_files_than_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are opened when they are read are compared again."""
     monkeypatch.setattr("shardwright.checkpoint.unreplaced.HELD", 0)
-    save(tmp_path / "c", 1)
-    check_holds(tmp_path / "c", 1)
+    path, read = tmp_path / "c", model(-1)
+    save(path, 1)
+    check_holds(path, 1)
+    real = loading._read_tensors
+
+    def read_tensors(*args: Any) -> None:
+        save(path, 2)
+        real(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loading, "_read_tensors", read_tensors)
+        with pytest.raises(
+            OSError, match="Some values were read before that, and others were not. Load it again"
+        ):
+            load_checkpoint(path, read, generators=False)
+    assert values(read) == {-1}
+    check_holds(path, 2)
 
 
 def test_a_save_cleans_up_what_another_save_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,10 @@ class ObjectStore:
     def commit(self, unfinished: Store, overwrite: bool) -> None:
         assert isinstance(unfinished, ObjectStore)
         unfinished.check_seen()  # a save that begins later with overwrite=True removes it, and our files
-        text = unfinished.read(unfinished.stored_name(INDEX))
+        try:
+            text = unfinished.read(unfinished.stored_name(INDEX))
+        except Damaged:
+            raise self._busy() from None
         try:
             self.write(INDEX, text)
         except OSError:

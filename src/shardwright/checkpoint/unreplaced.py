@@ -40,7 +40,9 @@ class Origin(NamedTuple):
         except Damaged:
             return True
         except OSError:
-            return self.identity is not None  # else the store does not answer, which is no sign of another checkpoint
+            return (
+                self.identity is not None
+            )  # else the store does not answer, which is no sign of another checkpoint
         if content is None:
             return self.identity is not None
         return hashlib.sha256(content).hexdigest() != fingerprint
@@ -61,7 +63,12 @@ def unless_replaced(
         if origin is not None and origin.is_replaced(fingerprint):
             raise replaced(origin.files, changing) from None
         raise
-    if not changing and origin is not None and origin.identity is not None and origin.is_replaced(fingerprint):
+    if (
+        not changing
+        and origin is not None
+        and origin.identity is not None
+        and origin.is_replaced(fingerprint)
+    ):
         raise replaced(origin.files)
 
 
