@@ -14,7 +14,7 @@ from __future__ import annotations
 import atexit
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -135,7 +135,7 @@ class AsyncCheckpoint:
         self,
         path: str | os.PathLike[str],
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
         *,
         extra: Mapping[str, Any] | None = None,
         generators: bool = True,
