@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from math import prod
@@ -211,15 +211,12 @@ def open_together(
     """
     opened: list[Checkpoint] = []
 
-    def look() -> str:
+    def look() -> tuple[str, str]:
         opened.append(open_checkpoint(path))
         check(opened[0])
-        return opened[0].fingerprint
+        return opened[0].fingerprint, str(path)
 
-    prints = ranks.together(look)
-    other = next((rank for rank, each in enumerate(prints) if each != prints[0]), None)
-    if other is not None:
-        raise Damaged(f"rank {other} reads another description of the checkpoint than rank 0")
+    check_same_description(ranks.together(look))
 
     def compare() -> None:
         with unless_replaced(opened[0].origin, opened[0].fingerprint):
@@ -227,6 +224,27 @@ def open_together(
 
     ranks.together(compare)
     return opened[0]
+
+
+def check_same_description(found: Sequence[tuple[str, str]]) -> None:
+    """Compare what the ranks have opened: fingerprint and place of each rank.
+
+    Raises:
+        ValueError: two ranks have opened different checkpoints at different places.
+        OSError: at the same place.
+    """
+    for rank, (fingerprint, place) in enumerate(found):
+        if fingerprint == found[0][0]:
+            continue
+        if place != found[0][1]:
+            raise ValueError(
+                f"rank {rank} loads {place}, and rank 0 {found[0][1]}, which is another checkpoint. Pass the same path "
+                "on every rank"
+            )
+        raise OSError(
+            f"{place}: rank {rank} reads another checkpoint there than rank 0. Either another program has just replaced "
+            "it: load it again. Or the ranks do not share this file system"
+        )
 
 
 def load_state(
@@ -331,7 +349,7 @@ def check_tensors(path: Location, checkpoint: Checkpoint, tensors: Mapping[str, 
     stored = checkpoint.shapes()
     for name, each in tensors.items():
         if name not in stored:
-            raise ValueError(f"{path} has no tensor {name}")
+            raise ValueError(f"{path} has no tensor {name}, so it is of another model or state")
         dtype, shape = stored[name]
         if shape != each.shape:
             raise ValueError(f"{path}: {name} has shape {list(shape)}, expected {list(each.shape)}")

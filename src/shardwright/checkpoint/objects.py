@@ -174,7 +174,7 @@ class ObjectStore:
                 raise
         # Once more: such a save removes the mark first, and then looks for an index. So either it finds ours and keeps
         # our files, or the mark is missing here.
-        if unfinished._is_removed():
+        if unfinished.is_removed():
             if self._holds(text):
                 self.remove(INDEX)
             raise self._busy()
@@ -182,7 +182,7 @@ class ObjectStore:
             with contextlib.suppress(OSError):
                 unfinished.remove(unfinished.stored_name(name))
 
-    def _is_removed(self) -> bool:
+    def is_removed(self) -> bool:
         try:
             return not self.has(self.stored_name(_MARK))
         except OSError:  # no answer; the save is complete

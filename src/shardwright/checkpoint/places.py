@@ -41,7 +41,13 @@ def store_of(location: Location) -> Store:
     """
     if isinstance(location, (LocalStore, ObjectStore)):
         return location
-    text = os.fspath(location)  # type: ignore[arg-type]
+    if not isinstance(location, (str, os.PathLike)) or isinstance(os.fspath(location), bytes):
+        raise TypeError(
+            f"path: expected a string or a pathlib.Path, got {type(location).__name__} {location!r:.100}"
+        )
+    text = os.fspath(location)
+    if "\0" in text:
+        raise ValueError(f"path: {text!r} has a zero byte, which no file system takes")
     if not isinstance(location, str) and (found := re.match(r"[a-z][a-z0-9+.-]+:/(?!/)", text)):
         raise ValueError(
             f"{text} is a URL that pathlib has changed: it makes {found[0]} of {found[0]}/. Pass the URL as a string"
@@ -60,17 +66,42 @@ class LocalStore(LocalFiles):
     def description(self) -> str:
         recover(self.path)
         if not self.path.is_dir():
-            raise FileNotFoundError(f"{self.path}: there is no checkpoint")
+            raise FileNotFoundError(f"{self.path}: {self._found()}")
         if os.path.lexists(self.path / INDEX):  # whatever .metadata says
             return INDEX
         if not os.path.lexists(self.path / METADATA):
-            raise Damaged(f"the folder has neither {INDEX} nor {METADATA}, so it holds no checkpoint")
+            self._refuse_empty()
+            raise Damaged(f"the folder has neither {INDEX} nor {METADATA}, but parts of a checkpoint")
         if os.path.lexists(self.path / VALUES):
             raise Damaged(
                 f"{INDEX} is missing beside {VALUES}, so nothing can be compared with its digest; read the folder with "
                 "torch.distributed.checkpoint if you trust it"
             )
         return METADATA
+
+    def _found(self) -> str:
+        if not self.path.exists():
+            return "there is no checkpoint"
+        if self.path.is_file() and zipfile.is_zipfile(self.path):
+            return (
+                "this is a file of torch.save, such as Fabric's full checkpoints, and not the folder of a checkpoint. "
+                "Read it with torch.load or fabric.load"
+            )
+        return "this is a file, and not the folder of a checkpoint"
+
+    def _refuse_empty(self) -> None:
+        names = sorted(os.listdir(self.path))
+        if any(name.endswith(".distcp") for name in names):
+            return
+        inside = next((name for name in reversed(names) if is_checkpoint(self.path / name)), None)
+        hint = (
+            ""
+            if inside is None
+            else f". It holds folders with checkpoints: load {self.path / inside}, for example"
+        )
+        raise FileNotFoundError(
+            f"{self.path}: the folder has neither {INDEX} nor {METADATA}, so it holds no checkpoint{hint}"
+        )
 
     def begin(self, attempt: str, nbytes: int, overwrite: bool) -> None:
         begin(self.path, attempt, nbytes, overwrite)
@@ -104,6 +135,9 @@ class LocalStore(LocalFiles):
     def commit(self, unfinished: Store, overwrite: bool) -> None:
         assert isinstance(unfinished, LocalStore)
         commit(unfinished.path, self.path, overwrite)
+
+    def is_removed(self) -> bool:
+        return not self.path.exists()
 
     def abandon(self, names: Iterable[str]) -> None:
         abandon(self.path)

@@ -119,6 +119,9 @@ class Store(Files, Protocol):
         Without ``overwrite`` it is a FileExistsError if another save has just done it.
         """
 
+    def is_removed(self) -> bool:
+        """Whether this unfinished save is not there any more. Another save to the same place may remove it."""
+
     def abandon(self, names: Iterable[str]) -> None:
         """Remove this unfinished save, as far as that is possible. ``names`` are files that it may have."""
 
