@@ -110,7 +110,7 @@ def test_more_files_than_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patched:
         patched.setattr(loading, "_read_tensors", read_tensors)
         with pytest.raises(
-            OSError, match="Some values were read before that, and others were not. Load it again"
+            OSError, match=r"Some values were read before that, and others were not\. Load it again"
         ):
             load_checkpoint(path, read, generators=False)
     assert values(read) == {-1}

@@ -242,8 +242,8 @@ def check_same_description(found: Sequence[tuple[str, str]]) -> None:
                 "on every rank"
             )
         raise OSError(
-            f"{place}: rank {rank} reads another checkpoint there than rank 0. Either another program has just replaced "
-            "it: load it again. Or the ranks do not share this file system"
+            f"{place}: rank {rank} reads another checkpoint there than rank 0. Either another program has just "
+            "replaced it: load it again. Or the ranks do not share this file system"
         )
 
 

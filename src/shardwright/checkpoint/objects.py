@@ -184,7 +184,7 @@ class ObjectStore:
 
     def is_removed(self) -> bool:
         try:
-            return not self.has(self.stored_name(_MARK))
+            return not promptly(lambda: self.has(self.stored_name(_MARK)), self._url)
         except OSError:  # no answer; the save is complete
             return False
 

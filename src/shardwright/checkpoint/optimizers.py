@@ -38,8 +38,8 @@ def as_optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Op
     """
     if optimizer is None:
         return ()
-    is_several = isinstance(optimizer, Iterable) and not isinstance(optimizer, (Mapping, Optimizer))
-    optimizers = tuple(optimizer) if is_several else (optimizer,)
+    is_one = isinstance(optimizer, (Mapping, Optimizer)) or not isinstance(optimizer, Iterable)
+    optimizers: tuple[Any, ...] = (optimizer,) if is_one else tuple(optimizer)  # type: ignore[arg-type]
     for each in optimizers:
         if not isinstance(each, Optimizer):
             hint = (

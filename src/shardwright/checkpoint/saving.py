@@ -245,8 +245,8 @@ def unless_removed(path: Location, unfinished: Store) -> Iterator[None]:
         if not unfinished.is_removed():
             raise
         raise OSError(
-            f"{path}: what this save had written was removed, by another program that saves to the same path or deletes "
-            "files there. Let one program at a time save to a path"
+            f"{path}: what this save had written was removed, by another program that saves to the same path or "
+            "deletes files there. Let one program at a time save to a path"
         ) from error
 
 

@@ -181,7 +181,8 @@ def load_checkpoint(
     Args:
         path: the folder or URL.
         model: with the parameters and buffers of the saved one, sharded in any way, on any number of ranks.
-        optimizer: the saved kind, with the saved parameters; leave it out if the checkpoint holds none. Rates and other settings of its groups are restored.
+        optimizer: the saved kind, with the saved parameters. Leave it out if the checkpoint holds none. Rates and other
+            settings of its groups are restored.
             A parameter without state in the checkpoint has none afterwards. Gradients stay as they are.
         extra: objects with ``load_state_dict`` and tensors, by the keys of the save. They are restored in place.
         generators: restore the random generators: exactly at the saved number of ranks. At another number each rank

@@ -35,8 +35,8 @@ def encoded(value: Any, name: str, depth: int = 0) -> Any:
     kind = type(value)
     if isinstance(value, int) and int(value).bit_length() > _MOST_BITS:
         raise ValueError(
-            f"{name} is an integer of {int(value).bit_length():,} bits; a checkpoint holds at most {_MOST_BITS:,}. Pass it "
-            "as a string, such as hex(value)"
+            f"{name} is an integer of {int(value).bit_length():,} bits; a checkpoint holds at most {_MOST_BITS:,}. Pass "
+            "it as a string, such as hex(value)"
         )
     if value is None or kind in (bool, int, str):
         return value
@@ -64,8 +64,8 @@ def encoded(value: Any, name: str, depth: int = 0) -> Any:
         return {_MARK: kind.__name__ if kind in (Counter, OrderedDict) else "dict", "is": pairs}
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         raise ValueError(
-            f"{name} is a {kind.__module__}.{kind.__qualname__} inside another value. An object with state_dict must be "
-            f'directly in extra, under a key of its own: extra={{"{name.rpartition(".")[2]}": ...}}'
+            f"{name} is a {kind.__module__}.{kind.__qualname__} inside another value. Pass an object with state_dict "
+            "directly in extra, under a key of its own, or pass its state_dict()"
         )
     raise ValueError(
         f"{name} is a {kind.__module__}.{kind.__qualname__}. A checkpoint holds tensors and plain values (numbers, "
