@@ -35,8 +35,8 @@ def encoded(value: Any, name: str, depth: int = 0) -> Any:
     kind = type(value)
     if isinstance(value, int) and int(value).bit_length() > _MOST_BITS:
         raise ValueError(
-            f"{name} is an integer of {int(value).bit_length():,} bits; a checkpoint holds at most {_MOST_BITS:,}. Pass "
-            "it as a string, such as hex(value)"
+            f"{name} is an integer of {int(value).bit_length():,} bits; a checkpoint holds at most {_MOST_BITS:,}. "
+            "Pass it as a string, such as hex(value)"
         )
     if value is None or kind in (bool, int, str):
         return value
