@@ -79,14 +79,9 @@ class Broken:
         pass
 
 
-def cyclic() -> dict[str, Any]:
-    content: dict[str, Any] = {"a": 1}
+def cyclic(**content: Any) -> dict[str, Any]:
     content["me"] = content
     return content
-
-
-def cyclic_with_tensor() -> dict[str, Any]:
-    return {**(content := {"t": torch.ones(1)}), "me": content | {"me": cyclic()}}
 
 
 def deep() -> dict[str, Any]:
@@ -171,13 +166,13 @@ TABLE: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
         r"Pass the same path on every rank$",
     ),
     "extra is a list": (lambda c: c.save(extra=[1]), TypeError, r'^extra: expected a dict, such as .*, got list$'),
-    "extra holds itself": (lambda c: c.save(extra=cyclic()), ValueError, r"^extra.* holds itself, or values more than 100"),
+    "extra holds itself": (lambda c: c.save(extra=cyclic(a=1)), ValueError, r"^extra.* holds itself, or values"),
     "extra holds itself beside a tensor": (
-        lambda c: c.save(extra=cyclic_with_tensor()),
+        lambda c: c.save(extra=cyclic(t=torch.ones(1))),
         ValueError,
-        r"^extra.* holds itself, or values more than 100 deep",
+        r"^extra.* holds itself, or values",
     ),
-    "extra is deep": (lambda c: c.save(extra=deep()), ValueError, r"^extra.* holds itself, or values more than 100 deep"),
+    "extra is deep": (lambda c: c.save(extra=deep()), ValueError, r"^extra.* holds itself, or values"),
     "extra has a long integer": (
         lambda c: c.save(extra={"m": [10**5000]}),
         ValueError,
