@@ -166,13 +166,13 @@ TABLE: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
         r"Pass the same path on every rank$",
     ),
     "extra is a list": (lambda c: c.save(extra=[1]), TypeError, r'^extra: expected a dict, such as .*, got list$'),
-    "extra holds itself": (lambda c: c.save(extra=cyclic(a=1)), ValueError, r"^extra.* holds itself, or values"),
+    "extra holds itself": (lambda c: c.save(extra=cyclic(a=1)), ValueError, r"^extra.* holds itself, or is more than 100 values deep"),
     "extra holds itself beside a tensor": (
         lambda c: c.save(extra=cyclic(t=torch.ones(1))),
         ValueError,
-        r"^extra.* holds itself, or values",
+        r"^extra.* holds itself, or is more than 100 values deep",
     ),
-    "extra is deep": (lambda c: c.save(extra=deep()), ValueError, r"^extra.* holds itself, or values"),
+    "extra is deep": (lambda c: c.save(extra=deep()), ValueError, r"^extra.* holds itself, or is more than 100 values deep"),
     "extra has a long integer": (
         lambda c: c.save(extra={"m": [10**5000]}),
         ValueError,

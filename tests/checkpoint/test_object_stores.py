@@ -216,7 +216,7 @@ def test_two_saves_at_once_do_not_mix(tmp_path: Path) -> None:
             save_state(url, state(1), alone, overwrite=True)
 
     begun: list[int] = []
-    with pytest.raises(OSError, match="one save at a time"):
+    with pytest.raises(OSError, match="one program at a time"):
         save_state(url, state(), alone, progress=second)
     assert begun and loads(url, 1)
     assert place.description() == INDEX

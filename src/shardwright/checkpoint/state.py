@@ -152,7 +152,7 @@ def _has_tensors(value: Any, path: Path, depth: int = 0) -> bool:
 
 def _too_deep(path: Path) -> ValueError:
     return ValueError(
-        f"{name_of(path)[:200]} holds itself, or values more than {DEEPEST} deep, which a checkpoint cannot hold"
+        f"{name_of(path)[:200]} holds itself, or is more than {DEEPEST} values deep, which a checkpoint cannot hold"
     )
 
 
