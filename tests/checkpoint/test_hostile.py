@@ -241,7 +241,8 @@ def test_memory_is_taken_only_for_what_is_on_disk(tmp_path: Path) -> None:
     index = Index(
         "0", 1, {"extra.big": StoredTensor(("extra", "big"), torch.uint8, (length,), (
             Part((0,), (length,), "__0_0.distcp", 0, length, 0, "0" * 64),
-        ))}, {"optimizer": StoredValue(("optimizer",), {})}, {"__0_0.distcp": StoredFile(length, digest_of_parts(["0" * 64]), True)},
+        ))}, {"optimizer": StoredValue(("optimizer",), {})},
+        {"__0_0.distcp": StoredFile(length, digest_of_parts(["0" * 64]), True)},
     )  # fmt: skip
     (tmp_path / INDEX).write_text(index_text(index))
     (tmp_path / "__0_0.distcp").write_bytes(b"short")

@@ -95,6 +95,8 @@ def schedule(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
 
+DEEP = r"^extra.* holds itself, or is more than 100 values deep"
+
 TABLE: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
     "load nothing": (lambda c: c.load("nothing"), FileNotFoundError, r"/nothing: there is no checkpoint$"),
     "load an empty folder": (
@@ -166,13 +168,13 @@ TABLE: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
         r"Pass the same path on every rank$",
     ),
     "extra is a list": (lambda c: c.save(extra=[1]), TypeError, r'^extra: expected a dict, such as .*, got list$'),
-    "extra holds itself": (lambda c: c.save(extra=cyclic(a=1)), ValueError, r"^extra.* holds itself, or is more than 100 values deep"),
+    "extra holds itself": (lambda c: c.save(extra=cyclic(a=1)), ValueError, DEEP),
     "extra holds itself beside a tensor": (
         lambda c: c.save(extra=cyclic(t=torch.ones(1))),
         ValueError,
-        r"^extra.* holds itself, or is more than 100 values deep",
+        DEEP,
     ),
-    "extra is deep": (lambda c: c.save(extra=deep()), ValueError, r"^extra.* holds itself, or is more than 100 values deep"),
+    "extra is deep": (lambda c: c.save(extra=deep()), ValueError, DEEP),
     "extra has a long integer": (
         lambda c: c.save(extra={"m": [10**5000]}),
         ValueError,
