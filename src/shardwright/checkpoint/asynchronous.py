@@ -14,7 +14,7 @@ from __future__ import annotations
 import atexit
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -24,9 +24,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwright.checkpoint import notes
+from shardwright.checkpoint.arguments import place_of
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.loading import open_checkpoint
-from shardwright.checkpoint.places import LocalStore, store_of
+from shardwright.checkpoint.places import LocalStore
 from shardwright.checkpoint.ranks import Ranks, described, raise_for
 from shardwright.checkpoint.saving import Plan, names_of_files, open_save
 from shardwright.checkpoint.staging import Job, SharedMemory, stage
@@ -135,7 +136,7 @@ class AsyncCheckpoint:
         self,
         path: str | os.PathLike[str],
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
         *,
         extra: Mapping[str, Any] | None = None,
         generators: bool = True,
@@ -162,7 +163,8 @@ class AsyncCheckpoint:
     ) -> None:
         """:meth:`save` of a nested state: dicts and lists of tensors and plain values."""
         self._check_open()
-        ranks, place = self._ranks, store_of(path)
+        ranks = self._ranks
+        place = place_of(path, ranks)
         self.wait()
         plan = Plan.of(state, ranks)
         with open_save(place, plan, ranks, overwrite):

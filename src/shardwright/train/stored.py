@@ -99,7 +99,9 @@ def examine(folder: Place) -> Stored:
         try:
             checkpoint = open_checkpoint(folder)
         except FileNotFoundError:
-            gone = "the folder is not there" if isinstance(folder, Path) else "it is not whole"
+            gone = "it is not whole"
+            if isinstance(folder, Path):
+                gone = "the folder holds no checkpoint" if folder.is_dir() else "the folder is not there"
             raise Damaged(gone) from None
         if checkpoint.index is None:
             raise Damaged(f"neither {INDEX} nor {POSITION_FILE} is there")
