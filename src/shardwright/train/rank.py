@@ -43,6 +43,7 @@ from shardwright.train.environment import (
     rank_and_size,
 )
 from shardwright.train.errors import UserError
+from shardwright.train.faults.fault import NonFiniteError
 from shardwright.train.launches import GivenUpError, open_attempt, record_end, this_launch
 from shardwright.train.lock import share
 from shardwright.train.loop import train
@@ -51,7 +52,6 @@ from shardwright.train.record import close_session
 from shardwright.train.runs import RunFolder
 from shardwright.train.starting import START
 from shardwright.train.statuses import FAILED, INTERRUPTED, TRY_AGAIN, USER_ERROR, End, write_exit
-from shardwright.train.trainer import NonFiniteError
 from shardwright.train.world import World, join_world, pick_device
 
 

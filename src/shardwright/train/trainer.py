@@ -29,6 +29,8 @@ from shardwright.train.data.batch import Batch
 from shardwright.train.data.dataset import Dataset, extended
 from shardwright.train.data.loader import Loader, Share
 from shardwright.train.errors import UserError
+from shardwright.train.faults import looking
+from shardwright.train.faults.fault import Fault
 from shardwright.train.finetune import adapters
 from shardwright.train.generate import NonFiniteLogitsError, prompt_ids, sample
 from shardwright.train.losses import Losses
@@ -43,10 +45,6 @@ from shardwright.train.world import World
 
 CHECKED_TOKENS = 8
 """Length of the sample that shows whether a model is causal."""
-
-
-class NonFiniteError(Exception):
-    """The loss or the gradient norm is not finite, so the run cannot continue."""
 
 
 def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
@@ -92,6 +90,7 @@ class StepResult:
     stop: int
     auxiliary: Mapping[str, float]  # by name, the losses beside the cross-entropy
     save_ended: bool  # a rank knows that a checkpoint in the background is written or has failed
+    fault: Fault | None  # wrong numbers, for which the step was not done
 
 
 class Trainer:
@@ -139,8 +138,7 @@ class Trainer:
 
         `save_ended`: this rank knows that a checkpoint in the background is written or has failed.
 
-        Raises NonFiniteError, on all ranks, where loss or norm is not finite: before weights are touched, unless the
-        optimizer steps in backward.
+        With a fault the position stays, and so do the weights, unless the optimizer steps in backward.
         """
         train, step = self.config.train, self.position.step
         started = time.perf_counter()
@@ -154,25 +152,20 @@ class Trainer:
         with parallel.parallel_loss(self.config.parallel):
             loss_sums = self.work(self.losses.weights(counts), *tensors_of(batches))
         norm = parallel.clip_gradients(self.model, self.config)
-        (loss, *others), data_seconds, stop_signal, save_ended = self._agree(
-            loss_sums / counts, data_seconds, stop, save_ended
+        shares = loss_sums / counts
+        (loss, *others, flags), data_seconds, stop_signal, save_ended = self._agree(
+            torch.cat([shares, looking.flag(self, norm)]), data_seconds, stop, save_ended
         )
         auxiliary = dict(zip(self.losses.auxiliary, others, strict=True))
         grad_norm = None if norm is None else float(norm)
-        result = StepResult(loss, grad_norm, data_seconds, stop_signal, auxiliary, save_ended)
-        if not (math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm))):
-            shown_norm, updated = (
-                (grad_norm, "nothing") if grad_norm is not None else ("not known", "a part of the model")
-            )
-            raise NonFiniteError(
-                f"step {step + 1}: expected a finite loss and gradient norm, found loss {loss}, norm "
-                f"{shown_norm}; {updated} was updated. Try a lower optimizer.lr or a longer "
-                "optimizer.warmup_steps"
-            )
-        self.optimizer.step()
-        float8.prepare_scales(self.model, self.config)
+        fault = looking.fault_of_step(self, loss, grad_norm, flags, shares)
+        result = StepResult(loss, grad_norm, data_seconds, stop_signal, auxiliary, save_ended, fault)
+        if fault is None or norm is None:  # in backward most of it is done, and it ends here
+            self.optimizer.step()
+            float8.prepare_scales(self.model, self.config)
         self.optimizer.zero_grad(set_to_none=True)
-        self.position = checkpoint.Position(step + 1, self.position.samples + train.global_batch)
+        if fault is None:
+            self.position = self.position.after_step(train.global_batch, loss, self.config.fault.losses_kept)
         if step == 0:
             self._check_adapters_called()
         return result
@@ -377,6 +370,20 @@ class Trainer:
         self.dataset, lines = extended(self.config, self.dataset, self.position.samples)
         for line in lines:
             reporter.say(line)
+
+    def skip(self) -> None:
+        """Leave the samples of the next step out."""
+        self.close()  # its loader ends where no sample was left out
+        self.position = self.position.after_skip(self.config.train.global_batch)
+
+    def rewind(self, folder: RunFolder, reporter: Reporter, latest: int, stop: int) -> None:
+        """Go back to the newest whole checkpoint of step `latest` at most, and go on with sample `stop`."""
+        self.close()
+        self._loaded = checkpoint.load_newest(
+            folder.checkpoints, self.model, self.optimizer, self.shapes, reporter.say, latest
+        )
+        self.position = self._loaded.position.after_rewind(self.position, stop)
+        float8.prepare_scales(self.model, self.config)
 
     def continue_generators(self, reporter: Reporter) -> None:
         """Let the random generators go on from the checkpoint that was loaded. Last, since building draws, too."""
