@@ -12,7 +12,7 @@ from shardwright.train.metrics import Incident
 from shardwright.train.reporter import Reporter
 from shardwright.train.runs import RunFolder
 from shardwright.train.saves import Saves
-from shardwright.train.steps import Position, saved_steps
+from shardwright.train.steps import saved_steps
 from shardwright.train.trainer import Trainer
 
 ADVICE = (
