@@ -32,7 +32,7 @@ class Complaint:
 
     rank: int
     order: int
-    kind: Literal["user", "nonfinite", "lost contact", "interrupted", "error"]
+    kind: Literal["user", "nonfinite", "corrupt", "lost contact", "interrupted", "error"]
     message: str
     trace: str
 
@@ -82,6 +82,9 @@ def judge(ending: Ending) -> End:
     nonfinite = next((complaint for complaint in ending.complaints if complaint.kind == "nonfinite"), None)
     if nonfinite is not None:  # on all ranks
         return End(FAILED, nonfinite.message)
+    corrupt = next((complaint for complaint in ending.complaints if complaint.kind == "corrupt"), None)
+    if corrupt is not None:  # on all ranks
+        return End(TRY_AGAIN, corrupt.message)
     culprit_rank, how, status, lost = culprit(ending)
     return End(status, f"rank {culprit_rank} of {len(ending.statuses)} {how}", culprit_rank, lost)
 

@@ -44,6 +44,7 @@ from shardwright.train.environment import (
 )
 from shardwright.train.errors import UserError
 from shardwright.train.faults.fault import NonFiniteError
+from shardwright.train.faults.verifying import CorruptionError
 from shardwright.train.launches import GivenUpError, open_attempt, record_end, this_launch
 from shardwright.train.lock import share
 from shardwright.train.loop import train
@@ -64,6 +65,9 @@ def train_alone(config: Config, folder: RunFolder, resumes: bool) -> int:
             end = train(config, folder, dataset, world, resumes)
     except NonFiniteError as error:
         end = End(FAILED, str(error))
+        fail(end.reason)
+    except CorruptionError as error:
+        end = End(TRY_AGAIN, str(error))
         fail(end.reason)
     except BaseException as error:
         write_exit(folder, _end_of(_complaint(error, 0)), 1)
@@ -146,9 +150,9 @@ def _model_fingerprint(config: Config) -> dict[str, str]:
     return {MODEL: hf.fingerprint(shape)}
 
 
-STATUSES = {"user": USER_ERROR, "lost contact": TRY_AGAIN, "interrupted": INTERRUPTED}
+STATUSES = {"user": USER_ERROR, "corrupt": TRY_AGAIN, "lost contact": TRY_AGAIN, "interrupted": INTERRUPTED}
 """By the kind of a complaint; 1 for others."""
-SHARED = ("user", "nonfinite", "interrupted")
+SHARED = ("user", "nonfinite", "corrupt", "interrupted")
 """Kinds that all ranks meet."""
 
 
@@ -227,16 +231,18 @@ def _agree_on_place(config: Config, resume: str | None, world: World) -> Place:
 
 
 def _complaint(error: BaseException, rank: int) -> Complaint:
-    kind: Literal["user", "nonfinite", "lost contact", "interrupted", "error"] = "error"
+    kind: Literal["user", "nonfinite", "corrupt", "lost contact", "interrupted", "error"] = "error"
     if isinstance(error, UserError):
         kind = "user"
     elif isinstance(error, NonFiniteError | GivenUpError):
         kind = "nonfinite"
+    elif isinstance(error, CorruptionError):
+        kind = "corrupt"
     elif isinstance(error, KeyboardInterrupt):
         kind = "interrupted"
     elif _is_lost_contact(error):
         kind = "lost contact"
-    message = str(error) if kind in ("user", "nonfinite") else f"{type(error).__name__}: {error}"
+    message = str(error) if kind in ("user", "nonfinite", "corrupt") else f"{type(error).__name__}: {error}"
     if kind == "interrupted":
         message = "interrupted"
     return Complaint(rank, 0, kind, message, traceback.format_exc())

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from shardwright.train.data.batch import Batch
 from shardwright.train.data.dataset import Dataset, extended
 from shardwright.train.data.loader import Loader, Share
 from shardwright.train.errors import UserError
-from shardwright.train.faults import looking
+from shardwright.train.faults import looking, verifying
 from shardwright.train.faults.fault import Fault
 from shardwright.train.finetune import adapters
 from shardwright.train.generate import NonFiniteLogitsError, prompt_ids, sample
@@ -150,7 +151,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         with parallel.parallel_loss(self.config.parallel):
-            loss_sums = self.work(self.losses.weights(counts), *tensors_of(batches))
+            loss_sums = self._work(self.losses.weights(counts), *tensors_of(batches))
         norm = parallel.clip_gradients(self.model, self.config)
         shares = loss_sums / counts
         (loss, *others, flags), data_seconds, stop_signal, save_ended = self._agree(
@@ -192,9 +193,21 @@ class Trainer:
             )
         return self._loader
 
-    def _forward_backward(self, weights: Tensor, *tensors: Tensor) -> Tensor:
+    def _work(self, *tensors: Tensor) -> Tensor:
+        """Forward and backward of a step; twice if it is verified."""
+        if not verifying.is_due(self):
+            return self.work(*tensors)
+        trial = partial(self.work, *tensors)
+        if self.config.optimizer.in_backward:
+            trial = partial(self._forward_backward, *tensors, completes=False)
+        return verifying.twice(self, trial, partial(self.work, *tensors))
+
+    def _forward_backward(self, weights: Tensor, *tensors: Tensor, completes: bool = True) -> Tensor:
         """The tensors of one micro-batch after another, see `tensors_of`; returns the losses summed over the tokens:
-        cross-entropy, then the auxiliary ones, float64 [1 + auxiliaries]."""
+        cross-entropy, then the auxiliary ones, float64 [1 + auxiliaries].
+
+        Unless it `completes` the step, the last micro-batch is as those before it.
+        """
         train = self.config.train
         batches = batches_of(tensors, self.dataset.train.separate)
         loss_sums = self.losses.zeros()
@@ -204,7 +217,7 @@ class Trainer:
             if self.draws:
                 torch.manual_seed(self._seed_of(number))
             adapters.set_samples(self.model, self._samples(number))
-            with parallel.gradient_sync(self.model, synchronise=reduced, last=last):
+            with parallel.gradient_sync(self.model, synchronise=reduced, last=last and completes):
                 sums = self.losses.sums(batch)
                 (sums * weights).sum().backward()
             loss_sums += sums.detach()

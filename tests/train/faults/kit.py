@@ -53,7 +53,9 @@ def job(parallel: dict[str, Any] | None = None, **sections: dict[str, Any]) -> C
 class Run:
     """One session of a run, on one rank."""
 
-    def __init__(self, folder: Path, config: Config, rank: int, world_size: int, plant: Plant | None = None) -> None:
+    def __init__(
+        self, folder: Path, config: Config, rank: int, world_size: int, plant: Plant | None = None
+    ) -> None:
         self.folder, self.config = RunFolder(folder), config
         self.trainer = trainer(config, rank, world_size)
         self.is_first = rank == 0
@@ -85,7 +87,11 @@ class Run:
         stop = StopRequest()  # not entered: no handlers in the pool's workers
         try:
             # No test here is about power cuts.
-            with pytest.MonkeyPatch.context() as patch, reporter, Saves(self.config.checkpoint, self.folder.checkpoints, reporter, loaded=done) as saves:
+            with (
+                pytest.MonkeyPatch.context() as patch,
+                reporter,
+                Saves(self.config.checkpoint, self.folder.checkpoints, reporter, loaded=done) as saves,
+            ):
                 patch.setattr(os, "fsync", lambda file: None)
                 run_steps(self.trainer, self.folder, reporter, saves, stop)
         finally:
@@ -147,5 +153,3 @@ def lines_of(run: Run, event: bool = False) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl about steps, or about incidents. Of the first rank."""
     lines = [json.loads(line) for line in run.folder.metrics_file.read_text().splitlines()]
     return [line for line in lines if ("incident" in line) is event]
-
-

@@ -1,4 +1,4 @@
-"""Numbers that go wrong in a step, and what the run makes of it: compared with plain PyTorch on the samples that stay."""
+"""Numbers that go wrong in a step, and the run that goes on: compared with plain PyTorch on the samples that stay."""
 
 from __future__ import annotations
 

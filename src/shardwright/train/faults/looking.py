@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from shardwright.train.config import Config
 from shardwright.train.faults.fault import Action, Fault, is_spike, spike_limit
 from shardwright.train.faults.naming import first_bad, is_wrong, largest_gradient, ranks_with_bad_loss
+from shardwright.train.faults.verifying import verify_copies
 from shardwright.train.steps import Position
 from shardwright.train.world import World
 
@@ -86,8 +87,13 @@ def ranks_in_words(ranks: list[int]) -> str:
 def fault_of_state(job: Job) -> Fault | None:
     """The fault of the weights and the optimizer's state between two steps, before they are saved; or None.
 
-    It costs a pass over them and one reduction of a number.
+    It costs a pass over them and one reduction of a number. With `verify_every`, copies are compared, too.
+
+    Raises:
+        CorruptionError: copies differ.
     """
+    if job.config.fault.verify_every:
+        verify_copies(job)
     wrong = is_wrong(job.model, job.optimizer).to(job.world.device, torch.float64)
     dist.all_reduce(wrong)
     if not wrong.item():

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.engine.assembly.states import plain_tensors
+from shardwright.engine.front.corruption import plain_name, unit_name
 from shardwright.engine.gradients.stepping import SteppedGradient
-from shardwright.engine.tensors.parameter import unit_of
 from shardwright.train.errors import counted
 
-WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-"""Parts of names that are not the plain model's."""
 MEANINGS = {
     "weight": "the weights",
     "optimizer": "the optimizer's state",
@@ -46,13 +44,6 @@ class Bad(NamedTuple):
     text: str
 
 
-def plain_name(name: str) -> str:
-    """The name of a parameter in the plain model."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
-
-
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Named]:
     """Weights, then the optimizer's state, as they are between steps; this rank's part."""
     names: dict[Tensor, str] = {each: plain_name(name) for name, each in model.named_parameters()}
@@ -62,11 +53,6 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
         for key, value in values.items():
             if isinstance(value, Tensor):
                 yield Named("optimizer", names.get(parameter, "?"), key, unit_name(parameter), value)
-
-
-def unit_name(parameter: Tensor) -> str | None:
-    unit = unit_of(parameter)
-    return None if unit is None else unit.name
 
 
 def gradients(model: nn.Module) -> Iterator[Named]:
