@@ -28,7 +28,8 @@ from shardwright.engine.unit.owning import units_of
 
 GATHERED = "gathered weights"
 OWN = "own gradient"
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+_FSDP1 = "_fsdp_wrapped_module."  #: in names of torch's FSDP1, whose parameters are plain tensors, and shards
+_WRAPPERS = (_FSDP1, "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def compare_copies(
     once, and sends 16 bytes for each in a reduction over each mesh axis with copies.
 
     Args:
-        model: sharded by this library, by torch's FSDP2, or not sharded (DDP).
+        model: sharded by this library, by torch's FSDP2, or not sharded (DDP). Parameters of FSDP1 are left out.
         optimizers: one or several, whose state is compared.
         gradients: compare ``.grad``, too. Not before the last micro-batch of a step, when ranks hold parts of sums.
         buffers: compare buffers, too. Not if ranks may have different ones, such as running statistics.
@@ -165,7 +166,7 @@ def _copies(
 ) -> Iterator[_Copies]:
     names: dict[torch.Tensor, str] = {}
     for long_name, weight in model.named_parameters():
-        if id(weight) in left_out:
+        if id(weight) in left_out or _FSDP1 in long_name:
             continue
         names[weight] = name = plain_name(long_name)
         unit = unit_name(weight)

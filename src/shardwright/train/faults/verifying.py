@@ -18,7 +18,7 @@ from shardwright.checkpoint.generators import generator_states, set_generator_st
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.engine.front.corruption import OWN, Key, state_hashes
 from shardwright.train.config import Config
-from shardwright.train.errors import UserError, counted
+from shardwright.train.errors import UserError
 from shardwright.train.steps import Position
 
 SHOWN = 3
@@ -66,13 +66,13 @@ def twice(job: Job, trial: Work, work: Work) -> Tensor:
     if in_backward:  # which frees gradients, in the trial they stay
         first.reduced.clear()
         second.reduced.clear()
+    if not in_backward and (changed := _changed(before, state_hashes(job.model, [job.optimizer]))):
+        _refuse(job, changed, "changed while nothing writes it")  # this explains gradients that differ
     if differences := sw.compare_gradients(first, second):
         if not in_backward:
             job.optimizer.zero_grad(set_to_none=True)
             _refuse_random(job, first, second, _hashed(job, trial))
         _refuse(job, differences, "was computed twice, from equal weights and samples")
-    if not in_backward and (changed := _changed(before, state_hashes(job.model, [job.optimizer]))):
-        _refuse(job, changed, "changed while nothing writes it")
     everyones = set().union(*Ranks().everyones(moving))
     verify_copies(job, [each for name, each in job.model.named_buffers() if name in everyones])
     return sums
@@ -138,7 +138,7 @@ def _refuse_random(
 
 def _refuse(job: Job, differences: list[sw.Difference], what: str) -> None:
     shown = "; ".join(map(str, differences[:SHOWN]))
-    more = f"; and {counted(len(differences) - SHOWN, 'more')}" if len(differences) > SHOWN else ""
+    more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
     hosts = Ranks().everyones(os.uname().nodename)
     ranks = sorted({rank for each in differences for rank in each.ranks})
     where = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks[:SHOWN])
