@@ -50,6 +50,10 @@ def job(parallel: dict[str, Any] | None = None, **sections: dict[str, Any]) -> C
     return tiny(**values)
 
 
+class Killed(BaseException):
+    """Ends a run as a signal that cannot be caught: what is not on disk is lost."""
+
+
 class Run:
     """One session of a run, on one rank."""
 
@@ -68,12 +72,14 @@ class Run:
         self.trainer.load(self.folder, Reporter([]))
         return self
 
-    def go(self, steps: int | None = None) -> list[int]:
-        """Run to the end; returns the first sample of each step that was tried."""
+    def go(self, kill: int = -1) -> list[int]:
+        """Run to the end; returns the first sample of each step that was tried. Raises Killed before try `kill`."""
         tried: list[int] = []
         step = self.trainer.train_step
 
         def counted(*arguments: Any) -> Any:
+            if len(tried) == kill:
+                raise Killed
             tried.append(self.trainer.position.samples)
             return step(*arguments)
 
