@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shardwright.train.errors import UserError
 from shardwright.train.resuming import resume_command
-from shardwright.train.runs import RunFolder
+from shardwright.train.runs import RunFolder, checkpoints_of
 from shardwright.train.statuses import DONE, FAILED, STOPPED, TRY_AGAIN, USER_ERROR, End, is_saved
 from shardwright.train.steps import saved_steps
 from shardwright.train.stop import SIGNALS, status_of_signal
@@ -155,14 +155,23 @@ def _diagnosis(ending: Ending, end: End, note: str) -> str:
 
 
 def _to_continue(ending: Ending) -> list[str]:
-    """The newest checkpoint, and the command that continues from it. Empty if there is none."""
-    steps = saved_steps(ending.folder.checkpoints)
-    if not steps:
+    """What is saved, and the command that continues from it. Empty if nothing is."""
+    saved = _saved(ending.folder)
+    if not saved:
         return []
-    return [
-        f"step {steps[0]} is saved; to continue:",
-        f"  {resume_command(ending.folder, len(ending.statuses))}",
-    ]
+    return [f"{saved}; to continue:", f"  {resume_command(ending.folder, len(ending.statuses))}"]
+
+
+def _saved(folder: RunFolder) -> str:
+    """What is saved, in words; empty if nothing is. No store is asked: it may be what has failed."""
+    try:
+        checkpoints = checkpoints_of(folder, folder.config())
+    except UserError:
+        return ""
+    if isinstance(checkpoints, str):
+        return f"the checkpoints are in {checkpoints}"
+    steps = saved_steps(checkpoints)
+    return f"step {steps[0]} is saved" if steps else ""
 
 
 class Culprit(NamedTuple):

@@ -39,8 +39,9 @@ from shardwright.train.models import outputs
 from shardwright.train.models.kinds import model_in_words
 from shardwright.train.models.language_model import sees_later_tokens
 from shardwright.train.reporter import Reporter
-from shardwright.train.runs import RunFolder
+from shardwright.train.runs import RunFolder, checkpoints_of
 from shardwright.train.saves import Saves
+from shardwright.train.steps import Place
 from shardwright.train.stop import SIGNALS, StopRequest
 from shardwright.train.world import World
 
@@ -377,7 +378,7 @@ class Trainer:
         """Go on from the run's newest whole checkpoint, with the documents that were appended to its data since."""
         self.close()
         self._loaded = checkpoint.load_newest(
-            folder.checkpoints, self.model, self.optimizer, self.shapes, reporter.say
+            checkpoints_of(folder, self.config), self.model, self.optimizer, self.shapes, reporter.say
         )
         self.position = self._loaded.position
         self.dataset, lines = extended(self.config, self.dataset, self.position.samples)
@@ -389,11 +390,11 @@ class Trainer:
         self.close()  # its loader ends where no sample was left out
         self.position = self.position.after_skip(self.config.train.global_batch)
 
-    def rewind(self, folder: RunFolder, reporter: Reporter, latest: int, stop: int) -> None:
+    def rewind(self, checkpoints: Place, reporter: Reporter, latest: int, stop: int) -> None:
         """Go back to the newest whole checkpoint of step `latest` at most, and go on with sample `stop`."""
         self.close()
         self._loaded = checkpoint.load_newest(
-            folder.checkpoints, self.model, self.optimizer, self.shapes, reporter.say, latest
+            checkpoints, self.model, self.optimizer, self.shapes, reporter.say, latest
         )
         self.position = self._loaded.position.after_rewind(self.position, stop)
         float8.prepare_scales(self.model, self.config)

@@ -10,9 +10,8 @@ from shardwright.train.errors import counted
 from shardwright.train.faults.fault import Fault, NonFiniteError
 from shardwright.train.metrics import Incident
 from shardwright.train.reporter import Reporter
-from shardwright.train.runs import RunFolder
 from shardwright.train.saves import Saves
-from shardwright.train.steps import saved_steps
+from shardwright.train.steps import answering, saved_steps
 from shardwright.train.trainer import Trainer
 
 ADVICE = (
@@ -21,7 +20,7 @@ ADVICE = (
 )
 
 
-def answer(fault: Fault, trainer: Trainer, folder: RunFolder, saves: Saves, reporter: Reporter) -> None:
+def answer(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) -> None:
     """Do what the settings ask for. Called by all ranks together.
 
     Raises:
@@ -38,22 +37,23 @@ def answer(fault: Fault, trainer: Trainer, folder: RunFolder, saves: Saves, repo
         if past.rewinds == settings.max_rewinds:
             why = f"the run has gone back {counted(past.rewinds, 'time')} already (fault.max_rewinds)"
             _stop(fault, why, trainer, saves)
-        _rewind(fault, trainer, folder, saves, reporter)
+        _rewind(fault, trainer, saves, reporter)
     else:
         _stop(fault, "", trainer, saves)
 
 
-def _rewind(fault: Fault, trainer: Trainer, folder: RunFolder, saves: Saves, reporter: Reporter) -> None:
+def _rewind(fault: Fault, trainer: Trainer, saves: Saves, reporter: Reporter) -> None:
     """Go back to the newest checkpoint that is old enough, and go on with the samples after the fault."""
     saves.conclude(goes_on=True)
     before, stop = trainer.position, fault.samples[1]
     latest = before.step - trainer.config.fault.rewind_steps
-    steps = Ranks().by_first(lambda: saved_steps(folder.checkpoints))
+    with answering():
+        steps = Ranks().by_first(lambda: saved_steps(saves.checkpoints))
     if not any(step <= latest for step in steps):
         _stop(
             fault, f"there is no checkpoint of step {max(latest, 0)} or before to go back to", trainer, saves
         )
-    trainer.rewind(folder, reporter, latest, stop)
+    trainer.rewind(saves.checkpoints, reporter, latest, stop)
     saves.forget_after(trainer.position.step)
     first = trainer.position.past.left_out[-1][0]
     incident = Incident("rewind", trainer.position.step + 1, fault.reason, (first, stop), before.step)
@@ -72,8 +72,11 @@ def _saved(fault: Fault, trainer: Trainer, saves: Saves) -> str:
     """Save the state before the fault, unless it is wrong itself. Returns what was done, in words."""
     step = trainer.position.step
     if not fault.state_is_good:
-        steps = Ranks().by_first(lambda: saved_steps(saves.checkpoints))
-        newest = f"the newest checkpoint is of step {steps[0]}" if steps else "there is no checkpoint"
+        try:
+            steps = Ranks().by_first(lambda: saved_steps(saves.checkpoints))
+            newest = f"the newest checkpoint is of step {steps[0]}" if steps else "there is no checkpoint"
+        except OSError as error:
+            newest = str(error)
         return f"The state is not saved, since it is no longer the one before the fault; {newest}"
     if not step:
         return "Nothing was updated, and no step is done, so nothing is saved"
