@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwright._torch import local_of
+from shardwright.engine.front.corruption import plain_name
 from shardwright.train.config import Config
 from shardwright.train.loop import run_steps
 from shardwright.train.metrics import JsonLines
@@ -36,22 +39,20 @@ Plant = Callable[[Trainer, Tensor], Tensor]
 
 
 def job(parallel: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
-    """A small job for 1 to 3 ranks, with two micro-batches or more on each. It saves every third step."""
+    """A small job for the ranks of this process group, with two micro-batches on each. It saves every second step."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    samples = sections.get("train", {}).get("global_batch", G)
     values: dict[str, dict[str, Any]] = {
-        "train": {"steps": 6, "global_batch": G, "micro_batch": 2, "seq_len": 8},
+        "train": {"steps": 5, "global_batch": G, "micro_batch": samples // ranks // 2, "seq_len": 8},
         "model": {"n_layers": 1, "dim": 16, "ffn_dim": 16},
         "validation": {"every": 0},
-        "checkpoint": {"every": 3, "keep": 9},
+        "checkpoint": {"every": 2, "keep": 9},
         "parallel": {"engine": "shardwright", **(parallel or {})},
         "run": {"sample_tokens": 0},
     }
     for name, section in sections.items():
         values.setdefault(name, {}).update(section)
     return tiny(**values)
-
-
-class Killed(BaseException):
-    """Ends a run as a signal that cannot be caught: what is not on disk is lost."""
 
 
 class Run:
@@ -72,14 +73,13 @@ class Run:
         self.trainer.load(self.folder, Reporter([]))
         return self
 
-    def go(self, kill: int = -1) -> list[int]:
-        """Run to the end; returns the first sample of each step that was tried. Raises Killed before try `kill`."""
+    def go(self, before: Callable[[], None] = lambda: None) -> list[int]:
+        """Run to the end; returns the first sample of each step that was tried. Calls `before` before each of them."""
         tried: list[int] = []
         step = self.trainer.train_step
 
         def counted(*arguments: Any) -> Any:
-            if len(tried) == kill:
-                raise Killed
+            before()
             tried.append(self.trainer.position.samples)
             return step(*arguments)
 
@@ -129,6 +129,41 @@ def on_samples(first: int, factor: float, rank: int | None = None) -> Plant:
         return sums * factor if hit else sums
 
     return plant
+
+
+def in_gradients(first: int, factor: float, rank: int) -> Plant:
+    """Multiply the gradients of one rank in the step that begins with sample `first`. Its loss stays as it is."""
+
+    def plant(trainer: Trainer, sums: Tensor) -> Tensor:
+        if trainer.position.samples == first and trainer.world.rank == rank:
+            sums = sums * 1.0
+            sums.register_hook(lambda gradient: gradient * factor)
+        return sums
+
+    return plant
+
+
+def after_step(job: Trainer, number: int, action: Callable[[], None]) -> None:
+    """Call `action` after the optimizer's step `number`, once."""
+    step, calls = job.optimizer.step, 0
+
+    def act() -> None:
+        nonlocal calls
+        step()
+        calls += 1
+        if calls == number:
+            action()
+
+    job.optimizer.step = act  # type: ignore[method-assign, assignment]
+
+
+def part_of(tensor: Any) -> Tensor:
+    """The values on this rank."""
+    return local_of(tensor) if hasattr(tensor, "_local_tensor") else tensor
+
+
+def weight_of(job: Trainer, name: str) -> Any:
+    return {plain_name(each): p for each, p in job.model.named_parameters()}[name]
 
 
 def plain_losses(config: Config, firsts: Sequence[int]) -> list[float]:

@@ -114,10 +114,10 @@ def _in_words(named: Named, count: int, rank: int) -> str:
         "optimizer": f"optimizer state {named.key!r} of",
     }[named.kind]
     unit = "" if named.unit is None else f" (unit {named.unit})"
-    first = "the first one in the order of backward, " if named.kind == "gradient" else ""
+    first = ", the first one in the order of backward," if named.kind == "gradient" else ""
     values = counted(count, "value")
     verb = "is" if count == 1 else "are"
-    return f"{what} {named.name}{unit}, {first}has {values} on rank {rank} that {verb} not finite"
+    return f"{what} {named.name}{unit}{first} has {values} on rank {rank} that {verb} not finite"
 
 
 @torch.no_grad()
@@ -133,7 +133,7 @@ def largest_gradient(model: nn.Module, rank: int) -> str:
                     value,
                     f"all gradients are finite; the largest, {value:.3g}, is in {named.name}{unit} on rank {rank}",
                 )
-    return max(Ranks().everyones(largest))[1]
+    return max(Ranks().everyones(largest), key=lambda each: each[0])[1]  # of equal ones the first rank's
 
 
 def ranks_with_bad_loss(share: Tensor) -> list[int]:
