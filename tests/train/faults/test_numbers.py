@@ -151,7 +151,9 @@ def test_wrong_numbers_are_answered_with_every_engine(rank: int, world_size: int
             # Float32 sums in another order, over five steps of a high rate.
             assert [line["loss"] for line in records] == pytest.approx(expected, rel=1e-4), where
             events = lines_of(run, event=True)
-            assert [event["incident"]["action"] for event in events] == ([] if newest < 5 else [action]), where
+            assert [event["incident"]["action"] for event in events] == ([] if newest < 5 else [action]), (
+                where
+            )
             assert saved_steps(run.folder.checkpoints)[0] == newest, where
 
 
@@ -188,7 +190,10 @@ def test_the_gradient_and_its_rank_are_named(rank: int, world_size: int, tmp_pat
             (
                 (math.nan, rf"found loss \d\.\d+, norm nan; gradient of {name}, {first}"),
                 (math.inf, rf"norm (inf|nan); gradient of {name}, {first}"),
-                (1e30, rf"norm inf; all gradients are finite; the largest, .*e\+\d\d, is in {name} on rank 0"),
+                (
+                    1e30,
+                    rf"norm inf; all gradients are finite; the largest, .*e\+\d\d, is in {name} on rank 0",
+                ),
             )
         ):
             config = job(engine, train={"max_norm": (number + place) % 2})
@@ -219,7 +224,9 @@ def test_wrong_weights_and_state_are_not_saved(rank: int, world_size: int, tmp_p
 
         def spoil(run: Run = run, weight: Any = weight, state: bool = state) -> None:
             with torch.no_grad():
-                part_of(run.trainer.optimizer.state[weight]["exp_avg"] if state else weight).view(-1)[2] = math.inf
+                part_of(run.trainer.optimizer.state[weight]["exp_avg"] if state else weight).view(-1)[2] = (
+                    math.inf
+                )
 
         if rank == 1:
             after_step(run.trainer, 4, spoil)
@@ -242,7 +249,9 @@ def test_an_optimizer_in_backward_can_only_stop_or_rewind(rank: int, world_size:
     settings: dict[str, Any] = {"optimizer": {"in_backward": True}, "train": {"max_norm": 0.0}}
     wrong = on_samples(3 * G, math.nan, 1)
     run = Run(tmp_path / "stop", job(**settings), rank, world_size, wrong)
-    words = r"step 4: .* norm not known; weight tok_embeddings.weight .*not saved.*newest checkpoint is of step 2"
+    words = (
+        r"step 4: .* norm not known; weight tok_embeddings.weight .*not saved.*newest checkpoint is of step 2"
+    )
     with pytest.raises(NonFiniteError, match=words):
         run.go()
     assert saved_steps(run.folder.checkpoints) == [2]
@@ -302,7 +311,7 @@ def test_a_rewind_goes_back_far_enough_and_drops_what_is_newer(
             "continue_generators",
             lambda *arguments: (there.append(saved_steps(run.folder.checkpoints)), plain(*arguments))[1],
         )
-            assert run.go() == [n * G for n in range(8)]
+        assert run.go() == [n * G for n in range(8)]
     assert there[1] == [2, 1]  # not 3 and 4: a resume would take them
     if rank == 0:
         assert [line["step"] for line in lines_of(run)] == [1, 2, 3, 4, 5]
@@ -328,25 +337,28 @@ def test_a_resume_goes_on_as_if_nothing_had_happened(rank: int, world_size: int,
         fault={"on_non_finite": "skip", "on_spike": "rewind", "spike_window": 6, "spike_sigmas": 20.0},
     )
     whole = Run(tmp_path / "whole", config, rank, world_size, plant)
-    kills: dict[tuple[int, ...], Path] = {}
+    kills: set[Path] = set()
 
     def copy() -> None:
-        """What a kill before this step leaves. Only the last one with the same checkpoints."""
-        steps = tuple(Ranks().by_first(lambda: saved_steps(whole.folder.checkpoints)))
-        if steps and rank == 0:
-            kept = tmp_path / f"killed with {steps}"
-            shutil.rmtree(kept, ignore_errors=True)
-            shutil.copytree(whole.folder.path, kept)
+        """What a kill before this step leaves. Only the last one with the same checkpoints and incidents."""
+        steps, past = (
+            Ranks().by_first(lambda: saved_steps(whole.folder.checkpoints)),
+            whole.trainer.position.past,
+        )
         if steps:
-            kills[steps] = tmp_path / f"killed with {steps}"
+            kept = tmp_path / f"killed with {steps}, {past.skips}, {past.rewinds}"
+            kills.add(kept)
+            if rank == 0:
+                shutil.rmtree(kept, ignore_errors=True)
+                shutil.copytree(whole.folder.path, kept)
 
     whole.go(copy)
     expected = Past(((3 * G, 4 * G), (5 * G, 7 * G), (9 * G, 10 * G)), 2, 0, 1)
     assert replace(whole.trainer.position.past, losses=()) == expected
     assert len(whole.trainer.position.past.losses) == 6
     weights = [local_of(p).clone() for p in whole.trainer.model.parameters()]
-    assert len(kills) == 4, kills
-    for kill in kills.values():
+    assert len(kills) == 6, kills
+    for kill in sorted(kills):
         again = Run(kill, config, rank, world_size, plant).resume()
         again.go()
         assert again.trainer.position == whole.trainer.position, kill
