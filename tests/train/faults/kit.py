@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shardwright._torch import local_of
 from shardwright.engine.front.corruption import plain_name
+from shardwright.train import plan_picture
 from shardwright.train.config import Config
 from shardwright.train.loop import run_steps
 from shardwright.train.metrics import JsonLines
@@ -92,13 +93,14 @@ class Run:
             reporter = Reporter([files, Said(self.lines)])
         stop = StopRequest()  # not entered: no handlers in the pool's workers
         try:
-            # No test here is about power cuts.
+            # No test here is about power cuts or pictures.
             with (
                 pytest.MonkeyPatch.context() as patch,
                 reporter,
                 Saves(self.config.checkpoint, self.folder.checkpoints, reporter, loaded=done) as saves,
             ):
                 patch.setattr(os, "fsync", lambda file: None)
+                patch.setattr(plan_picture, "draw", lambda *arguments: None)
                 run_steps(self.trainer, self.folder, reporter, saves, stop)
         finally:
             self.trainer.close()
