@@ -114,8 +114,13 @@ def check_steps(config: Config, folder: RunFolder) -> None:
         steps = saved_steps(checkpoints_of(folder, config))
     except OSError as error:
         raise UserError(f"checkpoint.folder: {error}") from error
-    if steps and min(steps) >= config.train.steps:
+    if steps and min(steps) >= config.train.steps and not only_end_is_missing(config, folder, max(steps)):
         raise UserError(no_more_steps(config, folder, max(steps)))
+
+
+def only_end_is_missing(config: Config, folder: RunFolder, done: int) -> bool:
+    """Whether a run has `done` all its steps, but was ended before it could write its results."""
+    return done == config.train.steps and folder.record().get("status") != "finished"
 
 
 def no_more_steps(config: Config, folder: RunFolder, done: int) -> str:

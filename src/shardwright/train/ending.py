@@ -16,10 +16,9 @@ from typing import Literal, NamedTuple
 import torch.distributed as dist
 
 from shardwright.train.errors import UserError
-from shardwright.train.resuming import resume_command
-from shardwright.train.runs import RunFolder, checkpoints_of
+from shardwright.train.resuming import to_continue
+from shardwright.train.runs import RunFolder
 from shardwright.train.statuses import DONE, FAILED, STOPPED, TRY_AGAIN, USER_ERROR, End, is_saved
-from shardwright.train.steps import saved_steps
 from shardwright.train.stop import SIGNALS, status_of_signal
 
 LOG_TAIL = 12
@@ -71,9 +70,13 @@ def judge(ending: Ending) -> End:
     if all(status == DONE for status in ending.statuses.values()):
         return End(DONE, "done")
     number = ending.first_signal
-    if ranks_have_said_it(ending):
+    if _have_stopped(ending):
+        status = max(ending.statuses.values())
         asked = "a signal" if number is None else signal.Signals(number).name
-        return End(max(ending.statuses.values()), f"stopped by {asked}; the state is saved")
+        if ranks_have_said_it(ending):
+            return End(status, f"stopped by {asked}; the state is saved")
+        # A second signal came to the ranks, but not to the launcher.
+        return End(status, f"stopped by {asked} without saving: a second signal")
     user = next((complaint for complaint in ending.complaints if complaint.kind == "user"), None)
     if user is not None:
         return End(USER_ERROR, user.message, user.rank)
@@ -91,6 +94,10 @@ def judge(ending: Ending) -> End:
 
 def ranks_have_said_it(ending: Ending) -> bool:
     """Whether the ranks have saved and left, and the first one has printed so."""
+    return _have_stopped(ending) and is_saved(ending.folder)
+
+
+def _have_stopped(ending: Ending) -> bool:
     return not ending.hurried and all(status in (DONE, *STOPPED) for status in ending.statuses.values())
 
 
@@ -128,7 +135,11 @@ def conclude(ending: Ending, end: End, debug: bool, note: str = "") -> int:
     if end.rank is None and end.status == FAILED:
         return fail(end.reason + (f". The job has ended{note}" if note else ""))
     if end.rank is None:
-        print("\n".join([end.reason, *_to_continue(ending)]), file=sys.stderr, flush=True)
+        print(
+            "\n".join([end.reason, *to_continue(ending.folder, len(ending.statuses))]),
+            file=sys.stderr,
+            flush=True,
+        )
     else:
         print(f"error: {_diagnosis(ending, end, note)}", file=sys.stderr, flush=True)
     return end.status
@@ -151,27 +162,7 @@ def _diagnosis(ending: Ending, end: End, note: str) -> str:
     tail = _tail(log_of(ending.logs, end.rank))
     if tail:
         lines += [f"the end of its log {log_of(ending.logs, end.rank)}:", *("  " + line for line in tail)]
-    return "\n".join([*lines, *_to_continue(ending)])
-
-
-def _to_continue(ending: Ending) -> list[str]:
-    """What is saved, and the command that continues from it. Empty if nothing is."""
-    saved = _saved(ending.folder)
-    if not saved:
-        return []
-    return [f"{saved}; to continue:", f"  {resume_command(ending.folder, len(ending.statuses))}"]
-
-
-def _saved(folder: RunFolder) -> str:
-    """What is saved, in words; empty if nothing is. No store is asked: it may be what has failed."""
-    try:
-        checkpoints = checkpoints_of(folder, folder.config())
-    except UserError:
-        return ""
-    if isinstance(checkpoints, str):
-        return f"the checkpoints are in {checkpoints}"
-    steps = saved_steps(checkpoints)
-    return f"step {steps[0]} is saved" if steps else ""
+    return "\n".join([*lines, *to_continue(ending.folder, len(ending.statuses))])
 
 
 class Culprit(NamedTuple):

@@ -168,6 +168,15 @@ def checkpoints_of(folder: RunFolder, config: Config) -> Place:
     return place.path if isinstance(place, LocalStore) else str(place)
 
 
+def newest_saved(folder: RunFolder) -> int | None:
+    """The newest step that a run has saved, whole or not; None without one. Raises OSError if a store is silent."""
+    try:
+        place = checkpoints_of(folder, folder.config())
+    except UserError:  # nothing has begun here
+        place = folder.checkpoints
+    return next(iter(saved_steps(place)), None)
+
+
 def _damaged_key(record: Mapping[str, Any]) -> str | None:
     """The first key of a run.json that is missing or has a value of the wrong kind."""
     corpus, sessions, results = record.get("corpus"), record.get("sessions"), record.get("results", {})

@@ -30,10 +30,6 @@ class Position:
     samples: int
     past: Past = NOTHING
 
-    def __post_init__(self) -> None:
-        if self.step < 0 or self.samples < 0:
-            raise ValueError(f"expected a step and samples >= 0, found {self.step} and {self.samples}")
-
     def after_step(self, samples: int, loss: float, window: int) -> Position:
         """After an optimizer step on so many samples. `window`: losses that the past keeps."""
         return Position(self.step + 1, self.samples + samples, self.past.after_step(loss, window))
@@ -82,9 +78,8 @@ def recorded_step(metrics_file: Path) -> int:
     try:
         with open(metrics_file, "rb") as stream:
             stream.seek(-min(LAST_BYTES, os.path.getsize(metrics_file)), os.SEEK_END)
-            lines = stream.read().split(b"\n")[
-                :-1
-            ]  # after the last line end there is nothing, or half a line
+            # After the last line end there is nothing, or half a line.
+            lines = stream.read().split(b"\n")[:-1]
     except OSError:
         return 0
     for line in reversed(lines):
