@@ -148,7 +148,7 @@ def run_steps(
             answer(fault, trainer, saves, reporter)
             if result.save_ended:
                 saves.conclude(goes_on=leaving)
-            if result.stop:
+            if result.stop and trainer.position.step:
                 trainer.save(saves, last=True)
                 return result.stop
             continue

@@ -44,7 +44,7 @@ def job(parallel: dict[str, Any] | None = None, **sections: dict[str, Any]) -> C
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     samples = sections.get("train", {}).get("global_batch", G)
     values: dict[str, dict[str, Any]] = {
-        "train": {"steps": 5, "global_batch": G, "micro_batch": samples // ranks // 2, "seq_len": 8},
+        "train": {"steps": 4, "global_batch": G, "micro_batch": samples // ranks // 2, "seq_len": 8},
         "model": {"n_layers": 1, "dim": 16, "ffn_dim": 16},
         "validation": {"every": 0},
         "checkpoint": {"every": 2, "keep": 9},
