@@ -74,7 +74,7 @@ def _where(job: Job, loss: float, shares: Tensor) -> tuple[str, set[str]]:
     parts = [text] if text else []
     if not math.isfinite(loss) and not wrong & {"weight", "buffer"}:
         ranks = ranks_with_bad_loss(shares)
-        parts.insert(0, f"the loss of {ranks_in_words(ranks)} is not finite and all weights are")
+        parts.insert(0, f"the loss of {ranks_in_words(ranks)} is not finite, with finite weights")
     if not parts and not scaled:
         parts.append(largest_gradient(job.model, job.world.rank))
     return "; ".join(parts) or "weights and optimizer state are finite", wrong
