@@ -262,11 +262,13 @@ def test_an_optimizer_in_backward_can_only_stop_or_rewind(rank: int, world_size:
     if rank == 0:
         expected = plain_losses(config, [n * G for n in (0, 1, 4, 5)])
         assert [line["loss"] for line in lines_of(run)] == pytest.approx(expected, rel=1e-4)
-    # A wrong gradient shows in the weights, also if no loss is wrong.
-    run = Run(tmp_path / "gradient", job(**settings), rank, world_size)
-    in_gradient(run.trainer, math.nan)
-    with pytest.raises(NonFiniteError, match=rf"step 2: .*found loss \d\.\d+, .*weight {WEIGHT}"):
-        run.go()
+    # A wrong gradient shows in the loss of the next step, or before a save.
+    for every, words in ((4, r"step 3: .*found loss nan, norm not known; weight"), (2, "step 2: .*; weight")):
+        config = job(checkpoint={"every": every}, **settings)
+        run = Run(tmp_path / f"gradient {every}", config, rank, world_size)
+        in_gradient(run.trainer, math.nan)
+        with pytest.raises(NonFiniteError, match=rf"{words} {WEIGHT} .*there is no checkpoint"):
+            run.go()
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------
