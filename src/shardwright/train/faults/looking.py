@@ -35,7 +35,7 @@ def flag(job: Job, norm: Tensor | None) -> Tensor:
     """1 if the norm of all gradients is not finite, else 0: float64 [1]. It does not wait for the device.
 
     An optimizer that steps in backward leaves no norm. A pass over the weights in each step would cost too much, so a
-    wrong gradient shows in the loss of the next step there, or before a save.
+    wrong gradient shows in the loss of a later step there, or before a save.
     """
     if norm is None:
         return torch.zeros(1, dtype=torch.float64, device=job.world.device)

@@ -144,5 +144,5 @@ def _refuse(job: Job, differences: list[sw.Difference], what: str) -> None:
     where = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks[:SHOWN])
     raise CorruptionError(
         f"step {job.position.step + 1}: expected equal bits, found other ones. {shown}{more}: each {what} "
-        f"({where}). Nothing is saved. If it comes back, take that device out of the job"
+        f"({where}). The state is not saved. If it comes back, take that device out of the job"
     )
