@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -100,12 +100,14 @@ class Case:
 
 
 def cases(seed: int = 21) -> list[Case]:
-    """Each kind of failure with each launcher and number of ranks; the rank and the step by chance."""
+    """Each kind of failure with each launcher and several numbers of ranks; the rank and the step by chance."""
     draw = random.Random(seed)
     found = []
-    for ranks, torchrun in itertools.product((1, 2, 3), (False, True)):
-        steps = draw.sample(range(1, STEPS + 1), len(KINDS))
-        faults = [f"{draw.randrange(ranks)} {step} {kind}" for step, kind in zip(steps, KINDS, strict=True)]
+    for ranks, torchrun in ((1, False), (2, False), (3, False), (1, True), (3, True)):
+        # torchrun takes seconds to start ranks again.
+        kinds = KINDS[ranks > 1 :: 2] if torchrun else KINDS
+        steps = draw.sample(range(1, STEPS + 1), len(kinds))
+        faults = [f"{draw.randrange(ranks)} {step} {kind}" for step, kind in zip(steps, kinds, strict=True)]
         found.append(Case(ranks, torchrun, tuple(faults)))
     return found
 
@@ -178,6 +180,9 @@ def test_from_the_beginning_on_fewer_ranks_until_the_same_error_comes_twice(
     assert losses(folder) == pytest.approx(losses(sharded_run)[:2], rel=1e-6)
     exit_content = ended(folder)
     assert (exit_content["status"], exit_content["rank"], exit_content["step"]) == (1, 0, 2)
+    assert exit_content["reason"].endswith(
+        ": the same error came twice after step 2, so it does not start again"
+    )
 
 
 def test_the_same_error_comes_twice_under_torchrun(tmp_path: Path) -> None:
@@ -186,11 +191,16 @@ def test_the_same_error_comes_twice_under_torchrun(tmp_path: Path) -> None:
     arguments = ("train", config_file(tmp_path), *SHARDED, *FAULTY, "--run.dir", tmp_path / "run")
     status, _, err = launch(tmp_path, *arguments, torchrun=options, environment=faults)
     assert status == 1
-    assert "the same error came twice after step 1, so it does not start again" in err
-    assert len(sessions(tmp_path / "run")) == 2  # torchrun has started four times
+    # Rank 0 may have recorded step 2, since it needs nothing of rank 1 after its own gradients.
+    reason = r"RuntimeError: planned at 0x\w+: the same error came twice after step [12], so it does not start again"
+    assert re.search(f"^error: {reason}$", err, re.MULTILINE)
+    # torchrun has started the ranks four times.
+    assert [each[0] for each in sessions(tmp_path / "run")] == [1, 2]
+    for session in RunFolder(tmp_path / "run").record()["sessions"]:
+        assert session["ended_by"].startswith("RuntimeError: planned at 0x")
     content = ended(tmp_path / "run")
     assert (content["status"], content["attempt"]) == (1, 2)
-    assert "planned at 0x" in content["reason"] and "the same error came twice" in content["reason"]
+    assert re.fullmatch(reason, content["reason"])
 
 
 def restarts(most: int, least_ranks: int = 0) -> Restarts:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -31,6 +32,7 @@ from shardwright.train.agreement import (
     is_to_report,
     signs_of_progress,
 )
+from shardwright.train.answers import SECONDS_FOR_FIRST
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset, load_dataset
 from shardwright.train.ending import Complaint, fail
@@ -47,7 +49,7 @@ from shardwright.train.faults.fault import NonFiniteError
 from shardwright.train.faults.verifying import CorruptionError
 from shardwright.train.fresh_store import fresh_store
 from shardwright.train.launches import GivenUpError, open_attempt, record_end, this_launch
-from shardwright.train.lock import share
+from shardwright.train.lock import claim, share
 from shardwright.train.loop import train
 from shardwright.train.models.shapes import HuggingFaceShape
 from shardwright.train.record import close_session
@@ -109,8 +111,13 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
             _send(complaint)
             status = USER_ERROR if complaint.kind == "user" else FAILED
         else:
+            if threading.current_thread() is threading.main_thread():
+                # torchrun sends it to all ranks once one has failed. The end would else not be recorded.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
             status = _report_alone(complaint, store, debug)
-            if place is not None and _is_to_record(complaint, store, place):
+            if place is None and complaint.kind == "user" and complaint.rank == 0 and resume:
+                _record_mistake(RunFolder(Path(resume)), _end_of(complaint))
+            elif place is not None and _is_to_record(complaint, store, place):
                 close_session(place.folder, complaint.in_line)
                 _record(place, _end_of(complaint))
         if launcher or debug:  # Of our launcher stderr is a log.
@@ -197,6 +204,17 @@ def _record(place: Place, end: End) -> None:
     """Write how this attempt of the job ended. Our launcher does this itself."""
     record_end(place.folder, end)
     write_exit(place.folder, end, place.attempt)
+
+
+def _record_mistake(folder: RunFolder, end: End) -> None:
+    """Write exit.json for a resume that was refused, so that nobody takes the one of the session before for it."""
+    if not folder.exists():
+        return
+    try:
+        with claim(folder.path):
+            write_exit(folder, end, 1)
+    except (UserError, OSError):
+        pass  # A job uses the folder, or it cannot be written.
 
 
 @dataclass(frozen=True)
@@ -297,4 +315,6 @@ def _leave_with(launcher: int) -> None:
         folder, end = RunFolder(Path(os.environ[FOLDER_VARIABLE])), End(TRY_AGAIN, "the launcher was killed")
         close_session(folder, end.reason)
         write_exit(folder, end, attempt_of_launcher())
+    else:
+        time.sleep(SECONDS_FOR_FIRST)  # It would else find that this rank has gone, and report that.
     os._exit(TRY_AGAIN)
