@@ -8,6 +8,7 @@ for these readers; a run takes its own from the configuration. Which checkpoints
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -145,7 +146,7 @@ def state_of(
     return {
         "model": model_state,
         "optimizer": optimizer_state,
-        "extra": {"position": {"step": position.step, "samples": position.samples}},
+        "extra": {"position": position.stored()},
         "generators": {f"rank{ranks.rank}": generator_states()},
     }
 
@@ -240,16 +241,16 @@ def load_newest(
     optimizer: torch.optim.Optimizer,
     shapes: Shapes,
     say: Say = _silent,
+    latest: float = math.inf,
 ) -> Loaded:
-    """Read the newest whole checkpoint into a model and its optimizer. Called by every rank.
+    """Read the newest whole checkpoint, of step `latest` at most, into a model and its optimizer. Called by every rank.
 
     Damage that any rank meets, also while it loads, makes all ranks fall back to the checkpoint before; `say` is
     called for each one passed over. Raises UserError where none is whole.
     """
     with answering():
-        steps = Ranks().by_first(
-            lambda: recovered_steps(checkpoints)
-        )  # of the first: others may see a folder later
+        # Of the first rank: others may see a folder later.
+        steps = Ranks().by_first(lambda: [s for s in recovered_steps(checkpoints) if s <= latest])
     return _newest(checkpoints, steps, lambda folder: load(folder, model, optimizer, shapes, say), say)
 
 

@@ -45,6 +45,8 @@ from shardwright.train.environment import (
     rank_and_size,
 )
 from shardwright.train.errors import UserError
+from shardwright.train.faults.fault import NonFiniteError
+from shardwright.train.faults.verifying import CorruptionError
 from shardwright.train.fresh_store import fresh_store
 from shardwright.train.launches import GivenUpError, open_attempt, record_end, this_launch
 from shardwright.train.lock import claim, share
@@ -54,7 +56,6 @@ from shardwright.train.record import close_session
 from shardwright.train.runs import RunFolder
 from shardwright.train.starting import START
 from shardwright.train.statuses import FAILED, INTERRUPTED, TRY_AGAIN, USER_ERROR, End, write_exit
-from shardwright.train.trainer import NonFiniteError
 from shardwright.train.world import World, join_world, pick_device
 
 
@@ -67,6 +68,9 @@ def train_alone(config: Config, folder: RunFolder, resumes: bool) -> int:
             end = train(config, folder, dataset, world, resumes)
     except NonFiniteError as error:
         end = End(FAILED, str(error))
+        fail(end.reason)
+    except CorruptionError as error:
+        end = End(TRY_AGAIN, str(error))
         fail(end.reason)
     except BaseException as error:
         write_exit(folder, _end_of(_complaint(error, 0)), 1)
@@ -253,6 +257,8 @@ def _complaint(error: BaseException, rank: int) -> Complaint:
         kind = "user" if error.status == USER_ERROR else "passing"
     elif isinstance(error, NonFiniteError | GivenUpError):
         kind = "nonfinite"
+    elif isinstance(error, CorruptionError):
+        kind = "passing"
     elif isinstance(error, KeyboardInterrupt):
         kind = "interrupted"
     elif _is_lost_contact(error):

@@ -104,6 +104,22 @@ class Saves:
             checkpoint.wait(self._background, step_folder(self.checkpoints, step))
             self._saved(step)
 
+    def forget_after(self, step: int) -> None:
+        """Delete checkpoints of later steps, from which the run has gone back. Else a resume would take one of them."""
+
+        def delete() -> None:
+            for later in saved_steps(self.checkpoints):
+                if later > step:
+                    remove_step(self.checkpoints, later)
+
+        try:
+            Ranks().by_first(delete)
+        except OSError as error:
+            raise UserError(
+                f"{self.checkpoints}: cannot delete checkpoints after step {step}: {error}"
+            ) from error
+        self._whole = {known: whole for known, whole in self._whole.items() if known <= step}
+
     @contextmanager
     def _failing(self, step: int, raises: bool) -> Iterator[None]:
         """Report a save that fails, and let the run go on, unless this `raises` the error."""
