@@ -12,7 +12,7 @@ import pickle
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -42,12 +42,21 @@ def lengths(dtype: torch.dtype, shape: Sequence[int]) -> tuple[int, int]:
 def _around(dtype: torch.dtype, shape: tuple[int, ...], nbytes: int, crc32: int) -> tuple[bytes, bytes]:
     if nbytes > LARGEST:
         raise ValueError(f"a part of a tensor holds {nbytes:,} bytes, at most {LARGEST:,} can be written")
-    zipped = _Zip()
+    whole = _Zip()
     for name, data in (("data.pkl", _pickled(dtype, shape)), ("byteorder", b"little"), ("version", b"3\n")):
-        zipped.add(f"archive/{name}", len(data), zlib.crc32(data))
-        zipped.head += data
-    zipped.add("archive/data/0", nbytes, crc32, ALIGNMENT)
-    return bytes(zipped.head), zipped.directory(nbytes)
+        whole.add(f"archive/{name}", len(data), zlib.crc32(data))
+        whole.head += data
+    whole.add("archive/data/0", nbytes, crc32, ALIGNMENT)
+    return bytes(whole.head), whole.directory(nbytes)
+
+
+def zipped(records: Mapping[str, bytes]) -> bytes:
+    """A zip file of these records, without compression."""
+    whole = _Zip()
+    for name, data in records.items():
+        whole.add(name, len(data), zlib.crc32(data))
+        whole.head += data
+    return bytes(whole.head) + whole.directory(0)
 
 
 class _Zip:

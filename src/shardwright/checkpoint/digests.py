@@ -71,6 +71,8 @@ def read_regular(file: Path, links: bool = False) -> bytes:
             return stream.read()
         except OSError as error:
             raise Damaged(f"{file.name} cannot be read: {error.strerror}") from None
+        except MemoryError:
+            raise Damaged(f"{file.name} is larger than the memory that is left") from None
 
 
 def digest_of(file: Path, progress: Callable[[int], None] = _ignore, links: bool = False) -> Digest:

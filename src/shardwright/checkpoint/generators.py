@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.checkpoint.digests import Damaged
+
 
 def generator_states() -> dict[str, Tensor]:
     """The states of this process's generators: 1-d tensors on the host, uint8 or int64."""
@@ -47,6 +49,30 @@ def set_generator_states(states: Mapping[str, Tensor]) -> None:
         (*keys, position), gauss = _from_integers(states["numpy"])
         cached = 0.0 if gauss is None else gauss
         numpy.random.set_state(("MT19937", keys, position, int(gauss is not None), cached))
+
+
+def check_generator_states(states: Mapping[str, Tensor]) -> None:
+    """Raise Damaged if a state is none of a generator's. No generator of this process changes."""
+    if not isinstance(states, Mapping) or not all(isinstance(each, Tensor) for each in states.values()):
+        raise Damaged("generators: expected a tensor for each generator")
+    try:
+        torch.Generator().set_state(states["torch"])
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if device is not None and device.type != "cpu" and device.type in states:
+            torch.Generator(device).set_state(states[device.type])
+        if "python" in states:
+            (version, *numbers), gauss = _from_integers(states["python"])
+            random.Random().setstate((version, tuple(numbers), gauss))
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and "numpy" in states:
+            (*keys, position), gauss = _from_integers(states["numpy"])
+            cached = 0.0 if gauss is None else gauss
+            if not 0 <= position <= len(keys):  # numpy does not check, and would read beyond its numbers
+                raise ValueError(f"position {position} of numpy's generator")
+            numpy.random.RandomState().set_state(("MT19937", keys, position, int(gauss is not None), cached))
+    except (RuntimeError, TypeError, ValueError, LookupError, OverflowError) as error:
+        reason = (str(error).splitlines() or [""])[0][:200]
+        raise Damaged(f"generators: the state of a random generator cannot be restored ({reason})") from None
 
 
 def derived_seed(first_ranks: Mapping[str, Tensor], rank: int, ranks: int) -> int:

@@ -21,18 +21,21 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from shardwright.checkpoint.digests import Damaged
-from shardwright.checkpoint.values import decoded, encoded
+from shardwright.checkpoint.values import DEEPEST, decoded, encoded
 
 INDEX = "index.json"
+METADATA = ".metadata"  #: the file that torch's distributed checkpoint writes last
+VALUES = (
+    "__values.distcp"  #: plain values as ``torch.save`` writes them, for torch's reader; ours reads the index
+)
 FORMAT = "shardwright checkpoint"
 VERSION = 1
 LARGEST = 1 << 31  #: bytes of an index that is read
-DEEPEST = 100  #: keys inside one another
 _SEAL = '"sha256": "'  #: begins the last line, in every version of the format
 _DTYPES = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
+    if isinstance(value, torch.dtype) and not str(value).startswith(("torch.qint", "torch.quint"))
 }
 
 
@@ -100,7 +103,9 @@ class Index:
     tensors: Mapping[str, StoredTensor]
     values: Mapping[str, StoredValue]
     files: Mapping[str, StoredFile]
-    about: Mapping[str, str] = field(default_factory=dict)  #: versions of the libraries that wrote it
+    about: Mapping[str, str] = field(
+        default_factory=dict
+    )  #: versions of the libraries that wrote it, and notes
 
     def parts_of_files(self) -> dict[str, list[Part]]:
         """The parts of each file in their order."""
@@ -135,11 +140,11 @@ def index_text(index: Index) -> str:
             [each.path, str(each.dtype).removeprefix("torch."), each.shape]
             + [[p.offsets, p.sizes, numbers[p.file], p.start, p.length, p.data, p.sha256] for p in each.parts]
         )
-        for name, each in sorted(index.tensors.items())
+        for name, each in index.tensors.items()  # in the state's order, which a load gives back
     ]
     values = [
         f"{_json(name)}: {_json([each.path, encoded(each.value, name)])}"
-        for name, each in sorted(index.values.items())
+        for name, each in index.values.items()
     ]
     for key, entries in (("files", files), ("tensors", tensors), ("values", values)):
         lines += [f'"{key}": {{', ",\n".join(entries), "},"]
@@ -175,9 +180,9 @@ def parse_index(text: bytes) -> Index:
     try:
         return _built(content)
     except Damaged as error:
-        raise Damaged(f"{INDEX}: {error}") from None
+        raise Damaged(f"{INDEX}: {error!s:.500}") from None
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
-        raise Damaged(f"no readable {INDEX} ({type(error).__name__}: {error})") from None
+        raise Damaged(f"no readable {INDEX} ({type(error).__name__}: {error!s:.500})") from None
 
 
 def _unsealed(text: bytes) -> dict[str, Any]:
@@ -190,7 +195,8 @@ def _unsealed(text: bytes) -> dict[str, Any]:
     if hashlib.sha256(body).hexdigest().encode() != match[1]:
         raise Damaged(f"{INDEX} is not the file that was saved: its SHA-256 differs")
     try:
-        content = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        # As UTF-8; json would guess other encodings.
+        content = json.loads(text.decode(), object_pairs_hook=_once, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         raise Damaged(f"no readable {INDEX}") from None
     if not isinstance(content, dict):
@@ -312,6 +318,10 @@ def _check_names(tensors: Mapping[str, StoredTensor], values: Mapping[str, Store
     for name, path in paths.items():
         if name_of(path) != name:
             raise Damaged(f"{name!r} has other keys than its name")
+    whole = set(paths.values())
+    for name, path in paths.items():
+        if any(path[:length] in whole for length in range(1, len(path))):
+            raise Damaged(f"{name!r} is inside a tensor or value")
 
 
 def _check_files(index: Index) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
-import os
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,32 +19,37 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from shardwright.checkpoint import folders, places
-from shardwright.checkpoint.digests import (
-    Damaged,
-    Digest,
-    check_digest,
-    open_regular,
-    read_regular,
-    share,
-    size_of,
-)
-from shardwright.checkpoint.index import INDEX, LARGEST, Index, Part, StoredTensor, parse_index
+from shardwright.checkpoint import folders, foreign
+from shardwright.checkpoint.digests import Damaged, share
+from shardwright.checkpoint.foreign import Strides
+from shardwright.checkpoint.index import LARGEST, METADATA, Index, Part, StoredTensor, parse_index
+from shardwright.checkpoint.places import LocalStore, Location, store_of
 from shardwright.checkpoint.ranks import Ranks
-from shardwright.checkpoint.state import Box, NamedTensor, Progress, State, ignore, nested
+from shardwright.checkpoint.state import Box, NamedTensor, Progress, State, ignore, meet, nested
+from shardwright.checkpoint.stores import Files, LocalFiles, Reader, files_of
 from shardwright.checkpoint.threads import in_threads, wait_for_devices
+from shardwright.checkpoint.unreplaced import OpenFiles, Origin, unless_replaced
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint whose description is sound. Its files may still be damaged: :func:`verify` compares them."""
 
-    folder: Path
+    place: Files
     index: Index | None  #: None of a folder by torch's writer
     metadata: Metadata | None  #: of a folder by torch's writer
     fingerprint: str  #: SHA-256 of the description; ranks that read another one notice
+    links: bool = False  #: whether files of torch's writer may be behind links
+    origin: Origin | None = None  #: of the description, to notice that another save has replaced it
+
+    @property
+    def folder(self) -> Path:
+        """The local folder. Raises ValueError for a checkpoint behind a URL."""
+        if not isinstance(self.place, LocalFiles):
+            raise ValueError(f"{self.place} is not a local folder; copy the checkpoint to one")
+        return self.place.path
 
     def shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """dtype and shape of each tensor."""
@@ -72,29 +77,51 @@ class Checkpoint:
         return folders.files_of(self.metadata)
 
 
-def open_checkpoint(path: Path, *, links: bool = False) -> Checkpoint:
-    """Read what describes a checkpoint. Nothing that it says is called.
+def open_checkpoint(path: Location, *, links: bool = False) -> Checkpoint:
+    """Read what describes a checkpoint. Nothing that it says is called. ``links`` are followed in a local folder.
+
+    Where there is an ``index.json``, it alone is read, whatever ``.metadata`` says. Our files without it are damaged; a
+    folder that has only torch's files has no digests.
 
     Raises:
-        FileNotFoundError: there is no folder.
+        FileNotFoundError: there is no folder, or behind a URL no whole checkpoint.
         Damaged: the folder holds no checkpoint, or its description contradicts itself.
         UnknownVersion: its description is of a later version of the format.
+        OSError: the store behind a URL does not answer.
     """
-    places.recover(path)
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path}: there is no checkpoint")
-    if os.path.lexists(path / INDEX):
-        if (nbytes := size_of(path / INDEX, links)) > LARGEST:
-            raise Damaged(f"{INDEX} holds {nbytes:,} bytes, at most {LARGEST:,} are read")
-        text = read_regular(path / INDEX, links)
-        return Checkpoint(path, parse_index(text), None, hashlib.sha256(text).hexdigest())
-    if not os.path.lexists(path / folders.METADATA):
-        raise Damaged(f"the folder has neither {INDEX} nor {folders.METADATA}, so it holds no checkpoint")
-    if (nbytes := size_of(path / folders.METADATA, links)) > LARGEST:
-        raise Damaged(f"{folders.METADATA} holds {nbytes:,} bytes, at most {LARGEST:,} are read")
-    data = read_regular(path / folders.METADATA, links)
-    metadata = folders.parse_metadata(data)
-    return Checkpoint(path, None, metadata, hashlib.sha256(data).hexdigest())
+    store = store_of(path)
+    name = store.description()
+    described: Files = LocalFiles(store.path, links) if isinstance(store, LocalStore) else store
+    if name == METADATA:
+        data, origin = _description(described, name, b".")
+        metadata = folders.parse_metadata(data)
+        return Checkpoint(described, None, metadata, hashlib.sha256(data).hexdigest(), links, origin)
+    text, origin = _description(described, name, b'"}\n')
+    return Checkpoint(store, parse_index(text), None, hashlib.sha256(text).hexdigest(), origin=origin)
+
+
+def _description(files: Files, name: str, end: bytes) -> tuple[bytes, Origin]:
+    """The content of a file that describes a checkpoint. Its end is read first: of a file that is cut off or has holes
+    no more is read."""
+    nbytes = files.size(name)
+    origin = Origin.of(files, name)
+    with unless_replaced(origin):
+        return _content(files, name, nbytes, end), origin
+
+
+def _content(files: Files, name: str, nbytes: int, end: bytes) -> bytes:
+    if nbytes > LARGEST:
+        raise Damaged(f"{name} holds {nbytes:,} bytes, at most {LARGEST:,} are read")
+    last = bytearray(min(len(end), nbytes))
+    if last:
+        reader = files.open(name)
+        try:
+            reader.read_into(memoryview(last), nbytes - len(last))
+        finally:
+            reader.close()
+    if last != end:
+        raise Damaged(f"no readable {name}: its end is missing")
+    return files.read(name)
 
 
 def check_lengths(checkpoint: Checkpoint) -> None:
@@ -103,7 +130,7 @@ def check_lengths(checkpoint: Checkpoint) -> None:
         folders.check_sizes(checkpoint.folder, checkpoint.files())
         return
     for name, file in checkpoint.index.files.items():
-        if (nbytes := size_of(checkpoint.folder / name)) != file.nbytes:
+        if (nbytes := checkpoint.place.size(name)) != file.nbytes:
             raise Damaged(f"{name} holds {nbytes:,} bytes, {file.nbytes:,} expected")
 
 
@@ -122,58 +149,59 @@ def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1, progress: Prog
     parts = {f"{name}:{n:09d}": part for name, found in by_file.items() for n, part in enumerate(found)}
     sizes.update({key: part.length for key, part in parts.items()})
     mine = share(sizes, rank, ranks)
-    of_file: dict[str, list[Part]] = {}
+    of_file: dict[str, list[tuple[int, int, str]]] = {}  # start, end and digest of ranges
     for key in sorted(mine):
         if key in parts:
-            of_file.setdefault(parts[key].file, []).append(parts[key])
+            part = parts[key]
+            of_file.setdefault(part.file, []).append((part.start, part.start + part.length, part.sha256))
         else:
-            expected = index.files[key]
-            check_digest(checkpoint.folder / key, Digest(expected.nbytes, expected.sha256), progress)
-    for name, found in of_file.items():
-        check_parts(checkpoint.folder / name, found, progress)
+            of_file[key] = [(0, index.files[key].nbytes, index.files[key].sha256)]
+    for name, ranges in of_file.items():
+        _check_ranges(checkpoint.place, name, ranges, progress)
 
 
-def check_parts(file: Path, parts: list[Part], progress: Progress = ignore) -> None:
+def verify_descriptions(checkpoint: Checkpoint) -> None:
+    """Compare the files that hold no parts of tensors with their digests. Raises Damaged for the first that differs."""
+    assert checkpoint.index is not None
+    for name, file in checkpoint.index.files.items():
+        if not file.has_parts:
+            _check_ranges(checkpoint.place, name, [(0, file.nbytes, file.sha256)], ignore)
+
+
+def check_parts(place: Path | Files, name: str, parts: list[Part], progress: Progress = ignore) -> None:
     """Compare parts of a file with their digests. Raises Damaged for the first that differs."""
-    descriptor = open_regular(file)
+    ranges = [(part.start, part.start + part.length, part.sha256) for part in parts]
+    _check_ranges(files_of(place), name, ranges, progress)
+
+
+def _check_ranges(files: Files, name: str, ranges: list[tuple[int, int, str]], progress: Progress) -> None:
+    reader = files.open(name)
     try:
-        in_threads(parts, lambda part: _check_part(descriptor, file, part), progress)
+        in_threads(ranges, lambda each: _check_range(reader, name, *each), progress)
     finally:
-        os.close(descriptor)
+        reader.close()
 
 
-def _check_part(descriptor: int, file: Path, part: Part) -> int:
-    """The bytes of a part, if they are the ones that were saved."""
-    buffer = memoryview(
-        bytearray(min(1 << 20, part.length))
-    )  # small, so that it stays in the processor's cache
-    sha256, position, end = hashlib.sha256(), part.start, part.start + part.length
+def _check_range(reader: Reader, name: str, start: int, end: int, expected: str) -> int:
+    """The length of a range, if its bytes are the ones that were saved."""
+    buffer = memoryview(bytearray(min(reader.at_once, end - start)))
+    sha256, position = hashlib.sha256(), start
     while position < end:
-        count = _read(descriptor, buffer[: min(len(buffer), end - position)], position, file)
+        count = reader.read_into(buffer[: min(len(buffer), end - position)], position)
         sha256.update(buffer[:count])
         position += count
-    if sha256.hexdigest() != part.sha256:
+    if sha256.hexdigest() != expected:
         raise Damaged(
-            f"{file.name} is not the file that was saved: the SHA-256 of its bytes {part.start:,} to {end:,} differs"
+            f"{name} is not the file that was saved: the SHA-256 of its bytes {start:,} to {end:,} differs"
         )
-    return part.length
-
-
-def _read(descriptor: int, target: memoryview, position: int, file: Path) -> int:
-    try:
-        count = os.preadv(descriptor, [target], position)
-    except OSError as error:
-        raise Damaged(f"{file.name} cannot be read: {error.strerror}") from None
-    if not count:
-        raise Damaged(f"{file.name} ends at byte {position:,}")
-    return count
+    return end - start
 
 
 # -- by all ranks ------------------------------------------------------------------------------------------------------
 
 
 def open_together(
-    path: Path, ranks: Ranks, check: Callable[[Checkpoint], None], progress: Progress = ignore
+    path: Location, ranks: Ranks, check: Callable[[Checkpoint], None], progress: Progress = ignore
 ) -> Checkpoint:
     """A checkpoint that every rank has found whole, and that ``check`` accepts. Every rank must call it.
 
@@ -183,25 +211,50 @@ def open_together(
     """
     opened: list[Checkpoint] = []
 
-    def look() -> str:
+    def look() -> tuple[str, str]:
         opened.append(open_checkpoint(path))
         check(opened[0])
-        return opened[0].fingerprint
+        return opened[0].fingerprint, str(path)
 
-    prints = ranks.together(look)
-    other = next((rank for rank, each in enumerate(prints) if each != prints[0]), None)
-    if other is not None:
-        raise Damaged(f"rank {other} reads another description of the checkpoint than rank 0")
-    ranks.together(lambda: verify(opened[0], ranks.rank, ranks.size, progress))
+    check_same_description(ranks.together(look))
+
+    def compare() -> None:
+        with unless_replaced(opened[0].origin, opened[0].fingerprint):
+            verify(opened[0], ranks.rank, ranks.size, progress)
+
+    ranks.together(compare)
     return opened[0]
 
 
+def check_same_description(found: Sequence[tuple[str, str]]) -> None:
+    """Compare what the ranks have opened: fingerprint and place of each rank.
+
+    Raises:
+        ValueError: two ranks have opened different checkpoints at different places.
+        OSError: at the same place.
+    """
+    for rank, (fingerprint, place) in enumerate(found):
+        if fingerprint == found[0][0]:
+            continue
+        if place != found[0][1]:
+            raise ValueError(
+                f"rank {rank} loads {place}, and rank 0 {found[0][1]}, which is another checkpoint. Pass the same path "
+                "on every rank"
+            )
+        raise OSError(
+            f"{place}: rank {rank} reads another checkpoint there than rank 0. Either another program has just "
+            "replaced it: load it again. Or the ranks do not share this file system"
+        )
+
+
 def load_state(
-    path: Path,
+    path: Location,
     state: Mapping[str, Any],
     ranks: Ranks,
     *,
     check: Callable[[Checkpoint], None] = lambda checkpoint: None,
+    first: Callable[[NamedTensor], bool] = lambda tensor: False,
+    accept: Callable[[dict[str, Any]], None] = lambda values: None,
     weights_only: bool = True,
     progress: Progress = ignore,
 ) -> dict[str, Any]:
@@ -210,9 +263,12 @@ def load_state(
     Every rank must call it. Tensors of the state get their values from any cut and any number of ranks.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder or URL.
         state: nested dicts and lists. Only its tensors count; its values are not changed.
         check: called with the checkpoint on every rank before anything is read; may raise.
+        first: whether a tensor is read before ``accept`` is called.
+        accept: called on every rank with what is returned, after the first tensors are read and before others change;
+            may raise.
         weights_only: for values in torch's folders, as for ``torch.load``.
         progress: gets the number of bytes as they are compared and read.
 
@@ -232,7 +288,9 @@ def load_state(
         check_tensors(path, checkpoint, mine.tensors)
 
     checkpoint = open_together(path, ranks, fits, progress)
-    return read_state(checkpoint, state, ranks, weights_only=weights_only, progress=progress)
+    return read_state(
+        checkpoint, state, ranks, first=first, accept=accept, weights_only=weights_only, progress=progress
+    )
 
 
 def read_state(
@@ -240,6 +298,8 @@ def read_state(
     state: Mapping[str, Any],
     ranks: Ranks,
     *,
+    first: Callable[[NamedTensor], bool] = lambda tensor: False,
+    accept: Callable[[dict[str, Any]], None] = lambda values: None,
     weights_only: bool = True,
     progress: Progress = ignore,
 ) -> dict[str, Any]:
@@ -251,20 +311,45 @@ def read_state(
         Damaged: on every rank, if a file can no longer be read. Some tensors may have changed.
     """
     mine = State.of(state)
-    if checkpoint.index is None:
-        return _load_of_torch(checkpoint, mine.tensors, state.keys(), ranks, weights_only)
-    index = checkpoint.index
-    ranks.together(lambda: _read_tensors(checkpoint.folder, index, list(mine.tensors.values()), progress))
-    leaves = {index.tensors[name].path: each.tensor for name, each in mine.tensors.items()}
-    return nested(leaves | {each.path: each.value for each in index.values.values()})  # type: ignore[no-any-return]
+    values: dict[Any, Any] = {}
+    stored: dict[str, StoredTensor] = {}
+    strides: Strides = {}
+    content: dict[str, Any] = {}
+
+    def prepare() -> None:
+        if checkpoint.index is not None:
+            stored.update(checkpoint.index.tensors)
+            values.update({each.path: each.value for each in checkpoint.index.values.values()})
+        else:
+            folder, metadata, links = checkpoint.folder, checkpoint.metadata, checkpoint.links
+            assert metadata is not None
+            stored.update(foreign.tensors_of(folder, metadata, mine.tensors, strides, links))
+            values.update(foreign.values_of(folder, metadata, state.keys(), weights_only, links))
+        leaves = {stored[name].path: each.tensor for name, each in mine.tensors.items()} | values
+        if any(path[:length] in leaves for path in leaves for length in range(1, len(path))):
+            raise Damaged("the description has a value inside another value")
+        content.update(nested(leaves))
+        files.hold(part.file for part, _, _ in _reads(stored, mine.tensors.values()))
+
+    def read(early: bool) -> None:
+        tensors = [each for each in mine.tensors.values() if first(each) == early]
+        _read_tensors(files, stored, tensors, strides, progress)
+        if early:
+            accept(content)
+
+    with closing(OpenFiles(checkpoint.place, checkpoint.origin, checkpoint.fingerprint)) as files:
+        ranks.together(prepare)
+        ranks.together(lambda: read(True))
+        ranks.together(lambda: read(False))
+    return content
 
 
-def check_tensors(path: Path, checkpoint: Checkpoint, tensors: Mapping[str, NamedTensor]) -> None:
+def check_tensors(path: Location, checkpoint: Checkpoint, tensors: Mapping[str, NamedTensor]) -> None:
     """Raise ValueError for the first tensor that the checkpoint does not have in this shape and dtype."""
     stored = checkpoint.shapes()
     for name, each in tensors.items():
         if name not in stored:
-            raise ValueError(f"{path} has no tensor {name}")
+            raise ValueError(f"{path} has no tensor {name}, so it is of another model or state")
         dtype, shape = stored[name]
         if shape != each.shape:
             raise ValueError(f"{path}: {name} has shape {list(shape)}, expected {list(each.shape)}")
@@ -272,82 +357,75 @@ def check_tensors(path: Path, checkpoint: Checkpoint, tensors: Mapping[str, Name
             raise ValueError(f"{path}: {name} has dtype {dtype}, expected {each.dtype}")
 
 
-def _load_of_torch(
-    checkpoint: Checkpoint,
-    tensors: Mapping[str, NamedTensor],
-    keys: Container[str],
-    ranks: Ranks,
-    weights_only: bool,
-) -> dict[str, Any]:
-    """Read a folder by torch's writer; return the tensors, and its values below ``keys``."""
-    metadata = checkpoint.metadata
-    assert metadata is not None
-    paths = metadata.planner_data or {}
-    paths = {name: paths.get(name, (name,)) for name in metadata.state_dict_metadata}
-    values = [
-        name
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, BytesStorageMetadata) and paths[name][0] in keys
-    ]
-    flat: dict[str, Any] = {name: each.tensor for name, each in tensors.items()} | dict.fromkeys(values)
-    folders.load(checkpoint.folder, flat, metadata, alone=ranks.alone, weights_only=weights_only)
-    return nested({paths[name]: value for name, value in flat.items()})  # type: ignore[no-any-return]
-
-
-def _read_tensors(folder: Path, index: Index, tensors: list[NamedTensor], progress: Progress) -> None:
-    """Read every box that this rank needs, in the order of the files."""
+def _reads(
+    known: Mapping[str, StoredTensor], tensors: Iterable[NamedTensor]
+) -> list[tuple[Part, StoredTensor, Box]]:
+    """What this rank needs, in the order of the files."""
     reads: list[tuple[Part, StoredTensor, Box]] = []
     for each in tensors:
-        stored = index.tensors[each.name]
+        stored = known[each.name]
         for box in each.boxes_to_load():
-            reads += [(part, stored, box) for part in stored.parts if _meet(part, box)]
+            reads += [(part, stored, box) for part in stored.parts if meet(part.offsets, part.sizes, box)]
     reads.sort(key=lambda read: (read[0].file, read[0].start))
+    return reads
+
+
+def _read_tensors(
+    files: OpenFiles,
+    known: Mapping[str, StoredTensor],
+    tensors: list[NamedTensor],
+    strides: Strides,
+    progress: Progress,
+) -> None:
+    """Read every box that this rank needs."""
+    reads = _reads(known, tensors)
     wait_for_devices(box.local for _, _, box in reads)
     for name, of_file in itertools.groupby(reads, lambda read: read[0].file):
-        _read_boxes(folder / name, list(of_file), progress)
+        with files.reader(name) as reader:
+            _read_boxes(reader, list(of_file), strides, progress)
     wait_for_devices(box.local for _, _, box in reads)
 
 
-def _read_boxes(file: Path, reads: list[tuple[Part, StoredTensor, Box]], progress: Progress) -> None:
+def _read_boxes(
+    reader: Reader, reads: list[tuple[Part, StoredTensor, Box]], strides: Strides, progress: Progress
+) -> None:
     def read(each: tuple[Part, StoredTensor, Box]) -> int:
         part, stored, box = each
         with torch.no_grad():
-            _read_box(descriptor, file, part, stored.dtype, box)
+            _read_box(reader, part, stored.dtype, box, strides.get(part))
         return prod(part.sizes) * stored.dtype.itemsize
 
-    descriptor = open_regular(file)
-    try:
-        in_threads(reads, read, progress)
-    finally:
-        os.close(descriptor)
+    in_threads(reads, read, progress)
 
 
-def _meet(part: Part, box: Box) -> bool:
-    return all(
-        a < b + n and b < a + m
-        for a, m, b, n in zip(part.offsets, part.sizes, box.offsets, box.sizes, strict=True)
-    )
-
-
-def _read_box(descriptor: int, file: Path, part: Part, dtype: torch.dtype, box: Box) -> None:
-    """Read what the part and the box share. Of the part's first dimension only the rows that are needed are read."""
+def _read_box(
+    reader: Reader, part: Part, dtype: torch.dtype, box: Box, layout: tuple[tuple[int, ...], int] | None
+) -> None:
+    """Read what the part and the box share. Of the part's first dimension only the rows that are needed are read, or
+    all, if the part's elements are not contiguous and have this layout: strides and number."""
     dims = range(len(part.sizes))
     begin = [max(part.offsets[d], box.offsets[d]) for d in dims]
     end = [min(part.offsets[d] + part.sizes[d], box.offsets[d] + box.sizes[d]) for d in dims]
-    sizes, skipped = list(part.sizes), 0
-    if sizes:
-        skipped = (begin[0] - part.offsets[0]) * prod(sizes[1:]) * dtype.itemsize
-        sizes[0] = end[0] - begin[0]
     target = box.local
     for dim in dims:
         target = target.narrow(dim, begin[dim] - box.offsets[dim], end[dim] - begin[dim])
-    if _is_plain_memory(target) and target.dtype == dtype and list(target.shape) == sizes:
-        read_into(descriptor, file, part.data + skipped, target)
-        torch.autograd.graph.increment_version(target)  # as copy_ does: the engine looks at it
-        return
-    stored = torch.empty(sizes, dtype=dtype)
-    read_into(descriptor, file, part.data + skipped, stored)
-    for dim in dims[1:]:
+    if layout is not None:
+        elements = torch.empty(layout[1], dtype=dtype)
+        fill(elements, reader, part.data)
+        stored = elements.as_strided(part.sizes, layout[0])
+        first = 0
+    else:
+        sizes, skipped, first = list(part.sizes), 0, 1
+        if sizes:
+            skipped = (begin[0] - part.offsets[0]) * prod(sizes[1:]) * dtype.itemsize
+            sizes[0] = end[0] - begin[0]
+        if _is_plain_memory(target) and target.dtype == dtype and list(target.shape) == sizes:
+            fill(target, reader, part.data + skipped)
+            torch.autograd.graph.increment_version(target)  # as copy_ does: the engine looks at it
+            return
+        stored = torch.empty(sizes, dtype=dtype)
+        fill(stored, reader, part.data + skipped)
+    for dim in dims[first:]:
         stored = stored.narrow(dim, begin[dim] - part.offsets[dim], end[dim] - begin[dim])
     target.copy_(stored)
 
@@ -363,11 +441,46 @@ def _is_plain_memory(tensor: Tensor) -> bool:
     )
 
 
-def read_into(descriptor: int, file: Path, position: int, target: Tensor) -> None:
+def fill(target: Tensor, reader: Reader, position: int) -> None:
     """Fill a contiguous tensor on the host with the bytes of a file from ``position`` on."""
     if not target.nbytes:
         return
     rest = memoryview((ctypes.c_char * target.nbytes).from_address(target.data_ptr())).cast("B")
     while rest:
-        count = _read(descriptor, rest[: 1 << 30], position, file)
+        count = reader.read_into(rest[: 1 << 30], position)
         rest, position = rest[count:], position + count
+
+
+def read_tensors(
+    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], ranks: Ranks, progress: Progress = ignore
+) -> None:
+    """Read into tensors, by the names of the checkpoint; they have the stored shapes. Every rank must call it.
+
+    Args:
+        checkpoint: one that every rank has found whole.
+        tensors: with memory on this rank. Values are converted to their dtypes.
+
+    Raises:
+        Damaged: a file could be read before and cannot be read now; or a file of torch's writer holds another tensor
+            than its ``.metadata`` says, and nothing has changed.
+    """
+    index = checkpoint.index
+    paths = {} if index is None else {name: each.path for name, each in index.tensors.items()}
+    named = {name: NamedTensor(name, paths.get(name, (name,)), each) for name, each in tensors.items()}
+    stored: dict[str, StoredTensor] = {}
+    strides: Strides = {}
+
+    def prepare() -> None:
+        if index is not None:
+            stored.update(index.tensors)
+        else:
+            folder, metadata = checkpoint.folder, checkpoint.metadata
+            assert metadata is not None
+            stored.update(foreign.tensors_of(folder, metadata, named, strides, checkpoint.links))
+
+        files.hold(part.file for part, _, _ in _reads(stored, named.values()))
+
+    wanted = list(named.values())
+    with closing(OpenFiles(checkpoint.place, checkpoint.origin, checkpoint.fingerprint)) as files:
+        ranks.together(prepare)
+        ranks.together(lambda: _read_tensors(files, stored, wanted, strides, progress))

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 from pathlib import PurePosixPath
 from typing import Any, NoReturn
 
@@ -27,6 +25,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardwright.checkpoint.digests import Damaged
+from shardwright.checkpoint.index import check_coverage
+from shardwright.checkpoint.opcodes import check_operations, name_of_callable
+
+MOST_DIMS = 64
+BYTES_OF_PART = (
+    8  #: that any part takes in the file; a file of fewer names the same list of parts again and again
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ def parse_metadata(data: bytes) -> Metadata:
     Raises:
         Damaged: the bytes are no such file, name a class or function that none has, or contradict themselves.
     """
+    check_operations(data, ".metadata")
     try:
         read = _Unpickler(io.BytesIO(data)).load()
     except Damaged:
@@ -52,11 +58,12 @@ def parse_metadata(data: bytes) -> Metadata:
     except Exception as error:  # damaged bytes can raise nearly any exception
         raise Damaged(f"unreadable .metadata file ({type(error).__name__})") from error
     try:
+        _check_number(read, len(data))
         return _built(read)
     except Damaged as error:
-        raise Damaged(f"unreadable .metadata file: {error}") from None
+        raise Damaged(f"unreadable .metadata file: {error!s:.500}") from None
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, OverflowError) as error:
-        raise Damaged(f"unreadable .metadata file ({type(error).__name__}: {error})") from error
+        raise Damaged(f"unreadable .metadata file ({type(error).__name__}: {error!s:.500})") from error
 
 
 # -- unpickling --------------------------------------------------------------------------------------------------------
@@ -119,7 +126,9 @@ class _Unpickler(pickle.Unpickler):
             return self._classes[_CLASS_NAMES[module, name]]
         if module == "torch" and name in _DTYPES:
             return f"torch.{name}"  # a string: there is nothing that a file could call or change
-        raise Damaged(f".metadata names {module}.{name}, which no checkpoint uses; it was not called")
+        raise Damaged(
+            f".metadata names {name_of_callable(module, name)}, which no checkpoint uses; it was not called"
+        )
 
     def persistent_load(self, number: Any) -> NoReturn:
         raise Damaged(".metadata refers to objects outside it, which no checkpoint does")
@@ -157,7 +166,20 @@ def _count(value: Any, what: str) -> int:
 
 def _size(value: Any) -> torch.Size:
     (numbers,) = _state(value, "Size")
+    if len(_of(numbers, tuple, "sizes")) > MOST_DIMS:
+        raise Damaged(f"expected at most {MOST_DIMS} dimensions, found {len(numbers):,}")
     return torch.Size([_count(each, "a size") for each in _of(numbers, tuple, "sizes")])
+
+
+def _check_number(read: Any, nbytes: int) -> None:
+    """Check that the file describes no more parts than it has room for."""
+    entries = _of(_fields(read, "Metadata")["state_dict_metadata"], dict, "the list of values")
+    parts = 0
+    for entry in entries.values():
+        if _kind(entry) == "TensorStorageMetadata":
+            parts += len(_of(_fields(entry, "TensorStorageMetadata")["chunks"], list, "chunks"))
+    if parts * BYTES_OF_PART > nbytes:
+        raise Damaged(f"{parts:,} parts of tensors do not fit into {nbytes:,} bytes")
 
 
 def _built(read: Any) -> Metadata:
@@ -193,38 +215,9 @@ def _entry(name: str, value: Any) -> TensorStorageMetadata | BytesStorageMetadat
         ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"]))
         for chunk in (_fields(each, "ChunkStorageMetadata") for each in _of(fields["chunks"], list, "chunks"))
     ]
-    _check_chunks(name, size, chunks)
+    # torch's loader does not check; values of missing parts stay what they were.
+    check_coverage(name, size, [(chunk.offsets, chunk.sizes) for chunk in chunks])
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
-
-
-def _check_chunks(name: str, size: torch.Size, chunks: list[ChunkStorageMetadata]) -> None:
-    """Check that every element is in exactly one chunk. torch's loader does not check; missing parts keep old
-    values."""
-    for chunk in chunks:
-        if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(
-            offset + length > whole
-            for offset, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
-        ):
-            raise Damaged(f"{name!r} has a part outside its shape {tuple(size)}")
-    if sum(prod(chunk.sizes) for chunk in chunks) != prod(size) or _any_overlap(chunks):
-        raise Damaged(f"{name!r} of shape {tuple(size)} has parts that are missing or stored twice")
-
-
-def _any_overlap(chunks: Iterable[ChunkStorageMetadata]) -> bool:
-    """Whether two chunks share an element. Only neighbours along the first dimension are compared."""
-    boxes = sorted((tuple(c.offsets), tuple(c.sizes)) for c in chunks if prod(c.sizes))
-    if boxes and not boxes[0][0]:
-        return len(boxes) > 1
-    open_boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for box in boxes:
-        open_boxes = [each for each in open_boxes if each[0][0] + each[1][0] > box[0][0]]
-        if any(
-            all(a < b + n and b < a + m for a, m, b, n in zip(*box, *each, strict=True))
-            for each in open_boxes
-        ):
-            return True
-        open_boxes.append(box)
-    return False
 
 
 def _index(value: Any) -> MetadataIndex:

@@ -67,10 +67,10 @@ class Ranks:
     def together(self, action: Callable[[], T]) -> list[T]:
         """What ``action``, which does not communicate, returns on each rank. If it raises on one, all ranks raise."""
         result: Any = None
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             result = action()
-        except Exception as failure:
+        except BaseException as failure:  # also an interrupt: the other ranks would wait for this one
             error = failure
         if self.alone:
             if error is not None:
@@ -89,28 +89,34 @@ class Ranks:
         return outcomes[0]  # type: ignore[return-value]
 
 
-def raise_for(failures: list[tuple[int, int, str]], ranks: int, own: Exception | None) -> None:
-    """Raise the first failure. Each is a rank, the number of its kind, and its text."""
+def raise_for(failures: list[tuple[int, int, str]], ranks: int, own: BaseException | None) -> None:
+    """Raise the first failure. Each is a rank, the number of its kind, and its text. An interrupt stays one."""
+    if own is not None and not isinstance(own, Exception):
+        raise own
     rank, kind, text = min(failures, key=lambda each: (each[1], each[0]))
     same = len(failures) == ranks and all(each[2] == text for each in failures)
     message = text if same or text.startswith("rank ") else f"rank {rank}: {text}"
     raise _KINDS[kind](message) from own
 
 
-def described(error: Exception) -> tuple[int, str]:
+def described(error: BaseException) -> tuple[int, str]:
     """The number of an error's kind, and the error in one line: what :func:`raise_for` takes."""
     return _kind(error), _text(error)
 
 
-def _kind(error: Exception) -> int:
+def _kind(error: BaseException) -> int:
     return next((n for n, kind in enumerate(_KINDS) if n and isinstance(error, kind)), 0)
 
 
-def _text(error: Exception) -> str:
+def _text(error: BaseException) -> str:
     """The error in one line. Errors of the system name their file."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, KeyError) and error.args:
         return str(error.args[0])
     text = (str(error).strip().splitlines() or [""])[0]
-    return text if _kind(error) or type(error) is RuntimeError else f"{type(error).__name__}: {text}"
+    return (
+        text
+        if _kind(error) or type(error) is RuntimeError
+        else f"{type(error).__name__}: {text}".removesuffix(": ")
+    )

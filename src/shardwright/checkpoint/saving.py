@@ -1,8 +1,8 @@
 """Saves a nested state of all ranks as one checkpoint: planned, written by every rank, committed by the first.
 
 Every rank tells the first one which boxes it has. The first rank checks that they make up every tensor, gives each box
-to one of the ranks that have it, and at the end writes the index and renames the folder. A failure on any rank removes
-the unfinished folder and is raised on every rank.
+to one of the ranks that have it, and at the end writes the index and commits. A failure on any rank removes the
+unfinished files and is raised on every rank.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint import places
-from shardwright.checkpoint.digests import Damaged, Digest, check_digest, read_regular
-from shardwright.checkpoint.index import INDEX, Index, StoredValue, check_coverage, parse_index
-from shardwright.checkpoint.loading import check_parts, open_together
+from shardwright.checkpoint.digests import Damaged
+from shardwright.checkpoint.index import INDEX, VALUES, Index, StoredValue, check_coverage
+from shardwright.checkpoint.loading import check_parts, open_checkpoint, open_together, verify_descriptions
+from shardwright.checkpoint.places import Location, store_of
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.state import Box, NamedTensor, Progress, State, ignore
+from shardwright.checkpoint.stores import Store
 from shardwright.checkpoint.values import decoded, encoded
 from shardwright.checkpoint.writing import (
     Contents,
@@ -41,18 +43,20 @@ BoxName = tuple[str, tuple[int, ...], tuple[int, ...]]  #: name of the tensor, o
 
 
 def save_state(
-    path: Path,
+    path: Location,
     state: Mapping[str, Any],
     ranks: Ranks,
     *,
     overwrite: bool = False,
     verified: bool = False,
+    notes: Mapping[str, str] | None = None,
     progress: Progress = ignore,
 ) -> Index | None:
     """Write a checkpoint of a nested state. Every rank must call it. Returns the index on the first rank.
 
     With ``verified`` all that was written is read back and compared with its digests, each rank a share, before the
-    folder gets its name, and before anything that it replaces is touched.
+    checkpoint appears, and before anything that it replaces is touched.
+    ``notes`` are texts for :attr:`Index.about`, beside the versions of libraries.
 
     Raises:
         ValueError: a tensor or value cannot be stored, or the ranks' boxes do not make up a tensor.
@@ -60,20 +64,26 @@ def save_state(
         OSError: a file cannot be written, or holds other bytes when it is read back. The message names rank, file and
             reason. What was there is unchanged.
     """
-    plan = Plan.of(state, ranks)
+    plan = Plan.of(state, ranks, notes)
     with open_save(path, plan, ranks, overwrite) as folder:
         own: list[Written] = []
-        ranks.together(lambda: own.append(write_parts(folder, file_of_rank(ranks.rank), plan.own, progress)))
+
+        def write() -> None:
+            with unless_removed(path, folder):
+                own.append(write_parts(folder, file_of_rank(ranks.rank), plan.own, progress))
+
+        ranks.together(write)
         writes, index = ranks.at_first(own[0]), None
 
         def describe() -> None:
             nonlocal index
-            index = describe_parts(folder, plan.contents, writes or [])
+            with unless_removed(path, folder):
+                index = describe_parts(folder, plan.contents, writes or [])
 
         ranks.by_first(describe)
         if verified:
             _read_back_together(folder, ranks, progress)
-        ranks.by_first(lambda: _place(path, folder, plan.contents.attempt))
+        ranks.by_first(lambda: _commit(path, folder, plan.contents.attempt, overwrite))
         return index
 
 
@@ -85,7 +95,7 @@ class Plan:
     contents: Contents  #: complete on the first rank; of this rank alone on others
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], ranks: Ranks) -> Plan:
+    def of(cls, state: Mapping[str, Any], ranks: Ranks, notes: Mapping[str, str] | None = None) -> Plan:
         """Agree on what every rank writes.
 
         Raises:
@@ -125,7 +135,8 @@ class Plan:
         mine = ranks.from_first(shares)
         attempt = ranks.of_first(places.new_attempt())
         own = [PartToWrite(*name, parts[name].local) for name in mine]
-        return cls(own, Contents(attempt, ranks.size, whole or forms, values, about()))
+        texts = {**(notes or {}), **about()}
+        return cls(own, Contents(attempt, ranks.size, whole or forms, values, texts))
 
     @property
     def nbytes(self) -> int:
@@ -188,34 +199,57 @@ def _nbytes(forms: Mapping[str, Form], box: BoxName) -> int:
     return prod(box[2]) * forms[box[0]][1].itemsize
 
 
+def names_of_files(ranks: int) -> list[str]:
+    """Of a save by so many ranks, apart from what is for torch's reader."""
+    return [*map(file_of_rank, range(ranks)), VALUES, INDEX]
+
+
 @contextlib.contextmanager
-def open_save(path: Path, plan: Plan, ranks: Ranks, overwrite: bool) -> Iterator[Path]:
-    """The folder in which the ranks write, which every rank sees. It is removed if anything fails.
+def open_save(path: Location, plan: Plan, ranks: Ranks, overwrite: bool) -> Iterator[Store]:
+    """Where the ranks write, which every rank sees. It is removed if anything fails.
 
     Raises:
         FileExistsError, OSError: as :func:`save_state`.
     """
-    attempt = plan.contents.attempt
-    folder = places.partial_folder(path, attempt)
-    ranks.by_first(lambda: places.begin(path, attempt, plan.nbytes, overwrite))
+    attempt, place = plan.contents.attempt, store_of(path)
+    unfinished = place.unfinished(attempt)
     try:
-        ranks.together(lambda: _check_seen(folder))
-        yield folder
+        ranks.by_first(lambda: place.begin(attempt, plan.nbytes, overwrite))
+        first = ranks.of_first(str(place))
+
+        def see() -> None:
+            try:
+                unfinished.check_seen()
+            except OSError:
+                if str(place) != first:
+                    raise ValueError(
+                        f"this rank saves to {place}, and rank 0 to {first}. Pass the same path on every rank"
+                    ) from None
+                raise
+
+        ranks.together(see)
+        yield unfinished
     except BaseException:
         if ranks.is_first:
-            places.abandon(folder)
+            unfinished.abandon(names_of_files(ranks.size))
         raise
 
 
-def _check_seen(folder: Path) -> None:
-    if not folder.is_dir():
+@contextlib.contextmanager
+def unless_removed(path: Location, unfinished: Store) -> Iterator[None]:
+    """Raise an OSError that explains it if the block fails because another save has removed what this one writes."""
+    try:
+        yield
+    except (OSError, Damaged) as error:
+        if not unfinished.is_removed():
+            raise
         raise OSError(
-            f"{folder} is not there, though the first rank has made it: all ranks must save to a file system that they "
-            "share"
-        )
+            f"{path}: what this save had written was removed, by another program that saves to the same path or "
+            "deletes files there. Let one program at a time save to a path"
+        ) from error
 
 
-def describe_parts(folder: Path, contents: Contents, writes: list[Written]) -> Index:
+def describe_parts(folder: Store, contents: Contents, writes: list[Written]) -> Index:
     """Describe what each rank has written into ``folder``, and check that it is whole.
 
     Raises:
@@ -224,18 +258,28 @@ def describe_parts(folder: Path, contents: Contents, writes: list[Written]) -> I
     """
     for each in writes:
         if not each.parts:
-            (folder / each.file).unlink()
+            folder.remove(each.file)
     index = write_descriptions(folder, contents, [each for each in writes if each.parts])
     for name, file in index.files.items():
-        if (nbytes := (folder / name).stat().st_size) != file.nbytes:
-            raise OSError(f"{folder / name}: {nbytes:,} bytes are there, {file.nbytes:,} were written")
+        try:
+            nbytes = folder.size(name)
+        except Damaged as problem:
+            raise OSError(f"{folder}/{name}: {problem}") from None
+        if nbytes != file.nbytes:
+            raise OSError(f"{folder}/{name}: {nbytes:,} bytes are there, {file.nbytes:,} were written")
     return index
 
 
 def commit_parts(
-    path: Path, folder: Path, contents: Contents, writes: list[Written], *, verified: bool = False
+    path: Location,
+    folder: Path | Store,
+    contents: Contents,
+    writes: list[Written],
+    *,
+    overwrite: bool,
+    verified: bool = False,
 ) -> Index:
-    """Describe what each rank has written into ``folder``, check that it is whole, and give the folder its name.
+    """Describe what each rank has written into ``folder``, check that it is whole, and commit it.
 
     With ``verified`` the descriptions are read back, too. The ranks have read back their own files.
 
@@ -244,18 +288,17 @@ def commit_parts(
             read back. What was at ``path`` is unchanged.
         RuntimeError: as :func:`describe_parts`.
     """
-    index = describe_parts(folder, contents, writes)
-    if verified:
-        with _other_bytes(folder):
-            parse_index(read_regular(folder / INDEX))
-            for name, file in index.files.items():
-                if not file.has_parts:
-                    check_digest(folder / name, Digest(file.nbytes, file.sha256))
-    _place(path, folder, contents.attempt)
+    unfinished = store_of(folder)
+    with unless_removed(path, unfinished):
+        index = describe_parts(unfinished, contents, writes)
+        if verified:
+            with _other_bytes(folder):
+                verify_descriptions(open_checkpoint(unfinished))
+    _commit(path, unfinished, contents.attempt, overwrite)
     return index
 
 
-def read_back(folder: Path, written: Written) -> None:
+def read_back(folder: Path | Store, written: Written) -> None:
     """Compare a rank's file with the digests that were taken when it was written.
 
     Raises:
@@ -264,10 +307,10 @@ def read_back(folder: Path, written: Written) -> None:
     drop_from_cache(folder, written.file)
     with _other_bytes(folder):
         if written.parts:
-            check_parts(folder / written.file, [part for _, part in written.parts])
+            check_parts(folder, written.file, [part for _, part in written.parts])
 
 
-def _read_back_together(folder: Path, ranks: Ranks, progress: Progress) -> None:
+def _read_back_together(folder: Store, ranks: Ranks, progress: Progress) -> None:
     """Raise OSError on every rank if a file does not hold what was written. Each rank reads a share."""
     ranks.together(lambda: drop_from_cache(folder, file_of_rank(ranks.rank)))
     with _other_bytes(folder):
@@ -275,13 +318,16 @@ def _read_back_together(folder: Path, ranks: Ranks, progress: Progress) -> None:
 
 
 @contextlib.contextmanager
-def _other_bytes(folder: Path) -> Iterator[None]:
+def _other_bytes(folder: Path | Store) -> Iterator[None]:
     try:
         yield
     except Damaged as problem:
         raise OSError(f"{folder}: read back after it was written, {problem}") from problem
 
 
-def _place(path: Path, folder: Path, attempt: str) -> None:
-    places.commit(folder, path)
-    places.remove_leftovers(path, attempt)
+def _commit(path: Location, folder: Store, attempt: str, overwrite: bool) -> None:
+    place = store_of(path)
+    place.check_free(overwrite)  # since the begin of the save something may have come there
+    with unless_removed(path, folder):
+        place.commit(folder, overwrite)
+    place.remove_leftovers(attempt)

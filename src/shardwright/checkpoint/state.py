@@ -6,7 +6,7 @@ of it without tensors is one value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Partial
 
 from shardwright._torch import boxes_to_load, boxes_to_save
 from shardwright.checkpoint.index import Path, StoredValue, name_of
+from shardwright.checkpoint.values import DEEPEST
 
 PART_BYTES = (
     32 << 20
@@ -30,6 +31,13 @@ class Box(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     local: Tensor
+
+
+def meet(offsets: Sequence[int], sizes: Sequence[int], box: Box) -> bool:
+    """Whether a part of a tensor has an element in a box."""
+    return all(
+        a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, box.offsets, box.sizes, strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,7 @@ class State:
         """Take a nested state apart.
 
         Raises:
-            ValueError: two entries have the same name.
+            ValueError: two entries have the same name, or a dict with tensors has other keys than strings and integers.
         """
         tensors: dict[str, NamedTensor] = {}
         values: dict[str, StoredValue] = {}
@@ -114,10 +122,17 @@ class State:
 
 def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
     """Tensors, and the largest parts without tensors. The keys of the state itself are always separate."""
-    if isinstance(value, Tensor) or (path and not _has_tensors(value)):
+    if len(path) > DEEPEST:
+        raise _too_deep(path)
+    if isinstance(value, Tensor) or (path and not _has_tensors(value, path)):
         yield path, value
     elif isinstance(value, Mapping):
         for key, each in value.items():
+            if type(key) is not int and not isinstance(key, str):
+                raise ValueError(
+                    f"{name_of(path) or 'the state'} has the key {key!r} in a dict with tensors, where keys are "
+                    "strings or integers. Make it a string"
+                )
             step = (key,) if type(key) is int else str(key)
             yield from _leaves((*path, step), each)
     else:
@@ -125,12 +140,20 @@ def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
             yield from _leaves((*path, number), each)
 
 
-def _has_tensors(value: Any) -> bool:
+def _has_tensors(value: Any, path: Path, depth: int = 0) -> bool:
+    if depth > DEEPEST:
+        raise _too_deep(path)
     if isinstance(value, Mapping):
-        return any(map(_has_tensors, value.values()))
+        return any(_has_tensors(each, path, depth + 1) for each in value.values())
     if isinstance(value, (list, tuple)):
-        return any(map(_has_tensors, value))
+        return any(_has_tensors(each, path, depth + 1) for each in value)
     return isinstance(value, Tensor)
+
+
+def _too_deep(path: Path) -> ValueError:
+    return ValueError(
+        f"{name_of(path)[:200]} holds itself, or is more than {DEEPEST} values deep, which a checkpoint cannot hold"
+    )
 
 
 def nested(leaves: Mapping[Path, Any]) -> Any:

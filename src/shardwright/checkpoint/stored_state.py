@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
+from math import prod
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.loading import Checkpoint
 from shardwright.checkpoint.state import State
+from shardwright.checkpoint.stores import Store
 
 
 class Stored:
@@ -22,7 +23,7 @@ class Stored:
         values: the values; none of a folder by torch's writer, where reading them comes later.
     """
 
-    def __init__(self, folder: Path, checkpoint: Checkpoint) -> None:
+    def __init__(self, folder: Store, checkpoint: Checkpoint) -> None:
         self.folder = folder
         self.tensors = checkpoint.shapes()
         self.names = checkpoint.names()
@@ -38,6 +39,14 @@ class Stored:
             return True
         return any(each.startswith(f"{full}.") for each in self.names)
 
+    def has_part(self, part: str) -> bool:
+        """Whether there is anything in a part."""
+        return any(name == part or name.startswith(f"{part}.") for name in self.names)
+
+    def parts(self) -> str:
+        """What the checkpoint has, in words."""
+        return ", ".join(sorted({name.partition(".")[0] for name in self.names}))[:200] or "nothing"
+
     def value(self, key: str, name: str) -> Any:
         """A value by its last key; None if there is none."""
         within = self.values.get(key)
@@ -47,12 +56,24 @@ class Stored:
         """A tensor to read into for each stored one below ``part``, by the rest of its name.
 
         It is the one in ``own`` with the same name, or a new one on the host.
+
+        Raises:
+            ValueError: there is no memory for a new one.
         """
         return {
-            name.removeprefix(f"{part}."): own[name] if name in own else torch.empty(shape, dtype=dtype)
+            name.removeprefix(f"{part}."): own[name] if name in own else self._new(name, dtype, shape)
             for name, (dtype, shape) in self.tensors.items()
             if name.startswith(f"{part}.")
         }
+
+    def _new(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        try:
+            return torch.empty(shape, dtype=dtype)
+        except (RuntimeError, MemoryError, OverflowError):
+            nbytes = prod(shape) * dtype.itemsize
+            raise ValueError(
+                f"{self.folder}: there is no memory for {name!r}, which holds {nbytes:,} bytes"
+            ) from None
 
     def fitting(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those that have the dtype and shape of the stored ones."""

@@ -1,4 +1,4 @@
-"""``save_checkpoint`` and ``load_checkpoint``: the state of a training run in one folder.
+"""``save_checkpoint`` and ``load_checkpoint``: the state of a training run in one folder, or behind one URL.
 
     sw.save_checkpoint("step-100", model, optimizer, extra={"scheduler": scheduler, "step": 100})
     extra = sw.load_checkpoint("step-100", model, optimizer, extra={"scheduler": scheduler})
@@ -8,10 +8,11 @@ The model may be sharded by Shardwright or FSDP2, wrapped by FSDP1 or DDP, or pl
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -23,15 +24,33 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from shardwright.checkpoint.arguments import (
+    check_model_and_extra,
+    check_same,
+    is_stateful,
+    place_of,
+    reason_of,
+    refuse_sharded_optimizers,
+    summary,
+    with_states,
+)
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.generators import (
+    check_generator_states,
     derived_seed,
     generator_states,
     seed_generators,
     set_generator_states,
 )
 from shardwright.checkpoint.hooks import HOOKS, HooksToLoad, hook_states
-from shardwright.checkpoint.loading import Checkpoint, load_state, open_checkpoint
+from shardwright.checkpoint.loading import (
+    Checkpoint,
+    check_lengths,
+    check_same_description,
+    check_tensors,
+    load_state,
+    open_checkpoint,
+)
 from shardwright.checkpoint.optimizers import (
     OPTIMIZER,
     as_optimizers,
@@ -44,8 +63,11 @@ from shardwright.checkpoint.optimizers import (
 )
 from shardwright.checkpoint.ranks import Ranks
 from shardwright.checkpoint.saving import save_state
+from shardwright.checkpoint.settings import check_states
 from shardwright.checkpoint.state import State
 from shardwright.checkpoint.stored_state import Stored
+from shardwright.checkpoint.stores import Store
+from shardwright.checkpoint.unreplaced import replaced, unless_replaced
 from shardwright.engine.tensors.parameter import has_no_values
 from shardwright.engine.unit.owning import units_of
 
@@ -70,14 +92,16 @@ def save_checkpoint(
     ``torch.distributed.checkpoint`` (keys ``model``, ``optimizer``, ``extra``).
 
     Args:
-        path: the new folder, on a file system that all ranks share.
+        path: the new folder, on a file system that all ranks share; or a URL that fsspec knows, such as
+            ``s3://bucket/run-7/step-100``. Behind a URL the checkpoint appears with its last object, ``index.json``.
         model: sharded, wrapped or plain.
         optimizer: of the model's parameters, one or several. State that does not exist yet is not stored. The state of
             gradient hooks, such as the errors that they add to later gradients, is stored with the model.
         extra: tensors, plain values (numbers, strings, lists, tuples, dicts) and objects with ``state_dict``, such as a
             schedule of learning rates or a copy of the model. The first rank's values are stored.
         generators: store the random generators of every rank.
-        overwrite: replace a checkpoint at ``path``. It stays until the new one is on disk.
+        overwrite: replace a checkpoint at ``path``. It stays until the new one is on disk. Behind a URL only what an
+            interrupted save has left and a damaged checkpoint are replaced: there is no rename.
         process_group: of the ranks that have the model. Default: all ranks; without a process group this process.
 
     Raises:
@@ -86,9 +110,8 @@ def save_checkpoint(
         OSError: on every rank. The message names rank, file and reason. What was at ``path`` is unchanged.
     """
     ranks = Ranks(process_group)
-    save_state(
-        Path(path), state_to_save(model, optimizer, extra, generators, ranks), ranks, overwrite=overwrite
-    )
+    place = place_of(path, ranks)
+    save_state(place, state_to_save(model, optimizer, extra, generators, ranks), ranks, overwrite=overwrite)
 
 
 def state_to_save(
@@ -106,8 +129,9 @@ def state_to_save(
     state: dict[str, Any] = {}
 
     def take() -> tuple[Any, ...]:
+        check_model_and_extra(model, extra)
         optimizers, more = as_optimizers(optimizer), extra or {}
-        _refuse_optimizers(more)
+        refuse_sharded_optimizers(more)
         for unit in units_of(model):
             unit.refuse_unsharded("save_checkpoint of")
             unset = unit.without_values()
@@ -117,16 +141,14 @@ def state_to_save(
         state[MODEL] = _model_state(model)
         if optimizers:
             state[OPTIMIZER] = state_of_optimizers(model, optimizers)
-        state[EXTRA] = {
-            key: value.state_dict() if _is_stateful(value) else value for key, value in more.items()
-        }
+        state[EXTRA] = with_states(more)
         if hooks := hook_states(model):
             state[HOOKS] = hooks
         if generators:
             state[GENERATORS] = {f"rank{ranks.rank}": generator_states()}
-        return _arguments(optimizers, more, generators)
+        return summary(optimizers, more, generators)
 
-    _check_same(ranks.together(take))
+    check_same(ranks.together(take))
     return state
 
 
@@ -140,37 +162,6 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
 
 def _without_values(name: str, what: str) -> str:
     return f"{name} has no values {what}, since the model is deferred or on meta. Call sw.materialize(model) first"
-
-
-def _arguments(
-    optimizers: Sequence[Optimizer], extra: Mapping[str, Any], generators: bool
-) -> tuple[Any, ...]:
-    return [type(each).__name__ for each in optimizers], sorted(map(str, extra)), generators
-
-
-def _check_same(arguments: Sequence[tuple[Any, ...]]) -> None:
-    """Raise ValueError if a rank has passed other arguments than the first one."""
-    for rank, theirs in enumerate(arguments):
-        for what, one, other in zip(("optimizer", "extra", "generators"), arguments[0], theirs, strict=True):
-            if one != other:
-                raise ValueError(
-                    f"{what}: rank {rank} has passed {other}, and rank 0 {one}. Pass the same on every rank"
-                )
-
-
-def _refuse_optimizers(extra: Mapping[str, Any]) -> None:
-    for key, value in extra.items():
-        if isinstance(value, Optimizer) and any(
-            hasattr(p, "full_tensor") for group in value.param_groups for p in group["params"]
-        ):
-            raise ValueError(
-                f"extra[{key!r}] is the optimizer of a sharded model, whose state has other forms on other ranks. Pass "
-                "it with the others: optimizer=[...]"
-            )
-
-
-def _is_stateful(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def load_checkpoint(
@@ -188,9 +179,10 @@ def load_checkpoint(
     folders of ``torch.distributed.checkpoint`` with the keys ``model`` and ``optimizer``; nothing in them is called.
 
     Args:
-        path: the folder.
+        path: the folder or URL.
         model: with the parameters and buffers of the saved one, sharded in any way, on any number of ranks.
-        optimizer: the saved kind, with the saved parameters. Rates and other settings of its groups are restored.
+        optimizer: the saved kind, with the saved parameters. Leave it out if the checkpoint holds none. Rates and other
+            settings of its groups are restored.
             A parameter without state in the checkpoint has none afterwards. Gradients stay as they are.
         extra: objects with ``load_state_dict`` and tensors, by the keys of the save. They are restored in place.
         generators: restore the random generators: exactly at the saved number of ranks. At another number each rank
@@ -202,62 +194,135 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: there is no checkpoint.
+        OSError: another program has replaced the checkpoint while it was read, or a store behind a URL does not answer.
+            Nothing was changed, except when a store fails or a checkpoint behind a URL is deleted during the reads.
         ValueError: the checkpoint is damaged (then it is a :class:`Damaged`), or of another model or optimizer. The
             message names the file or tensor. Nothing was changed.
     """
-    folder, ranks = Path(path), Ranks(process_group)
-    optimizers, more = as_optimizers(optimizer), extra or {}
+    ranks = Ranks(process_group)
+    place = place_of(path, ranks)
+    with ExitStack() as undo:
+        try:
+            result = _load(place, model, optimizer, extra or {}, generators, ranks, undo)
+        except Damaged as problem:
+            raise Damaged(f"{place}: {problem}") from problem
+        undo.pop_all()
+    return result
+
+
+def _load(
+    folder: Store,
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None,
+    extra: Mapping[str, Any],
+    generators: bool,
+    ranks: Ranks,
+    undo: ExitStack,
+) -> dict[str, Any]:
+    """:func:`load_checkpoint`. ``undo`` gets what gives objects of ``extra`` their present state back."""
     opened: list[Checkpoint] = []
     state: dict[str, Any] = {}
-    mine: dict[str, Any] = {}
+    own: dict[str, Tensor] = {}
+
+    optimizers: list[Optimizer] = []
 
     def look() -> tuple[Any, ...]:
-        _refuse_optimizers(more)
+        check_model_and_extra(model, extra)
+        optimizers.extend(as_optimizers(optimizer))
+        refuse_sharded_optimizers(extra)
         _refuse_in_a_step(model)
         opened.append(open_checkpoint(folder))
+        with unless_replaced(opened[0].origin, opened[0].fingerprint):
+            check_lengths(opened[0])  # before there is memory for what it says
         state[MODEL] = _model_state(model)
-        mine.update({key: each.state_dict() if _is_stateful(each) else each for key, each in more.items()})
-        return _arguments(optimizers, more, generators)
+        return summary(optimizers, extra, generators), (opened[0].fingerprint, str(folder))
 
-    _check_same(ranks.together(look))
+    looks = ranks.together(look)
+    check_same([arguments for arguments, _ in looks])
+    check_same_description([found for _, found in looks])
     stored = Stored(folder, opened[0])
-    state[EXTRA] = stored.room(EXTRA, _own_tensors(stored, mine, more))
     hooks = HooksToLoad(model, stored)
-    state[HOOKS] = hooks.tensors()
     saved_ranks = _saved_ranks(stored.tensors) if generators else 0
-    own = f"rank{ranks.rank if saved_ranks == ranks.size else 0}"
-    state[GENERATORS] = {own: stored.room(f"{GENERATORS}.{own}", {})} if saved_ranks else {}
+    mine = f"rank{ranks.rank if saved_ranks == ranks.size else 0}"
+
+    def make_room() -> None:
+        if optimizers and not stored.has_part(OPTIMIZER):
+            raise ValueError(
+                f"{folder} holds no optimizer: it has {stored.parts()}. Leave optimizer out to load the rest"
+            )
+        own.update(_own_tensors(stored, with_states(extra), extra))
+        state[EXTRA] = stored.room(EXTRA, own)
+        state[HOOKS] = hooks.tensors()
+        state[GENERATORS] = {mine: stored.room(f"{GENERATORS}.{mine}", {})} if saved_ranks else {}
+
+    ranks.together(make_room)
+    new = {id(each) for name, each in state[EXTRA].items() if f"{EXTRA}.{name}" not in own}
+    new |= {id(each) for each in state[GENERATORS].get(mine, {}).values()}
+    objects = {key: each for key, each in extra.items() if is_stateful(each)}
+    #: Their tensors are read in place, after all that can be refused.
+    late = [key for key in objects if any(f"{name}.".startswith(f"{EXTRA}.{key}.") for name in own)]
 
     with room_for_state(model, optimizers, stored) as room:
-        parts = {MODEL, OPTIMIZER} if optimizers else {MODEL}
         if optimizers:
             groups = stored.room(GROUPS, stored.fitting(group_tensors(room["param_groups"])))
             state[OPTIMIZER] = {"state": room["state"], "param_groups": groups}
 
-        def fits(_: Checkpoint) -> None:
-            stored.check_names(parts, state)
+        def fits(again: Checkpoint) -> None:
+            if again.fingerprint != opened[0].fingerprint:
+                raise replaced(folder)
+            check_tensors(folder, again, State.of({MODEL: state[MODEL]}).tensors)  # it explains what follows
+            stored.check_names({MODEL, OPTIMIZER} if optimizers else {MODEL}, state)
             stored.check_values(MODEL, state[MODEL])
-            _check_extra(stored, more)
+            _check_extra(stored, extra)
             if optimizers and GROUPS in stored.values:
                 check_groups(room["param_groups"], stored.values[GROUPS])
 
-        content = load_state(folder, state, ranks, check=fits)
-        if optimizers:
-            groups = stored_groups(content.get(OPTIMIZER, {}), room["param_groups"])
-            ranks.together(lambda: check_groups(room["param_groups"], groups))
+        def accept(content: Mapping[str, Any]) -> None:
+            parts = {part: _mapping(content.get(part, {}), part) for part in (MODEL, OPTIMIZER, EXTRA, HOOKS)}
+            if optimizers:
+                check_groups(room["param_groups"], stored_groups(parts[OPTIMIZER], room["param_groups"]))
+                check_states(parts[OPTIMIZER].get("state", {}), room)
+            if saved_ranks:
+                check_generator_states(_mapping(content[GENERATORS], GENERATORS)[mine])
+            first = {key: each for key, each in objects.items() if key not in late}
+            _restore_objects(folder, first, parts[EXTRA], undo)
+
+        content = load_state(
+            folder, state, ranks, check=fits, first=lambda each: id(each.tensor) in new, accept=accept
+        )
         read = content.get(MODEL, {})
         values = {name: read.get(name, value) for name, value in state[MODEL].items()}
         set_model_state_dict(model, values, options=StateDictOptions(strict=True))
         if optimizers:
             set_optimizers(model, optimizers, room, content.get(OPTIMIZER, {}))
     result: dict[str, Any] = content.get(EXTRA, {})
-    for key, value in more.items():
-        if _is_stateful(value):
-            value.load_state_dict(result[key])
+    _restore_objects(folder, {key: objects[key] for key in late}, result, undo)
     hooks.restore(content.get(HOOKS, {}), ranks)
     if saved_ranks:
-        _restore_generators(content[GENERATORS][own], saved_ranks, ranks)
+        _restore_generators(content[GENERATORS][mine], saved_ranks, ranks)
     return result
+
+
+def _restore_objects(
+    folder: Store, objects: Mapping[str, Any], stored: Mapping[str, Any], undo: ExitStack
+) -> None:
+    """Give objects their stored states. ``undo`` gets what gives them their present ones back."""
+    for key, value in objects.items():
+        if key not in stored:
+            raise Damaged(f"extra {key!r} is stored in an unknown form")
+        undo.callback(value.load_state_dict, copy.deepcopy(value.state_dict()))
+        try:
+            value.load_state_dict(stored[key])
+        except Exception as error:
+            raise ValueError(
+                f"{folder}: extra {key!r} cannot be restored by its {type(value).__name__} ({reason_of(error)})"
+            ) from error
+
+
+def _mapping(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Damaged(f"expected {name} as a dict, found {type(value).__name__}")
+    return value
 
 
 def _refuse_in_a_step(model: nn.Module) -> None:
@@ -275,7 +340,7 @@ def _own_tensors(stored: Stored, states: Mapping[str, Any], extra: Mapping[str, 
     own: dict[str, Tensor] = {}
     for key, value in states.items():
         tensors = {name: each.tensor for name, each in State.of({EXTRA: {key: value}}).tensors.items()}
-        if _is_stateful(extra[key]):
+        if is_stateful(extra[key]):
             tensors = {
                 name: each for name, each in stored.fitting(tensors).items() if hasattr(each, "full_tensor")
             }
@@ -286,9 +351,16 @@ def _own_tensors(stored: Stored, states: Mapping[str, Any], extra: Mapping[str, 
 def _check_extra(stored: Stored, extra: Mapping[str, Any]) -> None:
     for key, value in extra.items():
         if not stored.has(EXTRA, str(key)) and (
-            _is_stateful(value) or State.of({EXTRA: {key: value}}).tensors
+            is_stateful(value) or State.of({EXTRA: {key: value}}).tensors
         ):
-            raise ValueError(f"{stored.folder} has no extra {key!r}")
+            raise ValueError(f"{stored.folder} has no extra {key!r}; it has {_keys(stored)}")
+
+
+def _keys(stored: Stored) -> str:
+    within = stored.values.get(EXTRA)
+    keys = {name.split(".")[1] for name in stored.names if name.startswith(f"{EXTRA}.")}
+    keys |= set(within if isinstance(within, Mapping) else ())
+    return ", ".join(map(repr, sorted(keys, key=repr)))[:200] or "none"
 
 
 def _saved_ranks(stored: Mapping[str, Any]) -> int:
@@ -297,10 +369,7 @@ def _saved_ranks(stored: Mapping[str, Any]) -> int:
 
 def _restore_generators(states: Mapping[str, Tensor], saved_ranks: int, ranks: Ranks) -> None:
     if saved_ranks == ranks.size:
-        try:
-            set_generator_states(states)
-        except (RuntimeError, TypeError, ValueError, LookupError) as error:
-            raise Damaged(f"the state of a random generator cannot be restored: {error}") from None
+        set_generator_states(states)
         return
     seed_generators(derived_seed(states, ranks.rank, ranks.size))
     if ranks.is_first:

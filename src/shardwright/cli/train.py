@@ -32,7 +32,7 @@ def _run(call: Call) -> int:
                 raise
             from shardwright.train.launch import refuse_config
 
-            return refuse_config(error, wants_traceback(call.arguments))
+            return refuse_config(error, call.options.resume, wants_traceback(call.arguments))
 
         from shardwright.train.launch import run_train
 

@@ -392,6 +392,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: expected UTF-8 text, found other bytes at offset {error.start}") from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: expected TOML: {_lower_first(str(error))}") from None
+    except ValueError:  # Python reads no integers of more than 4,300 digits
+        raise UserError(
+            f"{path}: expected integers of usual size, found one of thousands of digits"
+        ) from None
+    except RecursionError:
+        raise UserError(f"{path}: found lists or tables that are too deep inside one another") from None
 
 
 def _override(values: dict[str, Any], key: str, text: str) -> None:
@@ -551,7 +557,7 @@ def _remedy(key: str, info: FieldInfo | None, detail: ErrorDetails) -> str:
         near = f"[[{key}s]]" if _field_at(f"{key}s".split(".")) else f"[{key}]"
         return f"; write {near}"
     if kind == "tuple_type" and isinstance(value, str):
-        return f"; write [{toml_value(value)}]"
+        return f"; write [{toml_value(value)}]" if len(value) < 200 else "; put it into brackets"
     plain = kind in ("int_type", "float_type", "bool_type") and str not in get_args(info.annotation)
     if isinstance(value, str) and plain:
         parsed = _value_of(value, takes_text=False)

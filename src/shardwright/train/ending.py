@@ -16,10 +16,9 @@ from typing import Literal, NamedTuple
 import torch.distributed as dist
 
 from shardwright.train.errors import UserError
-from shardwright.train.resuming import resume_command
+from shardwright.train.resuming import to_continue
 from shardwright.train.runs import RunFolder
 from shardwright.train.statuses import DONE, FAILED, STOPPED, TRY_AGAIN, USER_ERROR, End, is_saved
-from shardwright.train.steps import saved_steps
 from shardwright.train.stop import SIGNALS, status_of_signal
 
 LOG_TAIL = 12
@@ -32,7 +31,7 @@ class Complaint:
 
     rank: int
     order: int
-    kind: Literal["user", "nonfinite", "lost contact", "interrupted", "error"]
+    kind: Literal["user", "passing", "nonfinite", "lost contact", "interrupted", "error"]
     message: str
     trace: str
 
@@ -71,14 +70,21 @@ def judge(ending: Ending) -> End:
     if all(status == DONE for status in ending.statuses.values()):
         return End(DONE, "done")
     number = ending.first_signal
-    if ranks_have_said_it(ending):
+    if _have_stopped(ending):
+        status = max(ending.statuses.values())
         asked = "a signal" if number is None else signal.Signals(number).name
-        return End(max(ending.statuses.values()), f"stopped by {asked}; the state is saved")
+        if ranks_have_said_it(ending):
+            return End(status, f"stopped by {asked}; the state is saved")
+        # A second signal came to the ranks, but not to the launcher.
+        return End(status, f"stopped by {asked} without saving: a second signal")
     user = next((complaint for complaint in ending.complaints if complaint.kind == "user"), None)
     if user is not None:
         return End(USER_ERROR, user.message, user.rank)
     if number is not None and _ended_by_signal(ending):
         return _stopped_early(ending, number)
+    passing = next((complaint for complaint in ending.complaints if complaint.kind == "passing"), None)
+    if passing is not None:  # on all ranks
+        return End(TRY_AGAIN, passing.message)
     nonfinite = next((complaint for complaint in ending.complaints if complaint.kind == "nonfinite"), None)
     if nonfinite is not None:  # on all ranks
         return End(FAILED, nonfinite.message)
@@ -88,6 +94,10 @@ def judge(ending: Ending) -> End:
 
 def ranks_have_said_it(ending: Ending) -> bool:
     """Whether the ranks have saved and left, and the first one has printed so."""
+    return _have_stopped(ending) and is_saved(ending.folder)
+
+
+def _have_stopped(ending: Ending) -> bool:
     return not ending.hurried and all(status in (DONE, *STOPPED) for status in ending.statuses.values())
 
 
@@ -125,7 +135,10 @@ def conclude(ending: Ending, end: End, debug: bool, note: str = "") -> int:
     if end.rank is None and end.status == FAILED:
         return fail(end.reason + (f". The job has ended{note}" if note else ""))
     if end.rank is None:
-        print("\n".join([end.reason, *_to_continue(ending)]), file=sys.stderr, flush=True)
+        failed = ending.first_signal is None
+        reason = f"error: {end.reason}; the job has ended{note}" if failed else end.reason
+        lines = [reason, *to_continue(ending.folder, len(ending.statuses))]
+        print("\n".join(lines), file=sys.stderr, flush=True)
     else:
         print(f"error: {_diagnosis(ending, end, note)}", file=sys.stderr, flush=True)
     return end.status
@@ -148,18 +161,7 @@ def _diagnosis(ending: Ending, end: End, note: str) -> str:
     tail = _tail(log_of(ending.logs, end.rank))
     if tail:
         lines += [f"the end of its log {log_of(ending.logs, end.rank)}:", *("  " + line for line in tail)]
-    return "\n".join([*lines, *_to_continue(ending)])
-
-
-def _to_continue(ending: Ending) -> list[str]:
-    """The newest checkpoint, and the command that continues from it. Empty if there is none."""
-    steps = saved_steps(ending.folder.checkpoints)
-    if not steps:
-        return []
-    return [
-        f"step {steps[0]} is saved; to continue:",
-        f"  {resume_command(ending.folder, len(ending.statuses))}",
-    ]
+    return "\n".join([*lines, *to_continue(ending.folder, len(ending.statuses))])
 
 
 class Culprit(NamedTuple):

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -44,7 +45,7 @@ from shardwright.train.restarts import Attempt, Restarts, place_in_words
 from shardwright.train.runs import CONTINUE, RunFolder, discard_if_unused, now, open_folder
 from shardwright.train.sinks import check_packages
 from shardwright.train.starting import START
-from shardwright.train.statuses import DONE, STOPPED, remove_exit, write_exit
+from shardwright.train.statuses import DONE, STOPPED, End, remove_exit, write_exit
 from shardwright.train.steps import recorded_step
 from shardwright.train.stop import Signals
 from shardwright.train.writing import writing
@@ -79,9 +80,9 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
         folder, lock = open_folder(config, resume)
     with lock:
         try:
+            remove_exit(folder)
             if resume is not None:
                 repair_record(folder)
-            remove_exit(folder)
             _stay_local()
             if alone is None:
                 # The ranks would find these, after the seconds that they need to start.
@@ -90,7 +91,9 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
                     check_steps(config, folder)
                 return _launch_until_done(config, folder, Attempt(attempt, ranks, tuple(without_nproc(argv))))
             return alone(config, folder, resume is not None, attempt)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, UserError) and not folder.exit_file.exists():
+                write_exit(folder, End(error.status, str(error)), attempt)
             discard_if_unused(folder, lock)
             raise
 
@@ -101,14 +104,14 @@ def _with_packages(config: Config) -> Config:
     return config
 
 
-def refuse_config(error: UserError, debug: bool) -> int:
+def refuse_config(error: UserError, resume: str | None, debug: bool) -> int:
     """As a rank that could not read its configuration: let the other ranks know, and return the exit status."""
     check_environment()
 
     def unreadable() -> NoReturn:
         raise error
 
-    return _rank().run_rank(unreadable, None, debug)
+    return _rank().run_rank(unreadable, resume, debug)
 
 
 def _rank() -> ModuleType:
@@ -157,6 +160,7 @@ def _launch_until_done(config: Config, folder: RunFolder, attempt: Attempt) -> i
     # torch's handlers would unwind the launcher; ours store the signals over all attempts.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     restarts = Restarts(config.fault, lambda fewer: _can_run(config, fewer))
+    sessions_before = sessions_of(folder)
     with Signals() as signals:
         while True:
             sessions = sessions_of(folder)
@@ -169,9 +173,9 @@ def _launch_until_done(config: Config, folder: RunFolder, attempt: Attempt) -> i
             if end.status != DONE:
                 close_session(folder, end.reason, sessions)
             if not next_ranks:
-                write_exit(folder, end, attempt.number)
+                write_exit(folder, replace(end, reason=end.reason + note), attempt.number)
                 return conclude(ending, end, "--debug" in attempt.arguments, note)
-            attempt = attempt.after(end, next_ranks, folder)
+            attempt = attempt.after(end, next_ranks, folder, sessions_of(folder) > sessions_before)
             print(
                 f"restart {restarts.count} of {config.fault.max_restarts}: {end.reason}, after step {step}; "
                 f"{place_in_words(folder)} on {counted(next_ranks, 'rank')} (log: {ending.logs})",

@@ -22,13 +22,16 @@ from shardwright.extend.registry import in_words
 from shardwright.train import checkpoint, metrics, plan_picture, report
 from shardwright.train.activations import Recompiles
 from shardwright.train.answers import Answers
-from shardwright.train.checks import no_more_steps
+from shardwright.train.checks import no_more_steps, only_end_is_missing
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset
 from shardwright.train.data.statement import ends_in_words, statement, tokens_of
 from shardwright.train.data.tokenizers import pinned_name
 from shardwright.train.data_record import resumed_data, write_data_record
 from shardwright.train.errors import UserError
+from shardwright.train.faults.acting import answer
+from shardwright.train.faults.looking import fault_of_state
+from shardwright.train.faults.summary import counts_of_incidents, incidents_in_words
 from shardwright.train.finetune import adapters, finetuning
 from shardwright.train.models.kinds import sizes_of
 from shardwright.train.notices import before_steps, of_first_loss
@@ -36,13 +39,14 @@ from shardwright.train.peaks import peak_flops
 from shardwright.train.record import RunRecord
 from shardwright.train.reporter import Reporter
 from shardwright.train.resuming import changes_in_words, resume_command
-from shardwright.train.runs import RunFolder, Session, now, versions
+from shardwright.train.runs import RunFolder, Session, checkpoints_of, now, versions
 from shardwright.train.saves import Saves
 from shardwright.train.sink_thread import SinkThread
 from shardwright.train.sinks import RunSite
 from shardwright.train.sinks import sinks as named_sinks
 from shardwright.train.starting import START
-from shardwright.train.statuses import DONE, End
+from shardwright.train.statuses import DONE, End, read_exit
+from shardwright.train.steps import recorded_step
 from shardwright.train.stop import StopRequest, status_of_signal
 from shardwright.train.trainer import StepResult, Trainer, learning_rate
 from shardwright.train.world import World
@@ -60,9 +64,9 @@ def train(
 ) -> End:
     """Run the job to its last step, or until a signal stops it. Returns how it ended.
 
-    From the second `attempt` on there may be no step left: then only the end of the run is missing. Before the model
-    exists there is nothing to save, so a signal ends the job like any program. `saved` is called on every rank after a
-    checkpoint was written, with its step. Raises UserError for a registered value that is wrong.
+    If a rank was killed after the last step, only the end of the run is missing. Before the model exists there is
+    nothing to save, so a signal ends the job like any program. `saved` is called on every rank after a checkpoint was
+    written, with its step. Raises UserError for a registered value that is wrong.
     """
     try:
         return _train(config, folder, dataset, world, resume, attempt, saved)
@@ -92,7 +96,7 @@ def _train(
             config, world, dataset, reads_weights=not resume or config.finetune.method != "full"
         )
         if resume:
-            notices.say(f"reading the newest checkpoint in {folder.checkpoints}")
+            notices.say(f"reading the newest checkpoint in {checkpoints_of(folder, config)}")
             with START.left_to_others():
                 trainer.load(folder, notices)
         if config.finetune.method != "full":
@@ -100,7 +104,7 @@ def _train(
             notices.say(adapters.statement(trainer.model))
     trainer.check_model()
     done = trainer.position.step
-    if done >= config.train.steps and attempt == 1:
+    if done >= config.train.steps and attempt == 1 and not only_end_is_missing(config, folder, done):
         raise UserError(no_more_steps(config, folder, done))
     START.doing("running the first step")
     answers = Answers(config, folder, world, attempt)
@@ -108,7 +112,7 @@ def _train(
         record = open_record(trainer, folder, attempt) if world.is_first else None
         try:
             reporter = (
-                Reporter([]) if record is None else open_reporter(config, folder, done, record.facts, attempt)
+                Reporter([]) if record is None else open_reporter(config, folder, done, record, attempt)
             )
             stack.enter_context(reporter)
             stack.callback(trainer.close)
@@ -119,13 +123,15 @@ def _train(
                 for note in before_steps(config, dataset, resume):
                     reporter.say(note)
             reporter.say(figures_in_words(trainer))
-            with Saves(config.checkpoint, folder.checkpoints, reporter, done, saved) as saves:
+            with Saves(config.checkpoint, checkpoints_of(folder, config), reporter, done, saved) as saves:
                 more = done < config.train.steps
                 ended_by = run_steps(trainer, folder, reporter, saves, stop) if more else 0
             answers.saves = False
         except BaseException as error:
             if record is not None:
-                record.close("failed", trainer.position.step, {}, " ".join(in_words(error).split()))
+                cause = read_exit(folder)  # of another rank, which this one waited for in vain
+                reason = cause["reason"] if cause else " ".join(in_words(error).split())
+                record.close("failed", recorded_step(folder.metrics_file), {}, reason)
             raise
         return conclude(trainer, folder, record, ended_by, reporter)
 
@@ -148,9 +154,19 @@ def run_steps(
         START.end()
         step = trainer.position.step
         leaving = result.stop != 0 or step == config.train.steps
-        validation = None
-        if due(step, config.validation.every) or (step == config.train.steps and config.validation.every):
-            validation = trainer.validate()
+        validates = due(step, config.validation.every) or (
+            step == config.train.steps and config.validation.every > 0
+        )
+        saving = leaving or due(step, config.checkpoint.every)
+        if fault := result.fault or (fault_of_state(trainer) if saving or validates else None):
+            answer(fault, trainer, saves, reporter)
+            if result.save_ended:
+                saves.conclude(goes_on=leaving)
+            if result.stop and trainer.position.step:
+                trainer.save(saves, last=True)
+                return result.stop
+            continue
+        validation = trainer.validate() if validates else None
         memory = metrics.measure_memory(device)
         trainer.peak_memory = max(trainer.peak_memory, memory.reserved)
         reporter.step(step_record(trainer, result, seconds, validation, memory))
@@ -165,7 +181,7 @@ def run_steps(
             reporter.say(report_memory(trainer, folder))
         if result.save_ended:
             saves.conclude(goes_on=leaving)
-        if leaving or due(step, config.checkpoint.every):
+        if saving:
             trainer.save(saves, last=leaving)
         if leaving:
             return result.stop if step < config.train.steps else 0
@@ -253,14 +269,14 @@ def step_record(
 
 
 def open_reporter(
-    config: Config, folder: RunFolder, steps_done: int, facts: Mapping[str, Any], attempt: int
+    config: Config, folder: RunFolder, steps_done: int, record: RunRecord, attempt: int
 ) -> Reporter:
     """The first rank's: the run's own files and terminal, and the sinks of `[log] sinks`."""
     steps, every = config.train.steps, config.log.every
     console = Console()
     if console.is_terminal:
         START.end()  # from here on the progress bar moves
-    site = RunSite(folder.path.absolute(), config, steps_done, facts, attempt)
+    site = RunSite(folder.path.absolute(), config, steps_done, record.facts, attempt)
     sinks: list[metrics.Sink] = [
         metrics.JsonLines(folder.metrics_file, steps_done, folder.dropped_metrics_file)
     ]
@@ -269,7 +285,9 @@ def open_reporter(
         named = named_sinks.get(name)
         added[name] = SinkThread(name, partial(named.make, site), named.patience)
     sinks.append(
-        metrics.Bar(steps, steps_done, every, console) if console.is_terminal else metrics.Lines(steps, every)
+        metrics.Bar(steps, steps_done, every, console)
+        if console.is_terminal
+        else metrics.Lines(steps, every, printed=record.reached_before)
     )
     return Reporter(sinks, added, steps_done)
 
@@ -376,6 +394,7 @@ def conclude(
         results |= {"held_memory": held, "leased_memory": leased}
     if trainer.config.train.compile != "none":
         results |= {"graphs": trainer.recompiles.graphs, "recompiles": trainer.recompiles.later}
+    results |= counts_of_incidents(trainer)
     if reporter.failed_saves:
         results |= {"failed_saves": len(reporter.failed_saves)}
     status: Literal["interrupted", "finished"] = "interrupted" if ended_by else "finished"
@@ -393,7 +412,8 @@ def conclude(
             flush=True,
         )
         return end
-    text = summary(trainer, folder, results, sampled, [*reporter.stopped, *reporter.failed_saves])
+    warnings = [*reporter.stopped, *reporter.failed_saves, *incidents_in_words(results)]
+    text = summary(trainer, folder, results, sampled, warnings)
     write_text(folder.summary_file, text)
     print(text, end="", flush=True)
     return end
@@ -446,7 +466,7 @@ def summary(
         f"  peak memory     {metrics.gib(results['peak_memory'])} GiB {memory_of} on the rank with the highest peak",
         *engine,
         *compiled,
-        f"  checkpoint      {checkpoint.step_folder(folder.checkpoints, trainer.position.step)}",
+        f"  checkpoint      {checkpoint.step_folder(checkpoints_of(folder, trainer.config), trainer.position.step)}",
         f"  loss curve      {folder.picture}",
         *(f"  warning         {warning}" for warning in warnings),
         *sample_lines,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ from shardwright.train.agreement import (
     is_to_report,
     signs_of_progress,
 )
+from shardwright.train.answers import SECONDS_FOR_FIRST
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset, load_dataset
 from shardwright.train.ending import Complaint, fail
@@ -44,16 +46,18 @@ from shardwright.train.environment import (
     rank_and_size,
 )
 from shardwright.train.errors import UserError
+from shardwright.train.faults.fault import NonFiniteError
+from shardwright.train.faults.verifying import CorruptionError
+from shardwright.train.fresh_store import fresh_store
 from shardwright.train.hosts import check_shared, use_one_network
 from shardwright.train.launches import GivenUpError, open_attempt, record_end, this_launch
-from shardwright.train.lock import FolderLock, share
+from shardwright.train.lock import FolderLock, claim, share
 from shardwright.train.loop import train
 from shardwright.train.models.shapes import HuggingFaceShape
 from shardwright.train.record import close_session
 from shardwright.train.runs import RunFolder, discard_if_unused
 from shardwright.train.starting import START
 from shardwright.train.statuses import FAILED, INTERRUPTED, TRY_AGAIN, USER_ERROR, End, write_exit
-from shardwright.train.trainer import NonFiniteError
 from shardwright.train.world import World, join_world, pick_device
 
 
@@ -66,6 +70,9 @@ def train_alone(config: Config, folder: RunFolder, resumes: bool, attempt: int =
             end = train(config, folder, dataset, world, resumes, attempt)
     except NonFiniteError as error:
         end = End(FAILED, str(error))
+        fail(end.reason)
+    except CorruptionError as error:
+        end = End(TRY_AGAIN, str(error))
         fail(end.reason)
     except BaseException as error:
         write_exit(folder, _end_of(_complaint(error, 0)), attempt)
@@ -88,7 +95,9 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
                 _contact().set(SPEAKING, "")
             START.begin("waiting for the other ranks")
         # The store must hear of what this rank cannot do, so it is there first.
-        store, _, _ = next(iter(dist.rendezvous("env://", timeout=max(collective_timeout(), PATIENCE))))
+        patience = max(collective_timeout(), PATIENCE)
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=patience)))
+        store = fresh_store(store, rank, size, patience.total_seconds())
         config, dataset = start_together(configured, resume, store, rank, size)
         with join_world(config, store) as world:
             place = _agree_on_place(config, resume, world)
@@ -104,8 +113,13 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
             _send(complaint)
             status = USER_ERROR if complaint.kind == "user" else FAILED
         else:
+            if threading.current_thread() is threading.main_thread():
+                # torchrun sends it to all ranks once one has failed. The end would else not be recorded.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
             status = _report_alone(complaint, store, debug)
-            if place is not None and _is_to_record(complaint, store, place):
+            if place is None and complaint.kind == "user" and complaint.rank == 0 and resume:
+                _record_mistake(RunFolder(Path(resume)), _end_of(complaint))
+            elif place is not None and _is_to_record(complaint, store, place):
                 close_session(place.folder, complaint.in_line)
                 _record(place, _end_of(complaint))
         if launcher or debug:  # Of our launcher stderr is a log.
@@ -149,9 +163,9 @@ def _model_fingerprint(config: Config) -> dict[str, str]:
     return {MODEL: hf.fingerprint(shape)}
 
 
-STATUSES = {"user": USER_ERROR, "lost contact": TRY_AGAIN, "interrupted": INTERRUPTED}
+STATUSES = {"user": USER_ERROR, "passing": TRY_AGAIN, "lost contact": TRY_AGAIN, "interrupted": INTERRUPTED}
 """By the kind of a complaint; 1 for others."""
-SHARED = ("user", "nonfinite", "interrupted")
+SHARED = ("user", "passing", "nonfinite", "interrupted")
 """Kinds that all ranks meet."""
 
 
@@ -196,6 +210,17 @@ def _record(place: Place, end: End) -> None:
     """Write how this attempt of the job ended. Our launcher does this itself."""
     record_end(place.folder, end)
     write_exit(place.folder, end, place.attempt)
+
+
+def _record_mistake(folder: RunFolder, end: End) -> None:
+    """Write exit.json for a resume that was refused, so that nobody takes the one of the session before for it."""
+    if not folder.exists():
+        return
+    try:
+        with claim(folder.path):
+            write_exit(folder, end, 1)
+    except (UserError, OSError):
+        pass  # A job uses the folder, or it cannot be written.
 
 
 @dataclass(frozen=True)
@@ -245,16 +270,18 @@ def check_place(place: Place, world: World) -> None:
 
 
 def _complaint(error: BaseException, rank: int) -> Complaint:
-    kind: Literal["user", "nonfinite", "lost contact", "interrupted", "error"] = "error"
+    kind: Literal["user", "passing", "nonfinite", "lost contact", "interrupted", "error"] = "error"
     if isinstance(error, UserError):
-        kind = "user"
+        kind = "user" if error.status == USER_ERROR else "passing"
     elif isinstance(error, NonFiniteError | GivenUpError):
         kind = "nonfinite"
+    elif isinstance(error, CorruptionError):
+        kind = "passing"
     elif isinstance(error, KeyboardInterrupt):
         kind = "interrupted"
     elif _is_lost_contact(error):
         kind = "lost contact"
-    message = str(error) if kind in ("user", "nonfinite") else f"{type(error).__name__}: {error}"
+    message = str(error) if kind in ("user", "passing", "nonfinite") else f"{type(error).__name__}: {error}"
     if kind == "interrupted":
         message = "interrupted"
     return Complaint(rank, 0, kind, message, traceback.format_exc())
@@ -306,4 +333,6 @@ def _leave_with(launcher: int) -> None:
         folder, end = RunFolder(Path(os.environ[FOLDER_VARIABLE])), End(TRY_AGAIN, "the launcher was killed")
         close_session(folder, end.reason)
         write_exit(folder, end, attempt_of_launcher())
+    else:
+        time.sleep(SECONDS_FOR_FIRST)  # It would else find that this rank has gone, and report that.
     os._exit(TRY_AGAIN)

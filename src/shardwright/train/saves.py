@@ -15,7 +15,6 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from shardwright.checkpoint import places
 from shardwright.checkpoint.asynchronous import AsyncCheckpoint
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.ranks import Ranks
@@ -24,7 +23,8 @@ from shardwright.train.checkpoint import SaveFailedError
 from shardwright.train.errors import UserError
 from shardwright.train.reporter import Reporter
 from shardwright.train.sections.checkpoint import CheckpointConfig
-from shardwright.train.steps import Position, saved_steps, step_folder
+from shardwright.train.steps import Place, Position, remove_step, saved_steps, step_folder
+from shardwright.train.writing import may_pass
 
 
 def background() -> AsyncCheckpoint:
@@ -43,7 +43,7 @@ class Saves:
     def __init__(
         self,
         settings: CheckpointConfig,
-        checkpoints: Path,
+        checkpoints: Place,
         reporter: Reporter,
         loaded: int | None = None,
         saved: Callable[[int], None] | None = None,
@@ -80,7 +80,7 @@ class Saves:
         """
         self.conclude(goes_on=last)
         with self._failing(position.step, raises=last or self.settings.on_save_failure == "stop"):
-            self._remove_leftovers()
+            self._make_way(position.step)
             if self._background is None or last:
                 checkpoint.save(self.checkpoints, model, optimizer, position, self.reporter.say)
                 self._saved(position.step)
@@ -111,6 +111,22 @@ class Saves:
             checkpoint.wait(self._background, step_folder(self.checkpoints, step))
             self._saved(step)
 
+    def forget_after(self, step: int) -> None:
+        """Delete checkpoints of later steps, from which the run has gone back. Else a resume would take one of them."""
+
+        def delete() -> None:
+            for later in saved_steps(self.checkpoints):
+                if later > step:
+                    remove_step(self.checkpoints, later)
+
+        try:
+            Ranks().by_first(delete)
+        except OSError as error:
+            raise UserError(
+                f"{self.checkpoints}: cannot delete checkpoints after step {step}: {error}"
+            ) from error
+        self._whole = {known: whole for known, whole in self._whole.items() if known <= step}
+
     @contextmanager
     def _failing(self, step: int, raises: bool) -> Iterator[None]:
         """Report a save that fails, and let the run go on, unless this `raises` the error."""
@@ -127,25 +143,39 @@ class Saves:
             self._note(step)
         self._delete_old(step)
 
-    def _remove_leftovers(self) -> None:
-        """Remove what killed saves have left, as far as that is possible."""
-        if Ranks().is_first:
-            for left in self.checkpoints.glob(".step-*.partial"):
-                shutil.rmtree(left, ignore_errors=True)
+    def _make_way(self, step: int) -> None:
+        """Remove what killed saves have left, as far as that is possible, and behind a URL a damaged checkpoint."""
+        ranks = Ranks()
+        if isinstance(self.checkpoints, Path):
+            if ranks.is_first:
+                for left in self.checkpoints.glob(".step-*.partial"):
+                    shutil.rmtree(left, ignore_errors=True)
+            return
+        try:
+            # No rename replaces it there, and without its digests a save cannot see that it is damaged.
+            if (
+                step in ranks.by_first(lambda: saved_steps(self.checkpoints))
+                and self._is_whole(step) is False
+            ):
+                ranks.by_first(lambda: remove_step(self.checkpoints, step))
+        except OSError as error:
+            message = f"{step_folder(self.checkpoints, step)}: cannot write: {error}"
+            raise SaveFailedError(message, may_pass(error)) from error
 
     def _delete_old(self, newest: int) -> None:
         ranks = Ranks()
 
         def delete(steps: list[int]) -> None:
             for step in steps:
-                places.remove(step_folder(self.checkpoints, step))
+                remove_step(self.checkpoints, step)
 
         try:
             steps = ranks.by_first(lambda: saved_steps(self.checkpoints))
             doomed = self._doomed(steps, newest)
             ranks.by_first(lambda: delete(doomed))
         except OSError as error:
-            raise SaveFailedError(f"{self.checkpoints}: cannot delete old checkpoints: {error}") from error
+            message = f"{self.checkpoints}: cannot delete old checkpoints: {error}"
+            raise SaveFailedError(message, may_pass(error)) from error
 
     def _doomed(self, steps: list[int], newest: int) -> list[int]:
         """The steps to delete, of those that have a folder, newest first.

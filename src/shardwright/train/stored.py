@@ -6,7 +6,6 @@ communicates or executes a file.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,10 @@ from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.index import INDEX, Index
 from shardwright.checkpoint.loading import Checkpoint, check_lengths, open_checkpoint, verify
 from shardwright.checkpoint.state import nested
-from shardwright.train.earlier import POSITION_FILE, Digests, check_earlier, open_earlier
-from shardwright.train.steps import Position
+from shardwright.checkpoint.stores import LocalFiles
+from shardwright.train.earlier import POSITION_FILE, Digests, check_earlier, is_earlier, open_earlier
+from shardwright.train.faults.past import Past
+from shardwright.train.steps import Place, Position
 
 
 class Form(NamedTuple):
@@ -40,8 +41,10 @@ class Stored:
     digests: Digests | None = None  #: of files in the earlier form, if it has them
 
     @property
-    def folder(self) -> Path:
-        return self.checkpoint.folder
+    def folder(self) -> Place:
+        """The folder, or the URL."""
+        place = self.checkpoint.place
+        return place.path if isinstance(place, LocalFiles) else str(place)
 
     @property
     def index(self) -> Index | None:
@@ -82,7 +85,7 @@ class Stored:
         return content
 
 
-def examine(folder: Path) -> Stored:
+def examine(folder: Place) -> Stored:
     """Read what describes a checkpoint of a run.
 
     Raises:
@@ -90,18 +93,21 @@ def examine(folder: Path) -> Stored:
         UnknownVersion: a later version of shardwright has saved it.
     """
     digests = None
-    if os.path.lexists(folder / POSITION_FILE) and not os.path.lexists(folder / INDEX):
+    if isinstance(folder, Path) and is_earlier(folder):
         position, checkpoint, digests = open_earlier(folder)
         source = POSITION_FILE
     else:
         try:
             checkpoint = open_checkpoint(folder)
         except FileNotFoundError:
-            raise Damaged("the folder is not there") from None
+            gone = "it is not whole"
+            if isinstance(folder, Path):
+                gone = "the folder holds no checkpoint" if folder.is_dir() else "the folder is not there"
+            raise Damaged(gone) from None
         if checkpoint.index is None:
             raise Damaged(f"neither {INDEX} nor {POSITION_FILE} is there")
         position, source = position_in(checkpoint.index), INDEX
-    if folder.name != f"step-{position.step}":
+    if str(folder).rpartition("/")[2] != f"step-{position.step}":
         raise Damaged(f"{source} is of step {position.step}")
     return Stored(position, checkpoint, digests)
 
@@ -111,12 +117,15 @@ def position_in(index: Index) -> Position:
     values: Any = nested({each.path: each.value for each in index.values.values()}) if index.values else {}
     content: Any = values.get("extra") if isinstance(values, Mapping) else None
     content = content.get("position") if isinstance(content, Mapping) else None
-    if not isinstance(content, Mapping) or content.keys() != {"step", "samples"}:
+    if not isinstance(content, Mapping) or content.keys() - {"past"} != {"step", "samples"}:
         raise Damaged(f"{INDEX} has no position of a run")
     step, samples = content["step"], content["samples"]
     if type(step) is not int or type(samples) is not int or step < 0 or samples < 0:
         raise Damaged(f"{INDEX} has no position of a run")
-    return Position(step, samples)
+    try:
+        return Position(step, samples, Past.from_stored(content.get("past", {})))
+    except ValueError as error:
+        raise Damaged(f"{INDEX} has no position of a run: {error}") from None
 
 
 def check_files(stored: Stored, rank: int, ranks: int, progress: Callable[[int], None]) -> None:
@@ -129,7 +138,7 @@ def check_files(stored: Stored, rank: int, ranks: int, progress: Callable[[int],
         verify(stored.checkpoint, rank, ranks, progress)
 
 
-def what_is_missing(folder: Path) -> str | None:
+def what_is_missing(folder: Place) -> str | None:
     """Why the checkpoint cannot be whole, or None if every file is there in its length. Reads no large file."""
     try:
         compare_lengths(examine(folder))
@@ -143,4 +152,4 @@ def compare_lengths(stored: Stored) -> None:
     if stored.index is not None:
         check_lengths(stored.checkpoint)
     else:
-        folders.check_sizes(stored.folder, stored.files())
+        folders.check_sizes(stored.checkpoint.folder, stored.files())

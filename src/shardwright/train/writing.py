@@ -22,7 +22,7 @@ def writing(path: Path, key: str = "") -> Iterator[None]:
         raise UserError(f"{key}: " * bool(key) + unwritable(path, error)) from error
 
 
-def unwritable(path: Path, error: BaseException) -> str:
+def unwritable(path: Path | str, error: BaseException) -> str:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
     full = _is_any(error, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     denied = _is_any(error, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -30,6 +30,18 @@ def unwritable(path: Path, error: BaseException) -> str:
     if denied:
         advice = "Choose a folder in which you may write"
     return f"{path}: cannot write: {reason}; earlier files are unchanged. {advice}"
+
+
+_FOR_THE_USER = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR,
+    errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP,
+)  # fmt: skip
+
+
+def may_pass(error: OSError) -> bool:
+    """Whether the same call may succeed later without a change by the user, as after EIO of a network disk."""
+    kinds = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
+    return not isinstance(error, kinds) and not _is_any(error, *_FOR_THE_USER)
 
 
 def _is_any(error: BaseException, *numbers: int) -> bool:

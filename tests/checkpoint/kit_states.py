@@ -1,0 +1,66 @@
+"""Small states whose values follow from their step, so that a checkpoint of any step can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwright.checkpoint import saving
+from shardwright.checkpoint.loading import load_state, open_checkpoint, verify
+from shardwright.checkpoint.ranks import Ranks
+from shardwright.checkpoint.saving import save_state
+
+ALONE = Ranks(alone=True)
+
+
+def state(step: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "model": {
+            "weight": torch.randn(3, 5, generator=generator),
+            "none": torch.empty(0, 2),
+            "norm": torch.randn((), generator=generator),
+        },
+        "extra": {"step": step, "deep": [step, {"text": "é"}]},
+    }
+
+
+@contextmanager
+def small_tensors_spread() -> Iterator[None]:
+    """Every rank writes some of the tensors, which are so small that the first rank would write all of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "_SMALL", 0)
+        yield
+
+
+def step_of(path: Path) -> int | None:
+    """The step of the checkpoint at ``path``, all of whose values are right; None if there is none."""
+    try:
+        checkpoint = open_checkpoint(path)
+    except FileNotFoundError:
+        return None
+    verify(checkpoint)
+    read = {
+        "weight": torch.full((3, 5), -1.0),
+        "none": torch.empty(0, 2),
+        "norm": torch.tensor(-1.0),
+    }
+    values = load_state(path, {"model": read}, ALONE)
+    step = values["extra"]["step"]
+    expected = state(step)
+    assert values["extra"] == expected["extra"]
+    assert all(torch.equal(read[name], each) for name, each in expected["model"].items())
+    return int(step)
+
+
+def saves(path: Path, steps: int) -> list[Callable[[], Any]]:
+    """Each replaces the checkpoint of the one before."""
+    return [
+        lambda step=step: save_state(path, state(step), ALONE, overwrite=True)  # type: ignore[misc]
+        for step in range(1, steps + 1)
+    ]
