@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from shardwright.train.relay import relay
-from tests.train.jobs import config_file, losses, run
+from shardwright.train.relay import SECONDS_FOR_STATUS, relay
+from tests.train.jobs import TINY, config_file, losses, run
 from tests.train.kit.hosts import plain_environment, reason_against, tool
 
 EXAMPLE = Path(__file__).parents[2] / "examples/kubernetes.yaml"
@@ -43,6 +43,14 @@ def test_it_waits_for_a_status_that_another_host_writes(tmp_path: Path) -> None:
     late = subprocess.Popen(["sh", "-c", "sleep 1; " + command(tmp_path, 143, 0)[2]])
     assert relay(tmp_path, ["false"]) == 143
     late.wait()
+
+
+def test_a_mistake_before_there_is_a_run_is_no_other_failure(tmp_path: Path) -> None:
+    """torchrun, here sh, makes 1 of the 2 of a rank. There is no exit.json to wait for."""
+    train = f"{sys.executable} -m shardwright train {tmp_path}/none.toml"
+    began = time.monotonic()
+    assert relay(tmp_path / "run", ["sh", "-c", f"{train}; exit 1"]) == 2
+    assert time.monotonic() - began < SECONDS_FOR_STATUS
 
 
 def test_it_passes_signals_on(tmp_path: Path) -> None:
@@ -89,8 +97,9 @@ def test_the_command_of_the_kubernetes_file_trains(tmp_path: Path) -> None:
     container = job_set()["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][
         0
     ]
+    job = config_file(tmp_path, TINY.replace('engine = "none"', 'engine = "shardwright"'))
     file = {each["name"]: each.get("value", "") for each in container["env"]}
-    own = {"RANKS_PER_HOST": "1", "JOB": str(config_file(tmp_path)), "RUN": str(tmp_path / "run")}
+    own = {"RANKS_PER_HOST": "1", "JOB": str(job), "RUN": str(tmp_path / "run")}
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     processes = []
     with tool("hosts").Hosts(2) as hosts:

@@ -28,6 +28,7 @@ from shardwright.cli import (
 from shardwright.cli.command import Call
 from shardwright.cli.parsing import Parser, split_overrides, unknown_argument, wants_traceback
 from shardwright.train.errors import UserError
+from shardwright.train.relay import note_mistake
 
 COMMANDS = {
     module.COMMAND.name: module.COMMAND
@@ -56,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     An error is one line on stderr. With `--debug` a traceback comes before it.
     """
     status = _status_of(list(sys.argv[1:] if argv is None else argv))
+    note_mistake(status)
     if argv is None and (sink_thread := sys.modules.get("shardwright.train.sink_thread")):
         sink_thread.leave_if_stuck(status)
     return status

@@ -55,6 +55,7 @@ from shardwright.train.lock import FolderLock, claim, share
 from shardwright.train.loop import train
 from shardwright.train.models.shapes import HuggingFaceShape
 from shardwright.train.record import close_session
+from shardwright.train.relay import note_mistake
 from shardwright.train.runs import RunFolder, discard_if_unused
 from shardwright.train.starting import START
 from shardwright.train.statuses import FAILED, INTERRUPTED, TRY_AGAIN, USER_ERROR, End, write_exit
@@ -126,6 +127,7 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
+        note_mistake(status)
         # Not sys.exit: destructors of process groups may wait for ranks that will never come.
         os._exit(status)
 
