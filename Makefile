@@ -7,6 +7,7 @@
 # make house                             import circles, the largest classes and files; ARGS="--times FILE" test times
 # make defects ARGS="ledger"             breaks a copy of the engine in known ways and shows which test finds each
 # make faults                            kills jobs of 1 to 4 ranks in 220 ways and checks that nothing is lost; 20 minutes
+# make clusters                          jobs on hosts made of namespaces, under SLURM and Ray; skips what is missing
 # make gpu                               the tests that need a GPU, and Llama 150M beside FSDP2; installs nothing
 # make bench-gpu                         time, MFU and memory of steps on a GPU beside FSDP2, in nine minutes; installs nothing
 # make bench                             every engine's step beside FSDP2's on two CPU ranks, in under 20 minutes
@@ -21,7 +22,7 @@ NPROC ?= $(shell $(PY) -c "import torch; print(torch.cuda.device_count() or 2)")
 WORKERS ?= 3
 ARGS ?=
 
-.PHONY: setup train test quick guard house defects faults gpu bench-gpu bench check lint types contract format clean
+.PHONY: setup train test quick guard house defects faults clusters gpu bench-gpu bench check lint types contract format clean
 
 setup: $(STAMP)
 
@@ -57,6 +58,11 @@ defects: $(STAMP)
 
 faults: $(STAMP)
 	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(PY) -m tools.faults --table benchmarks/results/faults.txt $(ARGS)
+
+# Hosts made of namespaces, and a SLURM cluster on them, where that is possible; a Ray cluster with the extra ray.
+clusters: $(STAMP)
+	SHARDWRIGHT_TEST_CLUSTERS=1 PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest tests/train/test_hosts.py \
+		tests/train/test_relay.py tests/train/test_slurm.py tests/integrations/test_ray.py $(ARGS)
 
 # With any Python that has torch: a machine with a GPU may have no network to make .venv from.
 ANY_PYTHON = $$([ -x $(PY) ] && echo $(PY) || echo "$${PYTHON:-python3}")

@@ -11,20 +11,13 @@ from typing import Any
 import pytest
 
 from tests.train.jobs import config_file, losses, wait_for_steps
-from tests.train.kit.hosts import Job, reason_against, tool, torchrun
+from tests.train.kit.hosts import Job, in_make_clusters, reason_against, tool, torchrun
 
 pytestmark = pytest.mark.skipif(bool(reason_against()), reason=reason_against() or "hosts can be made")
 
 LONG = (
-    "--train.steps",
-    "2000",
-    "--checkpoint.every",
-    "2",
-    "--validation.every",
-    "0",
-    "--run.sample_tokens",
-    "0",
-)
+    "--train.steps", "2000", "--checkpoint.every", "2", "--validation.every", "0", "--run.sample_tokens", "0",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -38,6 +31,7 @@ def job(folder: Path, *more: str) -> tuple[str | Path, ...]:
     return "train", config_file(folder), *arguments, *more
 
 
+@in_make_clusters
 def test_torchrun_trains_on_three_hosts(tmp_path: Path, plain_run: Path) -> None:
     """As Debian sets hosts up: each finds its own name at a loopback address, at which no other host finds it."""
     with tool("hosts").Hosts(3, names="own") as hosts:
@@ -54,7 +48,7 @@ def test_hosts_without_a_shared_folder_are_refused(tmp_path: Path) -> None:
     own.mkdir()
     with tool("hosts").Hosts(2, own_folder=own) as hosts:
         arguments = job(tmp_path, "--run.dir", str(own / "run"))
-        ended = Job(hosts, tmp_path, *arguments, per_host=2).finish()
+        ended = Job(hosts, tmp_path, *arguments, per_host=2, seconds_to_appear=1).finish()
     assert [status for status, _ in ended] == [2, 2, 2, 2]
     errors = "".join(text for _, text in ended)
     assert errors.count("error:") == 1
@@ -68,7 +62,10 @@ def test_two_hosts_learn_what_one_learns(tmp_path: Path, two_hosts: Any, plain_r
     assert losses(tmp_path / "run") == pytest.approx(losses(plain_run), rel=1e-3)
 
 
-@pytest.mark.parametrize("how", ["cut", "refuse", "lose"])
+@pytest.mark.parametrize(
+    "how",
+    ["cut", pytest.param("refuse", marks=in_make_clusters), pytest.param("lose", marks=in_make_clusters)],
+)
 def test_a_job_whose_host_is_lost_goes_on_with_the_rest(tmp_path: Path, two_hosts: Any, how: str) -> None:
     """`cut` loses packets, `refuse` answers with resets, `lose` ends the processes, too."""
     if how == "refuse" and tool("hosts").shutil.which("nft") is None:

@@ -16,7 +16,7 @@ import pytest
 
 from shardwright.train.relay import SECONDS_FOR_STATUS, relay
 from tests.train.jobs import TINY, config_file, losses, run
-from tests.train.kit.hosts import plain_environment, reason_against, tool
+from tests.train.kit.hosts import in_make_clusters, plain_environment, reason_against, tool
 
 EXAMPLE = Path(__file__).parents[2] / "examples/kubernetes.yaml"
 
@@ -91,6 +91,7 @@ def test_the_kubernetes_file_has_the_fields_of_a_job_set() -> None:
     assert parsed.to_dict() == content  # the models leave out fields that they do not know
 
 
+@in_make_clusters
 @pytest.mark.skipif(bool(reason_against()), reason=reason_against() or "hosts can be made")
 def test_the_command_of_the_kubernetes_file_trains(tmp_path: Path) -> None:
     """As in two pods: on two hosts, with the variables of the file. Only sizes and places differ."""

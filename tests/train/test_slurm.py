@@ -15,7 +15,7 @@ import pytest
 from shardwright.train.errors import UserError
 from shardwright.train.slurm import first_host, tasks_per_node, variables_of_task
 from tests.train.jobs import config_file, losses, wait_for, wait_for_steps
-from tests.train.kit.hosts import plain_environment, reason_against, tool
+from tests.train.kit.hosts import in_make_clusters, plain_environment, reason_against, tool
 
 SCRIPT = Path(__file__).parents[2] / "examples/slurm.sbatch"
 TASK = {
@@ -116,17 +116,11 @@ class Batch:
 
 
 LONG = (
-    "--train.steps",
-    "400",
-    "--checkpoint.every",
-    "50",
-    "--validation.every",
-    "0",
-    "--run.sample_tokens",
-    "0",
-)
+    "--train.steps", "400", "--checkpoint.every", "50", "--validation.every", "0", "--run.sample_tokens", "0",
+)  # fmt: skip
 
 
+@in_make_clusters
 @needs_slurm
 def test_a_signal_saves_and_the_job_starts_again(cluster: Any, tmp_path: Path) -> None:
     """As before a time limit: SIGUSR1 for the ranks. The script asks SLURM to start the job again."""
@@ -144,6 +138,7 @@ def test_a_signal_saves_and_the_job_starts_again(cluster: Any, tmp_path: Path) -
     assert len(losses(job.run)) == 400
 
 
+@in_make_clusters
 @needs_slurm
 def test_a_host_is_lost_and_comes_back(cluster: Any, tmp_path: Path) -> None:
     job = Batch(cluster, tmp_path, *LONG)

@@ -64,6 +64,11 @@ def trainer(
             f"run_config: expected a storage_path that is a folder, found {run_config.storage_path}; checkpoints are "
             "written in place by all hosts, so use a shared file system"
         )
+    if job.checkpoint.folder:
+        raise UserError(
+            f"checkpoint.folder: expected none with Ray Train, found {job.checkpoint.folder}; checkpoints are in the "
+            "storage_path of run_config"
+        )
     if run_config.checkpoint_config == CheckpointConfig():
         run_config.checkpoint_config = CheckpointConfig(num_to_keep=job.checkpoint.keep)
     backend = "cpu:gloo,cuda:nccl" if scaling_config.use_gpu else "gloo"

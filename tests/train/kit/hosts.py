@@ -15,12 +15,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 from shardwright import cli
+from shardwright.train import hosts as hosts_of_job
 from shardwright.train.hosts import INTERFACE_VARIABLE
 from tests.support.pool import forkserver
 
 TOOLS = Path(__file__).parents[3] / "tools"
 PORT = 29500
+
+in_make_clusters = pytest.mark.skipif(
+    os.environ.get("SHARDWRIGHT_TEST_CLUSTERS") != "1", reason="it takes up to two minutes: run make clusters"
+)
+"""Of tests that start ranks several times by the real commands."""
 
 
 @functools.cache
@@ -53,6 +61,7 @@ class Job:
         per_host: int = 1,
         timeout: float = 60,
         port: int = PORT,
+        seconds_to_appear: float = hosts_of_job.SECONDS_TO_APPEAR,
         only: Sequence[int] | None = None,
     ) -> None:
         chosen = list(range(len(hosts.addresses)) if only is None else only)
@@ -71,7 +80,9 @@ class Job:
                 log.write_text("")
                 self.logs.append(log)
                 process = forkserver().Process(
-                    target=_rank_on_host, args=(hosts.process(number), variables, arguments, log), daemon=True
+                    target=_rank_on_host,
+                    args=(hosts.process(number), variables, arguments, log, seconds_to_appear),
+                    daemon=True,
                 )
                 process.start()
                 self.processes.append(process)
@@ -95,8 +106,13 @@ def _without_warnings(text: str) -> str:
 
 
 def _rank_on_host(
-    process: int, variables: dict[str, Any], arguments: tuple[str | Path, ...], log: Path
+    process: int,
+    variables: dict[str, Any],
+    arguments: tuple[str | Path, ...],
+    log: Path,
+    seconds_to_appear: float,
 ) -> None:
+    hosts_of_job.SECONDS_TO_APPEAR = seconds_to_appear
     folder = os.getcwd()
     namespaces = [
         os.open(f"/proc/{process}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "ipc", "pid", "mnt")
