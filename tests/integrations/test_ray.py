@@ -73,19 +73,19 @@ def test_a_job_goes_on_after_its_worker_was_killed_and_in_a_new_trainer(
     killer.start()
     result = trainer(config, values, **settings(storage, max_failures=1)).fit()
     killer.join()
-    assert result.error is None and result.metrics["step"] == 20
-    assert result.checkpoint.path == str(storage / "job/reported/step-20")
+    assert result.error is None and result.metrics["step"] == 60
+    assert result.checkpoint.path == str(storage / "job/reported/step-60")
 
-    more = trainer(config, {**values, "train.steps": 24}, **settings(storage)).fit()
-    assert more.metrics["step"] == 24
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-22", "step-24"]
-    assert sorted(path.name for path in (storage / "job/reported").iterdir()) == ["step-22", "step-24"]
+    more = trainer(config, {**values, "train.steps": 64}, **settings(storage)).fit()
+    assert more.metrics["step"] == 64
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-62", "step-64"]
+    assert sorted(path.name for path in (storage / "job/reported").iterdir()) == ["step-62", "step-64"]
 
     whole = tmp_path / "whole"
-    arguments = ("train", config, *ENGINE, "--train.steps", "24", "--run.dir", whole)
+    arguments = ("train", config, *ENGINE, "--train.steps", "64", "--run.dir", whole)
     assert [status for status, _ in ranks(2, *arguments)] == [0, 0]
     assert losses(run) == losses(whole)
-    ours, theirs = (weights(each / "checkpoints/step-24", tmp_path / "weights.pt") for each in (run, whole))
+    ours, theirs = (weights(each / "checkpoints/step-64", tmp_path / "weights.pt") for each in (run, whole))
     assert ours.keys() == theirs.keys() and len(ours) > 5
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -142,6 +142,7 @@ def test_a_training_function_of_your_own_reports_checkpoints(cluster: None, tmp_
 
 
 def test_mistakes_are_found_before_workers_start(tmp_path: Path) -> None:
+    from pyarrow.fs import LocalFileSystem
     from ray.train import RunConfig, ScalingConfig
 
     from shardwright.integrations.ray import trainer
@@ -149,8 +150,9 @@ def test_mistakes_are_found_before_workers_start(tmp_path: Path) -> None:
     config, scaling = config_file(tmp_path), ScalingConfig(num_workers=2)
     with pytest.raises(UserError, match=r"train\.steps"):
         trainer(config, {"train.steps": "none"}, **settings(tmp_path))
-    with pytest.raises(UserError, match="expected a name"):
-        trainer(config, scaling_config=scaling, run_config=RunConfig(storage_path=str(tmp_path)))
+    with pytest.raises(UserError, match="expected no storage_filesystem, found a LocalFileSystem"):
+        files = RunConfig(storage_path=str(tmp_path), storage_filesystem=LocalFileSystem())
+        trainer(config, scaling_config=scaling, run_config=files)
     with pytest.raises(UserError, match="expected a storage_path that is a folder, found s3://bucket"):
         trainer(config, scaling_config=scaling, run_config=RunConfig(name="x", storage_path="s3://bucket/x"))
     with pytest.raises(UserError, match=r"checkpoint\.folder: expected none with Ray Train, found s3://bucket/x"):

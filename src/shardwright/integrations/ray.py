@@ -45,8 +45,8 @@ def trainer(
         config: the job, in TOML. Its paths must be valid on all hosts.
         overrides: values by `section.key`.
         scaling_config: with the number of workers.
-        run_config: with a name, and a storage path on a file system that all hosts share. Unless it has a
-            `checkpoint_config`, Ray keeps as many checkpoints as the run.
+        run_config: with a storage path on a file system that all hosts share, and a name, since Ray else makes a new
+            one each time. Unless it has a `checkpoint_config`, Ray keeps as many checkpoints as the run.
         options: for `TorchTrainer`.
 
     Raises:
@@ -55,9 +55,10 @@ def trainer(
     workers = scaling_config.num_workers
     texts = [(key, _text(value)) for key, value in (overrides or {}).items()]
     job = load_config(Path(config), texts, ranks=workers if isinstance(workers, int) else 1, resumes=True)
-    if not run_config.name or run_config.storage_filesystem is not None:
+    if run_config.storage_filesystem is not None:
         raise UserError(
-            "run_config: expected a name and no storage_filesystem; use a storage_path that is a folder"
+            f"run_config: expected no storage_filesystem, found a {type(run_config.storage_filesystem).__name__}; use a "
+            "storage_path that is a folder"
         )
     if "://" in str(run_config.storage_path):
         raise UserError(
