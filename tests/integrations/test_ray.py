@@ -155,5 +155,7 @@ def test_mistakes_are_found_before_workers_start(tmp_path: Path) -> None:
         trainer(config, scaling_config=scaling, run_config=files)
     with pytest.raises(UserError, match="expected a storage_path that is a folder, found s3://bucket"):
         trainer(config, scaling_config=scaling, run_config=RunConfig(name="x", storage_path="s3://bucket/x"))
-    with pytest.raises(UserError, match=r"checkpoint\.folder: expected none with Ray Train, found s3://bucket/x"):
+    with pytest.raises(
+        UserError, match=r"checkpoint\.folder: expected none with Ray Train, found s3://bucket/x"
+    ):
         trainer(config, {"checkpoint.folder": "s3://bucket/x"}, **settings(tmp_path))

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import ray.train
-from ray.train import Checkpoint, CheckpointConfig, CheckpointUploadMode, RunConfig, ScalingConfig
+from ray.train import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointConsistencyMode,
+    CheckpointUploadMode,
+    RunConfig,
+    ScalingConfig,
+)
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from shardwright.train.config import load_config
@@ -25,6 +32,8 @@ RUN = "run"
 """The run's folder in Ray's folder of the experiment."""
 REPORTED = "reported"
 """Beside it: the checkpoints that Ray knows, as hard links. Ray deletes some of these, the run deletes its own."""
+SECONDS_TO_ANSWER = 30.0
+"""How long a worker waits for Ray's list of checkpoints, at most."""
 
 
 def trainer(
@@ -57,8 +66,8 @@ def trainer(
     job = load_config(Path(config), texts, ranks=workers if isinstance(workers, int) else 1, resumes=True)
     if run_config.storage_filesystem is not None:
         raise UserError(
-            f"run_config: expected no storage_filesystem, found a {type(run_config.storage_filesystem).__name__}; use a "
-            "storage_path that is a folder"
+            f"run_config: expected no storage_filesystem, found a {type(run_config.storage_filesystem).__name__}; use "
+            "a storage_path that is a folder"
         )
     if "://" in str(run_config.storage_path):
         raise UserError(
@@ -91,7 +100,20 @@ def _train(values: dict[str, Any]) -> None:
     """What each worker runs."""
     from shardwright.train.hosted import train_in_group
 
+    if ray.train.get_context().get_world_rank() == 0:
+        _remove_unknown()
     train_in_group(values, _experiment() / RUN, _report_saved)
+
+
+def _remove_unknown() -> None:
+    """Remove what an attempt before has linked, but not reported on all workers: Ray will never delete it."""
+    known = ray.train.get_all_reported_checkpoints(
+        CheckpointConsistencyMode.COMMITTED, timeout_s=SECONDS_TO_ANSWER
+    )
+    names = {Path(each.checkpoint.path).name for each in known if each.checkpoint is not None}
+    for folder in (_experiment() / REPORTED).glob("*"):
+        if folder.name not in names:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _experiment() -> Path:
