@@ -16,6 +16,7 @@ from rich.console import Console
 
 import shardwright as sw
 from shardwright._torch import dump_memory_history, record_memory_history
+from shardwright.comm.noted import noted
 from shardwright.engine.front.report import in_units
 from shardwright.extend import ExtensionError
 from shardwright.train import checkpoint, metrics, plan_picture, report
@@ -340,7 +341,8 @@ def conclude(
     Returns the exit status.
     """
     memory = torch.tensor([trainer.peak_memory, *engine_memory(trainer)], device=trainer.world.device)
-    dist.all_reduce(memory, op=dist.ReduceOp.MAX)
+    with noted("all-reduce of memory", None):
+        dist.all_reduce(memory, op=dist.ReduceOp.MAX)
     peak, held, leased = memory.tolist()
     sampled = trainer.sample() if trainer.config.run.sample_tokens and not ended_by else None
     if record is None:

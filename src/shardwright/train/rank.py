@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from shardwright.checkpoint.digests import Damaged
+from shardwright.comm.noted import noted
 from shardwright.train.agreement import (
     MODEL,
     PATIENCE,
@@ -159,7 +160,8 @@ def _agree_on_folder(
             outcome = [str(folder.path), None]
         except UserError as error:
             outcome = [None, str(error)]
-    dist.broadcast_object_list(outcome, src=0)
+    with noted("broadcast of the folder", None):
+        dist.broadcast_object_list(outcome, src=0)
     path, problem = outcome
     if problem is not None:
         raise UserError(problem)

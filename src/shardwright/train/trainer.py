@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.checkpoint.ranks import Ranks
+from shardwright.comm.noted import noted
 from shardwright.extend import ExtensionError
 from shardwright.train import checkpoint, float8, parallel
 from shardwright.train.activations import Recompiles, prepare_blocks
@@ -251,7 +252,8 @@ class Trainer:
         waits = [0.0] * self.world.size  # a rank adds to its own number alone, so the sum keeps them apart
         waits[self.world.rank] = data_seconds
         totals = torch.cat([shares, torch.tensor(seen + waits, dtype=torch.float64, device=shares.device)])
-        dist.all_reduce(totals)
+        with noted("all-reduce of the loss", None):
+            dist.all_reduce(totals)
         figures = totals.tolist()
         losses = [
             loss / self.world.tensor for loss in figures[: len(shares)]
@@ -336,7 +338,8 @@ class Trainer:
             total += losses.double().sum() if count else 0.0
         self.model.train()
         parallel.free_gathered(self.model)
-        dist.all_reduce(total)
+        with noted("all-reduce of the validation loss", None):
+            dist.all_reduce(total)
         return float(total) / world.tensor / max(1, stream.trained(0, samples))
 
     @torch.no_grad()

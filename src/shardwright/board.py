@@ -1,0 +1,299 @@
+"""The board of a process: where it is in its training, written into a small file of shared memory.
+
+Other processes read it, also if this one is stopped, dead, or holds the interpreter. This file only defines the form of
+a board and writes it. It must not wait, raise, or import anything but the standard library. ``watching`` reads boards.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+#: The fields of an entry: see :class:`shardwright.watching.reading.Entry`. The number of the entry is last: it is
+#: written last, so an entry whose number fits its slot is whole. Native integers are written at once.
+ENTRY = struct.Struct("qqqqHHHHHBBxxxxq")
+HEADER = struct.Struct("6q")  #: magic number, version of the form, process, rank, ranks, slots
+MAGIC, VERSION = 0x7368617264626F61, 1
+SLOTS = 512  #: entries in the ring, the latest ones
+WORD = struct.Struct("q")
+NAMES_SIZE, MESSAGE_SIZE = 1 << 17, 1 << 16
+#: Places in the file. The names of units, collectives and groups are written once, and entries have their numbers.
+NAME_COUNT_AT, HEARTBEAT_AT, CLOSED_AT, SIGNAL_AT, MESSAGE_LENGTH_AT, BEGAN_AT = range(64, 112, 8)
+NAMES_AT = 4096
+MESSAGE_AT = NAMES_AT + NAMES_SIZE
+RING_AT = MESSAGE_AT + MESSAGE_SIZE
+SIZE = RING_AT + SLOTS * ENTRY.size
+LENGTH = struct.Struct("H")
+
+#: What a process does, outside of collectives or around them.
+START, DATA, FORWARD, BACKWARD, CLIP, OPTIMIZER, SAVE, LOAD, VALIDATION, SAMPLE, OUTSIDE, END, MODEL = range(
+    13
+)
+PHASES = (
+    "start", "data", "forward", "backward", "clipping", "optimizer", "save", "load", "validation", "sample",
+    "outside the model", "end of the job", "forward and backward",
+)  # fmt: skip
+#: Phases that may last much longer than a step: files of any size are read and written.
+SLOW_PHASES = frozenset({START, SAVE, LOAD})
+#: Steps, from the begin of a board, that may last much longer than others: kernels are compiled and chosen in them.
+FIRST_STEPS = 2
+_PREFIX = "shardwright-board"
+
+
+def folder_of_boards() -> Path:
+    """Shared memory if the system has it, else the folder for temporary files."""
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def board_of(pid: int, folder: Path | None = None) -> Path:
+    """The file of the board of a process of this host and user."""
+    return (folder or folder_of_boards()) / f"{_PREFIX}-{os.getuid()}-{pid}"
+
+
+def remove_left_boards(folder: Path | None = None) -> None:
+    """Remove the boards of this user's processes that were killed. Their locks have ended with them."""
+    for path in (folder or folder_of_boards()).glob(f"{_PREFIX}-{os.getuid()}-*"):
+        if path == board_of(os.getpid(), folder):
+            continue  # to close it would end the lock of this process
+        with suppress(OSError), path.open("r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+
+
+def group_name(ranks: Sequence[int]) -> str:
+    """The name of a group on boards: its ranks in ranges, as ``0-3,8``."""
+    parts: list[str] = []
+    first = last = None
+    for rank in [*sorted(ranks), None]:
+        if last is not None and rank == last + 1:
+            last = rank
+            continue
+        if first is not None:
+            parts.append(str(first) if first == last else f"{first}-{last}")
+        first = last = rank
+    return ",".join(parts)
+
+
+def ranks_of(name: str) -> list[int]:
+    """The ranks of a group with this name."""
+    ranks: list[int] = []
+    for part in name.split(",") if name else ():
+        first, _, last = part.partition("-")
+        ranks.extend(range(int(first), int(last or first) + 1))
+    return ranks
+
+
+class Board:
+    """The board of this process.
+
+    A rank calls :meth:`at`, :meth:`enter`, :meth:`await_result` and :meth:`leave` in its main thread and in autograd's.
+
+    Attributes:
+        step: the number of the running step, for readers.
+        path: its file.
+    """
+
+    __slots__ = (
+        "_counts", "_file", "_memory", "_name_end", "_numbers", "_patient", "_phase", "_sequence", "_steps", "_unit",
+        "path", "step",
+    )  # fmt: skip
+
+    def __init__(self, rank: int, ranks: int, folder: Path | None = None) -> None:
+        self.path = board_of(os.getpid(), folder)
+        with suppress(FileNotFoundError):
+            self.path.unlink()  # of an earlier process with this number
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(self._file, SIZE)
+            self._memory = mmap.mmap(self._file, SIZE)
+            # The system ends the lock with the process. A child that was forked does not have it.
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._file)
+            self.path.unlink()
+            raise
+        self.step = 0
+        self._steps = 0
+        self._sequence = 0
+        self._numbers = {"": 0}
+        self._counts: dict[str, int] = {}
+        self._name_end = NAMES_AT
+        self._phase, self._unit, self._patient = START, 0, 1
+        self._word(BEGAN_AT, time.monotonic_ns())
+        self.beat()
+        HEADER.pack_into(self._memory, 0, MAGIC, VERSION, os.getpid(), rank, ranks, SLOTS)
+        self.at(START)
+
+    def _word(self, at: int, value: int) -> None:
+        WORD.pack_into(self._memory, at, value)
+
+    def _number(self, name: str) -> int:
+        """The number of a name. Names for which there is no room have the number of the empty name."""
+        number = self._numbers.get(name)
+        if number is not None:
+            return number
+        encoded = name.encode(errors="replace")[:1000]
+        end = self._name_end + LENGTH.size + len(encoded)
+        number = len(self._numbers)
+        if end > MESSAGE_AT or number >= 1 << 16:
+            return 0
+        LENGTH.pack_into(self._memory, self._name_end, len(encoded))
+        self._memory[self._name_end + LENGTH.size : end] = encoded
+        self._name_end = end
+        self._numbers[name] = number
+        self._word(NAME_COUNT_AT, number)  # last: readers now see it
+        return number
+
+    def _write(self, collective: int, group: int, count: int, nbytes: int, subject: int) -> None:
+        self._sequence = number = self._sequence + 1
+        ENTRY.pack_into(
+            self._memory, RING_AT + number % SLOTS * ENTRY.size, time.monotonic_ns(), nbytes, self.step, count,
+            self._unit, collective, group, subject, 0, self._phase, self._patient, number,
+        )  # fmt: skip
+
+    # -- entries -------------------------------------------------------------------------------------------------
+
+    def at(self, phase: int, unit: str = "") -> None:
+        """The process is now in a phase, of a unit if there is one, outside of any collective."""
+        self._phase = phase
+        self._unit = self._numbers[unit] if unit in self._numbers else self._number(unit)
+        self._patient = phase in SLOW_PHASES or self._steps < FIRST_STEPS
+        self._write(0, 0, 0, 0, 0)
+
+    def enter(self, collective: str, group: str, nbytes: int = 0, subject: str = "") -> None:
+        """The process begins a collective of a group, for the unit ``subject``. It may wait for other ranks now."""
+        numbers = self._numbers
+        count = self._counts[group] = self._counts.get(group, 0) + 1
+        try:
+            named = numbers[collective], numbers[group], count, nbytes, numbers[subject]
+        except KeyError:
+            named = self._number(collective), self._number(group), count, nbytes, self._number(subject)
+        self._write(*named)
+
+    def await_result(self, collective: str, group: str, nbytes: int = 0, subject: str = "") -> None:
+        """The process waits for the result of a collective that it has begun."""
+        numbers = self._numbers
+        count = self._counts.get(group, 0)
+        try:
+            named = numbers[collective], numbers[group], count, nbytes, numbers[subject]
+        except KeyError:
+            named = self._number(collective), self._number(group), count, nbytes, self._number(subject)
+        self._write(*named)
+
+    def leave(self) -> None:
+        """The process goes on after a collective."""
+        self._write(0, 0, 0, 0, 0)
+
+    def count_step(self) -> None:
+        """A step of an optimizer has ended."""
+        self._steps += 1
+        self.step += 1
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """The phase, the number of the unit, and the patience; for :meth:`go_back`."""
+        return self._phase, self._unit, self._patient
+
+    def go_back(self, place: tuple[int, int, int]) -> None:
+        """The process is in an earlier phase again."""
+        self._phase, self._unit, self._patient = place
+        self._write(0, 0, 0, 0, 0)
+
+    def be_patient(self) -> None:
+        """The running phase may last much longer than a step."""
+        self._patient = 1
+        self._write(0, 0, 0, 0, 0)
+
+    # -- for those who watch --------------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> mmap.mmap:
+        return self._memory
+
+    def beat(self) -> None:
+        """A thread of this process runs: nothing holds the interpreter."""
+        self._word(HEARTBEAT_AT, time.monotonic_ns())
+
+    def answers_with_stacks(self, number: int) -> None:
+        """The process writes its stacks when it gets this signal."""
+        self._word(SIGNAL_AT, number)
+
+    def say(self, text: str) -> None:
+        """Leave a message: why the job ends. Readers see all of it or nothing."""
+        encoded = text.encode(errors="replace")[:MESSAGE_SIZE]
+        self._memory[MESSAGE_AT : MESSAGE_AT + len(encoded)] = encoded
+        self._word(MESSAGE_LENGTH_AT, len(encoded))
+
+    def close(self, keep: bool = False) -> None:
+        """The process leaves in order. ``keep``: leave the file to others, who read and remove it."""
+        self._word(CLOSED_AT, 1)
+        if not keep:
+            with suppress(OSError):
+                self.path.unlink()
+
+
+#: The board of this process. None: nobody watches, and nothing is written.
+current: Board | None = None
+
+
+def open_board(rank: int, ranks: int, folder: Path | None = None) -> Board:
+    """Begin to write. Raises OSError: there is no room for the file."""
+    global current
+    remove_left_boards(folder)
+    current = Board(rank, ranks, folder)
+    return current
+
+
+def close_board() -> None:
+    """Write no more, and say that the process has left in order."""
+    global current
+    board, current = current, None
+    if board is not None:
+        board.close()
+
+
+def _forget() -> None:
+    global current
+    current = None
+
+
+os.register_at_fork(after_in_child=_forget)  # a child must not write to the board of its parent
+
+
+@contextmanager
+def during(phase: int, unit: str = "", patient: bool = False) -> Iterator[None]:
+    """The phase of what is done inside this context; afterwards the earlier one."""
+    board = current
+    if board is None:
+        yield
+        return
+    place = board.place
+    board.at(phase, unit)
+    if patient:
+        board.be_patient()
+    try:
+        yield
+    finally:
+        board.go_back(place)
+
+
+@contextmanager
+def inside(collective: str, group: str, nbytes: int = 0, subject: str = "") -> Iterator[None]:
+    """A collective inside this context. For those that are not called for each unit."""
+    board = current
+    if board is None:
+        yield
+        return
+    board.enter(collective, group, nbytes, subject)
+    try:
+        yield
+    finally:
+        board.leave()

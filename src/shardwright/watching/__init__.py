@@ -1,0 +1,5 @@
+"""Watches the ranks of a job: where each one is, which one is behind, and why nothing goes on.
+
+``reading`` reads the boards of processes. ``diagnosis`` is pure: from what was read to a verdict. ``evidence`` writes
+stacks and rings. ``watcher`` is the thread of a rank, ``launched`` the eye of a launcher, ``api`` is ``sw.watch``.
+"""

@@ -1,0 +1,205 @@
+"""Reads boards of processes of this host, also if a process is stopped, has ended, or holds its interpreter."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwright import board as boards
+from shardwright.board import ENTRY, HEADER, MAGIC, RING_AT, SLOTS, VERSION, WORD
+
+_LOCK = struct.Struct("hhqqi4x")  #: struct flock
+RUNS, STOPPED, DISK, ENDED, LEFT, SILENT = "runs", "stopped", "disk", "ended", "left", "silent"
+#: What the system says of a process: letters of /proc/PID/stat.
+_STATES = {"T": STOPPED, "t": STOPPED, "D": DISK, "Z": ENDED, "X": ENDED}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of a board.
+
+    Attributes:
+        number: of the entry.
+        time: of the host's monotonic clock, in nanoseconds.
+        nbytes: of the collective.
+        step: number of the running step.
+        count: how many collectives of this group this process has begun.
+        unit: the unit that computes.
+        collective: the collective in which the process may wait; empty: none.
+        group: its ranks.
+        subject: the unit whose weights or gradients it moves.
+        phase: one of ``board.PHASES``, by number.
+        patient: whether this may last much longer than a step.
+    """
+
+    number: int
+    time: int
+    nbytes: int
+    step: int
+    count: int
+    unit: str
+    collective: str
+    group: str
+    subject: str
+    phase: int
+    patient: bool
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of a rank at one moment. It travels between hosts as JSON.
+
+    Attributes:
+        process: RUNS, STOPPED, DISK (uninterruptible, as when a disk does not answer), ENDED (without a word), LEFT (in
+            order), or SILENT: its host does not answer.
+        answers: whether its threads run. None: not known. False: something holds its interpreter.
+        age: seconds since its last entry.
+        counts: by group, the number of collectives that it has begun, as far as the board remembers.
+        flights: collectives of torch that it waits for, by torch's flight recorder: name, ranks, number, seconds.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    process: str
+    answers: bool | None
+    age: float
+    step: int = 0
+    phase: int = boards.START
+    unit: str = ""
+    collective: str = ""
+    group: str = ""
+    count: int = 0
+    nbytes: int = 0
+    subject: str = ""
+    patient: bool = False
+    counts: Mapping[str, int] = field(default_factory=dict)
+    flights: tuple[tuple[str, str, int, float], ...] = ()
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Seen:
+        flights = tuple((str(n), str(g), int(c), float(a)) for n, g, c, a in values.get("flights", ()))
+        return cls(**{**values, "flights": flights})
+
+    @property
+    def is_gone(self) -> bool:
+        return self.process in (ENDED, LEFT)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it cannot go on, however long one waits."""
+        return self.process in (STOPPED, ENDED, LEFT, SILENT)
+
+
+class Reader:
+    """The board of a process. Keeps reading after the file is removed and after the process has ended."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError: there is no board, or no whole one yet."""
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # a lock may be asked for only so
+        try:
+            self._memory = mmap.mmap(self._file, boards.SIZE, prot=mmap.PROT_READ)
+            magic, version, self.pid, self.rank, self.ranks, slots = HEADER.unpack_from(self._memory, 0)
+            if (magic, version, slots) != (MAGIC, VERSION, SLOTS):
+                raise FileNotFoundError(f"{path} is no board of this version")
+        except (OSError, ValueError) as error:
+            os.close(self._file)
+            raise FileNotFoundError(str(error)) from error
+        self._names = [""]
+        self._name_end = boards.NAMES_AT
+
+    def close(self) -> None:
+        self._memory.close()
+        os.close(self._file)
+
+    def _word(self, at: int) -> int:
+        value: int = WORD.unpack_from(self._memory, at)[0]
+        return value
+
+    def _name(self, number: int) -> str:
+        while len(self._names) <= min(number, self._word(boards.NAME_COUNT_AT)):
+            (length,) = boards.LENGTH.unpack_from(self._memory, self._name_end)
+            start = self._name_end + boards.LENGTH.size
+            self._names.append(self._memory[start : start + length].decode(errors="replace"))
+            self._name_end = start + length
+        return self._names[number] if number < len(self._names) else "?"
+
+    def entries(self) -> list[Entry]:
+        """The entries of the ring, the oldest first. One that is being written is left out."""
+        rows = list(ENTRY.iter_unpack(self._memory[RING_AT:]))
+        whole = sorted((row for slot, row in enumerate(rows) if row[-1] % SLOTS == slot and row[-1]), key=lambda r: r[-1])
+        # The place of the oldest one is the one that is written next.
+        return [self._entry(row) for row in (whole[1:] if len(whole) == SLOTS else whole)]
+
+    def _entry(self, row: tuple[int, ...]) -> Entry:
+        at, nbytes, step, count, unit, collective, group, subject, _, phase, patient, number = row
+        names = (self._name(unit), self._name(collective), self._name(group), self._name(subject))
+        return Entry(number, at, nbytes, step, count, *names, min(phase, len(boards.PHASES) - 1), bool(patient))
+
+    @property
+    def message(self) -> str:
+        """What the process has said last."""
+        length = self._word(boards.MESSAGE_LENGTH_AT)
+        return self._memory[boards.MESSAGE_AT : boards.MESSAGE_AT + length].decode(errors="replace")
+
+    @property
+    def stack_signal(self) -> int:
+        """The signal at which it writes its stacks; 0: none."""
+        return self._word(boards.SIGNAL_AT)
+
+    def is_alive(self) -> bool:
+        asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        return bool(_LOCK.unpack(fcntl.fcntl(self._file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK)
+
+    def process(self) -> str:
+        if self._word(boards.CLOSED_AT):
+            return LEFT
+        if self.pid != os.getpid() and not self.is_alive():
+            return ENDED
+        return _STATES.get(_letter(self.pid), RUNS)
+
+    def answers(self, within: float) -> bool | None:
+        """Whether a thread of the process ran in the last ``within`` seconds. None: it has no such thread."""
+        beat = self._word(boards.HEARTBEAT_AT)
+        if beat <= self._word(boards.BEGAN_AT) + 1_000_000:
+            return None
+        return time.monotonic_ns() - beat < within * 1e9
+
+    def look(self, host: str = "", since: int = 0, within: float = 5.0) -> Seen:
+        """The rank now. ``since``: ages count from this time of the clock at the earliest."""
+        entries = self.entries()
+        counts: dict[str, int] = {}
+        for entry in entries:
+            if entry.group:
+                counts[entry.group] = max(entry.count, counts.get(entry.group, 0))
+        last = entries[-1] if entries else Entry(0, since, 0, 0, 0, "", "", "", "", boards.START, True)
+        age = max(0, time.monotonic_ns() - max(last.time, since)) / 1e9
+        return Seen(
+            self.rank, host, self.pid, self.process(), self.answers(within), age, last.step, last.phase, last.unit,
+            last.collective, last.group, last.count, last.nbytes, last.subject, last.patient, counts,
+        )  # fmt: skip
+
+
+def _letter(pid: int) -> str:
+    """The state of a process in the words of the system: one letter. Empty where the system does not say it."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    return ""
+
+
+def in_words(entry: Entry, begin: int) -> str:
+    """An entry as a line of a file: seconds since ``begin``, step, place, collective."""
+    unit = f" of {entry.unit}" if entry.unit else ""
+    text = f"{entry.number:8d} {(entry.time - begin) / 1e9:+12.6f} s  step {entry.step}  {boards.PHASES[entry.phase]}{unit}"
+    if entry.collective:
+        subject = f" of {entry.subject}" if entry.subject else ""
+        text += f"  in {entry.collective}{subject}, number {entry.count} of ranks {entry.group}, {entry.nbytes} bytes"
+    return text
