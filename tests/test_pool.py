@@ -100,6 +100,17 @@ def die_on_rank_1(rank: int, world_size: int, how: str) -> None:
     time.sleep(1000)
 
 
+def begin_alone_on_rank_1(rank: int, world_size: int) -> None:
+    from shardwright.comm import Communicator
+
+    comm = Communicator(dist.group.WORLD, torch.device("cpu"))
+    while comm.copies is None:
+        assert comm.exchange((1,)) is None
+    if rank == 1:
+        for step in comm.copies.gather([torch.empty(4)], [torch.ones(2)]).steps(1):
+            step()
+
+
 def return_a_lambda(rank: int, world_size: int) -> object:
     return lambda: rank
 
@@ -161,6 +172,14 @@ def test_killed_worker_fails_alone(worker_pools: WorkerPools, how: str, cause: s
     assert "=== rank 0 of 2: no reply in time" in report
     if how == "SIGSEGV":
         assert report.count("in die_on_rank_1") == 2
+    assert len(worker_pools.run(pids, 2)) == 2
+
+
+def test_a_collective_of_one_rank_alone_fails_its_own_case(worker_pools: WorkerPools) -> None:
+    with pytest.raises(
+        CaseFailed, match=r"begin_alone_on_rank_1 passed, and leaves ranks apart: .*collectives"
+    ):
+        worker_pools.run(begin_alone_on_rank_1, 2)
     assert len(worker_pools.run(pids, 2)) == 2
 
 

@@ -318,3 +318,10 @@ def test_records_that_grow_are_refused(tmp_path: Path) -> None:
             value_of(Container(descriptor, tmp_path / "file", 0, len(data)), "it")
         os.close(descriptor)
     assert not (tmp_path / "evidence").exists()
+
+
+@pytest.mark.parametrize("name", ["x" * 9000, "two\nlines"])
+def test_what_a_pickle_would_call_is_one_short_line(name: str) -> None:
+    with pytest.raises(Damaged, match="it was not called") as caught:
+        parse_metadata(b"\x80\x04" + pickle.dumps(name, 4)[2:-1] + b"\x8c\x03run\x93.")
+    assert len(str(caught.value)) < 300 and str(caught.value).isprintable()

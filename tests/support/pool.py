@@ -115,6 +115,8 @@ class WorkerPool:
         if len(replies) == len(self.workers):
             outcomes = {reply.outcome for reply in replies.values()}
             if outcomes == {"passed"}:
+                if apart := _apart(replies):
+                    raise CaseFailed(f"{case.module}:{case.qualname} passed, and leaves ranks apart: {apart}")
                 return [replies[rank].payload for rank in range(len(self.workers))]
             if outcomes == {"skipped"}:
                 raise CaseSkipped(replies[0].payload)
@@ -162,6 +164,16 @@ class WorkerPool:
             member.commands.close()
             member.lifeline.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _apart(replies: dict[int, Reply]) -> str:
+    """The first group of which ranks have begun different numbers of collectives: the next case would fail."""
+    for group in {group for reply in replies.values() for group in reply.begun}:
+        name, ranks = group
+        counts = [replies[rank].begun.get(group) for rank in ranks]
+        if len(set(counts) - {None}) > 1:
+            return f"of group {name} the ranks {ranks} have begun {counts} collectives"
+    return ""
 
 
 def _stacks_of(silent: list[_Worker]) -> dict[int, str]:

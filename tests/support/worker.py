@@ -22,7 +22,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -64,6 +64,8 @@ class Reply:
 
     outcome: str  # "passed", "failed" or "skipped"
     payload: Any = None
+    begun: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
+    """How many collectives of shared memory each group has begun on this rank so far, by the group's name and ranks."""
 
 
 def main(seat: Seat, commands: Connection, lifeline: Connection) -> None:
@@ -84,6 +86,7 @@ def main(seat: Seat, commands: Connection, lifeline: Connection) -> None:
         known = len(sys.modules)
         reply = _run_case(case, seat)
         gc.collect()
+        reply = replace(reply, begun=_begun())
         if len(sys.modules) != known:
             gc.freeze()  # what an import leaves behind stays: scanning it after every case would cost 20 ms
         commands.send_bytes(_pickled(reply))
@@ -136,6 +139,18 @@ def _run_case(case: Case, seat: Seat) -> Reply:
     sys.stdout.flush()
     sys.stderr.flush()
     return reply
+
+
+def _begun() -> dict[tuple[str, tuple[int, ...]], int]:
+    """Of the package under test, if a case has imported it."""
+    meetings = getattr(sys.modules.get("shardwright.comm.meeting"), "_meetings", {})
+    counts = {}
+    for group, by_device in list(meetings.items()):
+        ranks = tuple(dist.get_process_group_ranks(group))
+        for meeting in by_device.values():
+            if (copies := meeting._way.copies) is not None:
+                counts[group.group_name, ranks] = copies.posts.mine.last
+    return counts
 
 
 def _resolve(case: Case) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ import torch
 from shardwright.checkpoint.archive import zipped
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.folders import not_plain
-from shardwright.checkpoint.opcodes import check_operations
+from shardwright.checkpoint.opcodes import check_operations, name_of_callable
 
 LARGEST_DIRECTORY = 1 << 20  #: bytes of the list of records
 LARGEST_PICKLE = 1 << 26  #: bytes of a pickled value
@@ -194,7 +194,7 @@ class _Unpickler(pickle.Unpickler):
             return name
         if (module, name) == ("collections", "OrderedDict") or (module, name) in _REBUILDS:
             return _Named(name)
-        raise Damaged(f"names {module}.{name}, which no tensor needs; it was not called")
+        raise Damaged(f"names {name_of_callable(module, name)}, which no tensor needs; it was not called")
 
     def persistent_load(self, identity: Any) -> Any:
         return _Call("storage", identity)

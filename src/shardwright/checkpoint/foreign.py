@@ -30,7 +30,7 @@ Strides = dict[Part, tuple[tuple[int, ...], int]]
 
 
 def tensors_of(
-    folder: Path, metadata: Metadata, wanted: Mapping[str, NamedTensor], strides: Strides
+    folder: Path, metadata: Metadata, wanted: Mapping[str, NamedTensor], strides: Strides, links: bool = False
 ) -> dict[str, StoredTensor]:
     """The parts of the wanted tensors that this rank needs. Adds the strides of those that are not contiguous.
 
@@ -38,7 +38,7 @@ def tensors_of(
         Damaged: a container is damaged, or holds another tensor than ``.metadata`` says.
     """
     stored: dict[str, StoredTensor] = {}
-    with _opener(folder, metadata) as container_of:
+    with _opener(folder, metadata, links) as container_of:
         for name, each in wanted.items():
             entry = metadata.state_dict_metadata[name]
             assert isinstance(entry, TensorStorageMetadata)
@@ -65,7 +65,9 @@ def tensors_of(
     return stored
 
 
-def values_of(folder: Path, metadata: Metadata, keys: Container[str], weights_only: bool) -> dict[Any, Any]:
+def values_of(
+    folder: Path, metadata: Metadata, keys: Container[str], weights_only: bool, links: bool = False
+) -> dict[Any, Any]:
     """The values below these keys of the saved state, by their paths.
 
     Raises:
@@ -73,7 +75,7 @@ def values_of(folder: Path, metadata: Metadata, keys: Container[str], weights_on
     """
     paths = metadata.planner_data or {}
     values: dict[Any, Any] = {}
-    with _opener(folder, metadata) as container_of:
+    with _opener(folder, metadata, links) as container_of:
         for name, entry in metadata.state_dict_metadata.items():
             path = paths.get(name) or (name,)
             if not isinstance(entry, BytesStorageMetadata) or path[0] not in keys:
@@ -95,7 +97,9 @@ def _contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _opener(folder: Path, metadata: Metadata) -> Iterator[Callable[[MetadataIndex], containers.Container]]:
+def _opener(
+    folder: Path, metadata: Metadata, links: bool
+) -> Iterator[Callable[[MetadataIndex], containers.Container]]:
     """A function that gives the container of an item. The file of the last one stays open."""
     descriptors: dict[str, int] = {}
 
@@ -106,7 +110,7 @@ def _opener(folder: Path, metadata: Metadata) -> Iterator[Callable[[MetadataInde
             for each in descriptors.values():
                 os.close(each)
             descriptors.clear()
-            descriptors[name] = open_regular(folder / name)
+            descriptors[name] = open_regular(folder / name, links)
         return containers.Container(descriptors[name], folder / name, place.offset, place.length)
 
     try:

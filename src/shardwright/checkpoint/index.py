@@ -99,7 +99,9 @@ class Index:
     tensors: Mapping[str, StoredTensor]
     values: Mapping[str, StoredValue]
     files: Mapping[str, StoredFile]
-    about: Mapping[str, str] = field(default_factory=dict)  #: versions of the libraries that wrote it
+    about: Mapping[str, str] = field(
+        default_factory=dict
+    )  #: versions of the libraries that wrote it, and notes
 
     def parts_of_files(self) -> dict[str, list[Part]]:
         """The parts of each file in their order."""
@@ -134,11 +136,11 @@ def index_text(index: Index) -> str:
             [each.path, str(each.dtype).removeprefix("torch."), each.shape]
             + [[p.offsets, p.sizes, numbers[p.file], p.start, p.length, p.data, p.sha256] for p in each.parts]
         )
-        for name, each in sorted(index.tensors.items())
+        for name, each in index.tensors.items()  # in the state's order, which a load gives back
     ]
     values = [
         f"{_json(name)}: {_json([each.path, encoded(each.value, name)])}"
-        for name, each in sorted(index.values.items())
+        for name, each in index.values.items()
     ]
     for key, entries in (("files", files), ("tensors", tensors), ("values", values)):
         lines += [f'"{key}": {{', ",\n".join(entries), "},"]

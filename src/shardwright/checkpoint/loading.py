@@ -47,6 +47,7 @@ class Checkpoint:
     index: Index | None  #: None of a folder by torch's writer
     metadata: Metadata | None  #: of a folder by torch's writer
     fingerprint: str  #: SHA-256 of the description; ranks that read another one notice
+    links: bool = False  #: whether files of torch's writer may be behind links
 
     def shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """dtype and shape of each tensor."""
@@ -100,7 +101,7 @@ def open_checkpoint(path: Path, *, links: bool = False) -> Checkpoint:
         )
     data = _description(path / folders.METADATA, b".", links)
     metadata = folders.parse_metadata(data)
-    return Checkpoint(path, None, metadata, hashlib.sha256(data).hexdigest())
+    return Checkpoint(path, None, metadata, hashlib.sha256(data).hexdigest(), links)
 
 
 def _description(file: Path, end: bytes, links: bool) -> bytes:
@@ -294,8 +295,12 @@ def read_state(
             values.update({each.path: each.value for each in checkpoint.index.values.values()})
         else:
             assert checkpoint.metadata is not None
-            stored.update(foreign.tensors_of(path, checkpoint.metadata, mine.tensors, strides))
-            values.update(foreign.values_of(path, checkpoint.metadata, state.keys(), weights_only))
+            stored.update(
+                foreign.tensors_of(path, checkpoint.metadata, mine.tensors, strides, checkpoint.links)
+            )
+            values.update(
+                foreign.values_of(path, checkpoint.metadata, state.keys(), weights_only, checkpoint.links)
+            )
         leaves = {stored[name].path: each.tensor for name, each in mine.tensors.items()} | values
         if any(path[:length] in leaves for path in leaves for length in range(1, len(path))):
             raise Damaged("the description has a value inside another value")
@@ -303,7 +308,7 @@ def read_state(
 
     def read(early: bool) -> None:
         tensors = [each for each in mine.tensors.values() if first(each) == early]
-        _read_tensors(path, stored, tensors, strides, progress)
+        _read_tensors(path, stored, tensors, strides, progress, checkpoint.links)
         if early:
             accept(content)
 
@@ -332,6 +337,7 @@ def _read_tensors(
     tensors: list[NamedTensor],
     strides: Strides,
     progress: Progress,
+    links: bool,
 ) -> None:
     """Read every box that this rank needs, in the order of the files."""
     reads: list[tuple[Part, StoredTensor, Box]] = []
@@ -342,12 +348,16 @@ def _read_tensors(
     reads.sort(key=lambda read: (read[0].file, read[0].start))
     wait_for_devices(box.local for _, _, box in reads)
     for name, of_file in itertools.groupby(reads, lambda read: read[0].file):
-        _read_boxes(folder / name, list(of_file), strides, progress)
+        _read_boxes(folder / name, list(of_file), strides, progress, links)
     wait_for_devices(box.local for _, _, box in reads)
 
 
 def _read_boxes(
-    file: Path, reads: list[tuple[Part, StoredTensor, Box]], strides: Strides, progress: Progress
+    file: Path,
+    reads: list[tuple[Part, StoredTensor, Box]],
+    strides: Strides,
+    progress: Progress,
+    links: bool,
 ) -> None:
     def read(each: tuple[Part, StoredTensor, Box]) -> int:
         part, stored, box = each
@@ -355,7 +365,7 @@ def _read_boxes(
             _read_box(descriptor, file, part, stored.dtype, box, strides.get(part))
         return prod(part.sizes) * stored.dtype.itemsize
 
-    descriptor = open_regular(file)
+    descriptor = open_regular(file, links)
     try:
         in_threads(reads, read, progress)
     finally:
@@ -418,3 +428,34 @@ def read_into(descriptor: int, file: Path, position: int, target: Tensor) -> Non
     while rest:
         count = _read(descriptor, rest[: 1 << 30], position, file)
         rest, position = rest[count:], position + count
+
+
+def read_tensors(
+    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], ranks: Ranks, progress: Progress = ignore
+) -> None:
+    """Read into tensors, by the names of the checkpoint; they have the stored shapes. Every rank must call it.
+
+    Args:
+        checkpoint: one that every rank has found whole.
+        tensors: with memory on this rank. Values are converted to their dtypes.
+
+    Raises:
+        Damaged: a file could be read before and cannot be read now; or a file of torch's writer holds another tensor
+            than its ``.metadata`` says, and nothing has changed.
+    """
+    path, index = checkpoint.folder, checkpoint.index
+    paths = {} if index is None else {name: each.path for name, each in index.tensors.items()}
+    named = {name: NamedTensor(name, paths.get(name, (name,)), each) for name, each in tensors.items()}
+    stored: dict[str, StoredTensor] = {}
+    strides: Strides = {}
+
+    def prepare() -> None:
+        if index is not None:
+            stored.update(index.tensors)
+        else:
+            assert checkpoint.metadata is not None
+            stored.update(foreign.tensors_of(path, checkpoint.metadata, named, strides, checkpoint.links))
+
+    ranks.together(prepare)
+    wanted, links = list(named.values()), checkpoint.links
+    ranks.together(lambda: _read_tensors(path, stored, wanted, strides, progress, links))

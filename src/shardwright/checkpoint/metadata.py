@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardwright.checkpoint.digests import Damaged
 from shardwright.checkpoint.index import check_coverage
-from shardwright.checkpoint.opcodes import check_operations
+from shardwright.checkpoint.opcodes import check_operations, name_of_callable
 
 MOST_DIMS = 64
 BYTES_OF_PART = (
@@ -126,7 +126,9 @@ class _Unpickler(pickle.Unpickler):
             return self._classes[_CLASS_NAMES[module, name]]
         if module == "torch" and name in _DTYPES:
             return f"torch.{name}"  # a string: there is nothing that a file could call or change
-        raise Damaged(f".metadata names {module}.{name}, which no checkpoint uses; it was not called")
+        raise Damaged(
+            f".metadata names {name_of_callable(module, name)}, which no checkpoint uses; it was not called"
+        )
 
     def persistent_load(self, number: Any) -> NoReturn:
         raise Damaged(".metadata refers to objects outside it, which no checkpoint does")

@@ -93,6 +93,12 @@ def _follow(data: bytes, name: str, names: set[str]) -> None:
             raise Damaged(f"{name} has the operation {kind}, which no checkpoint uses")
 
 
+def name_of_callable(module: str, name: str) -> str:
+    """What a pickle would call, for a message: one line, however long and strange the names are."""
+    text = f"{module}.{name}"
+    return (text if text.isprintable() else ascii(text))[:200]
+
+
 def _bounded(size: int, name: str) -> int:
     if size > LARGEST_KEY:
         raise Damaged(f"{name} has a tuple of more than {LARGEST_KEY:,} values, which no checkpoint has")

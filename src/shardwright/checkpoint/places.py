@@ -11,8 +11,10 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import shutil
 import uuid
+import zipfile
 from pathlib import Path
 
 from shardwright.checkpoint.folders import METADATA
@@ -50,7 +52,7 @@ def begin(path: Path, attempt: str, nbytes: int, overwrite: bool) -> Path:
     """
     recover(path)
     check_free(path, overwrite)
-    _make_durable(path.parent)
+    make_durable(path.parent)
     folder = partial_folder(path, attempt)
     free = shutil.disk_usage(path.parent).free
     if free < nbytes:
@@ -65,11 +67,17 @@ def check_free(path: Path, overwrite: bool) -> None:
     if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
         if not overwrite:
             raise FileExistsError(f"{path} exists. Choose another path, or pass overwrite=True")
-        if path.is_symlink() or not is_checkpoint(path):
-            raise FileExistsError(f"{path} is no checkpoint, so it is not overwritten. Choose another path")
+        if not _may_be_replaced(path):
+            kind = "a link" if path.is_symlink() else "no checkpoint"
+            raise FileExistsError(f"{path} is {kind}, so it is not overwritten. Choose another path")
 
 
-def _make_durable(folder: Path) -> None:
+def _may_be_replaced(path: Path) -> bool:
+    """Whether a checkpoint is there: a folder, or a file of ``torch.save``. A link is none."""
+    return not path.is_symlink() and (is_checkpoint(path) or (path.is_file() and zipfile.is_zipfile(path)))
+
+
+def make_durable(folder: Path) -> None:
     """Make a folder and those above it, so that a crash does not lose their names."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,12 +86,13 @@ def _make_durable(folder: Path) -> None:
 
 
 def commit(folder: Path, path: Path) -> None:
-    """Give a written folder its name. What had the name before is deleted after that.
+    """Give a written folder or file its name. What had the name before is deleted after that.
 
     Raises:
         OSError: it cannot be renamed, or the names cannot be written to disk. What was there is still there.
     """
-    sync_folder(folder)
+    if folder.is_dir():
+        sync_folder(folder)
     written = os.stat(folder)
     try:
         replaced = _put_in_place(folder, path)
@@ -99,7 +108,7 @@ def commit(folder: Path, path: Path) -> None:
 
 
 def _put_in_place(folder: Path, path: Path) -> Path | None:
-    """Rename a folder. Returns where the replaced one is now, if there was one."""
+    """Rename a folder or file. Returns where the replaced one is now, if there was one."""
     if not os.path.lexists(path):
         os.rename(folder, path)
         return None
@@ -135,7 +144,7 @@ def _take_back(folder: Path, path: Path, written: os.stat_result) -> None:
 def recover(path: Path) -> None:
     """Finish what a crash has interrupted: a checkpoint that was being replaced gets its name back."""
     old = _old(path)
-    if os.path.lexists(path) or not is_checkpoint(old):
+    if os.path.lexists(path) or not _may_be_replaced(old):
         return
     try:
         os.rename(old, path)
@@ -153,11 +162,19 @@ def abandon(folder: Path) -> None:
 
 def remove_leftovers(path: Path, attempt: str) -> None:
     """Remove what killed saves to the same place have left, except for ``attempt``'s."""
-    for left in path.parent.glob(f".{_escaped(path.name)}.*.partial"):
-        if left != partial_folder(path, attempt):
-            shutil.rmtree(left, ignore_errors=True)
+    # Exactly such names: a save to ``NAME.more`` may be under way.
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.partial")
+    for left in path.parent.iterdir():
+        if name.fullmatch(left.name) and left != partial_folder(path, attempt):
+            _discard(left)
     if os.path.lexists(path):
-        shutil.rmtree(_old(path), ignore_errors=True)
+        _discard(_old(path))
+
+
+def _discard(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def remove(path: Path) -> None:
@@ -172,10 +189,6 @@ def remove(path: Path) -> None:
             os.rename(path, doomed)
             sync_folder(path.parent)
         shutil.rmtree(doomed)
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 def _exchange(one: Path, other: Path) -> bool:

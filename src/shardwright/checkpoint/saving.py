@@ -47,12 +47,14 @@ def save_state(
     *,
     overwrite: bool = False,
     verified: bool = False,
+    notes: Mapping[str, str] | None = None,
     progress: Progress = ignore,
 ) -> Index | None:
     """Write a checkpoint of a nested state. Every rank must call it. Returns the index on the first rank.
 
     With ``verified`` all that was written is read back and compared with its digests, each rank a share, before the
     folder gets its name, and before anything that it replaces is touched.
+    ``notes`` are texts for :attr:`Index.about`, beside the versions of libraries.
 
     Raises:
         ValueError: a tensor or value cannot be stored, or the ranks' boxes do not make up a tensor.
@@ -60,7 +62,7 @@ def save_state(
         OSError: a file cannot be written, or holds other bytes when it is read back. The message names rank, file and
             reason. What was there is unchanged.
     """
-    plan = Plan.of(state, ranks)
+    plan = Plan.of(state, ranks, notes)
     with open_save(path, plan, ranks, overwrite) as folder:
         own: list[Written] = []
         ranks.together(lambda: own.append(write_parts(folder, file_of_rank(ranks.rank), plan.own, progress)))
@@ -85,7 +87,7 @@ class Plan:
     contents: Contents  #: complete on the first rank; of this rank alone on others
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], ranks: Ranks) -> Plan:
+    def of(cls, state: Mapping[str, Any], ranks: Ranks, notes: Mapping[str, str] | None = None) -> Plan:
         """Agree on what every rank writes.
 
         Raises:
@@ -125,7 +127,8 @@ class Plan:
         mine = ranks.from_first(shares)
         attempt = ranks.of_first(places.new_attempt())
         own = [PartToWrite(*name, parts[name].local) for name in mine]
-        return cls(own, Contents(attempt, ranks.size, whole or forms, values, about()))
+        texts = {**(notes or {}), **about()}
+        return cls(own, Contents(attempt, ranks.size, whole or forms, values, texts))
 
     @property
     def nbytes(self) -> int:

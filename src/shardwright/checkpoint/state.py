@@ -104,7 +104,7 @@ class State:
         """Take a nested state apart.
 
         Raises:
-            ValueError: two entries have the same name.
+            ValueError: two entries have the same name, or a dict with tensors has other keys than strings and integers.
         """
         tensors: dict[str, NamedTensor] = {}
         values: dict[str, StoredValue] = {}
@@ -125,6 +125,11 @@ def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
         yield path, value
     elif isinstance(value, Mapping):
         for key, each in value.items():
+            if type(key) is not int and not isinstance(key, str):
+                raise ValueError(
+                    f"{name_of(path) or 'the state'} has the key {key!r} in a dict with tensors, where keys are "
+                    "strings or integers. Make it a string"
+                )
             step = (key,) if type(key) is int else str(key)
             yield from _leaves((*path, step), each)
     else:

@@ -1,6 +1,6 @@
 """Checkpoints that Fabric saves and loads: wrapped models, whole states, and files of weights.
 
-``named_state.py`` and ``named_files.py`` define the content of a checkpoint. Nothing here imports ``lightning``.
+``named_state.py`` and ``named_loading.py`` define the content of a checkpoint. Nothing here imports ``lightning``.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.checkpoint import load_pretrained
+from shardwright.checkpoint.ranks import Ranks
 from shardwright.engine import FSDPModule
-from shardwright.integrations import named_files, named_state
+from shardwright.integrations import named_files, named_loading
 from shardwright.integrations.fabric_models import Forward
 
 
@@ -38,12 +38,10 @@ def refuse_optimizer(strategy: str) -> NoReturn:
     )
 
 
-def load_state(
-    path: Path, state: dict[str, Any], mesh: DeviceMesh, strict: bool, weights_only: bool | None
-) -> dict[str, Any]:
+def load_state(path: Path, state: dict[str, Any], strict: bool, weights_only: bool | None) -> dict[str, Any]:
     """Restore a state in place. Returns the other values of the checkpoint."""
     inner = unwrapped(state)
-    rest = named_state.load(path, inner, mesh, strict, weights_only)
+    rest = named_loading.load(path, inner, strict, weights_only)
     state.update({key: value for key, value in inner.items() if not isinstance(value, nn.Module)})
     return rest
 
@@ -72,5 +70,7 @@ def load_weights(path: Path, module: nn.Module, strict: bool, weights_only: bool
         )
     if path.is_dir() or path.name.endswith((".safetensors", ".json")):
         load_pretrained(model, path, allow_missing=not strict, allow_unexpected=not strict)
-    else:
-        model.load_state_dict(named_files.read_file(path, weights_only), strict=strict)
+        return
+    weights: list[Any] = []
+    Ranks().together(lambda: weights.append(named_files.read_file(path, weights_only)))
+    model.load_state_dict(weights[0], strict=strict)

@@ -310,7 +310,7 @@ class ShardwrightStrategy(DDPStrategy):
                 f"{type(self).__name__} writes to the file system and has no storage_options. Call save without them."
             )
         save = named_state.save_full if self._state_dict_type == "full" else named_state.save_sharded
-        save(self._common_path(path), unwrapped(state), self.device_mesh, filter or {})
+        save(self._common_path(path), unwrapped(state), filter or {})
 
     def load_checkpoint(
         self,
@@ -328,7 +328,7 @@ class ShardwrightStrategy(DDPStrategy):
             refuse_optimizer(type(self).__name__)
         if not state:
             return read_state(path, weights_only)
-        return load_state(path, state, self.device_mesh, strict, weights_only)
+        return load_state(path, state, strict, weights_only)
 
     def _common_path(self, path: str | Path) -> Path:
         return file_path(self.broadcast(path), type(self).__name__)

@@ -1,36 +1,33 @@
-"""Checkpoints of named states as files: written beside their place and renamed, read without running their code.
+"""Files of checkpoints of named states: one file by ``torch.save``, and folders of other writers than ours.
 
-A folder gets ``checksums.json`` with the digests of its files, each taken by the rank that wrote the file.
+A file is written beside its place and renamed. Reading runs no code of a file. Folders with ``meta.pt`` are by
+Lightning's own strategies, and by this one before it had ``index.json``; that one also wrote ``checksums.json``.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.checkpoint import places
 from shardwright.checkpoint.digests import (
     Damaged,
-    Digest,
-    as_json,
     check_digest,
-    digest_of,
     from_json,
     open_regular,
     read_regular,
-    sealed,
     share,
     unsealed,
 )
-from shardwright.checkpoint.folders import METADATA, check_sizes, files_of, not_plain, read_metadata
+from shardwright.checkpoint.folders import METADATA, check_sizes, not_plain
+from shardwright.checkpoint.index import INDEX
+from shardwright.checkpoint.loading import Checkpoint
+from shardwright.checkpoint.ranks import Ranks
+from shardwright.checkpoint.writing import sync
 
 OTHER_VALUES = "meta.pt"  #: in a folder, the file with what is neither model nor optimizer
 CHECKSUMS = "checksums.json"  #: in a folder, the file with the digests of all others
@@ -39,82 +36,46 @@ CHECKSUMS = "checksums.json"  #: in a folder, the file with the digests of all o
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def beside(path: Path, kind: str) -> Path:
-    return path.parent / f".{path.name}.{kind}"
+def check_target(path: Path) -> None:
+    """Raise if a file cannot replace what is at ``path``. It may replace a checkpoint or a file."""
+    if path.is_dir() and not places.is_checkpoint(path):
+        raise IsADirectoryError(
+            f'{path} is a folder, but state_dict_type="full" writes one file. Choose another path.'
+        )
 
 
-def check_target(path: Path, folder: bool) -> None:
-    """Refuse to replace a folder that is no checkpoint; checkpoints and, by another file, files may be replaced."""
-    if not path.is_dir() or is_sharded(path) or (folder and not any(path.iterdir())):
-        return
-    if folder:
-        raise FileExistsError(f"{path} is a folder with other files than a checkpoint. Choose another path.")
-    raise IsADirectoryError(
-        f'{path} is a folder, but state_dict_type="full" writes one file. Choose another path.'
-    )
+def write_file(values: dict[str, Any], path: Path) -> None:
+    """Write a file of ``torch.save``. What was at ``path`` stays until the new file is on disk.
 
-
-def write_values(values: dict[str, Any], file: Path) -> None:
-    with open(file, "wb") as stream:
-        torch.save(values, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _write_text(text: str, file: Path) -> None:
-    with open(file, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    Raises:
+        OSError: it cannot be written. The message names the file.
+    """
+    places.recover(path)
+    places.make_durable(path.parent)
+    attempt = places.new_attempt()
+    partial = places.partial_folder(path, attempt)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def put_in_place(partial: Path, path: Path) -> None:
-    """Rename. A file replaces a file in one step; a folder that is replaced is called ``.NAME.old`` for a moment."""
-    old = None
-    if path.exists() and (path.is_dir() or partial.is_dir()):
-        old = beside(path, "old")
-        _remove(old)
-        os.replace(path, old)
-    os.replace(partial, path)
-    _sync(path.parent)
-    if old is not None:
-        _remove(old)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def own_digests(folder: Path) -> dict[str, Digest]:
-    """Of the files this rank has written: torch begins their names with the rank."""
-    return {file.name: digest_of(file) for file in folder.glob(f"__{dist.get_rank()}_*")}
-
-
-def complete(folder: Path, others: dict[str, Any], digests: Mapping[str, Digest]) -> None:
-    """Add the values that are neither model nor optimizer, and the digests. After it, all of the folder is on disk."""
-    write_values(others, folder / OTHER_VALUES)
-    of_these = {name: digest_of(folder / name) for name in (METADATA, OTHER_VALUES)}
-    _write_text(sealed({"files": as_json({**digests, **of_these})}), folder / CHECKSUMS)
-    _sync(folder / METADATA)  # torch before 2.14 syncs a file whose last bytes it has not written yet
-    _sync(folder)
+        with open(partial, "xb") as stream:
+            torch.save(values, stream)
+            stream.flush()
+            sync(stream.fileno(), path)
+        places.commit(partial, path)
+    except BaseException as error:
+        places.abandon(partial)
+        reason = (
+            error.__context__ if isinstance(error, RuntimeError) else error
+        )  # torch reports another than it met
+        if isinstance(reason, OSError):
+            raise OSError(reason.errno, reason.strerror, str(path)) from error
+        raise
+    places.remove_leftovers(path, attempt)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def is_sharded(path: Path) -> bool:
-    return path.is_dir() and (path / METADATA).is_file()
+    return path.is_dir() and places.is_checkpoint(path)
 
 
 def read_file(path: Path, weights_only: bool | None) -> Any:
@@ -130,7 +91,7 @@ def read_file(path: Path, weights_only: bool | None) -> Any:
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
     if path.is_dir():
         raise ValueError(
-            f"{path} is a folder without {METADATA}, so it is no checkpoint. Pass the folder of a sharded "
+            f"{path} is a folder without {INDEX} or {METADATA}, so it is no checkpoint. Pass the folder of a sharded "
             "checkpoint, or the file of a full checkpoint."
         )
     try:
@@ -151,33 +112,26 @@ def dict_in(path: Path, weights_only: bool | None) -> dict[str, Any]:
     return stored
 
 
-def read_others(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    file = path / OTHER_VALUES
+def other_values(folder: Path, weights_only: bool | None) -> dict[str, Any]:
+    """The content of ``meta.pt``. A folder that torch's own writer has left has none."""
+    file = folder / OTHER_VALUES
     return dict_in(file, weights_only) if file.is_file() else {}
 
 
-def damaged(path: Path, problem: Damaged) -> ValueError:
-    return ValueError(f"The checkpoint {path} cannot be read: {problem}.")
+def compare(checkpoint: Checkpoint, ranks: Ranks) -> None:
+    """Compare the sizes of a foreign folder's files, and this rank's share with ``checksums.json`` if it has one.
 
-
-def verified(path: Path, mesh: DeviceMesh) -> Metadata:
-    """What a folder holds. Its files are those that were saved, as far as this rank's share goes.
-
-    A folder without checksums, which torch's own writer leaves, is compared by the sizes of its files alone.
+    Raises:
+        Damaged: names the first file that differs.
     """
-    try:
-        metadata = read_metadata(path, links=True)
-        if not (path / CHECKSUMS).exists():
-            check_sizes(path, files_of(metadata), links=True)
-            return metadata
-        content = unsealed(read_regular(path / CHECKSUMS, links=True), CHECKSUMS)
-        digests = from_json(content.get("files"), CHECKSUMS)
-        for name in {*files_of(metadata), METADATA, OTHER_VALUES} - digests.keys():
-            raise Damaged(f"{CHECKSUMS} has no digest of {name}")
-        ranks = mesh.mesh.flatten().tolist()
-        sizes = {name: digest.nbytes for name, digest in digests.items()}
-        for name in {METADATA, OTHER_VALUES, *share(sizes, ranks.index(dist.get_rank()), len(ranks))}:
-            check_digest(path / name, digests[name], links=True)
-    except Damaged as problem:
-        raise damaged(path, problem) from problem
-    return metadata
+    folder = checkpoint.folder
+    check_sizes(folder, checkpoint.files(), links=True)
+    if not (folder / CHECKSUMS).exists():
+        return
+    content = unsealed(read_regular(folder / CHECKSUMS, links=True), CHECKSUMS)
+    digests = from_json(content.get("files"), CHECKSUMS)
+    for name in {*checkpoint.files(), METADATA, OTHER_VALUES} - digests.keys():
+        raise Damaged(f"{CHECKSUMS} has no digest of {name}")
+    sizes = {name: digest.nbytes for name, digest in digests.items()}
+    for name in {METADATA, OTHER_VALUES, *share(sizes, ranks.rank, ranks.size)}:
+        check_digest(folder / name, digests[name], links=True)
