@@ -24,7 +24,7 @@ def _run(call: Call) -> int:
         START.begin("loading PyTorch")
     try:
         try:
-            config, resume = _job_of(call.options, call.overrides)
+            config, resume = _job_of(call.options, _with_restarts(call))
         except UserError as error:
             if not launched:
                 raise
@@ -37,6 +37,12 @@ def _run(call: Call) -> int:
         return run_train(config, nproc=call.options.nproc, resume=resume, argv=call.arguments)
     finally:
         START.end()
+
+
+def _with_restarts(call: Call) -> Overrides:
+    """The keys on the command line, with that of --max-restarts."""
+    restarts = call.options.max_restarts
+    return call.overrides if restarts is None else [*call.overrides, ("fault.max_restarts", str(restarts))]
 
 
 def _ranks_of_environment() -> int:
@@ -104,14 +110,19 @@ def _keys_help(width: int) -> str:
 def _add_options(parser: Parser) -> None:
     parser.usage = (
         "shardwright train CONFIG.toml [--section.key value ...]\n"
-        "                         [--nproc N] [--resume [RUN]] [--debug]\n"
+        "                         [--nproc N] [--max-restarts N] [--resume [RUN]] [--debug]\n"
         "       shardwright train --resume RUN [--section.key value ...]\n"
-        "                         [--nproc N] [--debug]"
+        "                         [--nproc N] [--max-restarts N] [--debug]"
     )
     parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="the job, in TOML")
     parser.add_argument(
         "--nproc", metavar="N", type=integer(1),
         help="ranks to start on this machine (default: one for each of its GPUs, else 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-restarts", metavar="N", type=integer(0),
+        help="how often the job starts again by itself after a rank was killed or failed (default: the "
+        "configuration's fault.max_restarts, 0)",
     )  # fmt: skip
     parser.add_argument(
         "--resume", metavar="RUN", nargs="?", const="",

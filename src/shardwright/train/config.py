@@ -30,6 +30,7 @@ from shardwright.train.sections.activations import ActivationConfig
 from shardwright.train.sections.base import Section
 from shardwright.train.sections.checkpoint import CheckpointConfig
 from shardwright.train.sections.data import DataConfig
+from shardwright.train.sections.fault import FaultConfig
 from shardwright.train.sections.log import LogConfig
 from shardwright.train.sections.model import ModelConfig, RopeScalingConfig
 from shardwright.train.sections.optimizer import OptimizerConfig
@@ -43,6 +44,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "FaultConfig",
     "FinetuneConfig",
     "Key",
     "LogConfig",

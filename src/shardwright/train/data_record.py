@@ -13,7 +13,8 @@ from shardwright.train.data.dataset import Dataset, continued
 from shardwright.train.data.growth import Known
 from shardwright.train.data.statement import tokens_of
 from shardwright.train.errors import UserError
-from shardwright.train.runs import RunFolder, check_same_data, write_json
+from shardwright.train.runs import RunFolder, check_same_data
+from shardwright.train.writing import write_json
 
 
 def write_data_record(folder: RunFolder, dataset: Dataset) -> None:

@@ -11,19 +11,19 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch.distributed as dist
 
 from shardwright.train.errors import UserError
 from shardwright.train.resuming import resume_command
-from shardwright.train.runs import RunFolder, mark_failed
+from shardwright.train.runs import RunFolder
+from shardwright.train.statuses import DONE, FAILED, STOPPED, TRY_AGAIN, USER_ERROR, End, is_saved
 from shardwright.train.steps import saved_steps
+from shardwright.train.stop import SIGNALS, status_of_signal
 
 LOG_TAIL = 12
 """Lines of a failed rank's log that are shown."""
-STOPPED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM))
-"""Statuses of a rank that saved and left because a signal asked it to."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ class Complaint:
     kind: Literal["user", "nonfinite", "lost contact", "interrupted", "error"]
     message: str
     trace: str
+
+    @property
+    def in_line(self) -> str:
+        return " ".join(self.message.split())
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,10 @@ class Ending:
     complaints: list[Complaint]
     first_signal: int | None
     """The signal that the launcher got first, or None."""
+    hurried: str = ""
+    """Why the launcher killed ranks after that signal, in words."""
+    late: bool = False
+    """It killed them because `fault.save_seconds` had passed."""
 
 
 def complaints_in(store: dist.Store, ranks: int) -> list[Complaint]:
@@ -58,80 +66,150 @@ def complaints_in(store: dist.Store, ranks: int) -> list[Complaint]:
     return sorted(complaints, key=lambda complaint: complaint.order)
 
 
-def conclude(ending: Ending, debug: bool) -> int:
-    """Print the error and return the exit status. Errors that the user can correct are raised."""
+def judge(ending: Ending) -> End:
+    """The status, and the reason in one line."""
+    if all(status == DONE for status in ending.statuses.values()):
+        return End(DONE, "done")
+    number = ending.first_signal
+    if ranks_have_said_it(ending):
+        asked = "a signal" if number is None else signal.Signals(number).name
+        return End(max(ending.statuses.values()), f"stopped by {asked}; the state is saved")
     user = next((complaint for complaint in ending.complaints if complaint.kind == "user"), None)
-    if all(status in (0, *STOPPED) for status in ending.statuses.values()):
-        return max(ending.statuses.values())
-    mark_failed(ending.folder)
     if user is not None:
-        if debug:
-            print(user.trace, file=sys.stderr)
-        raise UserError(user.message)
-    if ending.first_signal is not None and (not ending.folder.exists() or _all_interrupted(ending)):
-        return stopped_early(ending.first_signal)
+        return End(USER_ERROR, user.message, user.rank)
+    if number is not None and _ended_by_signal(ending):
+        return _stopped_early(ending, number)
     nonfinite = next((complaint for complaint in ending.complaints if complaint.kind == "nonfinite"), None)
-    if nonfinite is not None:
-        return fail(nonfinite.message)
-    if ending.first_signal is not None and all(rank in ending.killed for rank in ending.statuses):
-        return stopped_early(ending.first_signal)
-    print(f"error: {_diagnosis(ending)}", file=sys.stderr, flush=True)
-    return 1
+    if nonfinite is not None:  # on all ranks
+        return End(FAILED, nonfinite.message)
+    culprit_rank, how, status, lost = culprit(ending)
+    return End(status, f"rank {culprit_rank} of {len(ending.statuses)} {how}", culprit_rank, lost)
+
+
+def ranks_have_said_it(ending: Ending) -> bool:
+    """Whether the ranks have saved and left, and the first one has printed so."""
+    return not ending.hurried and all(status in (DONE, *STOPPED) for status in ending.statuses.values())
+
+
+def _ended_by_signal(ending: Ending) -> bool:
+    return (
+        bool(ending.hurried)
+        or not ending.folder.exists()
+        or _all_interrupted(ending)
+        or all(rank in ending.killed for rank in ending.statuses)
+    )
+
+
+def _stopped_early(ending: Ending, number: int) -> End:
+    """Of a job that a signal ended before the ranks have said that they saved."""
+    name, folder = signal.Signals(number).name, ending.folder
+    if folder.exists() and is_saved(folder):
+        return End(status_of_signal(number), f"stopped by {name}; the state is saved")
+    why = f": {ending.hurried}" if ending.hurried else ""
+    return End(
+        TRY_AGAIN if ending.late else status_of_signal(number), f"stopped by {name} without saving{why}"
+    )
+
+
+def conclude(ending: Ending, end: End, debug: bool, note: str = "") -> int:
+    """Print what the ranks have not printed, and return the exit status. Errors that the user can correct are raised.
+
+    `note` says about restarts.
+    """
+    if end.status == USER_ERROR:
+        if debug:
+            print(next(each.trace for each in ending.complaints if each.kind == "user"), file=sys.stderr)
+        raise UserError(end.reason)
+    if end.status == DONE or ranks_have_said_it(ending):
+        return end.status
+    if end.rank is None and end.status == FAILED:
+        return fail(end.reason + (f". The job has ended{note}" if note else ""))
+    if end.rank is None:
+        print("\n".join([end.reason, *_to_continue(ending)]), file=sys.stderr, flush=True)
+    else:
+        print(f"error: {_diagnosis(ending, end, note)}", file=sys.stderr, flush=True)
+    return end.status
 
 
 def _all_interrupted(ending: Ending) -> bool:
     """Whether every rank ended by the signal before it was ready to save, or was ended for taking too long."""
     interrupted = {complaint.rank for complaint in ending.complaints if complaint.kind == "interrupted"}
-    signals = (-signal.SIGINT, -signal.SIGTERM)
+    signals = [-number for number in SIGNALS]
     return all(
         rank in interrupted or rank in ending.killed or status in signals
         for rank, status in ending.statuses.items()
     )
 
 
-def stopped_early(number: int) -> int:
-    print(f"stopped by {signal.Signals(number).name} without saving", file=sys.stderr, flush=True)
-    return 128 + number
-
-
-def _diagnosis(ending: Ending) -> str:
+def _diagnosis(ending: Ending, end: End, note: str) -> str:
     """The rank that failed first, how, the end of its log, and the command that continues the run."""
-    rank, how = culprit(ending)
-    lines = [f"rank {rank} of {len(ending.statuses)} {how}; the job has ended"]
-    tail = _tail(log_of(ending.logs, rank))
+    assert end.rank is not None
+    lines = [f"{end.reason}; the job has ended{note}"]
+    tail = _tail(log_of(ending.logs, end.rank))
     if tail:
-        lines += [f"the end of its log {log_of(ending.logs, rank)}:", *("  " + line for line in tail)]
+        lines += [f"the end of its log {log_of(ending.logs, end.rank)}:", *("  " + line for line in tail)]
+    return "\n".join([*lines, *_to_continue(ending)])
+
+
+def _to_continue(ending: Ending) -> list[str]:
+    """The newest checkpoint, and the command that continues from it. Empty if there is none."""
     steps = saved_steps(ending.folder.checkpoints)
-    if steps:
-        lines += [
-            f"step {steps[0]} is saved; to continue:",
-            f"  {resume_command(ending.folder, len(ending.statuses))}",
-        ]
-    return "\n".join(lines)
+    if not steps:
+        return []
+    return [
+        f"step {steps[0]} is saved; to continue:",
+        f"  {resume_command(ending.folder, len(ending.statuses))}",
+    ]
 
 
-def culprit(ending: Ending) -> tuple[int, str]:
-    """The rank to name: one that died, else the first with an error of its own, else one that stopped answering."""
-    for rank, status in ending.statuses.items():
-        if status < 0 and rank not in ending.killed:
-            name = signal.Signals(-status).name
-            hint = (
-                " (the system's out-of-memory killer sends this signal, too)"
-                if -status == signal.SIGKILL
-                else ""
-            )
-            return rank, f"was killed by {name}{hint}"
+class Culprit(NamedTuple):
+    """The rank to name, what it did, and what follows: the status of the job, and whether that rank is lost."""
+
+    rank: int
+    how: str
+    status: int
+    lost: bool
+
+
+CRASHES = (
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGILL,
+    signal.SIGFPE,
+    signal.SIGABRT,
+    signal.SIGSYS,
+    signal.SIGTRAP,
+)
+"""Signals by which a program ends itself. It most likely does so again, so they count as errors."""
+
+
+def culprit(ending: Ending) -> Culprit:
+    """One rank that died, else the first with an error of its own, else one that stopped answering."""
+    died = [
+        (rank, -status)
+        for rank, status in ending.statuses.items()
+        if status < 0 and rank not in ending.killed
+    ]
+    # A rank that aborts may do so because another one is gone: NCCL's watchdog ends it.
+    for rank, number in sorted(died, key=lambda each: each[1] == signal.SIGABRT):
+        hint = (
+            " (the system's out-of-memory killer sends this signal, too)" if number == signal.SIGKILL else ""
+        )
+        crashed = number in CRASHES
+        how = f"was killed by {signal.Signals(number).name}{hint}"
+        return Culprit(rank, how, FAILED if crashed else TRY_AGAIN, not crashed)
     for complaint in ending.complaints:
         if complaint.kind == "error":
-            return complaint.rank, f"failed with {complaint.message.splitlines()[0]}"
+            return Culprit(complaint.rank, f"failed with {complaint.message.splitlines()[0]}", FAILED, False)
     complained = {complaint.rank for complaint in ending.complaints}
     for rank, status in ending.statuses.items():
         if rank not in complained and rank not in ending.killed and status > 0:
-            return rank, f"exited with status {status}"
+            return Culprit(rank, f"exited with status {status}", FAILED, False)
     for rank in sorted(ending.killed - complained):
-        return rank, "did not answer the other ranks and was killed"
+        return Culprit(rank, "did not answer the other ranks and was killed", TRY_AGAIN, True)
     first = ending.complaints[0]
-    return first.rank, f"lost contact with the other ranks: {first.message.splitlines()[0]}"
+    how = f"lost contact with the other ranks: {first.message.splitlines()[0]}"
+    return Culprit(first.rank, how, TRY_AGAIN, False)
 
 
 def _tail(path: Path) -> list[str]:

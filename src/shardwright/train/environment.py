@@ -19,11 +19,18 @@ SPEAKING = "first rank speaks"
 """Key in the launcher's store: from then on the first rank says what is being done at the start."""
 FOLDER_VARIABLE = "SHARDWRIGHT_RUN_FOLDER"
 LAUNCHER_VARIABLE = "SHARDWRIGHT_LAUNCHER"
+ATTEMPT_VARIABLE = "SHARDWRIGHT_ATTEMPT"
+"""1 for the first start of the ranks by our launcher, one more after each restart."""
 
 
 def under_launcher() -> bool:
     """Whether this process is one rank of a job that torchrun, SLURM or our own launcher has started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def attempt_of_launcher() -> int:
+    """The number of this start of the ranks by our launcher. 1 without it."""
+    return int(os.environ.get(ATTEMPT_VARIABLE, "1"))
 
 
 def check_environment() -> None:

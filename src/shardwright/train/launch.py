@@ -11,12 +11,11 @@ and the same 30 s to ranks that wait in a collective for one that died. The envi
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import NoReturn
 
 import rich.progress  # noqa: F401  # every rank needs it: where it is missing, the launcher says so, once
@@ -27,8 +26,9 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Subpr
 import shardwright
 from shardwright.train.checks import check_device, check_files, check_ranks, check_steps
 from shardwright.train.config import Config
-from shardwright.train.ending import STOPPED, Ending, complaints_in, conclude, log_of, stopped_early
+from shardwright.train.ending import Ending, complaints_in, conclude, judge, log_of
 from shardwright.train.environment import (
+    ATTEMPT_VARIABLE,
     FOLDER_VARIABLE,
     LAUNCHER_VARIABLE,
     SPEAKING,
@@ -36,10 +36,15 @@ from shardwright.train.environment import (
     choose_device,
     under_launcher,
 )
-from shardwright.train.errors import UserError
+from shardwright.train.errors import UserError, counted
+from shardwright.train.record import close_session, repair_record, sessions_of
+from shardwright.train.restarts import Attempt, Restarts, place_in_words
 from shardwright.train.runs import RunFolder, discard_if_unused, now, open_folder
 from shardwright.train.sinks import check_packages
 from shardwright.train.starting import START
+from shardwright.train.statuses import DONE, STOPPED, remove_exit, write_exit
+from shardwright.train.steps import recorded_step
+from shardwright.train.stop import Signals
 from shardwright.train.writing import writing
 
 GRACE_SECONDS = 4.0
@@ -47,7 +52,7 @@ GRACE_SECONDS = 4.0
 
 
 def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: list[str]) -> int:
-    """Train and return the exit status: 0 done, 1 failed, 130 or 143 stopped by a signal with the state saved.
+    """Train and return the exit status, see `statuses`.
 
     `resume` is None for a new run, "" for the newest run of that name, else a run's folder. `argv` is the command
     line, for starting the ranks with. Raises UserError, in one process only, for what the user has to correct.
@@ -61,17 +66,20 @@ def run_train(config: Config, *, nproc: int | None, resume: str | None, argv: li
     check_ranks(config, ranks, resume is not None)
     check_device(config, choose_device(config))
     # What cannot be imported is found before there is a folder.
-    alone = _rank().train_alone if ranks == 1 else None
+    alone = _rank().train_alone if ranks == 1 and not config.fault.max_restarts else None
     folder, lock = open_folder(config, resume)
     with lock:
         try:
+            if resume is not None:
+                repair_record(folder)
+            remove_exit(folder)
             _stay_local()
             if alone is None:
                 # The ranks would find these, after the seconds that they need to start.
                 check_files(config)
                 if resume is not None:
                     check_steps(config, folder)
-                return _launch(config, folder, ranks, argv)
+                return _launch_until_done(config, folder, ranks, argv)
             return alone(config, folder, resume is not None)
         except BaseException:
             discard_if_unused(folder, lock)
@@ -135,36 +143,79 @@ class RankLogs(LogsSpecs):
         )
 
 
-def _launch(config: Config, folder: RunFolder, ranks: int, argv: list[str]) -> int:
+def _launch_until_done(config: Config, folder: RunFolder, ranks: int, argv: list[str]) -> int:
+    """Start the ranks, and again while the settings allow it. Returns the status of the job."""
+    # torch's handlers would unwind the launcher; ours store the signals over all attempts.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    restarts = Restarts(config.fault, lambda fewer: _can_run(config, fewer))
+    attempt = Attempt(1, ranks, tuple(without_nproc(argv)))
+    with Signals() as signals:
+        while True:
+            sessions = sessions_of(folder)
+            ending = _launch(config, folder, attempt, signals)
+            end = judge(ending)
+            next_ranks, note = 0, ""
+            if signals.first is None:
+                step = recorded_step(folder.metrics_file)
+                next_ranks, note = restarts.after(end, step, attempt.ranks)
+            if end.status != DONE:
+                close_session(folder, end.reason, sessions)
+            if not next_ranks:
+                write_exit(folder, end, attempt.number)
+                return conclude(ending, end, "--debug" in argv, note)
+            attempt = attempt.after(end, next_ranks, folder)
+            print(
+                f"restart {restarts.count} of {config.fault.max_restarts}: {end.reason}, after step {step}; "
+                f"{place_in_words(folder)} on {counted(next_ranks, 'rank')} (log: {ending.logs})",
+                flush=True,
+            )
+
+
+def _can_run(config: Config, ranks: int) -> bool:
+    try:
+        check_ranks(config, ranks, resumes=True)
+    except UserError:
+        return False
+    return True
+
+
+def _launch(config: Config, folder: RunFolder, attempt: Attempt, signals: Signals) -> Ending:
+    """Start the ranks and wait for their end."""
+    ranks = attempt.ranks
     START.doing(f"starting {ranks} ranks")
     logs = folder.logs / now().replace(":", "")
+    if attempt.number > 1:
+        logs = logs.with_name(f"{logs.name}-attempt-{attempt.number}")
     with writing(logs):
         logs.mkdir(parents=True, exist_ok=True)
     # The store lives here, so it outlives every rank, and its port is the system's choice: no two jobs collide.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # -P: a random.py in the folder where the user works must not take the place of Python's own.
-    command = ("-P", "-m", "shardwright", *without_nproc(argv))
+    command = ("-P", "-m", "shardwright", *attempt.arguments)
     with writing(logs):
         processes = start_processes(
             name="shardwright",
             entrypoint=sys.executable,
             args=dict.fromkeys(range(ranks), command),
             envs={
-                rank: environment(rank, ranks, store.port, folder, choose_device(config))
+                rank: environment(rank, attempt, store.port, folder, choose_device(config))
                 for rank in range(ranks)
             },
             logs_specs=RankLogs(logs),
         )
     assert isinstance(processes, SubprocessContext)
-    watch = Watch(processes, lambda: store.check([SPEAKING]))
+    watch = Watch(processes, lambda: store.check([SPEAKING]), signals, config.fault.save_seconds)
     statuses = watch.until_all_ended()
-    if all(status == 0 for status in statuses.values()):
-        return 0
-    if watch.first_signal is not None and not store.check([SPEAKING]):
-        return stopped_early(watch.first_signal)
-    complaints = complaints_in(store, ranks)
-    return conclude(
-        Ending(folder, logs, statuses, watch.killed, complaints, watch.first_signal), "--debug" in argv
+    processes.close()  # the files of its logs
+    return Ending(
+        folder,
+        logs,
+        statuses,
+        watch.killed,
+        complaints_in(store, ranks),
+        signals.first,
+        watch.hurried,
+        watch.late,
     )
 
 
@@ -181,14 +232,17 @@ def without_nproc(argv: list[str]) -> list[str]:
     return remaining_arguments
 
 
-def environment(rank: int, ranks: int, port: int, folder: RunFolder, device: str) -> dict[str, str]:
+def environment(rank: int, attempt: Attempt, port: int, folder: RunFolder, device: str) -> dict[str, str]:
     """The environment that torchrun would set for this rank, and the folder of the run."""
+    ranks = attempt.ranks
     variables = {
         "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is the launcher's: rank 0 must not open its own
-        FOLDER_VARIABLE: folder.path, LAUNCHER_VARIABLE: os.getpid(),
+        FOLDER_VARIABLE: folder.path, LAUNCHER_VARIABLE: os.getpid(), ATTEMPT_VARIABLE: attempt.number,
     }  # fmt: skip
+    if attempt.devices:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(attempt.devices)
     variables |= START.variables
     if own_path := _path_to_ourselves():
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), own_path]))
@@ -209,21 +263,27 @@ def _path_to_ourselves() -> str | None:
 class Watch:
     """Waits for the ranks, passes signals on, and ends the rest soon after one has failed."""
 
-    def __init__(self, processes: SubprocessContext, first_rank_speaks: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        processes: SubprocessContext,
+        first_rank_speaks: Callable[[], bool],
+        signals: Signals,
+        save_seconds: float = 0.0,
+    ) -> None:
         self.processes, self.first_rank_speaks = processes, first_rank_speaks
-        self.first_signal: int | None = None
+        self.signals, self.save_seconds = signals, save_seconds
         self.killed: set[int] = set()
-        self._signalled_at = 0.0
+        self.hurried = ""  #: why ranks were killed after a signal, in words
+        self.late = False  #: because `save_seconds` had passed
+        self._passed_on = 0  #: signals
 
     def until_all_ended(self) -> dict[int, int]:
         """Exit statuses by rank, negative for signals."""
-        # After start_processes, which installs handlers that would unwind this loop.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._pass_on)
         deadline = None
         while running := [rank for rank, status in self._poll().items() if status is None]:
+            self._pass_on(running)
             if deadline is None and any(
-                status not in (None, 0, *STOPPED) for status in self._poll().values()
+                status not in (None, DONE, *STOPPED) for status in self._poll().values()
             ):
                 deadline = time.monotonic() + GRACE_SECONDS
             if deadline is not None and time.monotonic() > deadline:
@@ -246,13 +306,19 @@ class Watch:
         for rank in ranks:
             self.processes.subprocess_handlers[rank].proc.kill()
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        running = [rank for rank, status in self._poll().items() if status is None]
-        if self.first_signal is not None and time.monotonic() - self._signalled_at > 1.0:
-            self._kill(running)  # asked twice: at once
-            return
-        if self.first_signal is None:
-            self.first_signal, self._signalled_at = number, time.monotonic()
-        forwarded = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
-        for rank in running:
-            self.processes.subprocess_handlers[rank].proc.send_signal(forwarded)
+    def _pass_on(self, running: list[int]) -> None:
+        """Pass the first signal on. After the second one, or too late after the first one, end the ranks at once."""
+        late = 0 < self.save_seconds < self.signals.seconds_since_first()
+        if not self.hurried and (late or self.signals.asked_twice):
+            self.late = late
+            self.hurried = (
+                f"the checkpoint took longer than fault.save_seconds = {self.save_seconds:g}"
+                if late
+                else "a second signal"
+            )
+            self._kill(running)
+        while self._passed_on < len(self.signals.received):
+            number, _ = self.signals.received[self._passed_on]
+            self._passed_on += 1
+            for rank in running:
+                self.processes.subprocess_handlers[rank].proc.send_signal(number)

@@ -19,8 +19,10 @@ from shardwright._torch import dump_memory_history, record_memory_history
 from shardwright.comm.noted import noted
 from shardwright.engine.front.report import in_units
 from shardwright.extend import ExtensionError
+from shardwright.extend.registry import in_words
 from shardwright.train import checkpoint, metrics, plan_picture, report
 from shardwright.train.activations import Recompiles
+from shardwright.train.answers import Answers
 from shardwright.train.checks import no_more_steps
 from shardwright.train.config import Config
 from shardwright.train.data.dataset import Dataset
@@ -32,41 +34,40 @@ from shardwright.train.finetune import adapters, finetuning
 from shardwright.train.models.kinds import sizes_of
 from shardwright.train.notices import before_steps, of_first_loss
 from shardwright.train.peaks import peak_flops
+from shardwright.train.record import RunRecord
 from shardwright.train.reporter import Reporter
 from shardwright.train.resuming import changes_in_words, resume_command
-from shardwright.train.runs import (
-    RunFolder,
-    RunRecord,
-    Session,
-    now,
-    versions,
-    write_json,
-    write_text,
-    writing,
-)
+from shardwright.train.runs import RunFolder, Session, now, versions
 from shardwright.train.saves import Saves
 from shardwright.train.sink_thread import SinkThread
 from shardwright.train.sinks import RunSite
 from shardwright.train.sinks import sinks as named_sinks
 from shardwright.train.starting import START
-from shardwright.train.stop import StopRequest
+from shardwright.train.statuses import DONE, End
+from shardwright.train.stop import StopRequest, status_of_signal
 from shardwright.train.trainer import StepResult, Trainer, learning_rate
 from shardwright.train.world import World
+from shardwright.train.writing import write_json, write_text, writing
 
 
-def train(config: Config, folder: RunFolder, dataset: Dataset, world: World, resume: bool) -> int:
-    """Run the job to its last step, or until a signal stops it. Returns the exit status.
+def train(
+    config: Config, folder: RunFolder, dataset: Dataset, world: World, resume: bool, attempt: int = 1
+) -> End:
+    """Run the job to its last step, or until a signal stops it. Returns how it ended.
 
-    Before the model exists there is nothing to save, so a signal ends the job like any program. Raises UserError
-    for a registered value that is wrong.
+    From the second `attempt` on there may be no step left: then only the end of the run is missing. Before the model
+    exists there is nothing to save, so a signal ends the job like any program. Raises UserError for a registered value
+    that is wrong.
     """
     try:
-        return _train(config, folder, dataset, world, resume)
+        return _train(config, folder, dataset, world, resume, attempt)
     except ExtensionError as error:
         raise UserError(str(error)) from error
 
 
-def _train(config: Config, folder: RunFolder, dataset: Dataset, world: World, resume: bool) -> int:
+def _train(
+    config: Config, folder: RunFolder, dataset: Dataset, world: World, resume: bool, attempt: int
+) -> End:
     START.doing(f"building the model of {sizes_of(config.model.shape()).parameters:,} parameters")
     lines: list[str] = []
     if resume:
@@ -88,15 +89,19 @@ def _train(config: Config, folder: RunFolder, dataset: Dataset, world: World, re
             notices.say(adapters.statement(trainer.model))
     trainer.check_model()
     done = trainer.position.step
-    if done >= config.train.steps:
+    if done >= config.train.steps and attempt == 1:
         raise UserError(no_more_steps(config, folder, done))
     START.doing("running the first step")
-    with StopRequest() as stop, ExitStack() as stack:
-        record = open_record(trainer, folder) if world.is_first else None
+    answers = Answers(config, folder, world, attempt)
+    with answers.request() as stop, ExitStack() as stack:
+        record = open_record(trainer, folder, attempt) if world.is_first else None
         try:
-            reporter = Reporter([]) if record is None else open_reporter(config, folder, done, record.facts)
+            reporter = (
+                Reporter([]) if record is None else open_reporter(config, folder, done, record.facts, attempt)
+            )
             stack.enter_context(reporter)
             stack.callback(trainer.close)
+            answers.say = reporter.answer
             reporter.say(opening_line(trainer, folder))
             if trainer.world.is_first:
                 reporter.say(data_in_words(trainer))
@@ -104,10 +109,12 @@ def _train(config: Config, folder: RunFolder, dataset: Dataset, world: World, re
                     reporter.say(note)
             reporter.say(figures_in_words(trainer))
             with Saves(config.checkpoint, folder.checkpoints, reporter, loaded=done) as saves:
-                ended_by = run_steps(trainer, folder, reporter, saves, stop)
-        except BaseException:
+                more = done < config.train.steps
+                ended_by = run_steps(trainer, folder, reporter, saves, stop) if more else 0
+            answers.saves = False
+        except BaseException as error:
             if record is not None:
-                record.close("failed", trainer.position.step, {})
+                record.close("failed", trainer.position.step, {}, " ".join(in_words(error).split()))
             raise
         return conclude(trainer, folder, record, ended_by, reporter)
 
@@ -234,14 +241,18 @@ def step_record(
     )
 
 
-def open_reporter(config: Config, folder: RunFolder, steps_done: int, facts: Mapping[str, Any]) -> Reporter:
+def open_reporter(
+    config: Config, folder: RunFolder, steps_done: int, facts: Mapping[str, Any], attempt: int
+) -> Reporter:
     """The first rank's: the run's own files and terminal, and the sinks of `[log] sinks`."""
     steps, every = config.train.steps, config.log.every
     console = Console()
     if console.is_terminal:
         START.end()  # from here on the progress bar moves
-    site = RunSite(folder.path.absolute(), config, steps_done, facts)
-    sinks: list[metrics.Sink] = [metrics.JsonLines(folder.metrics_file, steps_done)]
+    site = RunSite(folder.path.absolute(), config, steps_done, facts, attempt)
+    sinks: list[metrics.Sink] = [
+        metrics.JsonLines(folder.metrics_file, steps_done, folder.dropped_metrics_file)
+    ]
     added = {}
     for name in config.log.sinks:
         named = named_sinks.get(name)
@@ -252,7 +263,7 @@ def open_reporter(config: Config, folder: RunFolder, steps_done: int, facts: Map
     return Reporter(sinks, added, steps_done)
 
 
-def open_record(trainer: Trainer, folder: RunFolder) -> RunRecord:
+def open_record(trainer: Trainer, folder: RunFolder, attempt: int) -> RunRecord:
     dataset, parallel_config, world = trainer.dataset, trainer.config.parallel, trainer.world
     facts = {
         "parameters": trainer.parameters,
@@ -273,6 +284,7 @@ def open_record(trainer: Trainer, folder: RunFolder) -> RunRecord:
         start=now(), from_step=trainer.position.step, engine=parallel_config.engine, ranks=world.size,
         device=world.device.type, device_name=metrics.device_name(world.device), threads=torch.get_num_threads(),
         param_dtype=parallel_config.param_dtype, reduce_dtype=parallel_config.reduce_dtype, versions=versions(),
+        attempt=attempt,
         **{key: str(getattr(parallel_config, key)) for key in plan},
     )  # fmt: skip
     write_data_record(folder, dataset)
@@ -335,18 +347,19 @@ def vocabulary(config: Config) -> int:
 
 def conclude(
     trainer: Trainer, folder: RunFolder, record: RunRecord | None, ended_by: int, reporter: Reporter
-) -> int:
-    """After the last step: record how the run ended, draw, sample, close the sinks, print the summary.
-
-    Returns the exit status.
-    """
+) -> End:
+    """After the last step: record how the run ended, draw, sample, close the sinks, print the summary."""
+    end = End(DONE, "done")
+    if ended_by:
+        name = signal.Signals(ended_by).name
+        end = End(status_of_signal(ended_by), f"stopped by {name}; the state is saved")
     memory = torch.tensor([trainer.peak_memory, *engine_memory(trainer)], device=trainer.world.device)
     with noted("all-reduce of memory", None):
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
     peak, held, leased = memory.tolist()
     sampled = trainer.sample() if trainer.config.run.sample_tokens and not ended_by else None
     if record is None:
-        return 128 + ended_by if ended_by else 0
+        return end
     records = metrics.read_records(folder.metrics_file)
     results = {**report.results(records, record.content["sessions"]), "peak_memory": peak}
     if leased >= 0:
@@ -356,7 +369,7 @@ def conclude(
     if reporter.failed_saves:
         results |= {"failed_saves": len(reporter.failed_saves)}
     status: Literal["interrupted", "finished"] = "interrupted" if ended_by else "finished"
-    record.close(status, trainer.position.step, results)
+    record.close(status, trainer.position.step, results, end.reason if ended_by else "")
     with writing(folder.picture):
         report.loss_curve(records, folder.picture, trainer.config.run.name, vocabulary(trainer.config))
     reporter.close(metrics.RunEnd(status, trainer.position.step, results, folder.picture.absolute()))
@@ -369,11 +382,11 @@ def conclude(
             sep="\n",
             flush=True,
         )
-        return 128 + ended_by
+        return end
     text = summary(trainer, folder, results, sampled, [*reporter.stopped, *reporter.failed_saves])
     write_text(folder.summary_file, text)
     print(text, end="", flush=True)
-    return 0
+    return end
 
 
 def engine_memory(trainer: Trainer) -> tuple[int, int]:

@@ -6,6 +6,7 @@ This file formats records, measures this process's memory, and writes. It never 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -146,11 +147,12 @@ SAVE_FAILURE = "save_failure"
 class JsonLines:
     """metrics.jsonl: every step, floats in full precision, and every checkpoint that could not be written."""
 
-    def __init__(self, path: Path, steps_done: int) -> None:
+    def __init__(self, path: Path, steps_done: int, dropped: Path) -> None:
+        """Lines of steps after `steps_done` go to the end of the file `dropped`."""
         self.path = path
         with writing(path):
-            if steps_done:
-                drop_after(path, steps_done)
+            if os.path.isfile(path):  # not a device: a new run does not look for earlier lines
+                drop_after(path, steps_done, dropped)
             self.stream: TextIO = path.open("a" if steps_done else "w", encoding="utf-8")
 
     def step(self, record: StepRecord) -> None:
@@ -172,13 +174,25 @@ class JsonLines:
             self.stream.close()
 
 
-def drop_after(path: Path, steps_done: int) -> None:
-    """Remove records of steps after `steps_done`, because a resumed run repeats these steps."""
-    if not path.exists():
-        return
-    lines = [json.dumps(line) for line in _lines(path) if line["step"] <= steps_done]
+def drop_after(path: Path, steps_done: int, dropped: Path) -> None:
+    """Move records of steps after `steps_done` to the end of another file, because the run repeats these steps."""
+    if steps_done < 0:
+        raise ValueError(f"expected steps_done >= 0, found {steps_done}")
+    if steps_done:
+        lines = _lines(path)
+        kept, gone = (
+            "".join(json.dumps(line) + "\n" for line in lines if (line["step"] <= steps_done) is keep)
+            for keep in (True, False)
+        )
+    else:
+        kept, gone = "", path.read_text(encoding="utf-8", errors="replace")
+    if gone:
+        with dropped.open("a", encoding="utf-8") as stream:
+            stream.write(gone if gone.endswith("\n") else gone + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
     temporary = path.with_name(path.name + ".new")
-    temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    temporary.write_text(kept, encoding="utf-8")
     temporary.replace(path)
 
 
@@ -237,7 +251,10 @@ class TensorBoard:
 
         self.path, self.every = path, every
         with writing(path):
-            self.writer = SummaryWriter(str(path), purge_step=steps_done + 1 if steps_done else None)
+            has_steps = steps_done or any(
+                path.glob("events*")
+            )  # or of an attempt that began with step 1, too
+            self.writer = SummaryWriter(str(path), purge_step=steps_done + 1 if has_steps else None)
 
     def step(self, record: StepRecord) -> None:
         with writing(self.path):

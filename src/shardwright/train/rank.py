@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,15 +39,19 @@ from shardwright.train.environment import (
     FOLDER_VARIABLE,
     LAUNCHER_VARIABLE,
     SPEAKING,
+    attempt_of_launcher,
     collective_timeout,
     rank_and_size,
 )
 from shardwright.train.errors import UserError
+from shardwright.train.launches import GivenUpError, open_attempt, record_end, this_launch
 from shardwright.train.lock import share
 from shardwright.train.loop import train
 from shardwright.train.models.shapes import HuggingFaceShape
-from shardwright.train.runs import RunFolder, open_folder
+from shardwright.train.record import close_session
+from shardwright.train.runs import RunFolder
 from shardwright.train.starting import START
+from shardwright.train.statuses import FAILED, INTERRUPTED, TRY_AGAIN, USER_ERROR, End, write_exit
 from shardwright.train.trainer import NonFiniteError
 from shardwright.train.world import World, join_world, pick_device
 
@@ -56,12 +59,18 @@ from shardwright.train.world import World, join_world, pick_device
 def train_alone(config: Config, folder: RunFolder, resumes: bool) -> int:
     """Train with one rank in this process and return the exit status. Raises UserError."""
     START.doing("reading the data")
-    dataset = load_dataset(config, progress=True)
     try:
+        dataset = load_dataset(config, progress=True)
         with join_world(config) as world:
-            return train(config, folder, dataset, world, resumes)
+            end = train(config, folder, dataset, world, resumes)
     except NonFiniteError as error:
-        return fail(str(error))
+        end = End(FAILED, str(error))
+        fail(end.reason)
+    except BaseException as error:
+        write_exit(folder, _end_of(_complaint(error, 0)), 1)
+        raise
+    write_exit(folder, end, 1)
+    return end.status
 
 
 def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) -> int:
@@ -70,6 +79,7 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
     if launcher:
         threading.Thread(target=_leave_with, args=(int(launcher),), daemon=True).start()
     store: dist.Store | None = None
+    place: Place | None = None
     try:
         rank, size = rank_and_size()
         if rank == 0:
@@ -80,17 +90,23 @@ def run_rank(configured: Callable[[], Config], resume: str | None, debug: bool) 
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=max(collective_timeout(), PATIENCE))))
         config, dataset = _start_together(configured, resume, store, rank, size)
         with join_world(config, store) as world:
-            folder, lock = _agree_on_folder(config, resume, world)
-            with lock:
-                return train(config, folder, dataset, world, resume is not None)
+            place = _agree_on_place(config, resume, world)
+            with place.lock:
+                end = train(config, place.folder, dataset, world, place.resumes, place.attempt)
+                if world.is_first and not launcher:
+                    _record(place, end)
+        return end.status
     except BaseException as error:
-        complaint = _complaint(error)
+        complaint = _complaint(error, int(os.environ["RANK"]))
         START.end()
         if launcher:
             _send(complaint)
-            status = 2 if complaint.kind == "user" else 1
+            status = USER_ERROR if complaint.kind == "user" else FAILED
         else:
             status = _report_alone(complaint, store, debug)
+            if place is not None and _is_to_record(complaint, store, place):
+                close_session(place.folder, complaint.in_line)
+                _record(place, _end_of(complaint))
         if launcher or debug:  # Of our launcher stderr is a log.
             traceback.print_exc()
         sys.stdout.flush()
@@ -131,48 +147,92 @@ def _model_fingerprint(config: Config) -> dict[str, str]:
     return {MODEL: hf.fingerprint(shape)}
 
 
+STATUSES = {"user": USER_ERROR, "lost contact": TRY_AGAIN, "interrupted": INTERRUPTED}
+"""By the kind of a complaint; 1 for others."""
+SHARED = ("user", "nonfinite", "interrupted")
+"""Kinds that all ranks meet."""
+
+
 def _report_alone(complaint: Complaint, store: dist.Store | None, debug: bool) -> int:
     """Print what ended this rank, with its number unless that is 0; once, where all ranks met the same."""
-    statuses = {"user": 2, "interrupted": 128 + signal.SIGINT}
-    shared = complaint.kind in ("user", "nonfinite", "interrupted")
+    shared = complaint.kind in SHARED
     if not shared or store is None or is_to_report(store, complaint.rank, complaint.message):
         hint = "" if debug or shared else " (add --debug to see the traceback)"
         where = f"rank {complaint.rank}: " if complaint.rank or not shared else ""
-        print(f"error: {where}{' '.join(complaint.message.split())}{hint}", file=sys.stderr, flush=True)
+        print(f"error: {where}{complaint.in_line}{hint}", file=sys.stderr, flush=True)
     if complaint.rank == 0 and shared:
         time.sleep(1.0)  # It may host the store, which the others ask whether this was said.
-    return statuses.get(complaint.kind, 1)
+    return STATUSES.get(complaint.kind, FAILED)
 
 
-def _agree_on_folder(
-    config: Config, resume: str | None, world: World
-) -> tuple[RunFolder, AbstractContextManager[object]]:
-    """The folder the launcher chose; without our launcher the one rank 0 chooses. Rank 0 has the lock."""
+SECONDS_FOR_CAUSE = 1.0
+"""Seconds that a rank which lost contact leaves to the rank that caused it, to record its error."""
+
+
+def _is_to_record(complaint: Complaint, store: dist.Store | None, place: Place) -> bool:
+    """Whether this rank writes how the job ended, without our launcher. One does, best with an error of its own."""
+    if complaint.kind == "lost contact":
+        time.sleep(SECONDS_FOR_CAUSE)
+    try:
+        if store is not None:
+            return store.compare_set("end", "", str(complaint.rank)).decode() == str(complaint.rank)
+    except RuntimeError:
+        pass  # The store has gone with the first rank.
+    return not place.folder.exit_file.exists()
+
+
+def _end_of(complaint: Complaint) -> End:
+    """The end of a job that this complaint describes."""
+    rank = None if complaint.kind in SHARED else complaint.rank
+    return End(STATUSES.get(complaint.kind, FAILED), complaint.in_line, rank)
+
+
+def _record(place: Place, end: End) -> None:
+    """Write how this attempt of the job ended. Our launcher does this itself."""
+    record_end(place.folder, end)
+    write_exit(place.folder, end, place.attempt)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folder of the run in this attempt, whether it resumes there, and the lock that this rank has."""
+
+    folder: RunFolder
+    lock: AbstractContextManager[object]
+    resumes: bool
+    attempt: int
+
+
+def _agree_on_place(config: Config, resume: str | None, world: World) -> Place:
+    """The folder that the launcher chose; without our launcher the one that rank 0 chooses. Rank 0 has the lock."""
     chosen = os.environ.get(FOLDER_VARIABLE)
     if chosen:
         folder = RunFolder(Path(chosen))
-        return folder, share(folder.path) if world.is_first else nullcontext()
+        lock = share(folder.path) if world.is_first else nullcontext()
+        return Place(folder, lock, resume is not None, attempt_of_launcher())
+    launch = this_launch(world.size)
+    place: Place | None = None
     outcome: list[Any] = [None, None]
-    lock: AbstractContextManager[object] = nullcontext()
     if world.is_first:
         try:
-            folder, lock = open_folder(config, resume)
-            outcome = [str(folder.path), None]
-        except UserError as error:
-            outcome = [None, str(error)]
+            opened = open_attempt(config, resume, launch)
+            place = Place(opened.folder, opened.lock, opened.resumes, opened.attempt)
+            outcome = [(str(place.folder.path), place.resumes, place.attempt), None]
+        except (UserError, GivenUpError) as error:
+            outcome = [None, error]
     with noted("broadcast of the folder", None):
         dist.broadcast_object_list(outcome, src=0)
-    path, problem = outcome
-    if problem is not None:
-        raise UserError(problem)
-    return RunFolder(Path(path)), lock
+    if outcome[1] is not None:
+        raise outcome[1]
+    path, resumes, attempt = outcome[0]
+    return place or Place(RunFolder(Path(path)), nullcontext(), resumes, attempt)
 
 
-def _complaint(error: BaseException) -> Complaint:
+def _complaint(error: BaseException, rank: int) -> Complaint:
     kind: Literal["user", "nonfinite", "lost contact", "interrupted", "error"] = "error"
     if isinstance(error, UserError):
         kind = "user"
-    elif isinstance(error, NonFiniteError):
+    elif isinstance(error, NonFiniteError | GivenUpError):
         kind = "nonfinite"
     elif isinstance(error, KeyboardInterrupt):
         kind = "interrupted"
@@ -181,7 +241,7 @@ def _complaint(error: BaseException) -> Complaint:
     message = str(error) if kind in ("user", "nonfinite") else f"{type(error).__name__}: {error}"
     if kind == "interrupted":
         message = "interrupted"
-    return Complaint(int(os.environ["RANK"]), 0, kind, message, traceback.format_exc())
+    return Complaint(rank, 0, kind, message, traceback.format_exc())
 
 
 def _is_lost_contact(error: BaseException) -> bool:
@@ -223,7 +283,11 @@ def _contact() -> dist.TCPStore:
 
 
 def _leave_with(launcher: int) -> None:
-    """End this rank when the launcher is killed: nobody else would."""
+    """End this rank when the launcher is killed: nobody else would. The first rank writes what happened."""
     while os.getppid() == launcher:
         time.sleep(1.0)
-    os._exit(1)
+    if os.environ["RANK"] == "0":
+        folder, end = RunFolder(Path(os.environ[FOLDER_VARIABLE])), End(TRY_AGAIN, "the launcher was killed")
+        close_session(folder, end.reason)
+        write_exit(folder, end, attempt_of_launcher())
+    os._exit(TRY_AGAIN)

@@ -53,6 +53,11 @@ class Reporter:
             except Exception as error:
                 self._stop(name, error)
 
+    def answer(self, text: str) -> None:
+        """Print lines at once, from any thread. Sinks of `[log] sinks` do not get them."""
+        for sink in list(self.sinks):
+            sink.say(text)
+
     def save_failed(self, step: int, reason: str) -> None:
         """Record that a checkpoint could not be written and that the run goes on."""
         self.failed_saves.append(f"checkpoint of step {step}: {reason}")

@@ -12,7 +12,7 @@ import platform
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from shardwright.train.config import Config, stored_config
 from shardwright.train.errors import UserError
 from shardwright.train.lock import FolderLock, claim
 from shardwright.train.models.kinds import kind_named
-from shardwright.train.writing import unwritable, write_json, write_text, writing
+from shardwright.train.writing import unwritable, writing
 
 RUNS = Path("runs")
 """The parent folder of runs without `run.dir`."""
@@ -56,6 +56,21 @@ class RunFolder:
     @property
     def summary_file(self) -> Path:
         return self.path / "summary.txt"
+
+    @property
+    def dropped_metrics_file(self) -> Path:
+        """Lines of metrics.jsonl whose steps were repeated."""
+        return self.path / "metrics.dropped.jsonl"
+
+    @property
+    def exit_file(self) -> Path:
+        """How the job ended, for wrappers."""
+        return self.path / "exit.json"
+
+    @property
+    def launch_file(self) -> Path:
+        """The launch by torchrun that uses the folder, and how its attempts ended."""
+        return self.path / "launch.json"
 
     @property
     def picture(self) -> Path:
@@ -368,6 +383,8 @@ class Session:
     strategy: str = ""
     layout: str = ""
     memory: str = ""
+    attempt: int = 1
+    """1 for a start or a --resume, 2 for the first restart after it."""
 
 
 def versions() -> dict[str, str]:
@@ -376,51 +393,6 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-class RunRecord:
-    """run.json, which rank 0 updates: the engine, devices and text of each session, and how it ended."""
-
-    def __init__(self, folder: RunFolder, config: Config, facts: Mapping[str, Any], session: Session) -> None:
-        self.folder = folder
-        sessions = folder.record()["sessions"] if folder.exists() else []
-        self.content: dict[str, Any] = {"name": config.run.name, "status": "running", **facts}
-        self.content["sessions"] = [
-            *sessions,
-            {**asdict(session), "end": None, "status": "running", "to_step": None},
-        ]
-        write_text(folder.config_file, config.resolved().to_toml())
-        write_json(folder.record_file, self.content)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The facts of the run and of this session, without folders and times."""
-        outside = ("name", "status", "sessions", "results")
-        session = {
-            key: value
-            for key, value in self.content["sessions"][-1].items()
-            if key not in ("start", "end", "status", "to_step") and value != ""
-        }
-        return {**{key: value for key, value in self.content.items() if key not in outside}, **session}
-
-    def close(self, status: str, step: int, results: Mapping[str, Any]) -> None:
-        """Write how the session ended: finished, interrupted or failed."""
-        self.content["sessions"][-1].update(end=now(), status=status, to_step=step)
-        self.content.update(status=status, results=dict(results))
-        write_json(self.folder.record_file, self.content)
-
-
-def mark_failed(folder: RunFolder) -> None:
-    """Write into run.json that the job failed. The process that watches the ranks calls it after they ended."""
-    try:
-        record = folder.record()
-        if record.get("status") != "running":
-            return
-        record["status"] = record["sessions"][-1]["status"] = "failed"
-        record["sessions"][-1]["end"] = now()
-        write_json(folder.record_file, record)
-    except (UserError, LookupError, TypeError):
-        pass  # No record exists yet, or the disk is full. The user needs the error that ended the job, not this one.
 
 
 def open_folder(config: Config, resume: str | None) -> tuple[RunFolder, FolderLock]:

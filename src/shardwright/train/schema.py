@@ -19,6 +19,7 @@ from shardwright.train.sections.activations import ActivationConfig
 from shardwright.train.sections.base import Section
 from shardwright.train.sections.checkpoint import CheckpointConfig
 from shardwright.train.sections.data import DataConfig
+from shardwright.train.sections.fault import FaultConfig
 from shardwright.train.sections.log import LogConfig
 from shardwright.train.sections.model import ModelConfig
 from shardwright.train.sections.optimizer import OptimizerConfig
@@ -41,6 +42,7 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    fault: FaultConfig = FaultConfig()
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")

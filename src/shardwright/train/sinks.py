@@ -76,12 +76,14 @@ class RunSite:
         steps_done: optimizer steps in the checkpoint that the run continues; 0 for a new run. If a sink already has
             records of later steps, it gets these steps again.
         facts: facts about the run that its configuration does not have: parameters, ranks, device, dtypes, versions.
+        attempt: 1 for a start or a resume, one more after each restart. A restart may begin with step 1 again.
     """
 
     folder: Path
     config: RunConfiguration
     steps_done: int
     facts: Mapping[str, Any] = field(default_factory=dict)
+    attempt: int = 1
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+LAST_BYTES = 1 << 16
+"""The end of a file of metrics that certainly has a whole line."""
 
 
 @dataclass(frozen=True)
@@ -13,6 +18,10 @@ class Position:
 
     step: int
     samples: int
+
+    def __post_init__(self) -> None:
+        if self.step < 0 or self.samples < 0:
+            raise ValueError(f"expected a step and samples >= 0, found {self.step} and {self.samples}")
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -25,3 +34,25 @@ def saved_steps(checkpoints: Path) -> list[int]:
     return sorted(
         (int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d+)", name))), reverse=True
     )
+
+
+def recorded_step(metrics_file: Path) -> int:
+    """The step of the last line of metrics.jsonl: the steps that a run has done. 0 if it has none."""
+    if not os.path.isfile(metrics_file):
+        return 0
+    try:
+        with open(metrics_file, "rb") as stream:
+            stream.seek(-min(LAST_BYTES, os.path.getsize(metrics_file)), os.SEEK_END)
+            lines = stream.read().split(b"\n")[
+                :-1
+            ]  # after the last line end there is nothing, or half a line
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, LookupError, TypeError):
+            continue
+        if type(step) is int:
+            return step
+    return 0

@@ -1,36 +1,69 @@
 """Signals that ask a job to save and end. They are stored until the loop reads them.
 
-This file does not decide after which step the ranks end; the loop does.
+This file does not decide after which step the ranks end; the loop does. A handler does nothing: a thread reads the
+numbers of signals, so that a rank answers at once, also while its main thread waits in a collective.
 """
 
 from __future__ import annotations
 
-import math
+import os
+import select
 import signal
+import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that ask for the same. SLURM sends SIGUSR1 if `--signal` says so."""
+TWICE = 1.0
+"""Seconds after a signal from which on another one counts. A terminal's Ctrl-C may arrive twice, once directly and once
+from the launcher."""
 
-class StopRequest:
-    """Stores SIGINT or SIGTERM, which the loop reads between steps. Another one, a second later, ends at once."""
+
+def catchable() -> list[signal.Signals]:
+    """The signals of `SIGNALS` that this process does not ignore: nohup ignores SIGHUP."""
+    return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """A handler. With it the number of the signal goes to the thread that reads them."""
+
+
+def status_of_signal(number: int) -> int:
+    """The status of a process that left because of this signal: 130 for SIGINT, 143 for the others."""
+    return 128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+
+def _exit(number: int | None) -> None:
+    os._exit(status_of_signal(number or signal.SIGTERM))
+
+
+class Signals:
+    """The signals that a launcher gets, over all attempts of its job. A handler only stores them."""
 
     def __init__(self) -> None:
-        self.signal_number: int | None = None
-        self._first = math.inf
+        self.received: list[tuple[int, float]] = []  #: number and time of each
         self._before: dict[int, Any] = {}
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        # A terminal's Ctrl-C may arrive twice, once directly and once from the launcher.
-        if time.monotonic() - self._first > 1.0:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        if self.signal_number is None:
-            self.signal_number, self._first = number, time.monotonic()
+    @property
+    def first(self) -> int | None:
+        return self.received[0][0] if self.received else None
 
-    def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._note)
+    @property
+    def asked_twice(self) -> bool:
+        return bool(self.received) and self.received[-1][1] - self.received[0][1] > TWICE
+
+    def seconds_since_first(self) -> float:
+        return time.monotonic() - self.received[0][1] if self.received else 0.0
+
+    def _store(self, number: int, frame: FrameType | None) -> None:
+        self.received.append((number, time.monotonic()))
+
+    def __enter__(self) -> Signals:
+        for number in catchable():
+            self._before[number] = signal.signal(number, self._store)
         return self
 
     def __exit__(
@@ -38,3 +71,77 @@ class StopRequest:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+class StopRequest:
+    """Stores the first signal, which the loop reads between steps.
+
+    Args:
+        noted: gets the first signal, at once, in a thread of its own.
+        leave: gets a second signal, or None when `save_seconds` have passed since the first one. It ends the process.
+        save_seconds: 0 for no limit.
+    """
+
+    def __init__(
+        self,
+        noted: Callable[[int], None] | None = None,
+        leave: Callable[[int | None], None] = _exit,
+        save_seconds: float = 0.0,
+    ) -> None:
+        self.signal_number: int | None = None
+        self._noted, self._leave, self._save_seconds = noted, leave, save_seconds
+        self._first = 0.0
+        self._before: dict[int, Any] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._wakeup_before = -1
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is not threading.main_thread():
+            return (
+                self  # only the main thread may have handlers; the framework that runs this one has its own
+            )
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        for number in catchable():
+            self._before[number] = signal.signal(number, _nothing)
+        threading.Thread(target=self._listen, args=(self._pipe[0],), daemon=True, name="signals").start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pipe is None:
+            return
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.close(self._pipe[1])  # ends the thread
+        self._pipe = None
+
+    def _listen(self, numbers: int) -> None:
+        try:
+            while True:
+                if not select.select([numbers], [], [], self._patience())[0]:
+                    self._leave(None)
+                elif not (byte := os.read(numbers, 1)):
+                    return
+                elif byte[0] in SIGNALS:
+                    self._note(byte[0])
+        finally:
+            os.close(numbers)
+
+    def _patience(self) -> float | None:
+        """Seconds until the process leaves without having saved; None if nothing asks it to."""
+        if self.signal_number is None or not self._save_seconds:
+            return None
+        return max(0.0, self._first + self._save_seconds - time.monotonic())
+
+    def _note(self, number: int) -> None:
+        if self.signal_number is None:
+            self._first = time.monotonic()
+            self.signal_number = number
+            if self._noted is not None:
+                self._noted(number)
+        elif time.monotonic() - self._first > TWICE:
+            self._leave(number)

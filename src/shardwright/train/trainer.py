@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,7 +39,7 @@ from shardwright.train.models.language_model import sees_later_tokens
 from shardwright.train.reporter import Reporter
 from shardwright.train.runs import RunFolder
 from shardwright.train.saves import Saves
-from shardwright.train.stop import StopRequest
+from shardwright.train.stop import SIGNALS, StopRequest
 from shardwright.train.world import World
 
 CHECKED_TOKENS = 8
@@ -248,7 +247,7 @@ class Trainer:
         Signals reach ranks at different moments; by their sum all stop after the same step.
         """
         number = stop.signal_number
-        seen = [float(number == signal.SIGINT), float(number == signal.SIGTERM), float(save_ended)]
+        seen = [*(float(number == each) for each in SIGNALS), float(save_ended)]
         waits = [0.0] * self.world.size  # a rank adds to its own number alone, so the sum keeps them apart
         waits[self.world.rank] = data_seconds
         totals = torch.cat([shares, torch.tensor(seen + waits, dtype=torch.float64, device=shares.device)])
@@ -258,8 +257,9 @@ class Trainer:
         losses = [
             loss / self.world.tensor for loss in figures[: len(shares)]
         ]  # ranks of the same data have each
-        interrupts, terminations, ended_saves, *waits = figures[len(shares) :]
-        stops_by = signal.SIGINT if interrupts else signal.SIGTERM if terminations else 0
+        counts, ended_saves = figures[len(shares) :][: len(SIGNALS)], figures[len(shares) + len(SIGNALS)]
+        waits = figures[len(shares) + len(SIGNALS) + 1 :]
+        stops_by = next((int(each) for each, count in zip(SIGNALS, counts, strict=True) if count), 0)
         return losses, max(waits), stops_by, ended_saves > 0
 
     # -- between steps

@@ -70,7 +70,7 @@ class ServiceSink:
     ) -> None:
         self._site, self._project, self._start = site, project, start
         self._file = site.folder / f"{name}.json"
-        stored = _stored(self._file) if site.steps_done else None
+        stored = _stored(self._file) if site.steps_done or site.attempt > 1 else None
         self._stored = stored if stored is not None and stored.project == project else None
         self._last_step = self._stored.step if self._stored else 0
         self._run: ServiceRun | None = None
@@ -126,7 +126,7 @@ def settings_of(site: RunSite) -> dict[str, Any]:
     tables = site.config.model_dump(mode="json", exclude_none=True)
     tables["model"] = site.config.model.resolved().model_dump(mode="json", exclude_none=True)
     values = dict(flat(tables))
-    if site.steps_done:
+    if site.steps_done or site.attempt > 1:
         values = {key: value for key, value in values.items() if not _has_path(value)}
     return {**values, **dict(flat(site.facts, "facts."))}
 

@@ -1,0 +1,80 @@
+"""What a rank does at once after a signal: the first rank prints a line, and a second signal ends the rank.
+
+All of it runs in the thread that reads signals, also while the main thread waits in a collective.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from shardwright.train.config import Config
+from shardwright.train.environment import LAUNCHER_VARIABLE
+from shardwright.train.launches import record_end
+from shardwright.train.record import close_session
+from shardwright.train.resuming import resume_command
+from shardwright.train.runs import RunFolder
+from shardwright.train.statuses import TRY_AGAIN, End, is_saved, write_exit
+from shardwright.train.steps import saved_steps
+from shardwright.train.stop import StopRequest, status_of_signal
+from shardwright.train.world import World
+
+SECONDS_FOR_FIRST = 2.0
+"""Seconds that other ranks leave to the first one, which reports: if they end, it loses contact."""
+
+
+class Answers:
+    """The answers of one rank."""
+
+    def __init__(self, config: Config, folder: RunFolder, world: World, attempt: int) -> None:
+        self.folder, self.world, self.attempt = folder, world, attempt
+        self.say: Callable[[str], None] = print
+        self.saves = True  #: after the step that runs; False once the run is at its end
+        self._launched = LAUNCHER_VARIABLE in os.environ
+        # Our launcher knows the time and ends the ranks itself, also one that does not answer.
+        self._seconds = 0.0 if self._launched else config.fault.save_seconds
+        self._number = signal.SIGTERM
+
+    def request(self) -> StopRequest:
+        return StopRequest(self._noted, self._leave, self._seconds)
+
+    def _noted(self, number: int) -> None:
+        self._number = signal.Signals(number)
+        if self.world.is_first:
+            doing = "saving after this step" if self.saves else "the run is at its end"
+            try:
+                self.say(f"{self._number.name} received; {doing}")
+            except (OSError, ValueError):
+                pass  # nobody reads the output any more
+
+    def _leave(self, number: int | None) -> None:
+        """End the process: `number` is a second signal, None if the time to save has passed."""
+        if self._launched:
+            os._exit(status_of_signal(number or self._number))
+        if not self.world.is_first:
+            time.sleep(SECONDS_FOR_FIRST)
+            os._exit(TRY_AGAIN)
+        end = self._end(number)
+        close_session(self.folder, end.reason)
+        record_end(self.folder, end)
+        write_exit(self.folder, end, self.attempt)
+        lines = [end.reason]
+        if steps := saved_steps(self.folder.checkpoints):
+            lines += [
+                f"step {steps[0]} is saved; to continue:",
+                f"  {resume_command(self.folder, self.world.size)}",
+            ]
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        os._exit(end.status)
+
+    def _end(self, number: int | None) -> End:
+        status = status_of_signal(self._number)
+        if is_saved(self.folder):
+            return End(status, f"stopped by {self._number.name}; the state is saved")
+        if number is None:
+            why = f"the checkpoint took longer than fault.save_seconds = {self._seconds:g}"
+            return End(TRY_AGAIN, f"stopped by {self._number.name} without saving: {why}")
+        return End(status, f"stopped by {self._number.name} without saving: a second signal")

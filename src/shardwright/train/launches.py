@@ -1,0 +1,190 @@
+"""A launch by torchrun, whose attempts share a folder: how a restarted rank finds it, and how earlier attempts ended.
+
+torchrun starts the same command again, and does not say where the first attempt wrote. launch.json in the folder has
+the launch. Our own launcher does not need it. Only the first rank reads and writes here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+
+from shardwright.train.config import Config
+from shardwright.train.errors import UserError
+from shardwright.train.lock import FolderLock, claim
+from shardwright.train.record import repair_record
+from shardwright.train.restarts import same_again, without_numbers
+from shardwright.train.runs import RUNS, RunFolder, check_same_job, find_run, open_folder
+from shardwright.train.statuses import FAILED, USER_ERROR, End, remove_exit
+from shardwright.train.steps import recorded_step, saved_steps
+from shardwright.train.writing import write_json, writing
+
+SECONDS_TO_UNLOCK = 30.0
+"""How long a restart waits for the ranks before it, which may be ending on another host."""
+
+
+class GivenUpError(Exception):
+    """torchrun has started the job again, but it would end as before."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What torchrun says of a launch, and what the folder says of its attempts.
+
+    Attributes:
+        id: of the rendezvous; "none" if the user gave none.
+        agents: the torchrun processes of all hosts, each with host, process and time of its start.
+        restarts: the most that any of them counts. It does not count that hosts came or went.
+        attempt: 1 for the first one.
+        ends: status, reason and step of the attempts before.
+    """
+
+    id: str
+    agents: tuple[str, ...]
+    restarts: int = 0
+    attempt: int = 1
+    ends: tuple[tuple[int, str, int], ...] = ()
+
+    def continues(self, before: Launch) -> bool:
+        """Whether this is a later attempt of the launch `before`."""
+        return bool(set(self.agents) & set(before.agents)) or (self.restarts > 0 and self.id == before.id)
+
+    def check_worth(self) -> None:
+        """Raise GivenUpError if the attempts before ended with an error that the next one would meet, too."""
+        if self.ends and self.ends[-1][0] == USER_ERROR:
+            raise GivenUpError(
+                f"{self.ends[-1][1]} (the attempt before ended with this; a restart cannot help)"
+            )
+        failures = [
+            (without_numbers(reason), step) for status, reason, step in self.ends[-2:] if status == FAILED
+        ]
+        if len(failures) == 2 and failures[0] == failures[1]:
+            _, reason, step = self.ends[-1]
+            raise GivenUpError(f"{reason}: {same_again(step)}")
+
+
+def this_launch(size: int) -> Launch | None:
+    """The launch of this rank. Called by every rank; None if torchrun has not started the first one."""
+    own = None
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        agent = psutil.Process(os.getppid())
+        own = (
+            os.environ["TORCHELASTIC_RUN_ID"],
+            f"{socket.gethostname()} {agent.pid} {agent.create_time():.2f}",
+            int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+    everyone: list[tuple[str, str, int] | None] = [None] * size
+    dist.all_gather_object(everyone, own)
+    if everyone[0] is None:
+        return None
+    known = [each for each in everyone if each is not None]
+    agents = tuple(dict.fromkeys(agent for _, agent, _ in known))
+    return Launch(everyone[0][0], agents, max(count for _, _, count in known))
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The folder of a run, locked for this attempt."""
+
+    folder: RunFolder
+    lock: FolderLock
+    resumes: bool
+    attempt: int
+
+
+def open_attempt(config: Config, resume: str | None, launch: Launch | None) -> Opened:
+    """The folder of the run: that of the launch's attempt before, or as `open_folder` says.
+
+    Raises:
+        UserError: as `open_folder` does.
+        GivenUpError: the attempt would end as those before.
+    """
+    before = None if launch is None else _attempt_before(config, resume, launch)
+    if before is None:
+        folder, lock = open_folder(config, resume)
+        opened = Opened(folder, lock, resume is not None, 1)
+        if opened.resumes:
+            repair_record(folder)
+    else:
+        assert launch is not None
+        folder, earlier = before
+        earlier.check_worth()
+        launch = replace(launch, attempt=earlier.attempt + 1, ends=earlier.ends)
+        lock = _claim_patiently(folder.path)
+        if folder.exists():
+            repair_record(folder)
+            check_same_job(folder, config, "a restart")
+        opened = Opened(folder, lock, bool(saved_steps(folder.checkpoints)), launch.attempt)
+    remove_exit(folder)
+    if launch is not None:
+        _write(folder, launch)
+    return opened
+
+
+def _claim_patiently(folder: Path) -> FolderLock:
+    deadline = time.monotonic() + SECONDS_TO_UNLOCK
+    while True:
+        try:
+            with writing(folder):
+                return claim(folder)
+        except UserError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+
+
+def _attempt_before(config: Config, resume: str | None, launch: Launch) -> tuple[RunFolder, Launch] | None:
+    for folder in _candidates(config, resume):
+        earlier = _read(folder)
+        if earlier is not None and launch.continues(earlier):
+            return folder, earlier
+    return None
+
+
+def _candidates(config: Config, resume: str | None) -> Iterator[RunFolder]:
+    if resume is not None:
+        yield find_run(config, resume)
+    elif config.run.dir:
+        yield RunFolder(Path(config.run.dir))
+    elif RUNS.is_dir():
+        folders = (RunFolder(path) for path in RUNS.glob(f"{config.run.name}-*"))
+        launched = [folder for folder in folders if folder.launch_file.is_file()]
+        yield from sorted(launched, key=lambda folder: folder.launch_file.stat().st_mtime, reverse=True)
+
+
+def record_end(folder: RunFolder, end: End) -> None:
+    """Add the end of this attempt to launch.json, if there is one."""
+    launch = _read(folder)
+    if launch is not None:
+        step = recorded_step(folder.metrics_file)
+        try:
+            _write(folder, replace(launch, ends=(*launch.ends, (end.status, end.reason, step))))
+        except UserError:
+            pass  # the disk is full; the error that ended the job is what the user needs
+
+
+def _write(folder: RunFolder, launch: Launch) -> None:
+    content = {"id": launch.id, "agents": list(launch.agents), "attempt": launch.attempt}
+    ends = [{"status": status, "reason": reason, "step": step} for status, reason, step in launch.ends]
+    write_json(folder.launch_file, {**content, "ends": ends})
+
+
+def _read(folder: RunFolder) -> Launch | None:
+    """None without the file, and for one that is damaged."""
+    try:
+        content = json.loads(folder.launch_file.read_text(encoding="utf-8"))
+        ends = tuple(
+            (int(each["status"]), str(each["reason"]), int(each["step"])) for each in content["ends"]
+        )
+        agents = tuple(str(agent) for agent in content["agents"])
+        return Launch(str(content["id"]), agents, attempt=int(content["attempt"]), ends=ends)
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
