@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from shardwright.layout import Ragged, Strategy
     from shardwright.memory import Allocator
     from shardwright.optim import AdamW8bit, Muon, clip_grad_norm_, fully_shard_optimizer
+    from shardwright.watching.api import Watch, watch
 
 __all__ = [
     "AdamW8bit",
@@ -74,6 +75,7 @@ __all__ = [
     "ShardPlacementResult",
     "Strategy",
     "UnshardHandle",
+    "Watch",
     "clip_grad_norm_",
     "comm_hooks",
     "deferred_init",
@@ -93,6 +95,7 @@ __all__ = [
     "share_comm_ctx",
     "stream_weights",
     "unsharded",
+    "watch",
     "wrap",
 ]
 
@@ -138,6 +141,8 @@ _HOMES = {
     "share_comm_ctx": "shardwright.engine",
     "stream_weights": "shardwright.checkpoint",
     "unsharded": "shardwright.engine",
+    "Watch": "shardwright.watching.api",
+    "watch": "shardwright.watching.api",
 }
 
 

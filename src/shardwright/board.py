@@ -23,12 +23,14 @@ HEADER = struct.Struct("6q")  #: magic number, version of the form, process, ran
 MAGIC, VERSION = 0x7368617264626F61, 1
 SLOTS = 512  #: entries in the ring, the latest ones
 WORD = struct.Struct("q")
-NAMES_SIZE, MESSAGE_SIZE = 1 << 17, 1 << 16
+COUNTED, NAMES_SIZE, MESSAGE_SIZE, FLIGHTS_SIZE = 1024, 1 << 17, 1 << 16, 1 << 14
 #: Places in the file. The names of units, collectives and groups are written once, and entries have their numbers.
-NAME_COUNT_AT, HEARTBEAT_AT, CLOSED_AT, SIGNAL_AT, MESSAGE_LENGTH_AT, BEGAN_AT = range(64, 112, 8)
-NAMES_AT = 4096
+NAME_COUNT_AT, HEARTBEAT_AT, CLOSED_AT, SIGNAL_AT, MESSAGE_LENGTH_AT, BEGAN_AT, FLIGHTS_LENGTH_AT = range(64, 120, 8)
+COUNTS_AT = 4096  #: for each group, by the number of its name, how many of its collectives this process has begun
+NAMES_AT = COUNTS_AT + COUNTED * WORD.size
 MESSAGE_AT = NAMES_AT + NAMES_SIZE
-RING_AT = MESSAGE_AT + MESSAGE_SIZE
+FLIGHTS_AT = MESSAGE_AT + MESSAGE_SIZE
+RING_AT = FLIGHTS_AT + FLIGHTS_SIZE
 SIZE = RING_AT + SLOTS * ENTRY.size
 LENGTH = struct.Struct("H")
 
@@ -45,6 +47,7 @@ SLOW_PHASES = frozenset({START, SAVE, LOAD})
 #: Steps, from the begin of a board, that may last much longer than others: kernels are compiled and chosen in them.
 FIRST_STEPS = 2
 _PREFIX = "shardwright-board"
+_STACKS = ".stacks"
 
 
 def folder_of_boards() -> Path:
@@ -60,12 +63,18 @@ def board_of(pid: int, folder: Path | None = None) -> Path:
 
 def remove_left_boards(folder: Path | None = None) -> None:
     """Remove the boards of this user's processes that were killed. Their locks have ended with them."""
-    for path in (folder or folder_of_boards()).glob(f"{_PREFIX}-{os.getuid()}-*"):
+    for path in (folder or folder_of_boards()).glob(f"{_PREFIX}-{os.getuid()}-*[0-9]"):
         if path == board_of(os.getpid(), folder):
             continue  # to close it would end the lock of this process
         with suppress(OSError), path.open("r+b") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
+            stacks_beside(path).unlink(missing_ok=True)
+
+
+def stacks_beside(board: Path) -> Path:
+    """The file into which the process of this board writes its stacks."""
+    return board.with_name(board.name + _STACKS)
 
 
 def group_name(ranks: Sequence[int]) -> str:
@@ -97,13 +106,14 @@ class Board:
     A rank calls :meth:`at`, :meth:`enter`, :meth:`await_result` and :meth:`leave` in its main thread and in autograd's.
 
     Attributes:
-        step: the number of the running step, for readers.
+        step: the number of the running step, from 1.
         path: its file.
+        began: when, by the host's monotonic clock, in nanoseconds.
     """
 
     __slots__ = (
         "_counts", "_file", "_memory", "_name_end", "_numbers", "_patient", "_phase", "_sequence", "_steps", "_unit",
-        "path", "step",
+        "began", "path", "step",
     )  # fmt: skip
 
     def __init__(self, rank: int, ranks: int, folder: Path | None = None) -> None:
@@ -120,15 +130,16 @@ class Board:
             os.close(self._file)
             self.path.unlink()
             raise
-        self.step = 0
+        self.step = 1
         self._steps = 0
         self._sequence = 0
         self._numbers = {"": 0}
         self._counts: dict[str, int] = {}
         self._name_end = NAMES_AT
         self._phase, self._unit, self._patient = START, 0, 1
-        self._word(BEGAN_AT, time.monotonic_ns())
-        self.beat()
+        self.began = time.monotonic_ns()
+        self._word(BEGAN_AT, self.began)
+        self._word(HEARTBEAT_AT, self.began)
         HEADER.pack_into(self._memory, 0, MAGIC, VERSION, os.getpid(), rank, ranks, SLOTS)
         self.at(START)
 
@@ -176,6 +187,8 @@ class Board:
             named = numbers[collective], numbers[group], count, nbytes, numbers[subject]
         except KeyError:
             named = self._number(collective), self._number(group), count, nbytes, self._number(subject)
+        if named[1] < COUNTED:
+            WORD.pack_into(self._memory, COUNTS_AT + named[1] * 8, count)
         self._write(*named)
 
     def await_result(self, collective: str, group: str, nbytes: int = 0, subject: str = "") -> None:
@@ -227,17 +240,25 @@ class Board:
         self._word(SIGNAL_AT, number)
 
     def say(self, text: str) -> None:
-        """Leave a message: why the job ends. Readers see all of it or nothing."""
+        """Leave a message: why the job ends. Readers see all of it or nothing. The first one stays."""
         encoded = text.encode(errors="replace")[:MESSAGE_SIZE]
         self._memory[MESSAGE_AT : MESSAGE_AT + len(encoded)] = encoded
         self._word(MESSAGE_LENGTH_AT, len(encoded))
 
-    def close(self, keep: bool = False) -> None:
-        """The process leaves in order. ``keep``: leave the file to others, who read and remove it."""
+    def note_flights(self, text: str) -> None:
+        """Leave what torch's flight recorder says of this process. Readers check that it is whole."""
+        encoded = text.encode(errors="replace")
+        self._word(FLIGHTS_LENGTH_AT, 0)
+        if len(encoded) <= FLIGHTS_SIZE:
+            self._memory[FLIGHTS_AT : FLIGHTS_AT + len(encoded)] = encoded
+            self._word(FLIGHTS_LENGTH_AT, len(encoded))
+
+    def close(self) -> None:
+        """The process leaves in order. Those who have opened the file can still read it."""
         self._word(CLOSED_AT, 1)
-        if not keep:
+        for path in (self.path, stacks_beside(self.path)):
             with suppress(OSError):
-                self.path.unlink()
+                path.unlink()
 
 
 #: The board of this process. None: nobody watches, and nothing is written.

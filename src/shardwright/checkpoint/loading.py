@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from shardwright import board as boards
 from shardwright.checkpoint import folders, foreign, places
 from shardwright.checkpoint.digests import (
     Damaged,
@@ -220,6 +221,7 @@ def open_together(
     return opened[0]
 
 
+@boards.during(boards.LOAD)
 def load_state(
     path: Path,
     state: Mapping[str, Any],
@@ -266,6 +268,7 @@ def load_state(
     )
 
 
+@boards.during(boards.LOAD)
 def read_state(
     checkpoint: Checkpoint,
     state: Mapping[str, Any],
@@ -430,6 +433,7 @@ def read_into(descriptor: int, file: Path, position: int, target: Tensor) -> Non
         rest, position = rest[count:], position + count
 
 
+@boards.during(boards.LOAD)
 def read_tensors(
     checkpoint: Checkpoint, tensors: Mapping[str, Tensor], ranks: Ranks, progress: Progress = ignore
 ) -> None:

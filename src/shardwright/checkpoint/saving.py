@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from shardwright import board as boards
 from shardwright.checkpoint import places
 from shardwright.checkpoint.digests import Damaged, Digest, check_digest, read_regular
 from shardwright.checkpoint.index import INDEX, Index, StoredValue, check_coverage, parse_index
@@ -40,6 +41,7 @@ _SMALL = 1 << 20  #: bytes of a whole tensor of a model, which need not be sprea
 BoxName = tuple[str, tuple[int, ...], tuple[int, ...]]  #: name of the tensor, offsets and sizes
 
 
+@boards.during(boards.SAVE)
 def save_state(
     path: Path,
     state: Mapping[str, Any],

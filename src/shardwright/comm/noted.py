@@ -24,11 +24,22 @@ def name_of(group: dist.ProcessGroup | None) -> str:
 
 @contextmanager
 def noted(
-    collective: str, group: dist.ProcessGroup | None = None, nbytes: int = 0, subject: str = ""
+    collective: str,
+    group: dist.ProcessGroup | None = None,
+    nbytes: int = 0,
+    subject: str = "",
+    begins: bool = True,
 ) -> Iterator[None]:
-    """Note that this rank is in a collective of ``group``, as long as the context runs."""
-    if boards.current is None:
+    """Note that this rank is in a collective of ``group``, as long as the context runs.
+
+    ``begins``: False to wait for the end of one that was begun before.
+    """
+    board = boards.current
+    if board is None:
         yield
         return
-    with boards.inside(collective, name_of(group), nbytes, subject):
+    (board.enter if begins else board.await_result)(collective, name_of(group), nbytes, subject)
+    try:
         yield
+    finally:
+        board.leave()

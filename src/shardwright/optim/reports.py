@@ -29,7 +29,8 @@ def agree(active: Sequence[Owned], owned: Sequence[Owned], world: World, comm: C
     if not comm.exchanges or comm.exchange((len(indices), zlib.crc32(repr(indices).encode()))) is None:
         return
     everyone: list[Any] = [None] * world.size
-    dist.all_gather_object(everyone, indices, group=world.group)
+    with noted("all-gather of optimizer state", world.group):
+        dist.all_gather_object(everyone, indices, group=world.group)
     ranks = dist.get_process_group_ranks(world.group)
     differing = set().union(*everyone).difference(set(everyone[0]).intersection(*everyone))
     first = owned[min(differing)]

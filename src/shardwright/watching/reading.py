@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import mmap
 import os
 import struct
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright import board as boards
-from shardwright.board import ENTRY, HEADER, MAGIC, RING_AT, SLOTS, VERSION, WORD
+from shardwright.board import ENTRY, HEADER, MAGIC, RING_AT, SLOTS, VERSION, WORD, Board
 
 _LOCK = struct.Struct("hhqqi4x")  #: struct flock
 RUNS, STOPPED, DISK, ENDED, LEFT, SILENT = "runs", "stopped", "disk", "ended", "left", "silent"
@@ -62,8 +63,9 @@ class Seen:
             order), or SILENT: its host does not answer.
         answers: whether its threads run. None: not known. False: something holds its interpreter.
         age: seconds since its last entry.
-        counts: by group, the number of collectives that it has begun, as far as the board remembers.
-        flights: collectives of torch that it waits for, by torch's flight recorder: name, ranks, number, seconds.
+        counts: by group, the number of collectives that it has begun.
+        flights: collectives that it waits for, by torch's flight recorder: name, ranks, number, seconds. Empty while it
+            does not wait long.
     """
 
     rank: int
@@ -102,23 +104,35 @@ class Seen:
 class Reader:
     """The board of a process. Keeps reading after the file is removed and after the process has ended."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises OSError: there is no board, or no whole one yet."""
-        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # a lock may be asked for only so
+    def __init__(self, board: Path | Board) -> None:
+        """``board``: the file of another process, or the board of this one, whose file must not be opened again: to
+        close it would end the lock.
+
+        Raises FileNotFoundError: there is no board, or no whole one yet.
+        """
+        self._file: int | None = None
+        if isinstance(board, Board):
+            self._memory, self.path = board.memory, board.path
+        else:
+            self.path = board
+            self._file = os.open(board, os.O_RDWR | os.O_CLOEXEC)  # a lock may be asked for only so
         try:
-            self._memory = mmap.mmap(self._file, boards.SIZE, prot=mmap.PROT_READ)
+            if self._file is not None:
+                self._memory = mmap.mmap(self._file, boards.SIZE, prot=mmap.PROT_READ)
             magic, version, self.pid, self.rank, self.ranks, slots = HEADER.unpack_from(self._memory, 0)
             if (magic, version, slots) != (MAGIC, VERSION, SLOTS):
-                raise FileNotFoundError(f"{path} is no board of this version")
+                raise FileNotFoundError(f"{self.path} is no board of this version")
         except (OSError, ValueError) as error:
-            os.close(self._file)
+            if self._file is not None:
+                os.close(self._file)
             raise FileNotFoundError(str(error)) from error
         self._names = [""]
         self._name_end = boards.NAMES_AT
 
     def close(self) -> None:
-        self._memory.close()
-        os.close(self._file)
+        if self._file is not None:
+            self._memory.close()
+            os.close(self._file)
 
     def _word(self, at: int) -> int:
         value: int = WORD.unpack_from(self._memory, at)[0]
@@ -155,14 +169,21 @@ class Reader:
         """The signal at which it writes its stacks; 0: none."""
         return self._word(boards.SIGNAL_AT)
 
+    @property
+    def began(self) -> int:
+        return self._word(boards.BEGAN_AT)
+
     def is_alive(self) -> bool:
+        """Whether the process runs. It has a lock on the file until it ends."""
+        if self._file is None:
+            return True
         asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         return bool(_LOCK.unpack(fcntl.fcntl(self._file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK)
 
     def process(self) -> str:
         if self._word(boards.CLOSED_AT):
             return LEFT
-        if self.pid != os.getpid() and not self.is_alive():
+        if not self.is_alive():
             return ENDED
         return _STATES.get(_letter(self.pid), RUNS)
 
@@ -175,17 +196,31 @@ class Reader:
 
     def look(self, host: str = "", since: int = 0, within: float = 5.0) -> Seen:
         """The rank now. ``since``: ages count from this time of the clock at the earliest."""
-        entries = self.entries()
-        counts: dict[str, int] = {}
-        for entry in entries:
-            if entry.group:
-                counts[entry.group] = max(entry.count, counts.get(entry.group, 0))
-        last = entries[-1] if entries else Entry(0, since, 0, 0, 0, "", "", "", "", boards.START, True)
+        last = self.last()
         age = max(0, time.monotonic_ns() - max(last.time, since)) / 1e9
         return Seen(
             self.rank, host, self.pid, self.process(), self.answers(within), age, last.step, last.phase, last.unit,
-            last.collective, last.group, last.count, last.nbytes, last.subject, last.patient, counts,
+            last.collective, last.group, last.count, last.nbytes, last.subject, last.patient, *self._counts(last.time),
         )  # fmt: skip
+
+    def last(self) -> Entry:
+        """The newest entry."""
+        rows = ENTRY.iter_unpack(self._memory[RING_AT:])
+        # The place of the newest one is full before its number is there.
+        return self._entry(max((row for slot, row in enumerate(rows) if row[-1] % SLOTS == slot), key=lambda row: row[-1]))
+
+    def _counts(self, since: int) -> tuple[dict[str, int], tuple[tuple[str, str, int, float], ...]]:
+        """How many collectives it has begun in each group, and those of the flight recorder."""
+        last = min(self._word(boards.NAME_COUNT_AT), boards.COUNTED - 1)
+        numbers = struct.unpack_from(f"{last + 1}q", self._memory, boards.COUNTS_AT)
+        counts = {self._name(number): count for number, count in enumerate(numbers) if count}
+        length = self._word(boards.FLIGHTS_LENGTH_AT)
+        with suppress(ValueError, KeyError, TypeError):
+            noted = json.loads(self._memory[boards.FLIGHTS_AT : boards.FLIGHTS_AT + length])
+            if noted["time"] > since:
+                counts |= {str(group): int(count) for group, count in noted["counts"].items()}
+                return counts, tuple((str(n), str(g), int(c), float(a)) for n, g, c, a in noted["flights"])
+        return counts, ()
 
 
 def _letter(pid: int) -> str:
